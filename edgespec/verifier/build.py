@@ -124,10 +124,8 @@ def build_verifier(
 
 
 def load_target(config: VerifierConfig) -> TargetModel:
-    """The target model of ``config``, paced when it says so; canonical mode has been self-tested.
-
-    Raises ``SetupError``, or ``ValueError`` naming the file or the setting.
-    """
+    """The target model of ``config``, paced when it says so. Raises ``SetupError``, or
+    ``ValueError`` naming the file or the setting."""
     if config.engine == VLLM:
         target: TargetModel = vllm_target(config, model_name(config))
     else:
@@ -157,21 +155,14 @@ def model_name(config: VerifierConfig) -> str:
 
 
 def prefer_reproducible_products() -> None:
-    """Ask MKL, if it is there, for products whose bits do not depend on the number of rows.
-
-    That is a promise of Intel's library (conditional numerical reproducibility, strict), which
-    makes canonical mode cheaper; canonical mode tries what holds and does not rely on it. It has
-    an effect only before this process's first matrix product. A value that is set is left alone.
-    """
+    """Ask MKL, if it is there, for products whose bits do not depend on the number of rows: that
+    makes canonical mode cheaper. It counts before this process's first matrix product."""
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def prefer_huge_pages() -> None:
-    """Ask torch for huge pages under tensors of 2 MiB and more, where Linux gives them on demand.
-
-    Products of few rows read all weights, and look up fewer pages then (measurements.md). It has
-    an effect only before this process's first tensor. A value that is set is left alone.
-    """
+    """Ask torch for huge pages under large tensors: products of few rows read all weights, and look
+    up fewer pages then (measurements.md). It counts before this process's first tensor."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

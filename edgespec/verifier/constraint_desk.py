@@ -1,10 +1,9 @@
 """Reads the constraints of new streams before the engine sees them, beside everything else.
 
-To compile a grammar takes from a millisecond to seconds, so it happens in threads of its own: no
-pass and no other stream waits for it. How many may wait, and how long, is bounded for each key or,
-where no keys are asked for, each address. Each has one thread at a time, also while nobody waits
+To compile a grammar takes from a millisecond to seconds, so it happens in threads of its own. Each
+key or, where no keys are asked for, each address has one thread at a time, also while nobody waits
 for that any more, and the addresses of one key have it in turn: so whoever sends hard grammars
-keeps no other key waiting, and another address of his own key for one of his grammars.
+keeps no other key waiting. How many may wait, and how long, is bounded.
 """
 
 from __future__ import annotations

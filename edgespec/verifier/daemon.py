@@ -1,13 +1,10 @@
 """The verifier on asyncio: streams in, packed passes out.
 
 This file decides nothing. Every stimulus becomes an engine event; every action the engine returns
-is carried out here, in order: messages go to the streams' own queues (a slow device cannot hold up
-another), sequence work and passes to the target's thread.
-
-Nothing dies in silence. What a model raises goes to the engine, which knows whom to blame; what the
-engine itself raises, and a target that is broken, end this verifier: every stream hears a fault
-that is worth a reconnect, and ``broken`` is set, for the process to end with a failure and be
-started again.
+is carried out here, in order: messages go to the streams' own queues, sequence work and passes to
+the target's thread. What a model raises goes to the engine, which knows whom to blame; what the
+engine itself raises, and a target that is broken, end this verifier: every stream is told to come
+back, and ``broken`` is set, for the process to end with a failure and be started again.
 """
 
 from __future__ import annotations
@@ -59,13 +56,10 @@ from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.telemetry.verifier_counts import StreamMeter
 from edgespec.verifier.constraint_desk import ConstraintDesk, ReadConstraint
 
-# What streams are still to be sent: of each a bounded queue with one reader and an end.
-#
-# An ``asyncio.Queue`` does more, and takes thrice the time for it at every commit of every session.
-
 
 class Backlog:
-    """At most ``limit`` messages; ``put`` and ``end`` never wait."""
+    """What a stream is still to be sent: at most ``limit`` messages, one reader and an end. ``put``
+    and ``end`` never wait; an ``asyncio.Queue`` takes thrice the time at every commit."""
 
     __slots__ = ("_ended", "_limit", "_messages", "_reader")
 
@@ -114,32 +108,6 @@ class Backlog:
             self._reader.set_result(None)
 
 
-class HeldUp:
-    """Streams on which a message waits to leave, and which of them the engine knows of."""
-
-    __slots__ = ("_known", "_waiting")
-
-    def __init__(self) -> None:
-        self._waiting: set[int] = set()
-        self._known: set[int] = set()
-
-    def waits(self, stream: int) -> None:
-        """A message of the stream could not leave at once."""
-        self._waiting.add(stream)
-
-    def tell(self) -> tuple[int, ...]:
-        """All of them, for the engine to know."""
-        self._known |= self._waiting
-        return tuple(self._waiting)
-
-    def all_left(self, stream: int) -> bool:
-        """Nothing of the stream waits any more, or it is gone; whether the engine should know."""
-        known = stream in self._known
-        self._known.discard(stream)
-        self._waiting.discard(stream)
-        return known
-
-
 _LOG = logging.getLogger(__name__)
 
 SequenceWork = OpenSequence | CloseSequence | KeepNodes
@@ -147,10 +115,7 @@ SequenceWork = OpenSequence | CloseSequence | KeepNodes
 
 class TargetWorker:
     """Sequence work is queued and carried out just before the next pass, in one hop to the thread.
-
-    A piece of sequence work that raises is reported to ``failed``, on the event loop and before the
-    pass ends; its session misses that pass, and all others go on.
-    """
+    What raises is reported to ``failed``, on the event loop, and its session misses that pass."""
 
     def __init__(self, target: TargetModel, failed: Callable[[SequenceFailed], None]) -> None:
         self._target, self._failed = target, failed
@@ -238,7 +203,6 @@ _OPEN_WITHIN_S = 10.0
 
 # For a device that does not read to take its last message before the stream is cut.
 _LAST_WORDS_S = 1.0
-
 # What the target is at when the verifier stops is waited for so long.
 _LAST_PASS_S = 30.0
 _FOR_THE_TARGET = frozenset(
@@ -290,7 +254,9 @@ class Verifier:
         self._backlogs: dict[int, Backlog] = {}
         self._senders: dict[int, Callable[[Downlink], bool]] = {}
         """Of streams that can send without waiting (``GrpcVerifierStream.send_now``)."""
-        self._held_up = HeldUp()
+        self._blocked: set[int] = set()
+        """Streams on which a message waits to leave, and those that the engine knows of."""
+        self._known_blocked: set[int] = set()
         self._requests: dict[int, str] = {}
         """The ids under which the log speaks of streams."""
         self._context = contextvars.copy_context()
@@ -330,7 +296,7 @@ class Verifier:
         try:
             while (message := await backlog.get()) is not None:
                 await stream.send(message)
-                if backlog.empty and self._held_up.all_left(number):
+                if backlog.empty and self._all_left(number):
                     self._handle(ee.StreamCaughtUp(number))
         except LinkError as error:
             _LOG.info("stream %d: %s", number, error)
@@ -340,11 +306,18 @@ class Verifier:
             self._backlogs.pop(number, None)
             self._senders.pop(number, None)
             self._requests.pop(number, None)
-            self._held_up.all_left(number)
+            self._all_left(number)
             self._handle(ee.StreamLost(number))
             if self._telemetry is not None:
                 self._telemetry.gone(number, self._clock())
             await stream.close()
+
+    def _all_left(self, number: int) -> bool:
+        """Nothing of the stream waits any more, or it is gone; whether the engine should know."""
+        known = number in self._known_blocked
+        self._known_blocked.discard(number)
+        self._blocked.discard(number)
+        return known
 
     async def _read(self, number: int, stream: VerifierStream) -> None:
         try:
@@ -393,7 +366,7 @@ class Verifier:
         elif backlog.idle and self._sent_at_once(number, message):
             return
         if backlog.put(message):
-            self._held_up.waits(number)
+            self._blocked.add(number)
         else:
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
@@ -497,7 +470,8 @@ class Verifier:
             return
         error = done.exception()
         if error is None:
-            self._handle(replace(done.result(), behind=self._held_up.tell()))
+            self._known_blocked |= self._blocked
+            self._handle(replace(done.result(), behind=tuple(self._blocked)))
         elif isinstance(error, CapacityError):
             self._handle(ee.BatchFailed(str(error), full=True))
         elif isinstance(error, TargetLostError):
@@ -576,8 +550,7 @@ class Verifier:
 
     async def stop(self) -> None:
         """Tell every device to come back later, end the streams, let the target finish what it is
-        at. If that takes more than half a minute it is left behind, which is a failure
-        (``why_broken``): the process must not wait for its thread."""
+        at. After half a minute it is left behind, which is a failure (``why_broken``)."""
         self._end_streams(_STOPS)
         self._desk.close()
         if not await self._worker.close(_LAST_PASS_S):

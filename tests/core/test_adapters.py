@@ -6,19 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.association.candidates import BreakerPolicy, Candidate, CircuitBreaker
 from edgespec.core.protocol.messages import (
     Fault,
-    FaultCode,
-    Limits,
-    ModelIdentity,
     Open,
     Opened,
-    VerifierInfo,
-    why_not,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.credential import Credential
@@ -29,7 +23,6 @@ from tests.core.fixed_text import MODEL as FIXED
 MODEL = replace(FIXED, fingerprint="fixed")
 SQL = replace(MODEL, name="sql", fingerprint="sql-on-fixed")
 POETRY = replace(MODEL, name="poetry", fingerprint="poetry-on-fixed")
-INFO = VerifierInfo(MODEL, Limits(), 0, 8, 0, (SQL, POETRY))
 PROMPT = (1, 2, 3, 4, 6, 7, 8, 9, 10)
 """Two blocks of four, and a token."""
 ALICE = Credential("alice", models=(MODEL.name, "sql"))
@@ -67,29 +60,6 @@ class Serving:
     @property
     def faults(self) -> list[Fault]:
         return [one for one in self.sent if isinstance(one, Fault)]
-
-
-@pytest.mark.parametrize(
-    ("name", "served", "adapter"), [("", MODEL, ""), (MODEL.name, MODEL, ""), ("sql", SQL, "sql")]
-)
-def test_a_session_gets_what_it_names(name: str, served: ModelInfo, adapter: str) -> None:
-    serving = Serving()
-    serving.open("a", name)
-    (opened,) = serving.opened
-    assert (opened.model, opened.fingerprint) == (served.name, served.fingerprint)
-    (sequence,) = [one for one in serving.actions if isinstance(one, ee.OpenSequence)]
-    assert sequence.adapter == adapter
-
-
-def test_an_unknown_name_is_refused_with_the_names_that_are_served() -> None:
-    serving = Serving()
-    serving.open("a", "sequel")
-    (fault,) = serving.faults
-    assert fault.code is FaultCode.UNKNOWN_MODEL
-    assert fault.message == (
-        f"unknown model 'sequel'; this verifier serves {MODEL.name!r}, 'sql', 'poetry'"
-    )
-    assert serving.engine.sessions == {}
 
 
 def test_a_key_is_for_the_names_it_lists() -> None:
@@ -131,22 +101,3 @@ def test_another_adapter_is_another_generation() -> None:
     opened = [one.message for one in actions if isinstance(one, ee.SendTo)]
     assert [one.model for one in opened if isinstance(one, Opened)] == ["poetry"]
     assert engine.sessions["a"].request.model == "poetry"
-
-
-def test_a_verifier_tells_what_it_has_of_a_name() -> None:
-    assert INFO.served == (MODEL, SQL, POETRY)
-    found = [INFO.of(name) for name in ("", MODEL.name, "sql", "sequel")]
-    assert found == [MODEL, MODEL, SQL, None]
-
-
-def test_a_text_goes_on_only_where_its_adapter_is_served() -> None:
-    begun = ModelIdentity(SQL.name, SQL.fingerprint, 0)
-    breaker = CircuitBreaker(BreakerPolicy(), seed=0)
-    there = Candidate("a", breaker, INFO)
-    elsewhere = Candidate("b", breaker, replace(INFO, adapters=(POETRY,)))
-    assert there.fits(begun)
-    assert not elsewhere.fits(begun)
-    base = ModelIdentity(MODEL.name, MODEL.fingerprint, 0)
-    why = why_not(begun, base, 0)
-    assert why is not None
-    assert "but the text was begun by 'sql'" in why

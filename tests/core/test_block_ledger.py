@@ -10,9 +10,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
@@ -54,115 +51,6 @@ def test_every_block_has_one_owner_and_none_is_lost() -> None:
         assert all(ledger.held(key) * 4 >= lengths[key] for key in "abc")
 
 
-_KEYS = "abc"
-_PLACES = st.integers(0, 5)
-_OPERATIONS = st.one_of(
-    st.tuples(st.sampled_from(("reserve", "trim")), st.sampled_from(_KEYS), st.integers(0, 24)),
-    st.tuples(st.sampled_from(("publish", "adopt")), st.sampled_from(_KEYS), _PLACES),
-    st.tuples(st.sampled_from(("release", "withdraw")), st.sampled_from(_KEYS), _PLACES),
-)
-
-
-class NaiveLedger:
-    """Every question is answered by looking at all tables and at all that has happened."""
-
-    def __init__(self, block_count: int) -> None:
-        self.blocks = range(1, block_count + 1)
-        self.tables: dict[str, list[int]] = {key: [] for key in _KEYS}
-        self.names: dict[int, bytes] = {}
-        """What each block's rows are published as."""
-        self.let_go: list[int] = []
-        """Blocks in the order in which their last holders let go of them."""
-
-    def holders(self, block: int) -> int:
-        return sum(block in table for table in self.tables.values())
-
-    @property
-    def free(self) -> set[int]:
-        return {block for block in self.blocks if not self.holders(block)}
-
-    def drop(self, key: str, first: int) -> None:
-        dropped = self.tables[key][first:]
-        del self.tables[key][first:]
-        self.let_go += [block for block in reversed(dropped) if not self.holders(block)]
-
-    def oldest(self) -> int:
-        """Of the free blocks with a name, the one let go longest ago."""
-        last = {block: place for place, block in enumerate(self.let_go)}
-        return min(self.free & set(self.names), key=last.__getitem__)
-
-    def check_given(self, block: int) -> None:
-        """The block was given to somebody: was it its turn? It has no name any more."""
-        assert block in self.free
-        if self.free - set(self.names):
-            assert block not in self.names
-        else:
-            assert block == self.oldest()
-        self.names.pop(block, None)
-
-
-@given(st.lists(_OPERATIONS, min_size=20, max_size=60))
-def test_a_naive_ledger_gives_the_same_answers(
-    operations: list[tuple[str, str, int]],
-) -> None:
-    ledger, naive = BlockLedger(CacheShape(9, 4)), NaiveLedger(9)
-    for operation, key, number in operations:
-        table = naive.tables[key]
-        match operation:
-            case "reserve":
-                missing = max(0, -(-number // 4) - len(table))
-                assert ledger.reserve(key, number) is (missing <= len(naive.free))
-                for block in ledger.table(key)[len(table) :]:
-                    naive.check_given(block)
-                    table.append(block)
-            case "trim":
-                ledger.trim(key, number)
-                naive.drop(key, -(-number // 4))
-            case "release":
-                assert ledger.release(key) == len(table)
-                naive.drop(key, 0)
-            case "publish":
-                for place, block in enumerate(table[: number + 1]):
-                    if ledger.writable(block):
-                        ledger.publish(key, place, bytes([place]))
-                        if bytes([place]) not in naive.names.values():
-                            naive.names[block] = bytes([place])
-            case "adopt":
-                _adopt_chain(ledger, naive, key, number % (len(table) + 1))
-            case "withdraw":
-                ledger.withdraw(key)
-                naive.names = {b: name for b, name in naive.names.items() if b not in table}
-        _check_same(ledger, naive)
-
-
-def _adopt_chain(ledger: BlockLedger, naive: NaiveLedger, key: str, place: int) -> None:
-    """From ``place`` on, take over all published blocks that stand at these places in texts."""
-    table = naive.tables[key]
-    block_of = {name: block for block, name in naive.names.items()}
-    found: list[int] = []
-    while (block := block_of.get(bytes([place + len(found)]))) is not None and block not in table:
-        found.append(block)
-    ledger.adopt(key, place, found)
-    replaced = table[place : place + len(found)]
-    table[place : place + len(found)] = found
-    naive.let_go += [block for block in reversed(replaced) if not naive.holders(block)]
-
-
-def _check_same(ledger: BlockLedger, naive: NaiveLedger) -> None:
-    assert ledger.free_count == len(naive.free)
-    assert ledger.idle_count == len(naive.free & set(naive.names))
-    assert set(ledger.holders) >= {key for key, table in naive.tables.items() if table}
-    for key, table in naive.tables.items():
-        assert ledger.table(key) == tuple(table)
-    for block in naive.blocks:
-        count = naive.holders(block)
-        assert ledger.holder_count(block) == count
-        assert ledger.writable(block) is (count == 1 and block not in naive.names)
-    found = {number: ledger.find(bytes([number])) for number in range(6)}
-    names = {name[0]: block for block, name in naive.names.items()}
-    assert {number: block for number, block in found.items() if block is not None} == names
-
-
 def _world(
     *prompts: int, blocks: int, share: bool = False
 ) -> tuple[CacheKeeper, dict[str, VerifySession]]:
@@ -196,15 +84,6 @@ def _run(keeper: CacheKeeper, session: VerifySession, now: float = 0.0) -> int:
     return rows
 
 
-def test_a_session_enters_when_its_whole_prefix_fits() -> None:
-    keeper, sessions = _world(8, 8, blocks=3)
-    assert _run(keeper, sessions["a"]) == 12
-    assert keeper.rows_for("b", 100, (), 0, 0.0) == 0
-    assert keeper.ledger is not None
-    assert keeper.ledger.held("b") == 0
-    assert keeper.evictions == 0
-
-
 def test_nobody_enters_before_one_who_came_earlier() -> None:
     keeper, sessions = _world(4, 16, 1, blocks=4)
     assert _run(keeper, sessions["a"])
@@ -231,16 +110,6 @@ def test_the_gone_lose_their_blocks_first_then_those_who_wait_then_the_newest() 
     assert [sessions[key].cache_length for key in "bcde"] == [0, 0, 0, 0]
     sessions["a"].cache_length = 20
     assert keeper.rows_for("a", 1, (), 0, 3.0) == 0  # nobody is left
-
-
-def test_the_newest_gives_way_to_the_oldest_and_never_the_other_way() -> None:
-    keeper, sessions = _world(4, 4, blocks=2)
-    for session in sessions.values():
-        assert _run(keeper, session)
-    assert keeper.rows_for("b", 1, (), 0, 1.0) == 0
-    assert keeper.rows_for("a", 1, ("b",), 0, 1.0) == 0  # b is in the pass already
-    assert keeper.rows_for("a", 1, (), 0, 1.0) == 1
-    assert keeper.evicted == ["b"]
 
 
 def test_guesses_cost_nobody_a_block() -> None:
@@ -286,9 +155,3 @@ def test_an_evicted_session_finds_its_own_blocks_again() -> None:
     assert keeper.rows_for("b", 100, (), 0, 2.0) > 0
     assert sessions["b"].cache_length == 12
     assert keeper.prefix_hit_tokens == 12
-
-
-def test_without_an_account_there_is_always_room() -> None:
-    keeper = CacheKeeper(None, {})
-    assert keeper.rows_for("nobody", 77, (), 3, 0.0) == 77
-    assert keeper.reserve("nobody", 77) == ()

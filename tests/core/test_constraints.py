@@ -18,11 +18,10 @@ from edgespec.core.protocol.constraint import (
     Constraint,
     ConstraintError,
     ConstraintKind,
-    allows,
     mask_of,
 )
 from edgespec.core.protocol.messages import Cancel, FaultCode, Limits, Open
-from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.admission import refuse_open
@@ -124,11 +123,6 @@ def test_a_dead_end_ends_the_text() -> None:
     assert text == [1, EOS]
 
 
-def test_padding_ids_are_forbidden() -> None:
-    assert choose([0.0, 0.0, 9.0], SamplingParams(), 0, mask=mask_of((1,))) == 1
-    assert not allows(mask_of((1,)), 1 << 20)
-
-
 def test_a_draft_guesses_under_the_mask() -> None:
     only = Automaton(({5: 1}, {6: 0}), frozenset({1}))
     drafter = ToyDrafter(MODEL)
@@ -151,20 +145,6 @@ def test_a_draft_guesses_under_the_mask() -> None:
 def test_bounds_of_a_constraint(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Constraint(ConstraintKind.REGEX, text)
-
-
-def test_the_end_cannot_be_ignored_with_a_constraint() -> None:
-    constraint = Constraint(ConstraintKind.REGEX, "a")
-    with pytest.raises(ValueError, match="ignore_eos is true, but must be false"):
-        SamplingParams(constraint=constraint, ignore_eos=True)
-
-
-def test_a_matcher_counts_for_nothing_when_constraints_are_compared() -> None:
-    """A device comes back with the same text; who reads it is each end's own business."""
-    mine = Automaton(({},), frozenset()).constraint()
-    assert mine == replace(mine, matcher=None)
-    assert hash(mine) == hash(replace(mine, matcher=None))
-    assert mine.text not in repr(SamplingParams(constraint=mine))
 
 
 def test_a_verifier_refuses_what_it_cannot_keep() -> None:

@@ -80,8 +80,7 @@ class Script:
         """Who is there, and what the engine waits for."""
         names = " ".join(
             f"{key}:{one.state.value}{'' if one.attached else ' detached'},"
-            f" output {list(one.prefix.output)}, {len(one.inbox.tree.nodes)} nodes,"
-            f" {one.counters.stale} stale;"
+            f" output {list(one.prefix.output)}, {len(one.inbox.tree.nodes)} nodes;"
             for key, one in self.engine.sessions.items()
         )
         return f"{names or 'nobody'} deadline {self.engine.deadline}"

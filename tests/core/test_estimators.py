@@ -4,25 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage, SlopeEstimator
+from edgespec.core.protocol.estimators import AcceptanceEstimator, SlopeEstimator
 from edgespec.core.verifier.drafts import ArrivalEstimator
-
-
-def test_the_first_samples_are_averaged() -> None:
-    average = MovingAverage(0.25)
-    assert average.get(7.0) == 7.0
-    for count, sample in enumerate((4.0, 8.0, 0.0, 12.0), start=1):
-        average.add(sample)
-        assert average.get(7.0) == pytest.approx(sum((4.0, 8.0, 0.0, 12.0)[:count]) / count)
-    average.add(26.0)
-    assert average.get(7.0) == pytest.approx(0.75 * 6.0 + 0.25 * 26.0)
-
-
-def test_a_constant_is_its_own_average() -> None:
-    average = MovingAverage()
-    for _ in range(50):
-        average.add(0.3)
-    assert average.get(0.0) == pytest.approx(0.3)
 
 
 def test_a_slope_is_that_of_least_squares() -> None:
@@ -34,14 +17,6 @@ def test_a_slope_is_that_of_least_squares() -> None:
     mean_x, mean_y = sum(xs) / 8, sum(ys) / 8
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     assert slope.get() == pytest.approx(covariance / sum((x - mean_x) ** 2 for x in xs))
-
-
-def test_a_slope_forgets() -> None:
-    slope = SlopeEstimator(0.2)
-    for index in range(120):
-        x = float(index % 5)
-        slope.add(x, 3.0 * x if index < 40 else 7.0 - x)
-    assert slope.get() == pytest.approx(-1.0, abs=0.01)
 
 
 def test_what_does_not_vary_has_no_slope() -> None:
@@ -69,22 +44,6 @@ def test_acceptance_is_a_weighted_count() -> None:
         estimator.add(rank)
     hits, trials = 0.25 + 1.0, 0.25 + 0.5 + 1.0
     assert estimator.rate(0) == pytest.approx((hits + 2.0) / (trials + 4.0))
-
-
-def test_the_rates_of_a_position_stay_a_distribution() -> None:
-    estimator = AcceptanceEstimator()
-    for index in range(100):
-        estimator.add((0, 1, 2, None)[index % 4])
-        assert sum(estimator.rate(rank) for rank in range(3)) <= 1.0
-
-
-def test_nothing_known_nothing_expected() -> None:
-    arrivals = ArrivalEstimator()
-    assert arrivals.expected_at() is None
-    arrivals.on_useful_draft(1.0)
-    assert arrivals.expected_at() is None
-    arrivals.on_miss(2.0)
-    assert arrivals.expected_at() is None
 
 
 def test_two_rhythms() -> None:

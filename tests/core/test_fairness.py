@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
 import pytest
-
-from edgespec.core.protocol.estimators import PlaneEstimator
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.core.verifier.fairness import AGE_PASSES, LOOP_S, Fairness
+from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
 from edgespec.core.verifier.traffic_budget import water_level
 from tests.core.paced_engine import DECODE_S, PacedEngine
+import heapq
+import random
+from edgespec.core.verifier.traffic_budget import FairShares, ShareLimits, fair_share
 
 SESSION_S = 0.001
+
 CROWD = Credential("crowd")
+
 MANY = EngineLimits(max_sessions=512)
 
 
@@ -54,23 +56,6 @@ def test_the_share_by_hand() -> None:
         assert share == pytest.approx(took / len(wants))
 
 
-def test_costs_of_sessions_and_rows_are_told_apart() -> None:
-    plane = PlaneEstimator()
-    assert plane.slopes() is None
-    for index in range(40):
-        sessions, rows = 1 + index % 5, 3 * (index % 3)
-        plane.add(sessions, rows, 0.020 + 0.001 * sessions + 0.0005 * rows)
-    assert plane.slopes() == pytest.approx((0.001, 0.0005))
-    assert plane.value(0.0, 0.0) == pytest.approx(0.020)
-
-
-def test_costs_that_only_move_together_are_shared() -> None:
-    plane = PlaneEstimator()
-    for index in range(40):
-        plane.add(index % 4, 0.0, 0.020 + 0.001 * (index % 4))
-    assert plane.slopes() == pytest.approx((0.001, 0.001))
-
-
 def test_one_key_with_200_sessions_hardly_slows_20_keys_with_one() -> None:
     paced = crowded(200, 20)
     alone = 1 / (DECODE_S + 20 * SESSION_S)
@@ -89,39 +74,6 @@ def test_what_a_share_leaves_over_is_remembered() -> None:
     sizes = [sum("crowd" in name for name in paced.run_pass()) for _ in range(60)]
     assert set(sizes) == {1, 2}
     assert sum(sizes) / 60 == pytest.approx(44 / 3 / 8, rel=0.05)
-
-
-def test_a_session_costs_the_event_loop_even_where_passes_do_not_tell() -> None:
-    """A share of (20 + 20 * 0.2) / 20 = 1.2 ms is six sessions of 0.2 ms."""
-    paced = crowded(200, 20, session_s=0.0)
-    paces(paced, 5.0)
-    sizes = [sum("crowd" in name for name in paced.run_pass()) for _ in range(60)]
-    share = (DECODE_S + 20 * LOOP_S) / 20
-    assert sum(sizes) / 60 == pytest.approx(share / LOOP_S, rel=0.05)
-
-
-def test_a_lone_key_has_everything() -> None:
-    paced = PacedEngine(0.0, MANY, SESSION_S)
-    for number in range(100):
-        paced.open(f"crowd {number}", credential=CROWD)
-    paced.run_until(5.0)
-    assert len(paced.run_pass()) == 100
-
-
-def test_with_no_keys_nobody_waits() -> None:
-    paced = PacedEngine(0.0, MANY, SESSION_S)
-    for number in range(100):
-        paced.open(f"any {number}")
-    paced.run_until(5.0)
-    assert len(paced.run_pass()) == 100
-
-
-def test_equal_crowds_hold_nobody_back() -> None:
-    paced = PacedEngine(0.0, MANY, SESSION_S)
-    for number in range(60):
-        paced.open(f"s {number}", credential=single(number % 3))
-    paced.run_until(5.0)
-    assert len(paced.run_pass()) == 60
 
 
 def test_higher_priorities_come_first_and_lower_ones_do_not_starve() -> None:
@@ -249,3 +201,143 @@ def test_accounts_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch
         table["s"] = single(number)
         fairness.plan(["s"], (), 0.0)
     assert len(fairness._accounts) <= 8
+
+
+#DOC """Fair shares of a rate. Oracle: the theory's formula, and waiting lines played out in time."""
+
+LIMITS = ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, first=256.0)
+
+
+@pytest.mark.parametrize(
+    ("wants", "share"),
+    [
+        ([], 100.0),
+        ([1e9], 100.0),
+        ([10.0, 10.0, 1e9], 80.0),
+        ([10.0, 1e9, 1e9], 45.0),
+        ([10.0, 20.0, 30.0], 70.0),  # the greediest may have what the others leave
+        ([50.0] * 4, 25.0),
+    ],
+)
+def test_shares_are_max_min_fair(wants: list[float], share: float) -> None:
+    assert fair_share(100.0, wants) == pytest.approx(share)
+
+
+def play(
+    shares: FairShares,
+    until: float,
+    floods: dict[str, int],
+    steady: dict[str, float],
+    cost: float = 1.0,
+) -> dict[str, list[float]]:
+    """When each payer spent: ``floods`` has places of each that send from 1.0 on whenever they are
+    let, ``steady`` has messages a second of payers that are asserted never to wait."""
+    moments: dict[str, list[float]] = {name: [] for name in (*floods, *steady)}
+    turns = [(1.0, name, True) for name, places in floods.items() for _ in range(places)]
+    turns += [(0.0, name, False) for name in steady]
+    heapq.heapify(turns)
+    while turns[0][0] < until:
+        now, name, flood = heapq.heappop(turns)
+        shares.spend(name, cost, now)
+        moments[name].append(now)
+        wait_s = shares.wait_s(name, now)
+        if flood:
+            heapq.heappush(turns, (now + max(wait_s, 1e-4), name, flood))
+        else:
+            assert wait_s == 0.0, f"{name} waits at {now}"
+            heapq.heappush(turns, (now + 1.0 / steady[name], name, flood))
+    return moments
+
+
+def most_in(moments: list[float], window_s: float) -> int:
+    """The most of these moments in any window."""
+    first, most = 0, 0
+    for last, moment in enumerate(moments):
+        while moments[first] <= moment - window_s:
+            first += 1
+        most = max(most, last - first + 1)
+    return most
+
+
+@pytest.mark.parametrize("places", [1, 10, 200])
+def test_a_flood_has_what_the_others_leave_over_however_many_places_it_asks_at(
+    places: int,
+) -> None:
+    steady = {f"device {number}": 10.0 for number in range(20)}
+    spent = play(FairShares(LIMITS, 0.0), 21.0, {"flood": places}, steady)
+    assert len(spent["flood"]) <= 256 + places + 20 * 300 * 1.1
+    assert len(spent["flood"]) >= 0.9 * 20 * 300
+    assert most_in(spent["flood"], 1.0) <= 256 + places + 500
+
+
+def test_who_is_alone_never_waits_and_starts_without_debts_when_another_comes() -> None:
+    shares, now = FairShares(LIMITS, 0.0), 0.0
+    for _ in range(5_000):
+        now += 1e-3
+        shares.spend("fleet", 1.0, now)
+        assert shares.wait_s("fleet", now) == 0.0
+    shares.spend("another", 1.0, now)
+    shares.spend("fleet", 1.0, now)
+    assert shares.wait_s("another", now) == 0.0
+    assert 0.0 < shares.wait_s("fleet", now) <= 1.0 / 100.0
+
+
+def test_a_grace_reaches_beyond_the_debt_of_others_of_the_same_payer() -> None:
+    shares = FairShares(LIMITS, 0.0)
+    shares.spend("other", 1.0, 0.0)
+    shares.spend("guilty", 256.0 + 100.0, 0.0)
+    assert shares.wait_s("guilty", 0.0) == pytest.approx(100.0 / 500.0)
+    assert shares.wait_s("guilty", 0.0, grace=100.0) == 0.0
+    assert shares.wait_s("guilty", 0.0, grace=90.0) == pytest.approx(10.0 / 500.0)
+
+
+def test_a_newcomer_without_a_burst_waits_for_its_part_of_the_whole() -> None:
+    calls = replace(LIMITS, rate=50.0, least_rate=0.05, burst=4.0, first=0.0, free_alone=False)
+    calls = replace(calls, idle_s=10.0)
+    shares = FairShares(calls, 0.0)
+    for number in range(99):
+        shares.spend(f"caller {number}", 1.0, 0.0)
+    assert shares.wait_s("newcomer", 0.0, cost=1.0) == pytest.approx(100.0 / 50.0)
+    # Who has kept to its share for a while has a call saved.
+    assert shares.wait_s("caller 0", 9.0, cost=1.0) == 0.0
+
+
+def test_payers_that_owe_nothing_are_forgotten_and_their_number_is_bounded() -> None:
+    shares = FairShares(replace(LIMITS, max_payers=10), 0.0)
+    for number in range(1_000):
+        shares.spend(f"payer {number}", 1e3, number * 1e-6)
+    assert len(shares) == 10
+    shares.spend("indebted", 2e4, 0.0)
+    assert shares.wait_s("payer 999", 5.0) == 0.0  # asking is enough to forget the others
+    assert len(shares) == 1
+    shares.spend("another", 1.0, 5.0)
+    assert shares.wait_s("indebted", 5.0) > 0.0
+
+
+def test_no_debt_keeps_a_payer_waiting_for_long() -> None:
+    shares = FairShares(LIMITS, 0.0)
+    shares.spend("other", 1.0, 0.0)
+    for _ in range(1_000):
+        shares.spend("flood", 1e6, 0.0)
+    assert shares.wait_s("flood", 0.0, grace=LIMITS.burst) == pytest.approx(LIMITS.max_wait_s)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_within_the_least_rate_nobody_ever_waits(seed: int) -> None:
+    """Whatever others spend, earn or ask, and however they come and go."""
+    dice = random.Random(seed)
+    shares, now, due = FairShares(replace(LIMITS, max_payers=2_000), 0.0), 0.0, 0.0
+    for _ in range(20_000):
+        now += dice.expovariate(2_000.0)
+        name = f"other {dice.randrange(300)}"
+        match dice.randrange(4):
+            case 0:
+                shares.earn(name, dice.uniform(0.0, 100.0), now)
+            case 1:
+                assert shares.wait_s(name, now) >= 0.0
+            case _:
+                shares.spend(name, dice.choice((1.0, 1.0, 8.0, 500.0)), now)
+        while due <= now:
+            shares.spend("modest", 1.0, due)
+            assert shares.wait_s("modest", now) == 0.0
+            due += 1.0 / 100.0

@@ -9,23 +9,6 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 
 
-def test_the_most_recent_follower_comes_first() -> None:
-    table = FollowerTable(most_followers=3)
-    for token in (1, 2, 3, 1, 4):
-        table.add(7, token)
-    assert table.after(7) == (4, 1, 3)
-    assert table.after(8) == ()
-
-
-def test_leaders_seen_least_recently_go_first() -> None:
-    table = FollowerTable(most_leaders=2)
-    table.add(1, 10)
-    table.add(2, 20)
-    table.add(1, 11)
-    table.add(3, 30)
-    assert (table.after(1), table.after(2), table.after(3)) == ((11, 10), (), (30,))
-
-
 def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
     dice, table, recent = random.Random(1), FollowerTable(most_leaders=50), [0]
     for _ in range(3000):

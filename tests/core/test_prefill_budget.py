@@ -9,83 +9,10 @@ import pytest
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.scheduler import (
     FIRST_ROWS,
-    LEAST_ROWS,
-    SLOT_S,
     SLOTS,
-    PrefillBudget,
-    PromptLine,
     PromptLoad,
 )
 from tests.core.paced_engine import DECODE_S, PacedEngine
-
-
-def settled(
-    budget: PrefillBudget, base_s: float, row_s: float, arriving: float = 0.0, pace: float = 1.0
-) -> int:
-    """The larger of its two sizes after passes that last so long."""
-    sizes: list[int] = []
-    for _ in range(200):
-        sizes.append(min(1024, budget.rows))
-        budget.note(sizes[-1], base_s + row_s * sizes[-1], arriving, pace)
-    return max(sizes[-2:])
-
-
-def test_the_budget_is_a_quarter_of_a_pass_without_prompts() -> None:
-    budget = PrefillBudget()
-    assert budget.rows == FIRST_ROWS
-    for _ in range(20):
-        budget.note(0, 0.024)
-    assert budget.rows == FIRST_ROWS
-    assert settled(budget, 0.048, 0.0005) == pytest.approx(0.25 * 0.048 / 0.0005, abs=1)
-    assert settled(budget, 0.024, 0.01) == LEAST_ROWS
-    assert settled(budget, 0.024, 0.0) == 1024
-
-
-def test_drafts_that_are_right_pay_prompts_a_part_of_what_they_save() -> None:
-    for pace, share in ((1.0, 0.25), (1.1, 0.275), (1.2, 0.3), (2.5, 0.3)):
-        rows = settled(PrefillBudget(), 0.048, 0.0001, pace=pace)
-        assert rows == pytest.approx(share * 0.048 / 0.0001, abs=1)
-    assert settled(PrefillBudget(), 0.020, 0.0001, arriving=60.0, pace=1.5) == 270
-
-
-def test_more_sessions_do_not_make_prompts_look_dear() -> None:
-    budget = PrefillBudget()
-    assert settled(budget, 0.020, 0.00002) == pytest.approx(250, abs=2)
-    for step in range(40):  # there is never a pass without prompts
-        assert settled(budget, 0.020 + 0.001 * step, 0.00002) >= 247
-    assert settled(budget, 0.060, 0.00002) == pytest.approx(750, abs=4)
-
-
-def test_a_long_prompt_alone_has_the_whole_pass() -> None:
-    world = PacedEngine(0.001)
-    world.open("long", 2_000)
-    assert world.run_pass() == {"long": 512}
-
-
-def test_prompts_that_keep_coming_get_what_they_need_within_bounds() -> None:
-    assert settled(PrefillBudget(), 0.020, 0.0001, arriving=60.0) == 180
-    most = settled(PrefillBudget(), 0.020, 0.0001, arriving=600.0)
-    assert most == pytest.approx(1.5 * 0.020 / 0.0001, abs=1)
-
-
-def test_a_burst_is_no_load_and_a_steady_stream_of_prompts_is() -> None:
-    load = PromptLoad()
-    for _ in range(10):
-        load.add(4_000, 1.0)
-    assert [load.rows_per_s(1.0 + SLOT_S * slot) for slot in range(20)] == [0.0] * 20
-    for slot in range(SLOTS):
-        load.add(400, 100.0 + SLOT_S * slot)
-    assert load.rows_per_s(100.0 + SLOT_S * SLOTS) == 400 / SLOT_S
-    assert load.rows_per_s(1e9) == 0.0
-
-
-def test_the_prompt_that_has_waited_longest_for_its_rows_is_fed_first() -> None:
-    line = PromptLine()
-    assert line.order({"long": 4_000, "short": 100}, 0.0) == ["short", "long"]
-    assert line.order({"long": 4_000, "late": 100}, 2.0) == ["long", "late"]
-    assert line.order({"long": 4_000, "late": 100}, 2.0 + 0.06) == ["late", "long"]
-    line.forget("late")
-    assert line.order({"long": 4_000, "late": 100}, 2.06) == ["long", "late"]
 
 
 def test_long_prompts_make_the_passes_of_others_a_quarter_longer() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.core.protocol.messages import Cancel, Draft, FaultCode, Open, Received, RunAhead
+from edgespec.core.protocol.messages import Cancel, Draft, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
@@ -31,7 +31,6 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
-from tests.core.engine_scenes import faults
 from tests.core.fixed_text import LIMITS, MODEL
 
 SIZE = 4
@@ -141,23 +140,6 @@ def test_one_token_at_least_is_fed() -> None:
     assert serving.starts() == {"c": 0}
 
 
-def test_the_next_turn_of_a_chat_finds_prompt_and_output() -> None:
-    serving = Serving()
-    serving.open("a", SYSTEM, max_tokens=6)
-    serving.finish()
-    serving.open("b", (*SYSTEM, *(TOKEN,) * 6, 20, 21))
-    assert serving.starts() == {"b": 12}
-
-
-def test_a_device_that_comes_back_finds_what_it_brings() -> None:
-    """To a verifier that holds its session no more."""
-    serving = Serving()
-    serving.open("a", SYSTEM, max_tokens=6)
-    serving.finish()
-    serving.open("b", SYSTEM, max_tokens=9, committed=(TOKEN,) * 5)
-    assert serving.starts() == {"b": 12}
-
-
 def test_equal_tokens_behind_another_text_are_another_block() -> None:
     serving = Serving()
     serving.open("a", (1, 1, 1, 1, 2, 2, 2, 2, 3))
@@ -167,15 +149,6 @@ def test_equal_tokens_behind_another_text_are_another_block() -> None:
     serving.finish()
     serving.open("c", (2, 2, 2, 2, 3))
     assert serving.starts() == {"c": 0}
-
-
-def test_a_pass_that_fails_is_not_found() -> None:
-    serving = Serving()
-    serving.open("a", (*SYSTEM, 10))
-    serving.handle(BatchFailed("no room", full=True))
-    assert faults(serving.actions) == [(ord("a"), FaultCode.OVERLOADED)]
-    serving.open("b", (*SYSTEM, 11))
-    assert serving.starts() == {"b": 0}
 
 
 def test_an_accepted_node_is_found_after_the_next_pass() -> None:
@@ -220,17 +193,6 @@ def test_a_session_that_fails_alone_leaves_nothing_behind() -> None:
     serving.open("c", (*SYSTEM, 12))
     serving.handle(StreamMessage(ord("b"), Received(10, 0)))
     assert serving.ledger.idle_count == 0
-
-
-def test_a_target_without_room_takes_nothing_from_others() -> None:
-    serving = Serving()
-    serving.open("a", (*SYSTEM, 10))
-    serving.finish()
-    serving.open("b", (*SYSTEM, 11))
-    serving.handle(SequenceFailed("b", "no room", full=True))
-    serving.handle(BatchDone(()))
-    serving.open("c", (*SYSTEM, 12))
-    assert serving.starts() == {"c": 8}
 
 
 @pytest.mark.parametrize(
@@ -286,27 +248,6 @@ def test_a_long_prompt_is_computed_once_for_two_who_come_together() -> None:
     keeper = serving.engine.keeper
     assert keeper.prefix_hit_tokens >= 16
     assert keeper.prefix_query_tokens == 1 + 27 + 27
-
-
-def test_who_can_sample_in_the_pass_does_not_sit_it_out() -> None:
-    serving = Serving()
-    serving.open("z", (1,), max_tokens=1)
-    serving.open("a", (*SYSTEM, 10))
-    serving.open("b", (*SYSTEM, 11))
-    serving.done()
-    assert serving.starts() == {"a": 0, "b": 0}
-
-
-def test_a_pass_that_fails_is_not_waited_for_again() -> None:
-    serving = Serving(rows=8)
-    long = tuple(range(10, 36))
-    serving.open("z", (1,), max_tokens=1)
-    serving.open("a", (*long, 1))
-    serving.open("b", (*long, 2))
-    serving.done()
-    assert serving.starts() == {"a": 0}
-    serving.handle(BatchFailed("broken", culprit="a"))
-    assert serving.starts() == {"b": 0}
 
 
 # --- what a mistake would meet ---------------------------------------------------------------

@@ -15,20 +15,6 @@ def _common(text: list[int], position: int) -> int:
     return length
 
 
-def test_a_match_goes_on_as_the_text_does() -> None:
-    text = [5, 6, 7, 8, 9, 5, 6, 7]
-    lookup = PromptLookup()
-    for end in range(1, len(text) + 1):
-        lookup.add(text[:end])
-    assert (lookup.position, lookup.length) == (3, 3)
-    assert lookup.place(pair_of(5, 6)) == 7
-    assert lookup.place(pair_of(6, 5)) == -1
-    lookup.add([*text, 8])
-    assert (lookup.position, lookup.length) == (4, 4)
-    lookup.add([*text, 8, 1])
-    assert lookup.length == 0
-
-
 def test_every_match_is_one() -> None:
     """The tokens before the match are the text's last ones, as many as its length says; there is a
     match whenever the last pair stood in the text before."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-
 import pytest
-
 from edgespec.core.device.estimates import RowPrice
-from edgespec.core.device.events import Connected, DraftAction, Start, StartStep
+from edgespec.core.device.events import DraftAction, Start, StartStep
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.estimators import AcceptanceEstimator
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.verifier.engine import VerifyEngine
@@ -23,8 +20,16 @@ from edgespec.core.verifier.engine_events import (
 )
 from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.core.verifier.scheduler import PassScheduler
-from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess, messages, streaming
+from tests.core.draft_scripts import RECONNECT, REQUEST, guess, messages, streaming
 from tests.core.engine_scenes import RUNNING, batch, done, new_engine
+from edgespec.core.protocol.messages import Draft
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import Offer, PassDone, RunPass
+from tests.core.fixed_text import REQUEST, TEXT, new_session, run_pass
 
 NEVER = replace(REQUEST, run_ahead=RunAhead.NEVER)
 
@@ -139,28 +144,6 @@ def test_a_verifier_that_waits_for_drafts_hears_that_none_comes(
     assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
 
 
-def test_a_price_outlives_a_generation() -> None:
-    price = RowPrice()
-    first = DraftSession(REQUEST, WindowedPolicy(2), RECONNECT, 1000, price=price)
-    for event in (Start(), Connected(), GREETING, commit(2, 400, 0)):
-        first.handle(event, 0.0)
-    assert price == RowPrice(0.4, 0)
-    _, actions = fresh(price)
-    assert not steps(actions)
-
-
-def test_ranks_that_were_not_offered_were_not_tried() -> None:
-    narrow, wide = AcceptanceEstimator(), AcceptanceEstimator()
-    for _ in range(50):
-        narrow.add(None, 1)
-        wide.add(None)
-    assert narrow.rate(0) == wide.rate(0) < 0.2
-    assert narrow.rate(1) == AcceptanceEstimator().rate(1) > wide.rate(1)
-
-
-# --- the verifier -----------------------------------------------------------------------------
-
-
 def commits(actions: tuple[EngineAction, ...]) -> list[Commit]:
     said = [action.message for action in actions if isinstance(action, SendTo)]
     return [message for message in said if isinstance(message, Commit)]
@@ -209,12 +192,6 @@ def test_a_verifiers_full_price_is_told() -> None:
         assert {(one.row_price, one.credit) for one in passed(new_engine())} == {(900, 0)}
 
 
-def test_who_does_not_draft_is_told_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
-    heard = passed(new_engine(), drafting=False)
-    assert {(one.row_price, one.credit) for one in heard} == {(None, None)}
-
-
 def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
     """Passes with more rows end later, and the target took the same for each."""
     loop, target = RowPriceKeeper(), RowPriceKeeper()
@@ -244,3 +221,86 @@ def test_who_waits_for_its_drafts_pays_a_part_of_the_price(
     (heard,) = commits(engine.handle(done((request,)), 0.05))
     assert (said.row_price, said.credit) == (None, None)  # nothing is known yet
     assert (heard.row_price, heard.credit) == (600, None)
+
+
+#DOC """When a draft node is worth its row. Oracle: the tokens that the row's time brings otherwise."""
+
+ROW_S, PASS_S = 0.002, 0.020
+
+
+def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
+    """Passes of one fed token and 0, 1, 2, 0, ... wrong guesses, each committing one token, beside
+    so many sessions with a long prompt; none of the first eight has a guess in company."""
+    now = 0.0
+    sessions: dict[str, VerifySession] = {}
+
+    def ask(key: str, offer: Offer, at: float) -> PassRequest | None:
+        (run,) = sessions[key].handle(offer, at)
+        assert isinstance(run, RunPass)
+        return run.request
+
+    scheduler = PassScheduler(EngineLimits(), CacheKeeper(None, sessions), ask)
+    for number in range(prompts):
+        long = replace(REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
+        sessions[long.session_id] = new_session(long)
+        scheduler.enqueue(long.session_id)
+    for number in range(count):
+        sessions["s"] = session = ready()
+        nodes = number % 3
+        if nodes:
+            session.handle(guesses(session, nodes), now)
+        scheduler.enqueue("s")
+        (request, *others), _ = scheduler.form(sessions, now)
+        assert len(request.tokens) == (0 if prompts and number < 8 else nodes)
+        now += PASS_S + row_s * sum(one.row_count for one in (request, *others))
+        scheduler.finish(now)
+        session.handle(PassDone((TEXT[3], *(0 for _ in request.tokens))), now)
+        for other in others:
+            sessions[other.key].handle(PassDone(()), now)
+            scheduler.enqueue(other.key)
+        scheduler.count(1)
+    return scheduler
+
+
+def ready() -> VerifySession:
+    session = new_session()
+    run_pass(session)
+    return session
+
+
+def guesses(session: VerifySession, count: int) -> Draft:
+    tokens = tuple(40 + index for index in range(count))
+    return Draft(1, (0,) * count, tokens, 3, session.prefix.hash_at(3))
+
+
+def test_a_node_has_to_bring_more_than_its_time_does_otherwise() -> None:
+    scheduler = passes(ROW_S)
+    otherwise = ROW_S / (PASS_S + 15 / 8 * ROW_S)  # tokens in a row's time
+    assert scheduler.least_chance == pytest.approx(otherwise * (1 + otherwise), rel=0.02)
+
+
+def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take() -> None:
+    """Two prompts wait beside one session that decodes; a pass feeds some rows of one of them."""
+    row_s = 0.0002
+    scheduler = passes(row_s, count=60, prompts=2)
+    decode_s = PASS_S + 2 * row_s  # a fed token and one node, in the mean
+    cost = row_s / decode_s * (1 + 2 / 1)
+    assert scheduler.least_chance == pytest.approx(cost * (1 + cost), rel=0.05)
+    assert scheduler.row_price == round(1000 * scheduler.least_chance)
+
+
+def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> None:
+    price = RowPriceKeeper()
+    assert (price.least_chance, price.least_guess) == (0.0, UNPRICED_GUESS)
+    price.note_line(1, 3)
+    assert price.least_chance == 1.0  # prompts wait, and nobody knows what a row costs them
+    for rows in (1, 40, 1, 40, 1, 40, 1, 40, 1):
+        price.note_pass(rows, 0, PASS_S + rows * ROW_S)
+        price.note_tokens(1)
+        price.note_line(1, 0)
+    known = price.row_s
+    assert known == pytest.approx(ROW_S, rel=0.01)
+    for _ in range(400):
+        price.note_pass(1, 0, PASS_S + ROW_S)
+    assert 0.0 < price.row_s < known / 4
+    assert price.least_guess == price.least_chance

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.verifier.drafts import (
-    AlwaysRunAhead,
     AutoRunAhead,
     NeverRunAhead,
     RunAheadView,
-    run_ahead_policy,
 )
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, RunBatch, StreamOpened
@@ -33,43 +30,15 @@ def _view(
     )
 
 
-def test_each_kind_has_its_policy() -> None:
-    kinds = {kind: type(run_ahead_policy(kind)) for kind in RunAhead}
-    assert kinds == {
-        RunAhead.NEVER: NeverRunAhead,
-        RunAhead.ALWAYS: AlwaysRunAhead,
-        RunAhead.AUTO: AutoRunAhead,
-    }
-
-
-def test_always_is_now() -> None:
-    assert AlwaysRunAhead().start_at(_view(expected_at=10.001)) <= 10.0
-
-
 def test_never_waits_for_its_patience_only() -> None:
     assert NeverRunAhead(2.0).start_at(_view()) == 11.0
     assert NeverRunAhead(2.0).start_at(_view(no_draft_coming=True)) <= 10.0
-
-
-@pytest.mark.parametrize("kind", list(RunAhead))
-def test_nobody_waits_when_no_draft_coming(kind: RunAhead) -> None:
-    view = _view(idle_since=10.0, expected_at=10.01, no_draft_coming=True)
-    assert run_ahead_policy(kind).start_at(view) <= view.now
 
 
 def test_auto_waits_for_a_draft_that_comes_soon_and_will_do() -> None:
     auto = AutoRunAhead(unsure=0.5, sure=1.0, slack_share=0.1)
     soon = _view(idle_since=10.0, expected_at=10.04, hit_rate=0.75)
     assert auto.start_at(soon) == pytest.approx(10.05)
-
-
-@pytest.mark.parametrize(
-    ("expected_at", "hit_rate"), [(None, 1.0), (10.051, 0.75), (99.0, 1.0), (10.01, 0.5)]
-)
-def test_auto_goes_on_otherwise(expected_at: float | None, hit_rate: float) -> None:
-    auto = AutoRunAhead(unsure=0.5, sure=1.0)
-    view = _view(idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
-    assert auto.start_at(view) <= view.now
 
 
 @pytest.mark.parametrize("expected_at", [8.0, 9.0, 10.0, 10.01, 10.03, 10.1, 11.0])
@@ -91,12 +60,6 @@ def test_auto_never_waits_past_its_share_for_an_overdue_draft(
     view = _view(idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
     share = max(0.0, (hit_rate - 0.5) / 0.5)
     assert auto.start_at(view) <= 10.0 + share * view.pass_s
-
-
-def test_auto_takes_part_in_a_pass_that_runs_anyway_and_never_waits_on() -> None:
-    view = _view(idle_since=10.0, expected_at=10.01, runs_anyway=True)
-    assert AutoRunAhead().start_at(view) <= view.now
-    assert NeverRunAhead(2.0).start_at(view) == 12.0
 
 
 class WaitsAlone:

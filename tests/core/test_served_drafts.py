@@ -6,9 +6,7 @@ import random
 
 from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.core.protocol.text_guesses import (
-    PRIOR_WEIGHT,
     RECYCLED_CELL,
-    TextChances,
     TextTables,
 )
 from edgespec.core.verifier.credential import ANYBODY, Credential
@@ -16,7 +14,6 @@ from edgespec.core.verifier.served_drafts import (
     LEAST_CHANCE,
     LOADED_PER_PASS,
     MOST_NODES,
-    TRIAL_PASSES,
     ServedDrafts,
     ServedDraftsMaker,
 )
@@ -37,38 +34,12 @@ def _noisy_text(seed: int, length: int, wrong: float) -> list[int]:
     return text
 
 
-def _play(
-    drafts: ServedDrafts, text: list[int], start: int, least: float
-) -> list[tuple[float, bool]]:
-    """Decode the text pass by pass: the chance of every node, and whether it was right."""
-    found: list[tuple[float, bool]] = []
-    end = start
-    while end < len(text):
-        proposal = drafts.propose(text[:end], 64, len(text) - end - 1, least)
-        right: list[int] = []
-        for node, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True)):
-            after = right[-1] if right else -1
-            if parent == after and token == text[end + len(right)]:
-                right.append(node)
-        found += [(chance, node in right) for node, chance in enumerate(proposal.chances)]
-        drafts.learn(proposal.tokens, [0] * len(proposal.tokens), right)
-        end += len(right) + 1
-    return found
-
-
 def test_a_loop_is_gone_on_with() -> None:
     drafts, text = _drafts(), [1, 2, 3, 4] * 6
     proposal = drafts.propose(text, 64, 40, 0.0)
     chain = [index for index in range(MOST_NODES) if proposal.parents[index] == index - 1]
     assert chain[:6] == [0, 1, 2, 3, 4, 5]
     assert proposal.tokens[:6] == [1, 2, 3, 4, 1, 2]
-
-
-def test_a_copied_passage_is_gone_on_with() -> None:
-    text = [*range(100, 140), 7, 8, *range(110, 116)]
-    proposal = _drafts().propose(text, 64, 40, 0.0)
-    assert proposal.tokens[:5] == [116, 117, 118, 119, 120]
-    assert proposal.parents[:5] == [-1, 0, 1, 2, 3]
 
 
 def test_what_the_target_said_behind_a_wrong_guess_is_remembered() -> None:
@@ -127,42 +98,6 @@ def test_a_parent_stands_before_its_children_and_siblings_differ() -> None:
             nodes = list(zip(proposal.parents, proposal.tokens, strict=True))
             assert all(-1 <= parent < node for node, (parent, _) in enumerate(nodes))
             assert len(set(nodes)) == len(nodes)
-
-
-def test_a_chance_is_the_share_that_comes_true() -> None:
-    """Over texts of very different predictability, and for likely and unlikely nodes alike."""
-    found: list[tuple[float, bool]] = []
-    for seed in range(40):
-        found += _play(_drafts(), _noisy_text(seed, 600, (0.05, 0.3, 0.6)[seed % 3]), 100, 0.0)
-    for low, high in ((0.1, 0.3), (0.3, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.0)):
-        inside = [(chance, right) for chance, right in found if low <= chance < high]
-        assert len(inside) > 300
-        expected = sum(chance for chance, _ in inside) / len(inside)
-        share = sum(right for _, right in inside) / len(inside)
-        assert abs(share - expected) < 0.1, (low, expected, share)
-
-
-def test_a_chance_starts_at_its_prior_and_follows_the_hits() -> None:
-    chances = TextChances()
-    prior = chances.of[RECYCLED_CELL]
-    chances.note(RECYCLED_CELL, True)
-    assert chances.of[RECYCLED_CELL] == (1 + prior * PRIOR_WEIGHT) / (1 + PRIOR_WEIGHT)
-    for _ in range(300):
-        chances.note(RECYCLED_CELL, False)
-    assert chances.of[RECYCLED_CELL] < 0.03
-
-
-def test_nobody_is_asked_where_nothing_can_be_guessed() -> None:
-    """Random tokens: after the first trials most passes ask no drafter, and none of them learns."""
-    dice = random.Random(3)
-    text = [dice.randrange(30_000) for _ in range(1200)]
-    drafts, asked = _drafts(), 0
-    for end in range(100, 1200):
-        before = drafts.lookup.known
-        proposal = drafts.propose(text[:end], 64, 40, 0.1)
-        asked += drafts.lookup.known > before
-        drafts.learn(proposal.tokens, [0] * len(proposal.tokens), ())
-    assert TRIAL_PASSES < asked < 400
 
 
 def test_a_long_text_is_learned_a_part_at_a_time() -> None:

@@ -28,13 +28,6 @@ def _rest(worth: ServedWorth) -> int:
     return passes
 
 
-def test_guesses_that_pay_go_on() -> None:
-    worth = ServedWorth()
-    for _ in range(20):
-        _trial(worth, 60, 20, 0.1)
-    assert not worth.resting
-
-
 def test_guesses_that_cost_more_than_they_bring_rest() -> None:
     worth = ServedWorth()
     _trial(worth, 60, 5, 0.1)
@@ -55,17 +48,6 @@ def test_rests_grow_while_nothing_is_right_and_are_bounded() -> None:
     _trial(worth, 60, 20, 0.1)
     _trial(worth, 0, 0, 0.1)
     assert worth.resting == SHORTEST_REST_PASSES
-
-
-def test_after_a_rest_more_is_asked_for_than_to_go_on() -> None:
-    """0.015 tokens a pass lie between the two marks."""
-    worth = ServedWorth()
-    _trial(worth, 52, 1, 0.01)
-    assert not worth.resting
-    _trial(worth, 0, 0, 0.01)
-    _rest(worth)
-    _trial(worth, 52, 1, 0.01)
-    assert worth.resting
 
 
 def test_rows_at_risk_are_what_the_balance_pays_and_one() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
 from tests.sim.faults.checks import check_tree
+from edgespec.core.protocol.tree import CommittedPrefix
 
 PROMPT = (7, 7)
+
 Text = tuple[int, ...]
 
 
@@ -53,12 +54,14 @@ class TextModel:
         walked = {t for t in walked if len(t) <= len(self.committed)}
         return before - len(self.alive) - len(walked)
 
-
 _grow = st.tuples(
     st.just("grow"), st.integers(0, 2), st.integers(0, 12), st.integers(0, 2), st.integers(0, 3)
 )
+
 _commit = st.tuples(st.just("commit"), st.lists(st.integers(0, 2), max_size=3))
+
 _follow = st.tuples(st.just("follow"), st.integers(0, 20))
+
 _clear = st.tuples(st.just("clear"))
 
 
@@ -134,21 +137,6 @@ def test_a_late_child_of_a_committed_node_is_placed_behind_it() -> None:
     assert tree.nodes[4].position == 4
 
 
-def test_rank_is_kept_when_the_root_moves() -> None:
-    tree = _tree()
-    tree.grow(1, ROOT, 4, 2)
-    tree.grow(2, 1, 5, 0, rank=2)
-    tree.commit((4,))
-    assert (tree.nodes[2].rank, tree.roots) == (2, [tree.nodes[2]])
-
-
-def test_guesses_rank_as_they_come_unless_told() -> None:
-    tree = _tree()
-    for node_id, rank in ((1, None), (2, None), (3, 7), (4, None)):
-        tree.grow(node_id, ROOT, 10 + node_id, 2, rank)
-    assert [tree.nodes[node_id].rank for node_id in (1, 2, 3, 4)] == [0, 1, 7, 3]
-
-
 def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_module, "MAX_COMMITTED_IDS", 2)
     tree = _tree()
@@ -156,3 +144,19 @@ def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPat
         tree.grow(node_id, node_id - 1, 4, 2)
     tree.commit((4, 4, 4))
     assert [tree.place(node_id, 0) for node_id in (1, 2, 3)] == [None, 4, 5]
+
+
+#DOC """The committed prefix. Oracle: plain lists; hashes agree exactly when the tokens do."""
+
+_tokens = st.lists(st.integers(0, 1 << 20), max_size=12)
+
+
+@given(_tokens, st.data())
+def test_another_token_is_another_hash_from_there(tokens: list[int], data: st.DataObject) -> None:
+    if not tokens:
+        return
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    changed = [*tokens[:at], tokens[at] + 1, *tokens[at + 1 :]]
+    one, other = CommittedPrefix(tokens), CommittedPrefix(changed)
+    for length in range(len(tokens) + 1):
+        assert (one.hash_at(length) == other.hash_at(length)) is (length <= at)

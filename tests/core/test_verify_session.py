@@ -4,19 +4,14 @@ answer can be written down."""
 from __future__ import annotations
 
 from dataclasses import replace
-
 import pytest
-
 from edgespec.core.protocol.messages import (
     Cancel,
     Draft,
     FinishReason,
-    RunAhead,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
-    Keep,
     Offer,
     PassDone,
     PassFailed,
@@ -34,8 +29,11 @@ from tests.core.fixed_text import (
     offer,
     run_pass,
 )
-
-# --- passes -----------------------------------------------------------------------------------
+from edgespec.core.protocol.messages import Draft, Limits, Open
+from edgespec.core.protocol.work import ModelInfo, PassRequest
+from edgespec.core.verifier import session_events as ev
+from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
+from edgespec.core.verifier.session import VerifySession
 
 
 def test_what_is_too_unlikely_for_its_row_waits_for_a_better_pass() -> None:
@@ -54,51 +52,6 @@ def test_what_is_too_unlikely_for_its_row_waits_for_a_better_pass() -> None:
     assert action.request.tokens == (11, 12, 41)
     session.handle(PassFailed(), 1.0)
     assert offer(session).tokens == (11, 12, 40, 41, 42)
-
-
-def test_the_verifier_learns_which_choice_is_right() -> None:
-    session = new_session(replace(REQUEST, sampling=SamplingParams(max_tokens=10)))
-    run_pass(session)
-    for position in (3, 5, 7):  # the second choice, and the token behind it
-        session.handle(_two_choices(session, 2 * position), 1.0)
-        assert len(offer(session).tokens) == 2
-        session.handle(PassDone((TEXT[position], 49, TEXT[position + 1])), 1.0)
-    session.handle(_two_choices(session, 30), 1.0)
-    (action,) = session.handle(Offer(64, 0.02, 0.25), 1.0)
-    assert isinstance(action, RunPass)
-    assert action.request.tokens == (40, TEXT[9])  # (3 + 0.1 * 12) / 15, little forgotten
-
-
-def _two_choices(session: VerifySession, first: int) -> Draft:
-    length = session.prefix.length
-    return Draft(first, (0, 0), (40, TEXT[length]), length, session.prefix.hash_at(length))
-
-
-@pytest.mark.parametrize("right", range(5))
-def test_what_is_right_of_a_draft_is_accepted_and_one_token_more(right: int) -> None:
-    session = new_session()
-    run_pass(session)
-    tokens = [TEXT[3 + i] if i < right else 40 for i in range(4)]
-    session.handle(chain(session, *tokens), 1.0)
-    actions = run_pass(session)
-    commit = commit_in(actions)
-    assert (commit.position, commit.tokens) == (3, TEXT[3 : 4 + right])
-    assert (commit.accepted, commit.rows) == (right, 4)
-    assert actions[0] == Keep(tuple(range(right)))
-    assert session.cache_length == session.prefix.length - 1
-
-
-def test_a_failed_pass_is_as_if_it_had_not_been() -> None:
-    session = new_session()
-    run_pass(session)
-    session.handle(chain(session, 11), 1.0)
-    before = offer(session)
-    assert session.handle(PassFailed(), 1.0) == ()
-    assert session.state is VerifyState.READY
-    assert offer(session) == before
-
-
-# --- the end ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", range(6))
@@ -135,23 +88,6 @@ def test_max_tokens_and_the_context_end_it_at_every_depth(most: int, bound: str)
     assert session.finish is FinishReason.LENGTH
 
 
-# --- run-ahead --------------------------------------------------------------------------------
-
-
-def test_never_waits_for_a_draft_until_told_or_out_of_patience() -> None:
-    session = new_session(replace(REQUEST, run_ahead=RunAhead.NEVER))
-    run_pass(session, now=1.0)
-    assert session.handle(Offer(64, 0.02), 1.0) == ()
-    assert session.deadline == 3.0
-    assert offer(session, now=3.0).tokens == ()
-    session.handle(PassFailed(), 3.0)
-    session.handle(Draft(1, (), ()), 3.0)
-    assert offer(session, now=2.0).tokens == ()
-
-
-# --- what cannot happen -----------------------------------------------------------------------
-
-
 def test_a_result_without_a_pass_is_a_bug() -> None:
     with pytest.raises(AssertionError):
         new_session().handle(PassDone((10,)), 1.0)
@@ -163,3 +99,30 @@ def test_what_a_pass_says_behind_a_cancel_is_nobodys() -> None:
     session.handle(Cancel(), 1.0)
     assert session.handle(PassDone((10,)), 1.0) == ()
     assert session.prefix.output == []
+
+
+#DOC """Trees are cut to chains for a target that takes no other.
+#DOC 
+#DOC Oracle: the chain is walked again in the tree, where each of its nodes must be the first child.
+#DOC """
+
+A, B, C, D = range(1, 5)
+
+
+def test_a_session_asks_such_a_target_for_a_chain() -> None:
+    model = ModelInfo("m", "v", 100, 64)
+    request = Open("s", "", "", prompt=(A,))
+    tree = Draft(1, (0, 0, 1, 1, 2), (A, B, C, D, C), base_position=1, base_hash=0)
+    asked: dict[bool, PassRequest] = {}
+    for trees in (True, False):
+        session = VerifySession(
+            request, model, Limits(64), ExactRule(), AlwaysRunAhead(), 0.0, trees=trees
+        )
+        session.handle(ev.Attach(request), 0.0)
+        base_hash = session.prefix.hash_at(1)
+        session.handle(Draft(1, tree.parents, tree.tokens, 1, base_hash), 0.0)
+        (action,) = session.handle(ev.Offer(64, 0.01), 0.0)
+        assert isinstance(action, ev.RunPass)
+        asked[trees] = action.request
+    assert asked[True].tokens == (A, B, C, D, C)
+    assert (asked[False].tokens, asked[False].parents) == ((A, C), (-1, 0))

@@ -22,13 +22,10 @@ from edgespec.verifier.targets.canonical_mode import HeadShape
 from edgespec.verifier.targets.grouped_attention import GroupedAttention
 from edgespec.verifier.targets.pass_plan import (
     AttentionBackend,
-    AttentionLayout,
-    BatchRows,
     LayerAttention,
 )
 from edgespec.verifier.targets.row_tiles import RowTiles
 from tests.shell.attention_oracle import (
-    ReferenceAttention,
     disagreement,
     random_passes,
     random_sinks,
@@ -72,44 +69,6 @@ def test_a_backend_computes_what_the_reference_does(
     assert disagreement(BACKENDS[name](), shape, _layers(shape), dtype, CPU, passes=6) == ""
 
 
-@pytest.mark.parametrize("layer", _layers(HeadShape(4, 2, 8)), ids=str)
-def test_the_reference_computes_the_definition(layer: LayerAttention) -> None:
-    shape = HeadShape(4, 2, 8)
-    source = random_passes(shape, torch.float32, CPU, seed=5)
-    for _ in range(4):
-        drawn = next(source)
-        found = ReferenceAttention().lay_out(drawn.rows).attend(layer, drawn.states)
-        for index, request in enumerate(drawn.rows.requests):
-            session = drawn.rows.session(index)
-            cached, fed = request.cache_length, len(request.feed)
-            total = cached + request.row_count
-            positions = [*range(cached), *session.positions.tolist()]
-            seen = torch.zeros((total, total), dtype=torch.bool)
-            for key in range(total):
-                parent = key - 1 if key < cached + fed else request.parents[key - cached - fed]
-                if key >= cached + fed:
-                    parent = cached + fed - 1 if parent < 0 else cached + fed + parent
-                if key:
-                    seen[key] = seen[parent]
-                seen[key, key] = True
-            if layer.window is not None:
-                place = torch.tensor(positions)
-                seen &= place[:, None] - place < layer.window
-            keys = drawn.states.keys[session.slots].view(total, 2, 8).repeat_interleave(2, dim=1)
-            values = drawn.states.values[session.slots].view(total, 2, 8)
-            rows = slice(session.first_row, session.first_row + request.row_count)
-            scores = torch.einsum("hrd,khd->hrk", drawn.states.query[:, rows], keys) * layer.scale
-            if layer.soft_cap is not None:
-                scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
-            weights = scores.masked_fill(~seen[cached:], -torch.inf).exp()
-            sums = weights.sum(dim=-1, keepdim=True)
-            if layer.sinks is not None:
-                sums += layer.sinks.float().exp()[:, None, None]
-            weights /= sums
-            out = torch.einsum("hrk,khd->rhd", weights, values.repeat_interleave(2, dim=1))
-            torch.testing.assert_close(found[rows], out, rtol=0, atol=1e-5)
-
-
 def test_groups_made_at_once_are_those_made_one_by_one() -> None:
     """Oracle: the layout that takes any tree, of each session by itself."""
     at_once = 0
@@ -144,24 +103,6 @@ def test_serving_gives_the_logits_of_the_reference(tmp_path: Path) -> None:
     serving = Serving(write_checkpoint(tmp_path / "tiny"), seed=3)
     while serving.rows < 300:
         serving.step()
-
-
-class _Wrong:
-    """The reference, but for one element of one row."""
-
-    def lay_out(self, rows: BatchRows) -> AttentionLayout:
-        self._true = ReferenceAttention().lay_out(rows)
-        return self
-
-    def attend(self, layer: LayerAttention, states: object) -> torch.Tensor:
-        out = self._true.attend(layer, states)  # type: ignore[arg-type]
-        out[-1, -1, -1] += 1e-4
-        return out
-
-
-def test_a_backend_that_is_wrong_in_one_element_is_found_out() -> None:
-    why = disagreement(_Wrong(), SHAPES[0], LAYERS[:1], torch.float32, CPU)
-    assert "attention differs from the reference by 1.0e-04 in float32, limit 1e-05" in why
 
 
 @pytest.mark.gpu

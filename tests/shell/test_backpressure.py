@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any, cast
-
 from edgespec.core.ports import DeviceStream, VerifierStream
 from edgespec.core.protocol.messages import Commit, Downlink, Limits, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -14,10 +13,15 @@ from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.shell.live_verifier import toy_text
 from tests.shell.loopback import LoopbackTransport
+from edgespec.core.protocol.messages import Commit
+from edgespec.verifier.daemon import Backlog
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
+
 PROMPT = (1, 2, 3)
+
 SAMPLING = SamplingParams(max_tokens=40)
+
 TEXT = toy_text(PROMPT, SAMPLING, MODEL)
 
 
@@ -71,3 +75,31 @@ async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> No
     gate.set()
     assert await reading == TEXT
     await verifier.stop()
+
+
+#DOC """The backlog of a stream. Oracle: a queue with an end, message by message."""
+
+
+def _commit(number: int) -> Commit:
+    return Commit(number, (1,))
+
+
+async def test_it_takes_no_more_than_its_limit_and_nothing_after_its_end() -> None:
+    backlog = Backlog(2)
+    assert [backlog.put(_commit(number)) for number in range(3)] == [True, True, False]
+    assert await backlog.get() == _commit(0)
+    assert backlog.put(_commit(3))
+    backlog.end()
+    assert not backlog.put(_commit(4))
+    assert [await backlog.get() for _ in range(3)] == [_commit(1), _commit(3), None]
+
+
+async def test_a_cancelled_reader_loses_nothing() -> None:
+    backlog = Backlog(2)
+    reading = asyncio.ensure_future(backlog.get())
+    await asyncio.sleep(0)
+    backlog.put(_commit(1))
+    reading.cancel()
+    await asyncio.wait((reading,))
+    assert reading.cancelled()
+    assert await backlog.get() == _commit(1)

@@ -22,7 +22,6 @@ pytest.importorskip("ml_dtypes")
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import PipelineSection
@@ -30,12 +29,10 @@ from edgespec.core.device.memory import MachineMemory
 from edgespec.core.ports import PassRequest, TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import pipeline, pipeline_stage
-from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.pipeline import StageOptions, StageProcesses, pipeline_target
 from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare
 from edgespec.verifier.targets.pool_size import PoolBudget
 from edgespec.verifier.targets.torch_target import TorchTarget
-from tests.core.token_grammars import Automaton, drafted_text
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.staged_in_turn import StagedInTurn
 from tests.shell.target_schedules import compare
@@ -104,51 +101,7 @@ def test_canonical_stages_give_the_bits_of_one_process(tmp_path: Path) -> None:
         assert torch.equal(one.run_pass(batch), staged.run_pass(batch))
 
 
-def test_a_beginning_that_sessions_share_is_computed_once(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", tiny_config(num_hidden_layers=3))
-    text = tuple(range(5, 45))
-    results = []
-    for target in (_whole(folder, canonical=False), StagedInTurn(folder, 3, canonical=False)):
-        target.open("first", 40, SamplingParams())
-        target.forward([PassRequest("first", 0, text, blocks=(3, 9, 4))])
-        target.open("second", 40, SamplingParams(), text)
-        request = PassRequest("second", 32, text[32:], (6, 7), (-1, -1), blocks=(3, 9, 11))
-        alone = PassRequest("alone", 0, text, (6, 7), (-1, -1), blocks=(20, 21, 22))
-        target.open("alone", 40, SamplingParams(), text)
-        shared, own = (target.forward([one])[0].targets for one in (request, alone))
-        assert shared == own
-        results.append(shared)
-    assert results[0] == results[1]
-
-
-def test_a_text_under_a_constraint(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", tiny_config(num_hidden_layers=3))
-    kinds = tuple({token: (kind + 1) % 3 for token in range(1 + kind, 90, 3)} for kind in range(3))
-    automaton = Automaton(kinds, frozenset())
-    params = SamplingParams(
-        max_tokens=12, temperature=0.8, seed=9, constraint=automaton.constraint()
-    )
-    texts = [
-        drafted_text(target, [5, 6, 7], params, lambda _, dice: dice.randrange(1, 90), 1)
-        for target in (_whole(folder, canonical=False), StagedInTurn(folder, 2, canonical=False))
-    ]
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == params.max_tokens
-
-
 # --- who holds what -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(6, 2), (6, 4), (7, 3), (5, 5), (80, 7)])
-def test_stages_share_out_the_layers_in_order(layers: int, stages: int) -> None:
-    shares = [StageShare(rank, stages, lambda: None) for rank in [*range(1, stages), 0]]
-    assert [share.stage for share in shares] == list(range(stages))
-    assert [share.is_first for share in shares] == [True] + [False] * (stages - 1)
-    assert [share.is_last for share in shares] == [False] * (stages - 1) + [True]
-    ranges = [share.layers(layers) for share in shares]
-    assert [number for one in ranges for number in one] == list(range(layers))
-    assert {len(one) for one in ranges} <= {layers // stages, layers // stages + 1}
-    assert len(ranges[-1]) == layers // stages
 
 
 def test_a_stage_holds_its_own_tensors_and_cache_alone(tmp_path: Path) -> None:
@@ -163,35 +116,6 @@ def test_a_stage_holds_its_own_tensors_and_cache_alone(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in held[0]
     assert {"model.norm.weight", "lm_head.weight"} <= held[2]
     assert [stage._pool.data.shape[1] for stage in staged.stages] == [2, 2, 1]
-
-
-def test_a_tied_projection_is_read_by_the_first_stage_and_the_last(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", tiny_config("qwen3", num_hidden_layers=3))
-    staged = StagedInTurn(folder, 3, canonical=False)
-    counts = [sum(p.numel() for p in stage._model.parameters()) for stage in staged.stages]
-    words = tiny_config()["vocab_size"] * tiny_config()["hidden_size"]
-    assert counts[0] == counts[1] + words
-    assert counts[2] == counts[1] + words + tiny_config()["hidden_size"]  # and the norm
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("missing", "1 tensor is missing: model.layers.1.mlp.up_proj.weight"),
-        ("unexpected", "for which the model has no place: model.layers.1.mlp.spare.weight"),
-    ],
-)
-def test_each_stage_checks_its_own_tensors(change: str, message: str, tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", tiny_config(num_hidden_layers=3))
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    if change == "missing":
-        del tensors[name]
-    else:
-        tensors["model.layers.1.mlp.spare.weight"] = tensors[name].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=message):
-        StagedInTurn(folder, 3, canonical=False)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +148,6 @@ def test_what_does_not_go_with_stages_is_refused(
 def test_settings_that_exclude_stages_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VerifierConfig(pipeline=PipelineSection(2), **settings)
-
-
-def test_a_delay_without_a_link_is_refused() -> None:
-    with pytest.raises(ValueError, match="delay_ms is 5, but there is no link to delay"):
-        PipelineSection(delay_ms=5.0)
 
 
 # --- the links ------------------------------------------------------------------------------

@@ -69,27 +69,6 @@ async def test_each_token_has_the_score_of_its_own_row(draft: str) -> None:
         assert len(chunk.logprobs) == len(chunk.tokens)
 
 
-async def test_sessions_that_ask_and_that_do_not_share_passes() -> None:
-    async with serving() as (address, _):
-        async with build_agent(config(address)) as one, build_agent(config(address)) as two:
-            plain = two.generate(PROMPT, SAMPLED)
-            first = await anext(plain)
-            chunks = await scored(one, SAMPLED, 1)
-            rest = [first, *[chunk async for chunk in plain]]
-    assert tokens(rest) == tokens(chunks)
-    assert told(rest) == []
-    same(told(chunks), expected(tokens(chunks), 1))
-
-
-async def test_a_stop_string_cuts_scores_with_the_tokens() -> None:
-    text = ToyTokenizer().decode(toy_text(IDS, SAMPLED))
-    params = replace(SAMPLED, stop=(text[10:12],))
-    async with serving() as (address, _), build_agent(config(address)) as agent:
-        chunks = await scored(agent, params, 2)
-    assert 0 < len(tokens(chunks)) < SAMPLED.max_tokens
-    same(told(chunks), expected(tokens(chunks), 2))
-
-
 async def test_a_lost_link_loses_no_score() -> None:
     target = GatedTarget(load_target(VerifierConfig(model="toy")), 8)
     async with serving(target) as (address, verifier):
@@ -206,28 +185,3 @@ def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
             assert [x for _, x in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
             assert [token for token, _ in score.top] == best.indices.tolist()
             assert score.margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
-
-
-def test_nobody_asks_and_nothing_is_scored(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("torch")
-    from edgespec.sampling import tensors as scores
-
-    calls: list[int] = []
-    inner = scores._score_rows
-
-    def counted(logits: Any, chosen: Any, count: int) -> tuple[TokenScore, ...]:
-        calls.append(count)
-        return inner(logits, chosen, count)
-
-    monkeypatch.setattr(scores, "_score_rows", counted)
-    target = load_target(VerifierConfig(model=str(checkpoint), device="cpu"))
-    for key in ("s", "t"):
-        target.open(key, 3, SamplingParams())
-    batch = [PassRequest(key, 0, (1, 2, 3)) for key in ("s", "t")]
-    target.forward(batch)
-    assert calls == []
-    again = [replace(one, cache_length=2, feed=(3,)) for one in batch]
-    target.forward([replace(again[0], logprobs=5), again[1]])
-    assert calls == [5]

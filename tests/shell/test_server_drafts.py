@@ -54,12 +54,6 @@ async def test_a_device_without_a_draft_is_told_several_tokens_a_pass(
         assert await _passes(address, GREEDY) < GREEDY.max_tokens / 2
 
 
-async def test_they_can_be_turned_off() -> None:
-    config = VerifierConfig(model="toy", port=0, server_drafts=False)
-    async with serving(_target(), config=config) as (address, _):
-        assert await _passes(address, GREEDY) == GREEDY.max_tokens
-
-
 async def test_a_sampled_text_is_the_targets_own() -> None:
     params = SamplingParams(temperature=0.5, seed=9, max_tokens=100, ignore_eos=True)
     async with serving(_target(), config=VerifierConfig(model="toy", port=0)) as (address, _):

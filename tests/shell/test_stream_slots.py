@@ -51,29 +51,6 @@ def test_the_peer_with_most_idle_streams_gives_way() -> None:
     assert slots.enter(5, "another") == Entry(evicted=2)
 
 
-def test_a_peer_has_a_share_and_no_more() -> None:
-    slots: StreamSlots[int] = StreamSlots(8, 0.75)
-    for stream in range(6):
-        assert slots.enter(stream, "a") == Entry()
-        slots.opened(stream)
-    assert slots.enter(6, "a") == Entry(refusal="6 streams of a are open, the limit is 6")
-    assert slots.enter(7, "b") == Entry()
-    assert slots.enter(8, "b") == Entry()
-    assert slots.enter(9, "b") == Entry(evicted=7)
-    slots.leave(0)
-    assert slots.enter(10, "a") == Entry()
-    assert slots.enter(11, "a") == Entry(evicted=10)  # at its share it gives way to itself
-
-
-def test_a_share_is_at_least_one_stream() -> None:
-    assert StreamSlots[int](1, 0.75).peer_streams == 1
-    for share in (0.0, 1.1, float("nan")):
-        with pytest.raises(ValueError, match=r"peer_share is .*, but must be in \(0, 1\]"):
-            StreamSlots(4, share)
-    with pytest.raises(ValueError, match="max_streams is 0"):
-        StreamSlots(0, 0.75)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_comings_and_goings_keep_the_bounds(seed: int) -> None:
     dice = random.Random(seed)
@@ -103,19 +80,6 @@ def test_random_comings_and_goings_keep_the_bounds(seed: int) -> None:
         slots.leave(stream)
     assert len(slots) == 0
     assert slots.enter(1000, "a") == Entry()
-
-
-def test_a_key_has_a_share_whatever_addresses_it_calls_from() -> None:
-    slots: StreamSlots[int] = StreamSlots(8, 0.5)
-    key = Credential("k")
-    for stream in range(4):
-        assert slots.enter(stream, f"peer {stream}", key) == Entry()
-        slots.opened(stream)
-    text = "4 streams of key 'k' are open, the limit is 4"
-    assert slots.enter(4, "peer 4", key) == Entry(refusal=text)
-    assert slots.enter(4, "peer 4", Credential("other")) == Entry()
-    slots.leave(0)
-    assert slots.enter(5, "peer 5", key) == Entry()
 
 
 def test_a_key_with_few_sessions_has_few_streams_and_loses_its_own_idle_ones_first() -> None:

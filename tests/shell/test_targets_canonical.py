@@ -23,8 +23,8 @@ import transformers
 
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets import canonical_mode, torch_target
-from edgespec.verifier.targets.canonical_mode import CanonicalModeError, SelfTest
+from edgespec.verifier.targets import canonical_mode
+from edgespec.verifier.targets.canonical_mode import CanonicalModeError
 from edgespec.verifier.targets.row_tiles import agreeing_linear_sizes
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.random_schedules import Recorder, check_random_schedule, random_tree
@@ -114,16 +114,6 @@ def test_kept_branches_leave_the_same_bits_behind(folder: Path, dtype: str) -> N
         assert torch.equal(logits, expected[length - first]), length
 
 
-def test_self_test_reports_and_leaves_the_pool_empty(folder: Path) -> None:
-    target = TorchTarget(str(folder), name="t", vocabulary="v", device="cpu")
-    free = target.free_tokens
-    result = target.self_test()
-    assert result.ok
-    assert result.max_difference == 0.0
-    assert target.free_tokens == free == 65_536
-    assert torch.get_num_threads() == 1
-
-
 def test_plain_mode_differs_only_in_the_last_bits(folder: Path) -> None:
     target = TorchTarget(
         str(folder), name="t", vocabulary="v", device="cpu", canonical=False, model_threads=1
@@ -173,19 +163,3 @@ def test_row_by_row_is_only_for_those_who_ask(
     recorder = Recorder(folder, "float32")
     assert recorder.target.mode == "canonical (row by row)"
     check_random_schedule(random.Random(4), recorder, 60)
-
-
-def test_a_base_whose_passes_differ_is_left_for_the_next(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = [SelfTest(False, 0.5, "tree differs by 5.0e-01"), SelfTest(True, 0.0, "all agree")]
-    monkeypatch.setattr(torch_target, "run_self_test", lambda *_: results.pop(0))
-    target = TorchTarget(str(folder), name="t", vocabulary="v", device="cpu")
-    assert target.mode.startswith("canonical (row tiles of 16")
-    assert target.exact
-
-
-def test_too_small_a_pool_is_said_in_the_self_test(folder: Path) -> None:
-    target = TorchTarget(str(folder), name="t", vocabulary="v", device="cpu", max_cached_tokens=64)
-    assert not target.canonical
-    assert "64 free tokens" in target.self_test().message

@@ -83,16 +83,6 @@ def test_weights_that_are_not_stored_as_real_numbers_are_refused_by_name(
         load_model(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_weights_of_several_real_types_are_served(tmp_path: Path, dtype: torch.dtype) -> None:
-    folder, name = write_checkpoint(tmp_path), "model.norm.weight"
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name] = tensors[name].to(dtype)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    loaded = load_model(str(folder), device="cpu").model.model.norm.weight
-    assert torch.equal(loaded, tensors[name].float())
-
-
 Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
 
 
@@ -133,31 +123,6 @@ def test_every_fault_of_a_checkpoint_is_named_at_once(tmp_path: Path) -> None:
         "1 tensor is of another shape: model.layers.0.mlp.up_proj.weight is 96 x 63 in the "
         "checkpoint, 96 x 64 in the model" in message
     )
-
-
-def test_of_many_missing_tensors_the_first_are_named(tmp_path: Path) -> None:
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if "proj" in name]:
-            del tensors[name]
-
-    assert "14 tensors are missing: " in (message := _refusal(tmp_path, change))
-    assert message.endswith(" and 9 more")
-
-
-def test_angles_that_old_exports_store_are_no_fault(tmp_path: Path) -> None:
-    config = tiny_config()
-    angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, dtype=np.float32)}
-    write_checkpoint(tmp_path, config, tiny_tensors(config) | angles)
-    assert load_model(str(tmp_path), device="cpu").layer_count == 2
-
-
-def test_a_head_of_its_own_is_served_though_the_embeddings_are_called_tied(tmp_path: Path) -> None:
-    config = tiny_config()
-    tensors = tiny_tensors(config)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-    write_checkpoint(tmp_path, config, tensors)
-    head = load_model(str(tmp_path), device="cpu").model.lm_head.weight
-    assert torch.equal(head, torch.from_numpy(tensors["lm_head.weight"]))
 
 
 def _decode(target: TorchTarget, failing: PassRequest | None) -> list[int]:

@@ -25,7 +25,6 @@ from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
 from edgespec.verifier.targets.pool_size import (
     MemoryFigures,
     PoolBudget,
-    largest_pass,
     pool_tokens,
 )
 from edgespec.verifier.targets.torch_target import TorchTarget
@@ -53,27 +52,6 @@ def _budget(kv: str = "", gpu_share: float | None = None) -> PoolBudget:
 
 
 @pytest.mark.parametrize(
-    ("budget", "tokens"),
-    [
-        (_budget("64MiB"), 64 * MIB // 4096),
-        (_budget("65 MB"), 65_000_000 // 4096 // BLOCK_SIZE * BLOCK_SIZE),
-        (_budget("25%"), 250 * MIB // 4096),
-        (_budget("auto"), (540 - 100) * MIB // 5120),
-        # Of 900 MiB, 400 are taken and a pass takes 100.
-        (_budget(gpu_share=0.9), (900 - 400 - 100) * MIB // 5120),
-    ],
-)
-def test_a_pool_has_the_tokens_that_its_budget_pays(budget: PoolBudget, tokens: int) -> None:
-    assert pool_tokens(budget, FIGURES, MANY) == tokens // BLOCK_SIZE * BLOCK_SIZE
-
-
-def test_what_sessions_cannot_fill_is_left_free() -> None:
-    for budget in (_budget("auto"), _budget(gpu_share=0.9)):
-        assert pool_tokens(budget, FIGURES, 1024) == 1024
-    assert pool_tokens(_budget("64MiB"), FIGURES, 1024) == 16_384
-
-
-@pytest.mark.parametrize(
     ("budget", "message"),
     [
         (_budget("512KiB"), "kv_budget is 512KiB: that leaves room for 128 cached tokens, but at"),
@@ -91,14 +69,6 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         pool_tokens(budget, FIGURES, MANY)
-
-
-def test_the_largest_pass_has_the_rows_that_are_asked_for() -> None:
-    for rows, sessions in ((1, 1), (16, 1), (17, 2), (1024, 64)):
-        batch = largest_pass(rows, 7)
-        assert len(batch) == sessions
-        assert sum(request.row_count for request in batch) == sessions * 16
-        assert all(request.sample for request in batch)
 
 
 @pytest.mark.parametrize("canonical", [None, False])

@@ -22,12 +22,10 @@ import torch
 from torch.nn import functional
 
 from edgespec.verifier.targets.row_tiles import (
+    SIZES,
     agreeing_linear_sizes,
     agreeing_sizes,
-    candidate_sizes,
     cut,
-    linear,
-    whole_vector_rows,
 )
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
 from tests.sources import ROOT
@@ -37,36 +35,12 @@ PROBES = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.25], [-2.0, 7.0]])
 
 @pytest.mark.parametrize("base", [1, 2, 4, 8, 16, 32])
 def test_pieces_cover_the_rows_and_are_all_on_the_list(base: int) -> None:
-    sizes = candidate_sizes(base)
+    sizes = SIZES[base]
     for count in range(1, 400):
         pieces = cut(count, sizes)
         assert set(pieces) <= set(sizes)
         assert sum(pieces[:-1]) < count <= sum(pieces)
         assert list(pieces) == sorted(pieces, reverse=True)
-
-
-def test_few_pieces_are_better_than_few_rows() -> None:
-    sizes = candidate_sizes(2)
-    told = {1: (2,), 3: (4,), 9: (16,), 30: (32,), 34: (32, 2), 40: (32, 8), 57: (64,)}
-    assert {count: cut(count, sizes) for count in told} == told
-    assert cut(300, sizes) == (128, 128, 64)
-    assert cut(20, (8,)) == (8, 8, 8)
-
-
-def test_rows_fill_whole_vectors() -> None:
-    assert whole_vector_rows(8, (1024, 64)) == 8
-    assert whole_vector_rows(8, (88, 24)) == 8
-    assert whole_vector_rows(8, (90,)) == 32
-    assert whole_vector_rows(16, (6, 64)) == 32
-    assert whole_vector_rows(1, (7,)) == 64
-
-
-def test_a_product_that_depends_on_the_row_count_is_found_out() -> None:
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        return rows * (1.0 if len(rows) < 32 else 1.0000001)
-
-    assert agreeing_sizes(product, PROBES, 8) == (8, 16)
-    assert agreeing_sizes(product, PROBES, 32) == (32, 64, 96, 128)
 
 
 def test_a_product_that_depends_on_the_place_is_found_out() -> None:
@@ -104,16 +78,6 @@ def test_another_order_of_the_sum_is_found_out_though_rounding_hides_it(
         assert torch.equal(product(rows, weight, None)[:8], product(rows[:8], weight, None))
     monkeypatch.setattr(functional, "linear", product)
     assert agreeing_linear_sizes(weight, None, 8) == (8, 16, 32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_in_pieces_is_the_product(dtype: torch.dtype) -> None:
-    torch.manual_seed(5)
-    weight, bias = torch.randn((12, 5)).to(dtype), torch.randn(12).to(dtype)
-    rows = torch.randn((1, 56, 5)).to(dtype)
-    out = linear(rows, weight, bias, (8, 16))
-    assert out.shape == (1, 56, 12)
-    torch.testing.assert_close(out, functional.linear(rows, weight, bias))
 
 
 FORCED = [

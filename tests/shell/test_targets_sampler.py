@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from edgespec.core.ports import ModelOutputError
-from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, warp
+from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 from edgespec.core.protocol.sampling import noise_bits as scalar_bits
 from edgespec.sampling import tensors
 from edgespec.sampling.tensors import (
@@ -22,12 +22,10 @@ from edgespec.sampling.tensors import (
     TokenCounts,
     TokenCountsCache,
     choose_tokens,
-    gumbel_noise,
     noise_bits,
     warp_rows,
 )
 
-CPU = torch.device("cpu")
 SIZE = 61
 DEVICES = [
     "cpu",
@@ -55,21 +53,6 @@ def test_noise_integers_are_those_of_the_specification(device: str) -> None:
     bits = noise_bits(SEEDS, POSITIONS, 500, torch.device(device)).tolist()
     for row, seed, position in zip(bits, SEEDS, POSITIONS, strict=True):
         assert row == [scalar_bits(seed, position, token) for token in range(500)]
-
-
-def test_large_token_ids_do_not_overflow() -> None:
-    row = noise_bits([3], [9], 300_000, CPU)[0]
-    for token in (131_071, 131_072, 262_144, 299_999):
-        assert int(row[token]) == scalar_bits(3, 9, token)
-
-
-def test_gumbel_noise_is_float32_of_the_specification() -> None:
-    noise = gumbel_noise([5, 6], [7, 8], 2000, CPU)
-    assert noise.dtype == torch.float32
-    assert bool(torch.isfinite(noise).all())
-    for row, (seed, position) in zip(noise.tolist(), [(5, 7), (6, 8)], strict=True):
-        expected = [gumbel(scalar_bits(seed, position, token)) for token in range(2000)]
-        assert row == pytest.approx(expected, rel=2e-5, abs=2e-6)
 
 
 def _all_parameters() -> list[SamplingParams]:
@@ -120,46 +103,11 @@ def test_rows_of_all_parameters_together_equal_the_specification(device: str) ->
         assert token == choose(line, row.params, row.positions[0], *text)
 
 
-def test_ties_go_to_the_lowest_id() -> None:
-    table = torch.tensor([[1.0, 2.0, 2.0, 0.0], [3.0, 3.0, 3.0, 3.0]])
-    plain = _block(SamplingParams())
-    biased = _block(SamplingParams(logit_bias={0: 1.0}))
-    assert choose_tokens(table, [plain, plain]) == [1, 0]
-    assert choose_tokens(table, [biased, plain]) == [0, 0]
-    nucleus = _block(SamplingParams(temperature=1.0, top_p=0.5))
-    assert [s > -math.inf for s in warp_rows(table[1:], [nucleus])[0].tolist()] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
 def test_sampling_is_float32_whatever_the_logits_are() -> None:
     row = _block(SamplingParams(temperature=0.9, seed=4), 12)
     logits = torch.linspace(-1, 1, 300).to(torch.bfloat16)[None]
     assert warp_rows(logits, [row]).dtype == torch.float32
     assert choose_tokens(logits, [row]) == choose_tokens(logits.float(), [row])
-
-
-def test_no_rows_is_no_work() -> None:
-    assert choose_tokens(torch.empty((0, 9)), []) == []
-
-
-@pytest.mark.parametrize("extra", [{}, {"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.1}])
-def test_draws_follow_the_warped_softmax(extra: dict[str, float]) -> None:
-    params = SamplingParams(temperature=0.8, seed=21, **extra)  # type: ignore[arg-type]
-    draws, size = 40_000, 12
-    line = [math.sin(3.0 * t) * 1.5 for t in range(size)]
-    table = torch.tensor(line).expand(draws, size)
-    chosen = choose_tokens(table, [SampleBlock("s", params, range(draws))])
-    counts = torch.bincount(torch.tensor(chosen), minlength=size).tolist()
-    expected = (torch.tensor(warp(line, params)).softmax(0) * draws).tolist()
-    cells = [
-        (count - mean) ** 2 / mean for count, mean in zip(counts, expected, strict=True) if mean
-    ]
-    assert sum(counts[token] for token in range(size) if expected[token] == 0) == 0
-    assert sum(cells) < len(cells) - 1 + 5 * math.sqrt(2 * len(cells))
 
 
 def _random_params(rng: random.Random) -> SamplingParams:
@@ -225,16 +173,6 @@ def test_a_wide_nucleus_among_narrow_ones_is_whole() -> None:
     for line, row in zip(table.tolist(), scores.tolist(), strict=True):
         kept = [token for token, score in enumerate(row) if score > -math.inf]
         assert kept == [t for t, score in enumerate(warp(line, params)) if score > -math.inf]
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9e-7])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    table = torch.randn((8, 100), generator=torch.Generator().manual_seed(1))
-    params = SamplingParams(temperature=temperature, top_k=3, top_p=0.2, min_p=0.5, seed=3)
-    blocks = [_block(params, position) for position in range(8)]
-    expected = table.argmax(dim=-1).tolist()
-    assert choose_tokens(table, blocks) == expected
-    assert [choose(line, params, p) for p, line in enumerate(table.tolist())] == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -235,20 +235,6 @@ def test_a_ragged_batch_equals_its_sessions_alone(folder: Path, canonical: bool)
         assert text[len(prompt) :][:length] == expected[:length]
 
 
-def test_info_says_what_is_served(folder: Path) -> None:
-    info = _target(folder, context_length=100).info
-    assert (info.name, info.vocabulary) == ("tiny", "print")
-    assert (info.vocabulary_size, info.context_length) == (VOCABULARY, 100)
-    assert info.eos_token_ids == (7,)
-
-
-def test_a_prefill_samples_nothing_and_an_empty_batch_is_no_pass(folder: Path) -> None:
-    target = _target(folder)
-    target.open("s", 3, GREEDY)
-    assert target.forward([]) == []
-    assert target.forward([PassRequest("s", 0, (1, 2), sample=False)]) == [PassResult("s", ())]
-
-
 def test_capacity_errors_leave_the_others_alone(folder: Path) -> None:
     target = _target(folder, max_cached_tokens=64, max_sessions=2, canonical=False)
     expected, _ = _decode(target, [5], 30, _nothing)

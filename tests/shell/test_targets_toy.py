@@ -18,11 +18,6 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, presence_penalty=0
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def _best(model: ToyModel, context: Sequence[int]) -> int:
-    row = model.logits(context)
-    return row.index(max(row))
-
-
 def _text(model: ToyModel, params: SamplingParams, count: int) -> list[int]:
     """The specification: one token after the other, no cache."""
     text: list[int] = []
@@ -30,43 +25,6 @@ def _text(model: ToyModel, params: SamplingParams, count: int) -> list[int]:
         row = model.logits([*PROMPT, *text])
         text.append(choose(row, params, position, PROMPT, text))
     return text
-
-
-def test_the_law_depends_on_the_last_tokens_only() -> None:
-    model = ToyModel(vocabulary_size=16, order=2, seed=9)
-    assert model.logits([7, 7, 1, 2]) == model.logits([1, 2]) != model.logits([2, 1])
-    assert len(model.logits([])) == 16
-    assert ToyModel(order=0).logits([1]) == ToyModel(order=0).logits([])
-
-
-def test_perturbed_models_agree_less_the_stronger_the_noise() -> None:
-    model = ToyModel(vocabulary_size=32, order=2, seed=1)
-    contexts = [[a, b] for a in range(32) for b in range(32)]
-    shares = [
-        sum(_best(model, c) == _best(model.perturbed(strength), c) for c in contexts) / 1024
-        for strength in (0.0, 0.1, 0.3, 1.0, 100.0)
-    ]
-    assert shares[0] == 1.0
-    assert shares == sorted(shares, reverse=True)
-    assert shares[1] > 0.9
-    assert shares[-1] < 0.08  # an adversarial draft scores about chance
-
-
-def test_the_end_token_leads_in_its_share_of_contexts() -> None:
-    model = ToyModel(vocabulary_size=32, order=2, seed=1, eos_token=0, eos_probability=0.1)
-    contexts = [[a, b] for a in range(32) for b in range(32)]
-    ends = [c for c in contexts if _best(model, c) == 0]
-    assert 0.07 < len(ends) / 1024 < 0.13
-    assert all(_best(model.perturbed(0.5), c) == 0 for c in ends)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("vocabulary_size", 1), ("order", -1), ("sharpness", -1.0), ("eos_token", 32)],
-)
-def test_a_bad_field_is_named(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
-        ToyModel(**{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED])
@@ -184,15 +142,6 @@ def _sharing() -> ToyTarget:
     return target
 
 
-def test_a_pass_may_begin_behind_what_another_sequence_has_cached() -> None:
-    """The prompt counts for the penalties though it was not fed."""
-    target = _sharing()
-    [alone] = target.forward([PassRequest("first", 8, TEXT[8:], blocks=(1, 2, 3))])
-    [shared] = target.forward([PassRequest("second", 8, TEXT[8:], blocks=(1, 2, 4))])
-    assert shared.targets == alone.targets
-    assert target.cached("second") == TEXT
-
-
 def test_a_block_of_another_text_is_refused_though_its_tokens_are_the_same() -> None:
     target = _sharing()
     other = (9, *TEXT[1:])
@@ -209,13 +158,6 @@ def test_a_block_that_another_request_reads_is_not_written() -> None:
     for batch in ([reads, writes], [writes, reads]):
         with pytest.raises(ValueError, match="a block that is written is another's too"):
             target.forward(batch)
-
-
-def test_without_a_table_nothing_is_cached_before_it_is_fed() -> None:
-    target = ToyTarget()
-    target.open("s", 3, SamplingParams(), (1, 2, 3))
-    with pytest.raises(ValueError, match="cache_length is 2, but 0 tokens are cached"):
-        target.forward([PassRequest("s", 2, (3,))])
 
 
 class FakeTime:
@@ -263,19 +205,3 @@ def test_a_paced_pass_takes_its_time_in_all(sample: bool, rows: int, expected_s:
     assert paced.emulated
     assert paced.description == "emulated pass time"
     assert port.info == inner.info
-
-
-def test_a_late_pass_is_counted_not_hidden() -> None:
-    fake = FakeTime()
-    inner = SlowTarget()
-    inner.fake = fake
-    paced = PacedTarget(inner, 1.0, 1.0, sleep=fake.nap, clock=fake.clock)
-    paced.open("s", 1, SamplingParams())
-    paced.forward([PassRequest("s", 0, (1,))])
-    assert paced.late_passes == 1
-    assert fake.naps == 0
-
-
-def test_a_negative_pace_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"per_row_ms is -1\.0"):
-        PacedTarget(ToyTarget(), 1.0, -1.0)

@@ -8,7 +8,6 @@ every stream hears a retryable fault. Nobody waits for ever: each test ends by i
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +35,12 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
-from edgespec.device.build import build_agent, connect
+from edgespec.device.build import build_agent
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import Automaton, AutomatonMatcher
-from tests.shell.live_verifier import GatedTarget, ready, serving, start, toy_text
+from tests.shell.live_verifier import ready, serving, start, toy_text
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
 
@@ -157,17 +156,6 @@ async def test_a_constraint_that_outgrows_its_bounds_in_mid_text_is_invalid_and_
     assert fault is not None
     assert fault.code is FaultCode.INVALID
     assert "asks for too much work" in fault.message
-    await transport.close()
-    await verifier.stop()
-
-
-async def test_a_sequence_that_cannot_be_closed_hurts_nobody() -> None:
-    verifier, transport = _verifier(Fragile(lambda what, keys: what == "close"))
-    for key in "ab":
-        stream = await _open(transport, key)
-        assert await _read(stream) == (TEXT, None)
-        await stream.close()
-    assert not verifier.broken.is_set()
     await transport.close()
     await verifier.stop()
 
@@ -304,20 +292,6 @@ async def test_a_context_that_the_cache_makes_shorter_is_announced_as_it_is_serv
     await verifier.stop()
 
 
-async def test_a_full_cache_makes_texts_wait_and_ends_none() -> None:
-    """Eight texts of fifteen tokens, and a cache for twenty: they take turns."""
-    small = CacheShape(5, 4)
-    verifier = Verifier(
-        ToyTarget(MODEL, cache=small), Limits(context_length=20), ee.EngineLimits(cache=small)
-    )
-    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
-    streams = [await _open(transport, f"s{number}") for number in range(8)]
-    said = await asyncio.gather(*(_read(stream) for stream in streams))
-    assert said == [(TEXT, None)] * 8
-    await transport.close()
-    await verifier.stop()
-
-
 async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_next_one(
     tmp_path: Path,
 ) -> None:
@@ -335,28 +309,6 @@ async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_ne
             assert not text.done()
             async with serving(port=int(address.rpartition(":")[2])):
                 assert tokens(await text) == toy_text(IDS, params)
-
-
-async def test_stopping_in_mid_pass_starts_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    """The pass ends, and nothing is handed to a thread that is being closed."""
-    target = GatedTarget(load_target(VerifierConfig(model="toy")), 3)
-    with caplog.at_level(logging.INFO):
-        async with serving(target) as (address, verifier):
-            transport = connect(address)
-            stream = await transport.connect()
-            sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
-            await stream.send(Open("s", "", "", PROMPT, sampling=sampling))
-            await asyncio.to_thread(target.reached.wait)
-            stopping = asyncio.ensure_future(verifier.stop())
-            await asyncio.sleep(0)
-            target.gate.set()
-            await stopping
-            _, fault = await _read(stream)
-            assert fault is not None
-            assert fault.code is FaultCode.SHUTTING_DOWN
-            await transport.close()
-    bad = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING or r.exc_info]
-    assert not bad
 
 
 class Hasty:

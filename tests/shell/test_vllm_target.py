@@ -6,19 +6,16 @@ engine leaves out, computes too far or throws away, the text is that one, and ea
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
-from edgespec.verifier.build import build_verifier
 from edgespec.verifier.engines.vllm.loading import self_test
 from edgespec.verifier.engines.vllm.target import KnownText, Stepped, VllmTarget, Wanted
 from tests.shell.fake_vllm import FakeText, FakeVllm, fake_target
@@ -129,41 +126,6 @@ def test_the_text_is_the_targets_own_whatever_is_drafted(
         assert session.passes == LENGTH
 
 
-@PARAMS
-@pytest.mark.parametrize("seed", range(6))
-def test_sessions_beside_each_other_come_and_go(seed: int, params: SamplingParams) -> None:
-    """Any subset of the sessions takes part in a pass, and some are cancelled and begin anew."""
-    chance = random.Random(seed)
-    engine = FakeVllm(0.2, seed)
-    target, kinds = fake_target(engine), list(GUESSES.values())
-    sessions = {key: Session(target, key, params, chance.choice(kinds)) for key in "abcde"}
-    while any(session.done < LENGTH for session in sessions.values()):
-        unfinished = [session for session in sessions.values() if session.done < LENGTH]
-        part = chance.sample(unfinished, chance.randint(1, len(unfinished)))
-        batch = [session.request(chance.randint(1, 20)) for session in part]
-        for session, request, result in zip(part, batch, target.forward(batch), strict=True):
-            session.take(request, result)
-        if chance.random() < 0.03:
-            key = chance.choice("abcde")
-            target.close(key)
-            sessions[key] = Session(target, key, params, chance.choice(kinds))
-    for session in sessions.values():
-        session.check()
-        target.close(session.key)
-    assert engine.texts == {}
-
-
-def test_a_session_that_resumes_brings_its_answer() -> None:
-    """Penalties count what is prompt and what is answer, also when both come at once."""
-    answer, held = toy_text(PROMPT, SAMPLED), 17
-    target = fake_target()
-    text = (*PROMPT, *answer[:held])
-    target.open("a", len(PROMPT), SAMPLED, text)
-    request = PassRequest("a", 0, text, tuple(answer[held : held + 4]), (-1, 0, 1, 2))
-    (result,) = target.forward([request])
-    assert list(result.targets) == answer[held : held + 5]
-
-
 def test_scores_are_those_of_the_tokens() -> None:
     session = Session(fake_target(FakeVllm(0.3, seed=2)), "a", GREEDY, _right)
     while session.done < LENGTH:
@@ -244,17 +206,6 @@ async def test_devices_are_served_as_by_any_target(params: SamplingParams) -> No
             assert tokens(await collect(agent, params)) == toy_text(ids, params)
     assert engine.texts == {}
     assert max(len(one.drafts) for step in engine.steps for one in step.values()) > 0
-
-
-async def test_a_verifier_asks_no_more_than_the_target_takes() -> None:
-    settings = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_rows_per_pass=4096))
-    verifier, server = build_verifier(settings, target=fake_target())
-    try:
-        assert verifier.engine.engine_limits.max_rows_per_pass == 2048
-        assert not verifier.engine.engine_limits.trees
-    finally:
-        await verifier.stop()
-        await server.stop(0.0)
 
 
 # --- before anybody is served -----------------------------------------------------------------

@@ -142,8 +142,6 @@ class DraftInbox:
         self.arrivals = ArrivalEstimator()
         self.no_draft_coming = False
         """The device said that no draft is coming, so there is nothing to wait for."""
-        self.overflow = 0
-        """Nodes dropped because the tree was full."""
         self._prefix, self._vocabulary_size, self._limits = prefix, vocabulary_size, limits
         self._hit_rate = MovingAverage(0.05)
         self._acceptance = AcceptanceEstimator()
@@ -180,7 +178,6 @@ class DraftInbox:
         first, base = draft.first_node_id, draft.base_position
         for index, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
             if len(nodes) >= most:
-                self.overflow += len(draft.tokens) - index
                 break
             growth = STALE
             if 0 <= token < size:  # a padded draft may propose what is no token

@@ -14,23 +14,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
-from edgespec.core.protocol.messages import (
-    EXACT_RULE,
-    Fault,
-    FaultCode,
-    Limits,
-    Open,
-    RunAhead,
-)
+from edgespec.core.protocol.messages import EXACT_RULE, Fault, FaultCode, Limits, Open, RunAhead
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.admission import (
-    DISPLACED,
-    SessionSlots,
-    limits_of,
-    refuse_open,
-)
+from edgespec.core.verifier.admission import DISPLACED, SessionSlots, limits_of, refuse_open
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
@@ -512,12 +500,12 @@ class VerifyEngine:
                 )
                 continue
             self._scheduler.run_with_others(key)
-            before, guessed = session.prefix.length, session.counters.server_accepted
+            before, guessed = session.prefix.length, session.server_accepted
             self.registry.tell(key, ev.PassDone(result.targets, result.scores, price), now)
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)
-            self.server_drafted_tokens += session.counters.server_accepted - guessed
+            self.server_drafted_tokens += session.server_accepted - guessed
         self._scheduler.count(tokens)
 
     # --- the end ---------------------------------------------------------------------------

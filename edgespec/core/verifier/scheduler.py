@@ -309,13 +309,7 @@ class PassScheduler:
         return tuple(request for _, request in parts), forming.asked
 
     def _offer(
-        self,
-        session: VerifySession,
-        key: str,
-        free: int,
-        others: int,
-        forming: Forming,
-        now: float,
+        self, session: VerifySession, key: str, free: int, others: int, forming: Forming, now: float
     ) -> PassRequest | None:
         """Offer a session ``free`` rows; None when it declines or the cache has no room for it.
         ``others`` stand behind it."""

@@ -201,7 +201,8 @@ class VerifySession:
         self.finish: FinishReason | None = None
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.inbox = DraftInbox(self.prefix, model.vocabulary_size, limits)
-        self.counters = ev.VerifyCounters()
+        self.passes = self.server_accepted = 0
+        """Passes that sampled, and how many of the verifier's own guesses they accepted."""
         self.cache_length = 0
         self.deadline: float | None = None
         self._model, self._limits, self._rule, self._run_ahead = model, limits, rule, run_ahead
@@ -418,8 +419,7 @@ class VerifySession:
         if self._served is None or request.drafted:
             return len(accepted)
         self._served.learn(request.tokens, targets[1:], accepted)
-        self.counters.server_drafted += request.served
-        self.counters.server_accepted += len(accepted)
+        self.server_accepted += len(accepted)
         return 0
 
     def _report(
@@ -441,7 +441,7 @@ class VerifySession:
             price = row_price
             credit = 0 if self.inbox.best_chance < row_price / MAX_PRICE else None
         stale, (echo, held_us) = self.inbox.take_stale(), self.device.take_echo(now)
-        self.counters.count(rows, accepted, stale)
+        self.passes += 1
         queue_us = round(done.queue_s * 1e6)
         logprobs = self._scores.of(position, len(tokens)) if self.request.logprobs else ()
         return Commit(  # in the order of its fields: with their names it takes thrice as long

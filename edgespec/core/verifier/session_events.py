@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Final
 
@@ -134,26 +133,6 @@ class VerifyState(Enum):
 
 
 READY, PASSING, FINISHED = VerifyState
-
-
-@dataclass(slots=True)
-class VerifyCounters:
-    """Over the session: ``passes`` that sampled, ``rows`` of draft nodes they verified, nodes
-    ``accepted``, dropped on arrival as ``stale``. The verifier's own guesses are counted apart."""
-
-    passes: int = 0
-    rows: int = 0
-    accepted: int = 0
-    stale: int = 0
-    server_drafted: int = 0
-    server_accepted: int = 0
-
-    def count(self, rows: int, accepted: int, stale: int) -> None:
-        """Add one pass that sampled."""
-        self.passes += 1
-        self.rows += rows
-        self.accepted += accepted
-        self.stale += stale
 
 
 @statically_frozen

@@ -302,10 +302,7 @@ class UplinkBudget:
     """What all streams of a verifier may send. Make one ``StreamBudget`` for each stream."""
 
     def __init__(
-        self,
-        limits: UplinkLimits,
-        now: float,
-        waits: Callable[[Wait, float], None] | None = None,
+        self, limits: UplinkLimits, now: float, waits: Callable[[Wait, float], None] | None = None
     ) -> None:
         self.limits = limits
         self.shares = FairShares(limits.shares, now)

@@ -1,24 +1,19 @@
 """Attention whose bits do not depend on how a text was cut into passes, nor on what runs beside it.
 
-Layout: a group is rows of one session that share *one line of ancestors*, and key index equals
-position. A row sees the keys of that line before its own position; its own key is not in the line
-but apart. So all nodes whose ancestors lie on the main chain, with all their siblings, are one
-line, cut and padded to groups whose row counts are all among ``RowTiles.attention_sizes``; only a
-second branch with inner nodes of its own needs another line. What a row computes is then the same
-whether its ancestors were cached one by one, in a chunk, or are nodes of the same pass: the
-arithmetic sees the same numbers at the same places.
+Layout: a group is rows of one session that share *one line of ancestors*, where key index equals
+position. A row sees the keys of that line before its own position; its own key is apart. All nodes
+whose ancestors lie on the main chain are one line, cut and padded to groups whose row counts are
+among ``RowTiles.attention_sizes``; only a second branch with inner nodes needs another line. So the
+arithmetic sees the same numbers at the same places, whether ancestors were cached one by one, in a
+chunk, or are nodes of the same pass.
 
-Arithmetic, in float32 whatever the model's type: scores of the line of ancestors in tiles of
-``KEY_TILE`` keys, indexed by position, and the row's own key apart,
+Arithmetic, in float32: scores of the line in tiles of ``KEY_TILE`` keys, added one after the other,
 
     out = (sum_tiles exp(S_tile - m) V_tile + exp(s_own - m) v_own) / (sums of the exps).
 
-Tiles are added one after the other, and masked keys add exact zeros. A group has one of the row
-counts of which ``canonical_mode.py`` found that they give the same bits, so no other shape occurs.
-
-exp is taken as exp2 of scores that carry a factor log2(e): on CPUs it is several times faster and,
-unlike exp, no slower where the result is zero. Only the own key's weight uses exp: its few
-elements do not fill vectors, and exp2's scalar tail is another function to the last bit.
+exp is taken as exp2 of scores that carry a factor log2(e), which is several times faster on CPUs.
+Only the own key's weight uses exp: its few elements do not fill vectors, and exp2's scalar tail is
+another function to the last bit.
 """
 
 from __future__ import annotations
@@ -120,10 +115,8 @@ class CanonicalLayout:
 def canonical_attention(
     states: LayerStates, group: CanonicalGroup, layer: LayerAttention
 ) -> torch.Tensor:
-    """Attention of one group: [group.count, heads, head_dim] in the type of the query.
-
-    ``layer.window`` is in the group's masks already.
-    """
+    """Attention of one group: [group.count, heads, head_dim] in the type of the query. Its masks
+    have ``layer.window`` already."""
     heads, _, head_dim = states.query.shape
     kv_heads = states.key.shape[0]
     rows, share = len(group.rows), heads // kv_heads
@@ -268,9 +261,7 @@ def _canonical_group(
 
 def _lines(parents: Sequence[int]) -> list[tuple[Indices, Indices]]:
     """Cut a tree into lines of ancestors: (path of inner nodes, nodes whose ancestors lie on it).
-
-    The first line is there even for an empty tree. Every node is in exactly one.
-    """
+    The first line is there even for an empty tree."""
     inner = {parent for parent in parents if parent >= 0}
     ends = inner - {parents[node] for node in inner}
     line_of: dict[int, int] = {-1: 0}

@@ -1,11 +1,9 @@
 """Canonical mode gives the logits of a position the same bits under every schedule.
 
-Theory of operation. Bases of row tiles are tried in a fixed order, cheapest first: 8, 16 and 32
-rows, and row by row only where canonical mode was asked for by name, because it is dear. With
-packed weights (``linear_layers.py``) 2 rows, or 4 where they are quicker, are tried before these,
-for with oneDNN's kernels a row's bits depend on no row count; layers that are not packed, and
-attention, then take the smallest base with which most row counts agree, of their own. A base holds
-when
+Theory of operation. Bases of row tiles are tried in a fixed order, cheapest first: with packed
+weights (``linear_layers.py``) 2 rows, or 4 where they are quicker, then 8, 16 and 32, and row by
+row only where canonical mode was asked for by name. Layers that are not packed, and attention, then
+take a base of their own, the smallest with which most row counts agree. A base holds when
 
 1. every matrix product of a shape that the loaded model has gives a row the same bits at every
    place of the base (``row_tiles.agreeing_sizes``), and so does attention, and
@@ -55,19 +53,10 @@ from edgespec.verifier.targets.row_tiles import (
     whole_vector_rows,
 )
 
-# --- Does canonical mode hold on this model, machine and torch build? A few passes at start-up.
-#
-# The same text is computed one token at a time, in chunks, as a tree beside wrong guesses, packed
-# with another session, and as many equal siblings; the logits must be the same to the last bit.
-
 RunPass = Callable[[Sequence[PassRequest]], torch.Tensor]
-
 """A pass over reserved requests: logits [sampled rows, vocabulary]."""
-
 Step = tuple[list[PassRequest], list[int], list[int]]
-
 """Requests (the first is the tested one), its sampled rows that count, its nodes to keep."""
-
 _PROMPT = 19
 _LENGTH = 27
 _KEY = "\0self-test"
@@ -89,10 +78,9 @@ class SelfTest:
 
 
 def run_self_test(pool: KvPool, run: RunPass, vocabulary_size: int) -> SelfTest:
-    """Compare all schedules with one token at a time; leaves ``pool`` as it was.
-
-    Needs ``TOKENS_NEEDED`` free tokens; too few is a failure.
-    """
+    """Compute the same text one token at a time, in chunks, as a tree beside wrong guesses, packed
+    with another session, and as many equal siblings: logits must agree to the last bit. Leaves
+    ``pool`` as it was; fewer than ``TOKENS_NEEDED`` free tokens are a failure."""
     if pool.free_tokens < TOKENS_NEEDED:
         return SelfTest(
             False, float("nan"), f"{pool.free_tokens} free tokens, {TOKENS_NEEDED} needed"
@@ -124,10 +112,7 @@ def run_self_test(pool: KvPool, run: RunPass, vocabulary_size: int) -> SelfTest:
 
 
 def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
-    """Whether the logits behind a short text are numbers; leaves ``pool`` as it was.
-
-    True without a pass when the pool has no room for one.
-    """
+    """Whether the logits behind a short text are numbers; True when the pool has no room for it."""
     if pool.free_tokens < TOKENS_NEEDED:
         return True
     text = _text(vocabulary_size)
@@ -252,8 +237,6 @@ class CanonicalModeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CanonicalMode:
-    """The outcome of ``find_canonical_mode``."""
-
     tiles: RowTiles | None
     """None when nothing holds."""
     failures: tuple[str, ...]
@@ -267,13 +250,9 @@ def find_canonical_mode(
     row_by_row: bool,
     agreed: Callable[[bool], bool] = bool,
 ) -> CanonicalMode:
-    """Install and return the cheapest way of computing that holds for ``loaded``.
-
-    ``self_test`` runs whole passes with the tiles it is given. When nothing holds, the model is
-    left as it was, with plain weights. Sets nothing but the model's layers; the caller has set one
-    thread. All stages of a model take the same way: ``agreed`` says whether what holds here holds
-    on every one.
-    """
+    """Install and return the cheapest way of computing that holds for ``loaded``; when nothing
+    holds, the model has plain weights. ``self_test`` runs whole passes with the tiles it is given.
+    The caller has set one thread. ``agreed`` says whether what holds here holds on every stage."""
     failures: list[str] = []
     other = _other_products(loaded)
     if not agreed(not other):
@@ -283,7 +262,7 @@ def find_canonical_mode(
     found = None
     # Asked of all stages, for some may have packed nothing.
     if not agreed(not is_packed(loaded.model)):
-        bases = (packed_base(), *TILE_BASES)
+        bases = (max(2, quick_rows()), *TILE_BASES)  # 1 row takes no less time than 2
         found = _first_that_holds(loaded, self_test, bases, agreed, failures)
         if found is None:
             unpack_model(loaded.model)
@@ -292,11 +271,6 @@ def find_canonical_mode(
     if found is None and row_by_row:
         found = _first_that_holds(loaded, self_test, (ROW_BY_ROW,), agreed, failures)
     return CanonicalMode(found, tuple(failures))
-
-
-def packed_base() -> int:
-    """The smallest row count with packed weights: 2, for 1 takes no less time, or what is quick."""
-    return max(2, quick_rows())
 
 
 def _first_that_holds(
@@ -411,11 +385,7 @@ def _other_products(loaded: LoadedModel) -> str:
 
 
 def _attention_sizes(loaded: LoadedModel, shape: HeadShape, base: int) -> tuple[int, ...]:
-    """``agreeing_sizes`` of attention to random keys, all rows at one position.
-
-    Attention computes in float32 whatever the model's type, so float32 is what is tried: nothing
-    is hidden by rounding the result.
-    """
+    """``agreeing_sizes`` of attention to random keys, all rows at one position, in float32."""
     heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
     generator = torch.Generator().manual_seed(head_dim)
 

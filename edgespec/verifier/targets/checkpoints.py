@@ -1,8 +1,10 @@
-"""Which models the packed pass computes correctly, read off their configuration.
+"""Which checkpoints are served: families that the packed pass computes correctly, quantised formats
+that can be read, and weights that fill their model to the last tensor.
 
-Let in are decoders whose layers attend to all earlier tokens or to a window of them, with soft
-caps and sinks where they have them, dense or with experts; and rotary embeddings that depend on a
-token's position and nothing else. Each family is held against the library's own ``generate``.
+Let in are decoders whose layers attend to all earlier tokens or to a window of them, dense or with
+experts, with rotary embeddings that depend on a token's position alone. Each family is held against
+the library's own ``generate``. transformers fills what a checkpoint lacks with random numbers and
+takes whole numbers for weights, with a warning at most: such are refused by the tensor's name.
 """
 
 from __future__ import annotations
@@ -46,12 +48,8 @@ class UnsupportedModelError(ValueError):
 
 
 def check_family(config: Any, context_length: int | None = None) -> int:
-    """The context length, prompt plus output in tokens, that a model with this transformers
-    ``config`` is served with.
-
-    Raises ``UnsupportedModelError`` naming what is not supported, ``ValueError`` for a bad
-    ``context_length``.
-    """
+    """The context length that a model with this transformers ``config`` is served with. Raises
+    ``UnsupportedModelError`` naming what is not supported, ``ValueError`` for a bad length."""
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(_unknown_type(config))
     limit = int(config.max_position_embeddings)
@@ -122,11 +120,8 @@ def _check_layers(config: Any) -> None:
         )
 
 
-# --- Checkpoints that come quantised: which ones are loaded, and what the others lack.
-#
-# transformers does the reading. Where it can turn the stored numbers into ordinary weights, a CPU
-# is served those: its products are the dense ones, and canonical mode holds. Other formats compute
 # with kernels of packages of their own, in plain mode.
+# --- checkpoints that come quantised ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +145,10 @@ FORMATS: Final = {
 
 
 def prepare_format(path: str, config: Any, *, on_cpu: bool) -> str:
-    """The ``quant_method`` of the checkpoint, or "" for one with ordinary weights.
-
-    On a CPU ``config`` is changed so that the weights are unpacked where they can be. Raises
-    ``UnsupportedModelError`` naming the format that is not known, or the packages that are missing.
-    """
+    """The ``quant_method`` of the checkpoint, or "" for one with ordinary weights. On a CPU
+    ``config`` is changed so that the weights are unpacked where they can be: its products are then
+    dense ones, and canonical mode holds. Raises ``UnsupportedModelError`` naming the unknown format
+    or the missing packages."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return ""
@@ -186,11 +180,8 @@ def not_loaded(path: str, method: str, error: Exception) -> UnsupportedModelErro
     )
 
 
-# --- A checkpoint fills its model to the last tensor, or it is refused by the tensor's name.
-#
-# transformers fills what a checkpoint lacks with random numbers, leaves out what the model has no
-# place for, and only warns; and it takes stored whole numbers for weights without a word. A
 # verifier would serve garbage and call itself ready.
+# --- weights ---------------------------------------------------------------------------------
 
 # Computed from the configuration; older exports stored it beside the weights.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")

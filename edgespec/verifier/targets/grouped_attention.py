@@ -2,14 +2,12 @@
 
 Theory of operation. Sessions of like row count are put side by side in groups, as many as have
 their keys in ``_GROUP_BYTES``: small models then need few calls, and with large ones what was
-gathered is still in the processor's cache when it is read. Gathered keys lie in a buffer that is
-kept; a fresh allocation of megabytes costs a CPU more in page faults than the copy itself. A
-session alone in its group whose blocks follow each other is read in place.
+gathered is still in the processor's cache. A fresh buffer would cost a CPU more in page faults than
+the copy. A session alone in its group whose blocks follow each other is read in place.
 
 The query heads that share a key head are stacked as rows of it: torch then takes its fused kernel,
-whereas with ``enable_gqa`` and a mask it expands the keys, or leaves the kernel (bfloat16, one
-row: five times slower). With many rows the heads take turns instead, so that the mask is not
-repeated. Masks are made once a pass for each window among the layers.
+whereas with ``enable_gqa`` and a mask it expands the keys (bfloat16, one row: five times slower).
+With many rows the heads take turns instead, so that the mask is not repeated.
 """
 
 from __future__ import annotations
@@ -147,11 +145,7 @@ class GroupedLayout:
         return out
 
     def _attend_group(
-        self,
-        group: AttentionGroup,
-        layer: LayerAttention,
-        states: LayerStates,
-        query: torch.Tensor,
+        self, group: AttentionGroup, layer: LayerAttention, states: LayerStates, query: torch.Tensor
     ) -> torch.Tensor:
         """[sessions * rows, heads, head_dim], padding included."""
         sessions, rows, keys = group.shape

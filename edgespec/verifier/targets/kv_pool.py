@@ -1,22 +1,15 @@
 """Keys and values of all sequences, in blocks of one pool.
 
-Theory of operation. The pool has ``BLOCK_SIZE`` slots a block; a sequence's table lists its blocks,
-and position p lives in slot ``blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE``. Tables come
-with the requests of each pass: the engine's ledger decides who holds which block
+Theory of operation. A sequence's table lists its blocks of ``BLOCK_SIZE`` slots. Tables come with
+the requests of each pass: the engine's ledger decides who holds which block
 (``core/verifier/block_ledger.py``), the pool only holds the memory. During a pass the tree's nodes
-lie behind the fed tokens, in the order of the request; ``keep`` copies the kept ones to their
-positions and forgets the rest. Nothing else moves, so truncation is a number. The copies of all
-sessions are made at once, when ``data`` is next looked at: no pass runs in between, so whoever gets
-a block meanwhile has written nothing to it. Block 0 belongs to nobody and stays zero: masked keys
-point at it, and zero times zero weight is zero, whereas stale memory may hold NaN.
-
-Callers without an engine (tools, the self-test, tests) send requests without tables; the pool then
-keeps a ledger of its own for them.
+lie behind the fed tokens; ``keep`` copies the kept ones to their positions and forgets the rest.
+The copies of all sessions are made at once, when ``data`` is next looked at. Block 0 belongs to
+nobody and stays zero: masked keys point at it, and stale memory may hold NaN. For requests without
+tables (tools, the self-test) the pool keeps a ledger of its own.
 
 Invariant. ``length`` tokens of a sequence are committed and their keys are in the pool; the nodes
-of its last pass lie behind them until ``keep`` or the next ``reserve``. A block may stand in
-several tables: a pass writes no row before its ``cache_length``, and the ledger gives out no block
-behind that twice.
+of its last pass lie behind them until ``keep`` or the next ``reserve``.
 """
 
 from __future__ import annotations
@@ -35,27 +28,16 @@ from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.sampling.tensors import is_plain, to_device
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 
-# --- The sessions' block tables as one array.
-#
-# Theory of operation. A session has a row of the array from its first pass until it is closed. A
-# pass brings its table as a tuple; only a table that differs from the one of the session's last
-# pass is written, and of that only what differs.
-#
-# Beside it stand the *slots* of each session's keys, one by one, and 0 behind its last key: what
-# attention gathers by. A pass adds those of its own rows (``extend``), so that a long text costs
-# no more than a short one.
-
 BLOCK_SIZE = 16
-
 Blocks = npt.NDArray[np.int64]
-
 KeySlots = npt.NDArray[np.int32]
-
 _LEAST_ROWS, _LEAST_COLUMNS = 8, 16
 
 
 class BlockTables:
-    """Rows are handed out by number; a row that nobody holds is given out again."""
+    """The sessions' block tables as one array, and beside it the *slots* of each session's keys, 0
+    behind its last: what attention gathers by. Of a table only what differs from the last pass is
+    written, and a pass adds its own slots, so a long text costs no more than a short one."""
 
     def __init__(self) -> None:
         self._host = np.zeros((_LEAST_ROWS, _LEAST_COLUMNS), dtype=np.int64)
@@ -137,7 +119,6 @@ class BlockTables:
 
 
 NULL_SLOT = 0
-
 Slots = npt.NDArray[np.int64]
 
 
@@ -170,12 +151,6 @@ class CachedSequence:
             self.text = tuple(self.tokens)
         del self.tokens[length:]
         self.tokens += self.text[self.length : length]
-
-    def slots(self, stop: int) -> Slots:
-        """Slots of positions 0 .. ``stop - 1``, int64."""
-        count = -(-stop // BLOCK_SIZE)
-        starts = np.asarray(self.blocks[:count], dtype=np.int64) * BLOCK_SIZE
-        return (starts[:, None] + np.arange(BLOCK_SIZE)).reshape(-1)[:stop]
 
 
 class KvPool:
@@ -281,13 +256,9 @@ class KvPool:
         return max(0, wanted - self._own.free_count) * BLOCK_SIZE
 
     def reserve(self, batch: Sequence[PassRequest]) -> None:
-        """Truncate every sequence to its ``cache_length``, or lengthen it by what its blocks hold
-        of its text, and take over its table.
-
-        All or nothing: raises before anything has changed, ``ValueError`` for a table that is too
-        short or names a block that is not there, ``CapacityError`` when requests without tables
-        find no room.
-        """
+        """Bring every sequence to its ``cache_length`` and take over its table. Raises before
+        anything has changed: ``ValueError`` for a table that is too short or names a block that is
+        not there, ``CapacityError`` when requests without tables find no room."""
         batch = PassBatch.of(batch)
         sequences = [self.sequence(key) for key in batch.keys]
         held = [sequence.blocks for sequence in sequences]

@@ -1,21 +1,16 @@
 """Linear layers whose weights lie in memory as the CPU's matrix kernels read them.
 
-Theory of operation. A product of a few rows reads every weight once and does little with it. A
-library that finds the weights in rows, as checkpoints have them, first copies them into the order
-of its kernel, in every pass. oneDNN can be given them in that order once and for all. The packed
-form takes the place of the other, so a model is no larger; the other can be got back to the bit.
+Theory of operation. A library that finds weights in rows, as checkpoints have them, copies them
+into the order of its kernel in every pass; oneDNN can be given them in that order once and for all.
+The packed form takes the place of the other, which can be got back to the bit. Small matrices do
+not win back the microseconds that a call costs more.
 
-A head whose weights are the embedding's as well is packed too, though they then lie in memory
-twice, for it is the largest product and gains most. Where all of the embedding's float32 numbers
-are bfloat16 numbers, as those of most checkpoints are, the table keeps them as such, at half the
-memory, and what is looked up has the same bits.
+A head whose weights are the embedding's is packed too, though they then lie in memory twice, for it
+is the largest product and gains most. Where all of the embedding's float32 numbers are bfloat16
+numbers, as in most checkpoints, the table keeps them as such.
 
-Only large matrices are packed: a call costs some microseconds more, which small ones do not win
-back. bfloat16 is packed where the CPU computes with it. Nothing is timed, so a verifier that starts
-again computes the same bits.
-
-The products are not part of torch's public interface, so the first layer of each shape is compared
-with the plain product before any is trusted.
+Neither these products nor those of integer weights are part of torch's public interface, so the
+first layer (of each shape) is compared with the plain product before any is trusted.
 """
 
 from __future__ import annotations
@@ -99,10 +94,7 @@ def quick_rows() -> int:
 
 def pack_model(model: Any) -> int:
     """Replace large linear layers of ``model``, on a CPU and in float32 or bfloat16, by packed
-    ones; how many.
-
-    0 where torch lacks oneDNN or its products are wrong on this machine, which is logged.
-    """
+    ones; how many. 0 where torch lacks oneDNN or its products are wrong here, which is logged."""
     found = _packable(model)
     if not found:
         return 0
@@ -231,17 +223,6 @@ def _difference(name: str, layer: torch.nn.Linear, packed: PackedLinear) -> str:
     return f"the packed product of {name} differs by {error:.2g} of {size:.2g}"
 
 
-# --- Linear layers whose weights are 8-bit or 4-bit integers; activations stay bfloat16.
-#
-# Theory of operation. A decoding pass reads every weight once for a few rows, so a CPU's time is
-# that of the memory: half or a quarter of the bytes is that much less. torch has products of
-# bfloat16 rows with packed integer weights for CPUs; they multiply as they unpack. int8 has a
-# scale for each output; int4 a scale and a smallest value for each group of ``GROUP`` inputs of an
-# output. Embeddings and the head stay as they are, as other quantisers leave them.
-#
-# The products are not part of torch's public interface, so ``quantize_model`` compares the first
-# layer's with the product of the unpacked weights before it trusts any of them.
-
 FORMATS: Final = ("int8", "int4")
 GROUP: Final = 32
 _INT4_OUTPUTS: Final = 16
@@ -258,7 +239,9 @@ _TOLERANCE = 2**-5
 
 
 class QuantizedLinear(torch.nn.Module):
-    """``torch.nn.Linear`` with integer weights, for bfloat16 rows on a CPU."""
+    """``torch.nn.Linear`` with integer weights, for bfloat16 rows on a CPU, whose time is that of
+    reading them. int8 has a scale for each output; int4 a scale and a smallest value for each group
+    of ``GROUP`` inputs of an output."""
 
     def __init__(self, layer: torch.nn.Linear, number_format: str) -> None:
         super().__init__()
@@ -288,11 +271,9 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def quantize_model(path: str, model: Any, number_format: str) -> None:
-    """Replace the linear layers of ``model`` but its head by integer ones, one after the other.
-
-    Raises ``UnsupportedModelError`` naming a layer that the format cannot hold, for a model with
-    experts, and where this machine's products are wrong.
-    """
+    """Replace the linear layers of ``model`` but its head by integer ones. Raises
+    ``UnsupportedModelError`` naming a layer that the format cannot hold, for a model with experts,
+    and where this machine's products are wrong."""
     head = model.get_output_embeddings()
     for name, part in model.named_modules():
         if any(tensor.ndim > 2 for tensor in part.parameters(recurse=False)):

@@ -1,8 +1,4 @@
-"""Open a causal language model from a folder or a hub id, or refuse it by name.
-
-``checkpoints.py`` says which models the packed pass computes correctly, which quantised checkpoints
-can be read, and that a checkpoint must fill its model to the last tensor.
-"""
+"""Open a causal language model from a folder or a hub id, or refuse it by name."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ from edgespec.verifier.targets.pipeline_stage import (
     stage_class,
 )
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +57,9 @@ def load_model(
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
-    ``dtype`` is float32, bfloat16, float16 or auto (float32 on a CPU, where the text is to equal
-    any other float32 run of the model; else what the checkpoint says); ``device`` is cpu, cuda,
-    cuda:N or auto. ``context_length`` limits prompt plus output below the model's own.
-    ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in bfloat16. With
-    ``share`` only that stage's layers are loaded.
+    ``dtype`` auto is float32 on a CPU, else what the checkpoint says; ``device`` is cpu, cuda,
+    cuda:N or auto. ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in
+    bfloat16. With ``share`` only that stage's layers are loaded.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:

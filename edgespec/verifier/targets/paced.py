@@ -1,8 +1,5 @@
-"""A target whose passes take the time of a bigger one: emulated pass time, real tokens.
-
-For demonstrations and link experiments on a machine that cannot hold a large model. Results are
-those of the wrapped target; anything measured with it must be labelled as emulated.
-"""
+"""A target whose passes take the time of a bigger one: emulated pass time, real tokens. Anything
+measured with it must be labelled as emulated."""
 
 from __future__ import annotations
 
@@ -28,13 +25,9 @@ _FINE_STEP_S = 1e-4
 
 
 class PacedTarget:
-    """``inner`` with a pass that takes ``base_ms + per_row_ms * rows`` in all.
-
-    A pass in which every request is prefill (``sample=False``) takes ``per_row_ms * rows`` only:
-    the model's weights are read in any case, but a prefill is compute-bound and books it in its
-    rows. A pass of the wrapped target that takes longer than that is not made shorter, and counts
-    in ``late_passes``. Waiting burns no CPU. Raises ``ValueError`` for a negative time.
-    """
+    """``inner`` with a pass that takes ``base_ms + per_row_ms * rows`` in all; one in which every
+    request is prefill takes ``per_row_ms * rows``, because it is compute-bound. A pass of the
+    wrapped target that takes longer stays as long as it is."""
 
     emulated = True
     description = "emulated pass time"
@@ -52,7 +45,6 @@ class PacedTarget:
             if not 0.0 <= value <= 60_000.0:  # also catches NaN
                 raise ValueError(f"{name} is {value}, but must be in [0, 60000]")
         self.inner = inner
-        self.late_passes = 0
         self._base_s = base_ms / 1e3
         self._per_row_s = per_row_ms / 1e3
         self._sleep = sleep
@@ -85,8 +77,6 @@ class PacedTarget:
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         end_s = self._clock() + self.pass_s(batch)
         results = self.inner.forward(batch)
-        if self._clock() > end_s:
-            self.late_passes += 1
         self._wait_until(end_s)
         return results
 

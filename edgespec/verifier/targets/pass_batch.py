@@ -1,10 +1,8 @@
 """The requests of a pass by column, so that what is the same for each is done for all at once.
 
-Theory of operation. A pass over many sessions must cost little beside the model. Reading an
-attribute of a request is cheap, a function call for each request is not: so every attribute is read
-once, by a loop in C, and what is left are operations on arrays. A batch that looks wrong is never
-judged here: ``pass_requests.py`` then looks at its requests one by one, and names the first that
-is.
+A pass over many sessions must cost little beside the model: every attribute is read once, by a loop
+in C, and what is left are operations on arrays. A batch that looks wrong is not judged here:
+``pass_requests.py`` then looks at its requests one by one.
 """
 
 from __future__ import annotations
@@ -23,16 +21,13 @@ from edgespec.core.ports import ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.work import TokenScore
 from edgespec.verifier.targets.pass_requests import node_depths
 
-# --- What a tree of nodes looks like to attention: depths, and who is whose ancestor.
-#
 # Drafters draw the same few trees again and again, so small ones are kept.
-
 _KEPT_NODES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Of ``parents``: -1 is the last token before the tree."""
+    """A tree as attention sees it; parent -1 is the last token before it."""
 
     depths: npt.NDArray[np.int64]
     """[nodes]: 1 for a node that hangs on the last token."""
@@ -141,8 +136,8 @@ class PassBatch(Sequence[PassRequest]):
         return np.fromiter(chain.from_iterable(parts), np.int64)
 
     def surely_right(self, cached_lengths: Indices, info: ModelInfo) -> bool:
-        """Whether ``request_checks.check_batch`` would find nothing wrong, if at most
-        ``cached_lengths`` tokens of each session are cached. False means: ask it."""
+        """Whether ``check_batch`` would surely find nothing wrong, if at most ``cached_lengths``
+        tokens of each session are cached."""
         lengths = self.cached + self.fed
         if self.has_nodes:
             if list(map(len, self.parents)) != self.node_counts.tolist():

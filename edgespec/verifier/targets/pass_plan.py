@@ -22,15 +22,6 @@ from edgespec.verifier.targets.kv_pool import KeySlots, KvPool, Slots
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch, TreeShape
 from edgespec.verifier.targets.row_tiles import RowTiles
 
-# --- The rows of a pass: which session's, at which position, with which key.
-#
-# Theory of operation. Rows are the sessions' fed tokens and nodes, one session after the other.
-# Everything that is the same arithmetic for each row is done for all rows at once; a session costs
-# a few look-ups.
-#
-# A *key index* counts a session's keys in the order of their slots: the text first, then the nodes
-# of this pass. Of the text it equals the position; nodes beside each other have the same position.
-
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
@@ -50,7 +41,9 @@ class SessionRows:
 
 @dataclass(frozen=True)
 class BatchRows:
-    """All sessions of a pass, laid out; arrays are int64."""
+    """All sessions of a pass, laid out: their fed tokens and nodes, one session after the other.
+    Arrays are int64. A *key index* counts a session's keys in the order of their slots: the text,
+    where it equals the position, then the nodes of this pass."""
 
     pool: KvPool
     requests: PassBatch
@@ -133,21 +126,14 @@ def write_slots(rows: BatchRows) -> Slots:
     return rows.pool.tables.slots_of(tables, rows.own_keys)
 
 
-# --- The seam of attention: how the rows of a pass attend to keys in the pool.
-#
-# A backend lays a pass out once (which keys each row sees, in the shapes that its arithmetic
-# wants), and the layout is then asked once a layer. All backends compute the same function,
+# How the rows of a pass attend: a backend (``grouped_attention.py``, ``canonical_attention.py``)
+# lays a pass out once, and the layout is asked once a layer. All compute the same function,
 #
 #   out[row] = sum_k w_k value[k],   w = softmax over the seen k of cap(scale * query[row] . key[k])
 #
 # with cap(x) = soft_cap * tanh(x / soft_cap) where the layer has a soft cap (Gemma 2, arXiv
-# 2408.00118, section 2), else x. A row sees the keys of its ancestors and its own; in a layer with
-# a window w only those whose positions lie behind its own position less w. A sink is one more
-# score of each head, which takes its share of the softmax and brings no value (gpt-oss, arXiv
-# 2508.10925, section 2; the idea is in arXiv 2309.17453, section 3.3).
-#
-# Which there are: ``grouped_attention.py`` (several sessions in one call of torch's attention) and
-# ``canonical_attention.py`` (the same bits under every schedule).
+# 2408.00118). A row sees the keys of its ancestors and its own, within the layer's window. A sink
+# is one more score of each head, which brings no value (gpt-oss, arXiv 2508.10925).
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +218,9 @@ def plan_pass(
     *,
     tiles: RowTiles | None = None,
 ) -> PassPlan:
-    """Lay out a pass over ``batch``, whose blocks are reserved, as ``plan_rows`` does."""
-    return plan_rows(lay_out(pool, batch), backend, tiles=tiles)
-
-
-def plan_rows(
-    rows: BatchRows, backend: AttentionBackend, *, tiles: RowTiles | None = None
-) -> PassPlan:
-    """The plan of a pass over ``rows``; with ``tiles`` in canonical mode, whose padding and way of
-    attending they prescribe."""
+    """Lay out a pass over ``batch``, whose blocks are reserved; with ``tiles`` in canonical mode,
+    whose padding they prescribe."""
+    rows = lay_out(pool, batch)
     count, sampled = rows.row_count, sampled_rows(rows)
     padded, sampled_padded = count, len(sampled)
     if tiles is not None:
@@ -277,13 +257,8 @@ def sampled_rows(rows: BatchRows) -> Indices:
     return np.flatnonzero(rows.own_keys >= np.repeat(first, rows.counts))
 
 
-# --- Attention over the block pool, plugged into transformers' attention interface.
-#
-# The pass travels as the keyword ``edgespec_pass``. Keys and values of the pass are written to the
-# pool first; then the plan's layout attends (``AttentionLayout``). No mask function is
-# registered beside it: transformers then makes no mask, and does not look for packed sequences,
-# which would make it wait for a GPU in every pass.
-
+# Without a mask function registered beside it transformers makes no mask, and does not look for
+# packed sequences, which would make it wait for a GPU in every pass.
 ATTENTION = "edgespec_packed"
 
 
@@ -305,9 +280,8 @@ def packed_attention(
     edgespec_pass: PassPlan | None = None,
     **_ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' signature: ``query`` [1, heads, rows, head_dim], ``key``/``value`` with the
-    key-value heads; returns [1, rows, heads, head_dim]. ``s_aux`` [heads] are the layer's sinks.
-    """
+    """Write the pass's keys and values to the pool, then attend. transformers' signature: ``query``
+    [1, heads, rows, head_dim], ``s_aux`` [heads] the sinks; returns [1, rows, heads, head_dim]."""
     assert edgespec_pass is not None, "the model was called without a pass plan"
     layer = module.layer_idx
     assert isinstance(layer, int)

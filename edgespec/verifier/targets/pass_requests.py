@@ -57,14 +57,9 @@ def _check_request(request: PassRequest, cached_length: int, info: ModelInfo) ->
         raise CapacityError(f"{key!r}: {length} tokens, limit context_length {info.context_length}")
 
 
-# --- The masks of a pass: what each constrained session may say at each of its rows.
-#
-# The state of a text is kept from pass to pass, so a pass pays for the tokens that are new and for
-# a mask a row. It is only a cache of the text: a session whose matcher failed begins anew.
-
-
 class ConstrainedRows:
-    """Of all sessions of a target whose sampling has a constraint."""
+    """What each constrained session of a target may say at each row of a pass. The state of a text
+    is kept from pass to pass, so a pass pays for the tokens that are new and for a mask a row."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info

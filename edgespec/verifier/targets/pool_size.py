@@ -1,11 +1,9 @@
 """How many tokens of keys and values fit beside the weights and the largest pass.
 
-Theory of operation. A verifier that is given memory instead of a number of tokens loads its
-weights, measures what its largest pass takes for a moment (activations, logits, the sampler), and
-fills what is left. A copy of one layer's keys and values is counted too: in plain mode a pass
-gathers those of its sessions layer by layer. With a share of a GPU all of it has to fit into that
-share, what other programs hold there included; with a budget of its own the pool is as large as
-the budget says, or is refused when the rest would not fit into what is free.
+A verifier that is given memory instead of a number of tokens loads its weights, measures what its
+largest pass takes for a moment, and fills what is left; a copy of one layer's keys and values,
+which plain mode gathers, is counted too. A share of a GPU holds all of it, what other programs have
+there included; a pool with a budget of its own is refused when the rest does not fit.
 """
 
 from __future__ import annotations
@@ -68,12 +66,9 @@ class MemoryFigures:
 
 
 def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) -> int:
-    """The tokens that the pool may hold, in whole blocks.
-
-    A share of a GPU and ``auto`` are not used up beyond ``most_tokens``, what all sessions at
-    their longest can fill. Raises ``UnsupportedModelError`` with all figures where the pool would
-    be too small to serve, or larger than what is free.
-    """
+    """The tokens that the pool may hold, in whole blocks; of a share of a GPU and of ``auto`` at
+    most ``most_tokens``, what all sessions can fill. Raises ``UnsupportedModelError`` with all
+    figures where it would be too small to serve, or larger than what is free."""
     # One more layer for the copy of a layer that a pass makes.
     with_copy = figures.token_bytes * (figures.layer_count + 1) / figures.layer_count
     room = figures.free - figures.activations
@@ -166,10 +161,8 @@ def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _resident_peak(run: Callable[[], object]) -> int:
-    """By how much the process grows while ``run`` runs, in bytes, at most.
-
-    Where the peak cannot be reset, one of earlier counts: then it is more than what ``run`` takes.
-    """
+    """By how much the process grows while ``run`` runs, in bytes. Where the peak cannot be reset,
+    one of earlier counts."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
     except OSError:

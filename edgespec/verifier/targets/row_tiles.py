@@ -1,16 +1,13 @@
 """Matrix products in which a row's bits depend neither on its neighbours nor on its place.
 
-Theory of operation. A library of matrix products chooses its kernel by the shape. So the same row
-can come out with other last bits among 8 rows than among 64, and with some kernels even at another
-place among the same 8. Here a product is only ever called with row counts, called *sizes*, of a
-short list. The rows of a pass are padded to a multiple of the smallest size, the *base*, and cut
-into pieces of the sizes on the list. ``agreeing_sizes`` finds that list for one product by trying
-every size: each of its rows, at each place, must have the bits that it has in the base. The list
-then holds by construction: no other shape is ever computed. Base 1 computes row by row, which
-needs no trial and costs one reading of the weights for each row.
+Theory of operation. A library of matrix products chooses its kernel by the shape, so the same row
+can come out with other last bits among 8 rows than among 64. Here a product is only ever called
+with row counts, called *sizes*, of a short list: the rows of a pass are padded to a multiple of the
+smallest, the *base*, and cut into pieces. ``agreeing_sizes`` finds the list for one product: each
+row, at each place, must have the bits that it has in the base. Base 1 computes row by row.
 
-The buffers of the pieces start at multiples of ``ALIGNMENT_BYTES``, because kernels may also choose
-by alignment; and sums are split by the number of threads, so canonical mode has one.
+Kernels may also choose by alignment, so pieces start at multiples of ``ALIGNMENT_BYTES``; and sums
+are split by the number of threads, so canonical mode has one.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ _CORRECTIONS = 4
 _PIECE_ROWS = 16
 LARGEST_SIZE = 128
 """Of all sizes that are tried."""
-_SIZES = {
+SIZES = {
     1: (1,),
     2: (2, 4, 8, 16, 32, 64, 128),
     4: (4, 8, 16, 32, 64, 128),
@@ -60,7 +57,7 @@ class RowTiles:
     one of its own, to which it pads its rows."""
     row_multiple: int = 8
     """The rows of a pass are padded to a multiple of this."""
-    attention_sizes: tuple[int, ...] = _SIZES[8]
+    attention_sizes: tuple[int, ...] = SIZES[8]
     """Row counts of an attention group, ascending."""
     largest: int = 8
     """The largest row count that agrees with ``base`` in every matrix product."""
@@ -72,18 +69,9 @@ class RowTiles:
         return f"row tiles of {self.base}{more}"
 
 
-def candidate_sizes(base: int) -> tuple[int, ...]:
-    """The row counts that are worth trying beside ``base``, ascending, ``base`` first."""
-    return _SIZES[base]
-
-
 def cut(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The pieces of ``sizes`` (ascending) that cover ``count`` rows at the least cost, the largest
-    first; only the last may hold less than it could.
-
-    Each piece reads all weights, which takes as long as computing ``_PIECE_ROWS`` rows more: 30
-    rows are one piece of 32 rather than 16, 8, 4 and 2.
-    """
+    first. Each reads all weights, so 30 rows are one piece of 32 rather than 16, 8, 4 and 2."""
     whole, rest = divmod(count, sizes[-1])
     return (sizes[-1],) * whole + _soonest(rest, sizes)
 
@@ -102,20 +90,14 @@ def _cost_rows(pieces: tuple[int, ...]) -> int:
 
 
 def whole_vector_rows(base: int, widths: Iterable[int]) -> int:
-    """The least multiple of ``base`` at which rows of each of ``widths`` fill whole vectors.
-
-    The element-wise functions (silu, cosine) work in vectors, and treat what is left over at the
-    end of a tensor with a scalar function that differs in the last bit.
-    """
+    """The least multiple of ``base`` at which rows of each of ``widths`` fill whole vectors: silu
+    and cosine treat what is left over with a scalar function that differs in the last bit."""
     return math.lcm(base, *(_VECTOR_ELEMENTS // math.gcd(_VECTOR_ELEMENTS, w) for w in widths))
 
 
 def agreeing_sizes(product: Product, probes: torch.Tensor, base: int) -> tuple[int, ...]:
-    """The candidate row counts at which ``product`` gives every row the bits it has in ``base``.
-
-    ``probes`` [count, width] are the rows to try. Empty when equal rows differ in the base itself,
-    or when a result is not a number.
-    """
+    """The candidate row counts at which ``product`` gives every row of ``probes`` [count, width]
+    the bits it has in ``base``. Empty when equal rows differ in the base itself."""
     expected = []
     for probe in probes:
         tile = product(probe.expand(base, -1).contiguous())
@@ -124,7 +106,7 @@ def agreeing_sizes(product: Product, probes: torch.Tensor, base: int) -> tuple[i
         expected.append(tile[0].clone())
     reference, count = torch.stack(expected), len(probes)
     sizes = [base]
-    for size in candidate_sizes(base)[1:]:
+    for size in SIZES[base][1:]:
         # Repeated with a shift, so that no two neighbouring groups of rows look the same.
         which = torch.tensor([(i + i // count) % count for i in range(size)], device=probes.device)
         if torch.equal(product(probes[which]), reference[which]):
@@ -135,12 +117,8 @@ def agreeing_sizes(product: Product, probes: torch.Tensor, base: int) -> tuple[i
 def agreeing_linear_sizes(
     weight: torch.Tensor, bias: torch.Tensor | None, base: int
 ) -> tuple[int, ...]:
-    """``agreeing_sizes`` of a linear layer, tried with weights that show every rounding.
-
-    A bfloat16 result hides most differences of its float32 sum. So the layer is tried with weights
-    of its shape and alignment whose products nearly cancel: what is left is rounding, and another
-    order of the sum gives another result.
-    """
+    """``agreeing_sizes`` of a linear layer, tried with weights of its shape and alignment whose
+    products nearly cancel: a bfloat16 result would hide most differences of its float32 sum."""
     tried = _cancelling_like(weight)
     zero_bias = None if bias is None else torch.zeros_like(bias)
     return agreeing_sizes(
@@ -166,10 +144,7 @@ def linear(
 
 
 def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
-    """``product`` of ``rows`` [..., width], computed in pieces of ``sizes``.
-
-    Rows of zeros fill the pieces.
-    """
+    """``product`` of ``rows`` [..., width], in pieces of ``sizes`` that rows of zeros fill."""
     flat = rows.reshape(-1, rows.shape[-1])
     count, cuts = len(flat), cut(len(flat), sizes)
     if missing := sum(cuts) - count:

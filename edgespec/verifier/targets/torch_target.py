@@ -3,11 +3,8 @@
 Life of a pass: check every request -> reserve blocks, all or nothing -> lay the rows out
 (``pass_plan.py``) -> one call of the model, whose attention reads and writes the pool
 (``grouped_attention.py`` or ``canonical_attention.py``) -> choose a token for every sampled row
-(``sampling/tensors.py``).
-
-Canonical mode makes the logits of a position the same to the last bit under every schedule:
-``canonical_mode.py`` looks at start-up for a way of computing that holds for the loaded model, and
-``pass_plan.py`` lays the passes out for it. It is the default on CPUs.
+(``sampling/tensors.py``). Canonical mode (``canonical_mode.py``), the default on CPUs, makes the
+logits of a position the same to the last bit under every schedule.
 """
 
 from __future__ import annotations
@@ -62,16 +59,13 @@ logger = logging.getLogger(__name__)
 class TorchTarget:
     """``ports.TargetModel`` for checkpoints of the families in ``checkpoints.py``.
 
-    ``path`` is a folder with safetensors or a hub id; ``name`` and ``vocabulary`` (a fingerprint)
-    are passed on in ``info``, and a fingerprint of the model made of ``weights``, the folder's.
-    ``quantize`` int8 or int4 rounds the weights when they are loaded. ``packed``: whether
-    large ones are packed on a CPU (``linear_layers.py``).
-    ``max_cached_tokens`` bounds the key-value pool over all sessions; with a ``pool_budget`` it is
-    sized by memory instead.
+    ``path`` is a folder with safetensors or a hub id; ``name``, ``vocabulary`` and ``weights``
+    (fingerprints) are passed on in ``info``. ``packed``: whether large weights are packed on a CPU
+    (``linear_layers.py``). ``max_cached_tokens`` bounds the key-value pool over all sessions; with
+    a ``pool_budget`` it is sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
-    GPUs. ``exact`` and ``mode`` say what came of it. Canonical mode sets torch to one intra-op
-    thread, *for the whole process*, since thread counts change how sums associate; in plain mode
+    GPUs. Canonical mode sets torch to one intra-op thread, *for the whole process*; in plain mode
     ``model_threads`` sets the count when given. With ``share`` this process is one of several
     stages, which are built alike and make the same calls (``pipeline.py``).
 

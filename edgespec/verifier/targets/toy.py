@@ -1,9 +1,8 @@
 """A target model of known distributions, for tests, the simulator and demonstrations.
 
-It samples with the scalar specification (``core/protocol/sampling.choose``) from
-``core/toy_model``, and it keeps the tokens it has cached, so that a wrong ``cache_length``, a
-forgotten ``keep`` or a changed committed prefix is an error here before it is a wrong text
-elsewhere.
+It samples with the scalar specification from ``core/toy_model`` and keeps the tokens it has cached,
+so that a wrong ``cache_length``, a forgotten ``keep`` or a changed committed prefix is an error
+here before it is a wrong text elsewhere.
 """
 
 from __future__ import annotations
@@ -18,20 +17,16 @@ from edgespec.core.protocol.work import CacheShape, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch
 
-# --- A key-value cache in blocks that holds marks: what the toy target remembers, slot by slot.
-#
-# The *mark* of a token is a hash of it and of all tokens before it, as a model's keys and values
-# depend on them all. Whatever a sequence has cached is looked up in its own slots at every pass,
-# so a block that was given away too early, or shared by two texts that differ before it, shows as
-# a mark that is not there.
-
 _EMPTY = -1
 _BEGINNING = 0
 """The mark before the first token."""
 
 
 class ToyMemory:
-    """Blocks are numbered from 1, as in the ledger."""
+    """A key-value cache in blocks that holds marks: a *mark* is a hash of a token and of all before
+    it, as a model's keys depend on them all. Whatever a sequence has cached is looked up in its own
+    slots at every pass, so a block that was given away too early shows as a mark that is not there.
+    """
 
     def __init__(self, cache: CacheShape) -> None:
         self._block_count, self._block_tokens = cache.block_count, cache.block_tokens
@@ -42,12 +37,9 @@ class ToyMemory:
         """Of each sequence's committed tokens so far, whose text only grows."""
 
     def write(self, batch: Sequence[PassRequest], cached: Sequence[Sequence[int]]) -> None:
-        """Store the rows of a pass. ``cached[i]`` are the tokens that request i finds in its cache.
-
-        Raises ``ValueError`` when a table is too short, names a block twice or one that is not
-        there, when a block that is written is also another request's, or when a cached token is
-        not in its slot.
-        """
+        """Store the rows of a pass; ``cached[i]`` are the tokens that request i finds cached.
+        Raises ``ValueError`` for a table that is too short or wrong, for a written block that is
+        another's too, and for a cached token that is not in its slot."""
         for request in batch:
             self._check_room(request)
         blocks = [block for request in batch for block in request.blocks]
@@ -154,13 +146,8 @@ class _Sequence:
 
 
 class ToyTarget:
-    """``ports.TargetModel`` over a ``ToyModel``, standard library only.
-
-    With ``cache`` its cache is a real one, whose tables come with the requests; None keeps no
-    account. Raises ``CapacityError`` beyond ``max_sessions`` sequences and one for a probe, and
-    beyond ``max_cached_tokens`` cached tokens, ``ValueError`` when a request does not fit what is
-    cached.
-    """
+    """``ports.TargetModel`` over a ``ToyModel``, standard library only. With ``cache`` its cache is
+    a real one, whose tables come with the requests; else ``max_cached_tokens`` bounds it."""
 
     def __init__(
         self,

@@ -199,7 +199,7 @@ def check_session(
     nodes = len(session.inbox.tree.nodes)
     require(nodes <= limits.max_nodes_outstanding, f"{key}: {nodes} nodes outstanding")
     made = len(prefix.output) - len(session.request.committed)
-    passes = session.counters.passes
+    passes = session.passes
     require(made >= passes, f"{key}: {passes} passes committed only {made} tokens")
     if session.state is VerifyState.READY and passes:
         cached, length = session.cache_length, prefix.length

@@ -1,8 +1,6 @@
-"""vLLM's engine core in this process, stepped by the verifier (``step.StepEngine``).
-
-The core's scheduler lives here; its workers live here too, or in processes of their own with
-tensor or pipeline parallelism. No step runs but those that are asked for, and each asks for certain
-sessions, so scheduling ahead of the results (asynchronous scheduling) is off.
+"""vLLM's engine core in this process, stepped by the verifier (``target.StepEngine``); its workers
+are here too, or in processes of their own with tensor or pipeline parallelism. Each step asks for
+certain sessions, so scheduling ahead of the results (asynchronous scheduling) is off.
 """
 
 from __future__ import annotations
@@ -209,9 +207,8 @@ def _config(options: VllmOptions) -> Any:
 
 
 def refuse_recurrent(model: str, config: Any) -> None:
-    """Raises ``SetupError`` for a model with recurrent layers. Their state has no place for each
-    token, so it cannot go back when a session stands aside behind accepted drafts; on the CPU build
-    vLLM's own speculation made Mamba2 and Granite-hybrid wrong from the second token on."""
+    """Raises ``SetupError`` for a model with recurrent layers, whose state cannot go back behind
+    accepted drafts: vLLM's own speculation made Mamba2 wrong from the second token on."""
     if config.has_inner_state or config.is_hybrid:
         raise SetupError(
             f"{model}: {', '.join(config.architectures)} has recurrent layers, and no test has"

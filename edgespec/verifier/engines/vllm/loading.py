@@ -24,11 +24,7 @@ from edgespec.models.folders import (
 )
 from edgespec.verifier.engines.vllm.target import Adapter, VllmTarget
 
-# --- The adapters (LoRA) that are served by name, from vLLM's own flag for them.
-#
-# ``--lora-modules NAME=FOLDER ...`` is a flag of vLLM's server, which is not used here, and not of
-# its engine: so it is read here, and the engine is told of each adapter by itself.
-
+# A flag of vLLM's server and not of its engine, so it is read here.
 FLAG: Final = "--lora-modules"
 
 
@@ -86,8 +82,8 @@ def served_adapters(model: ModelInfo, adapters: Iterable[Adapter]) -> tuple[Mode
     )
 
 
-# --- Which of vLLM's flags are not the user's to give, because the engine depends on them.
-
+# vLLM's flags that are not the user's to give, because the engine depends on them, and the option
+# of the verifier that says the same, if there is one.
 OURS: Final = {
     "--model": "--model",
     "--dtype": "--set dtype=",
@@ -103,8 +99,6 @@ OURS: Final = {
     "--max-loras": "",
 }
 
-"""And the option of the verifier that says the same, if there is one."""
-
 
 def refuse_our_flags(flags: Sequence[str]) -> None:
     """Raises ``ValueError`` naming the first flag that vLLM would be given twice."""
@@ -115,8 +109,6 @@ def refuse_our_flags(flags: Sequence[str]) -> None:
         hint = f"use {OURS[name]}, before the --" if OURS[name] else "the engine needs its own"
         raise ValueError(f"flag {name} cannot be passed to vLLM: {hint}")
 
-
-# --- Is the vLLM there that this package was made for?
 
 VERSION = "0.32.0"
 INSTALL = "pip install 'edgespec[vllm]'"
@@ -143,16 +135,11 @@ def check_install() -> str:
     )
 
 
-# --- Does vLLM do what this package thinks it does? Some short texts, before anybody is served.
-#
-# What is used of vLLM may change without notice, and a draft in the wrong place would change texts
-# silently. So texts are made without drafts, with right ones and with wrong ones, greedy and
-# sampled; all must agree, and right drafts must save vLLM's steps. A token that the parameters
-# force shows that they are obeyed at all.
-#
-# In low precision a near tie may fall differently for a row that is computed beside others, which
-# is no fault. So of ``TEXTS`` texts of a kind one may differ; an error in the injection changes
-# nearly all.
+# The self-test: what is used of vLLM may change without notice, and a draft in the wrong place
+# would change texts silently. So texts are made without drafts, with right ones and with wrong
+# ones, greedy and sampled; all must agree, and right drafts must save vLLM's steps. In low
+# precision a near tie may fall differently for a row that is computed beside others, so of
+# ``TEXTS`` texts of a kind one may differ; an error in the injection changes nearly all.
 
 TEXTS: Final = 3
 _PROMPT: Final = 12
@@ -181,13 +168,7 @@ def _compare(target: VllmTarget, kind: str, params: SamplingParams) -> list[str]
     steps_saved = False
     for seed in range(TEXTS):
         prompt = [noise_bits(seed, position, 0) % size for position in range(_PROMPT)]
-        seeded = SamplingParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            seed=seed,
-        )
+        seeded = replace(params, seed=seed)
         plain, steps = generate(target, prompt, seeded, _LENGTH, ())
         right, fewer = generate(target, prompt, seeded, _LENGTH, plain)
         shifted = [(token + 1) % size for token in plain]
@@ -224,18 +205,8 @@ def generate(
 ) -> tuple[list[int], int]:
     """``length`` tokens behind ``prompt``, and how many steps they took. ``guess`` is drafted for
     the answer, a few tokens a pass."""
-    key = "\0self-test"
+    key, text, cached, before = "\0self-test", list(prompt), 0, target.steps
     target.open(key, len(prompt), params, prompt)
-    try:
-        return _generate(target, key, prompt, length, guess)
-    finally:
-        target.close(key)
-
-
-def _generate(
-    target: VllmTarget, key: str, prompt: Sequence[int], length: int, guess: Sequence[int]
-) -> tuple[list[int], int]:
-    text, cached, before = list(prompt), 0, target.steps
     while (done := len(text) - len(prompt)) < length:
         chain = tuple(guess[done : done + _CHAIN]) if done else ()
         parents = tuple(range(-1, len(chain) - 1))
@@ -247,6 +218,7 @@ def _generate(
         target.keep(key, range(right))
         cached = len(text) + right
         text += result.targets[: right + 1]
+    target.close(key)
     return text[len(prompt) : len(prompt) + length], target.steps - before
 
 

@@ -1,12 +1,9 @@
-"""vLLM's scheduler, with drafts and a guest list: a step has the sessions that it was made for.
+"""vLLM's scheduler, with drafts: a step has the sessions that it was made for.
 
-Theory of operation. Before each step the driver sets ``wanted``. Requests of other sessions are put
-aside while vLLM's own ``schedule`` runs, and put back after it: they keep their cache and stand
-still. Each wanted request whose text is computed to its end gets its drafts, and vLLM verifies them
-as it would those of a draft model of its own; without drafts the step decodes one token.
-
-Requests are scheduled in the order of ``wanted``. When a step found no room at all, the next one
-first takes the cache of a request that was put aside, which vLLM computes again when it is wanted.
+Before each step the driver sets ``wanted``. Requests of other sessions are put aside while vLLM's
+own ``schedule`` runs: they keep their cache and stand still. Each wanted request whose text is
+computed to its end gets its drafts, and vLLM verifies them as those of a draft model of its own.
+When a step found no room at all, the next one first takes the cache of a request put aside.
 """
 
 from __future__ import annotations

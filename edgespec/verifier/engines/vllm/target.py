@@ -1,8 +1,8 @@
 """The target model on vLLM: ``ports.TargetModel`` for an engine that has texts of its own.
 
-A pass takes as many steps of vLLM as it needs to answer every request, mostly one. A session that
-begins is added to vLLM when a pass first asks for it; one that is not in a pass stands still. After
-a step that failed vLLM is emptied, and every session begins again with its text.
+A pass takes as many steps of vLLM as it needs to answer every request, mostly one. A session is
+added to vLLM when a pass first asks for it. After a step that failed vLLM is emptied, and every
+session begins again with its text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from edgespec.core.ports import (
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.verifier.targets.pass_requests import check_batch
-
-# --- What the target asks of vLLM and what it hears, as plain data; and the seam between the two.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +91,6 @@ class StepEngine(Protocol):
         knows how far it came. Raises ``TargetLostError`` where that cannot be done."""
 
 
-# --- What vLLM has said of one session's text, and what that answers of a pass. Pure.
-#
-# Theory of operation. vLLM has a text of its own for each session: the prompt, and all tokens that
-# it has chosen, which may be more than the session has committed. A pass asks for the target's
-# token behind the committed prefix and behind each draft of a chain as far as it is right. So the
-# drafts are first compared with the tokens that are known: what agrees is accepted, the first
-# known token that no draft names is the correction, and nothing has to be computed. Where the
-# known tokens end, what is left of the chain goes into vLLM's next step, and the comparison is
-# made again.
-#
-# Worked example: vLLM's text is ``a b c``, the session has committed ``a`` and drafts ``b c d e``.
-# ``b`` and ``c`` are known to be right; a step with the drafts ``d e`` says ``d f``: answer b c d
-# f.
-
 NO_SCORE = TokenScore(0.0, 0.0, ())
 """Of a row that nobody looks at, because its path is not the text."""
 
@@ -117,7 +101,12 @@ class UnknownScoresError(ValueError):
 
 
 class KnownText:
-    """``tokens`` is the text as vLLM has it."""
+    """What vLLM has said of one session's text, and what that answers of a pass. Pure.
+
+    vLLM's text, ``tokens``, may be longer than the session has committed. So a pass's drafts are
+    first compared with the tokens that are known: what agrees is accepted, the first known token
+    that no draft names is the correction, and nothing has to be computed. Where the known tokens
+    end, what is left of the chain goes into vLLM's next step, and the comparison is made again."""
 
     def __init__(self, text: Sequence[int]) -> None:
         self.tokens = list(text)

@@ -1,15 +1,10 @@
 """In vLLM's worker: tokens are chosen by this project's own law, for text and drafts alike.
 
-Theory of operation. vLLM's runner computes logits for the last row of each text and for each draft
-behind it, and then calls ``_sample``. Here that is ``torch_sampler.py``: the token at a position
-is a function of logits, position and parameters, so a draft is accepted when it *is* the token that
-was chosen for its place, and there is nothing to draw again. What vLLM's own sampler would do with
-its parameters is not asked for.
-
-In a step where nobody has a draft the runner is told that there is no speculation, since what
-vLLM does for it costs more than a tiny model's pass.
-
-Each tensor-parallel rank has all logits and chooses the same tokens.
+vLLM's runner computes logits for the last row of each text and for each draft behind it, and then
+calls ``_sample``. Here that is ``sampling/tensors.py``: a draft is accepted when it *is* the token
+that was chosen for its place. In a step without drafts the runner is told that there is no
+speculation, which would cost more than a tiny model's pass. Each tensor-parallel rank has all
+logits and chooses the same tokens.
 """
 
 from __future__ import annotations
@@ -166,10 +161,7 @@ class RunnerSampling:
         return text
 
     def _choose(
-        self,
-        logits: torch.Tensor,
-        blocks: list[SampleBlock],
-        drafts: dict[str, tuple[int, ...]],
+        self, logits: torch.Tensor, blocks: list[SampleBlock], drafts: dict[str, tuple[int, ...]]
     ) -> None:
         """Fill ``_rows``; a request whose logits are no numbers is told why, and alone."""
         while blocks:
