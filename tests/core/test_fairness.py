@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 from dataclasses import replace
+
 import pytest
+
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
-from edgespec.core.verifier.traffic_budget import water_level
+from edgespec.core.verifier.traffic_budget import FairShares, ShareLimits, fair_share, water_level
 from tests.core.paced_engine import DECODE_S, PacedEngine
-import heapq
-import random
-from edgespec.core.verifier.traffic_budget import FairShares, ShareLimits, fair_share
 
 SESSION_S = 0.001
 
@@ -202,8 +203,6 @@ def test_accounts_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch
         fairness.plan(["s"], (), 0.0)
     assert len(fairness._accounts) <= 8
 
-
-#DOC """Fair shares of a rate. Oracle: the theory's formula, and waiting lines played out in time."""
 
 LIMITS = ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, first=256.0)
 

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 import pytest
+
 from edgespec.core.device.estimates import RowPrice
 from edgespec.core.device.events import DraftAction, Start, StartStep
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
 from edgespec.core.protocol.tree import CommittedPrefix
+from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
     EngineAction,
+    EngineLimits,
     RunBatch,
     SendTo,
     StreamMessage,
     StreamOpened,
 )
-from edgespec.core.verifier.row_price import RowPriceKeeper
-from edgespec.core.verifier.scheduler import PassScheduler
-from tests.core.draft_scripts import RECONNECT, REQUEST, guess, messages, streaming
-from tests.core.engine_scenes import RUNNING, batch, done, new_engine
-from edgespec.core.protocol.messages import Draft
-from edgespec.core.protocol.work import PassRequest
-from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
+from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer, PassDone, RunPass
-from tests.core.fixed_text import REQUEST, TEXT, new_session, run_pass
+from tests.core import fixed_text
+from tests.core.draft_scripts import RECONNECT, REQUEST, guess, messages, streaming
+from tests.core.engine_scenes import RUNNING, batch, done, new_engine
+from tests.core.fixed_text import TEXT, new_session, run_pass
 
 NEVER = replace(REQUEST, run_ahead=RunAhead.NEVER)
 
@@ -223,8 +224,6 @@ def test_who_waits_for_its_drafts_pays_a_part_of_the_price(
     assert (heard.row_price, heard.credit) == (600, None)
 
 
-#DOC """When a draft node is worth its row. Oracle: the tokens that the row's time brings otherwise."""
-
 ROW_S, PASS_S = 0.002, 0.020
 
 
@@ -241,7 +240,7 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
 
     scheduler = PassScheduler(EngineLimits(), CacheKeeper(None, sessions), ask)
     for number in range(prompts):
-        long = replace(REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
+        long = replace(fixed_text.REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
         sessions[long.session_id] = new_session(long)
         scheduler.enqueue(long.session_id)
     for number in range(count):

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from edgespec.core.protocol.sampling import SamplingParams, choose, warp
-from edgespec.core.protocol.sampling import MASK_32, gumbel, noise_bits
+
+from edgespec.core.protocol.sampling import (
+    MASK_32,
+    SamplingParams,
+    choose,
+    gumbel,
+    noise_bits,
+    warp,
+)
 
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
@@ -123,8 +131,6 @@ def test_draws_follow_the_warped_softmax(params: SamplingParams) -> None:
     # Mean k - 1, variance 2 (k - 1): five deviations out, with fixed seeds.
     assert sum(cells) < len(cells) - 1 + 5 * math.sqrt(2 * len(cells))
 
-
-#DOC """The noise is a pure function with the statistics of independent Gumbel variates."""
 
 GOLDEN_SMALL = [477780777, 792694223, 1930745897]
 

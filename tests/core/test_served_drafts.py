@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from edgespec.core.protocol.messages import Open, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import (
+    LONGEST,
     RECYCLED_CELL,
+    FollowerTable,
+    PromptLookup,
     TextTables,
+    pair_of,
 )
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
 from edgespec.core.verifier.served_drafts import (
+    EXPLORED,
+    FIRST_BALANCE,
     LEAST_CHANCE,
     LOADED_PER_PASS,
+    LONGEST_REST_PASSES,
+    MOST_BALANCE,
     MOST_NODES,
+    SHORTEST_REST_PASSES,
+    TRIAL_PASSES,
     ServedDrafts,
     ServedDraftsMaker,
+    ServedWorth,
 )
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import (
+    Attach,
+    Keep,
+    Offer,
+    PassDone,
+    RunPass,
+    VerifyAction,
+)
+from tests.core.fixed_text import LIMITS, MODEL, chain, commit_in
 
 REQUEST = Open("s", "", "", (1,))
 
@@ -121,3 +146,227 @@ def test_a_new_session_begins_with_what_all_have_seen() -> None:
     second = make(REQUEST, Credential("other"))
     assert second is not None
     assert second.chances.of[cell] == first.chances.of[cell] < before / 5
+
+
+def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
+    dice, table, recent = random.Random(1), FollowerTable(most_leaders=50), [0]
+    for _ in range(3000):
+        leader, token = dice.randrange(400), dice.randrange(9)
+        table.add(leader, token)
+        recent = [leader, *(other for other in recent if other != leader)][:50]
+        assert len(table) <= 50
+        assert table.after(leader)[0] == token
+        assert len(table.after(leader)) == len(set(table.after(leader))) <= 2
+    assert all(table.after(leader) for leader in recent)
+
+
+def test_only_sessions_of_one_named_credential_share() -> None:
+    owners = ServedDraftsMaker()
+    mine, yours = owners.of(Credential("me")), owners.of(Credential("you"))
+    assert owners.of(Credential("me")) is mine
+    assert mine is not yours
+    assert mine.ngrams is not None
+    strangers = owners.of(ANYBODY), owners.of(ANYBODY)
+    assert strangers[0] is not strangers[1]
+    assert strangers[0].recycled is not strangers[1].recycled
+    assert len(owners.tables) == 2
+
+
+def test_owners_are_bounded() -> None:
+    owners = ServedDraftsMaker(most_owners=3)
+    first = owners.of(Credential("0"))
+    for number in range(1, 10):
+        owners.of(Credential(str(number)))
+        assert len(owners.tables) <= 3
+    assert owners.of(Credential("0")) is not first
+
+
+def _common(text: list[int], position: int) -> int:
+    """How many tokens before ``position`` equal the last ones of the text."""
+    length = 0
+    while length < min(LONGEST, position) and text[position - 1 - length] == text[-1 - length]:
+        length += 1
+    return length
+
+
+def test_every_match_is_one() -> None:
+    """The tokens before the match are the text's last ones, as many as its length says; there is a
+    match whenever the last pair stood in the text before."""
+    for seed in range(30):
+        dice = random.Random(seed)
+        text: list[int] = []
+        lookup = PromptLookup()
+        for _ in range(120):
+            text.append(dice.randrange(3))
+            lookup.add(text)
+            stood_before = any(_common(text, p) >= 2 for p in range(2, len(text)))
+            assert bool(lookup.length) == stood_before
+            if lookup.length:
+                assert lookup.position < len(text)
+                assert 2 <= lookup.length <= _common(text, lookup.position)
+
+
+def test_loading_a_text_gives_the_index_of_adding_it() -> None:
+    dice = random.Random(1)
+    text = [dice.randrange(6) for _ in range(300)]
+    loaded, added = PromptLookup(), PromptLookup()
+    loaded.load(text, 100)
+    loaded.load(text, 300)
+    for end in range(1, 301):
+        added.add(text[:end])
+    assert loaded.known == added.known == 300
+    assert len(loaded) == len(added)
+    pairs = [pair_of(a, b) for a in range(6) for b in range(6)]
+    assert [loaded.place(pair) for pair in pairs] == [added.place(pair) for pair in pairs]
+    assert loaded.length >= 2
+
+
+def test_the_index_is_bounded() -> None:
+    text = list(range(1000))
+    added, loaded = PromptLookup(most_pairs=64), PromptLookup(most_pairs=64)
+    for end in range(1, 1001):
+        added.add(text[:end])
+        assert len(added) <= 64
+    for end in (10, 500, 530, 560, 1000):
+        loaded.load(text, end)
+        assert len(loaded) <= 64
+    assert loaded.place(pair_of(997, 998)) == 999
+
+
+def _trial(worth: ServedWorth, rows: int, accepted: int, price: float) -> None:
+    """One trial with so many rows and accepted tokens in all, in its first pass."""
+    for number in range(TRIAL_PASSES):
+        assert worth.asks()
+        first = number == 0
+        worth.count(rows if first else 0, accepted if first else 0, price)
+
+
+def _rest(worth: ServedWorth) -> int:
+    passes = 0
+    while not worth.asks():
+        passes += 1
+    return passes
+
+
+def test_guesses_that_cost_more_than_they_bring_rest() -> None:
+    worth = ServedWorth()
+    _trial(worth, 60, 5, 0.1)
+    assert worth.resting == SHORTEST_REST_PASSES
+    free = ServedWorth()
+    _trial(free, 60, 5, 0.0)
+    assert not free.resting
+
+
+def test_rests_grow_while_nothing_is_right_and_are_bounded() -> None:
+    worth, rests = ServedWorth(), []
+    for _ in range(9):
+        _trial(worth, 0, 0, 0.1)
+        rests.append(worth.resting)
+        assert _rest(worth) == rests[-1]
+    assert rests[:3] == [SHORTEST_REST_PASSES * n for n in (1, 2, 4)]
+    assert rests[-1] == LONGEST_REST_PASSES
+    _trial(worth, 60, 20, 0.1)
+    _trial(worth, 0, 0, 0.1)
+    assert worth.resting == SHORTEST_REST_PASSES
+
+
+def test_rows_at_risk_are_what_the_balance_pays_and_one() -> None:
+    worth = ServedWorth()
+    assert worth.rows(0.0) is None
+    assert worth.rows(0.2) == 1 + int(FIRST_BALANCE / 0.2)
+    lost, passes = 0.0, 0
+    for _ in range(2_000):
+        if worth.asks() and (rows := worth.rows(0.2)):
+            worth.count(rows, 0, 0.2)
+            lost += 0.2 * rows
+        passes += 1
+    assert 0.0 < lost <= FIRST_BALANCE + EXPLORED * passes + 0.2
+    worth = ServedWorth()
+    worth.count(1, 1, 0.2)
+    assert worth.rows(0.2) == 1 + int((FIRST_BALANCE + 0.8) / 0.2)
+    worth.count(0, 100, 0.2)
+    assert worth.rows(0.2) == 1 + int(MOST_BALANCE / 0.2)
+
+
+PROMPT = (1, 2, 3, 4) * 5
+
+SERVED_REQUEST = Open(
+    "s", "", "", PROMPT, sampling=SamplingParams(max_tokens=40), run_ahead=RunAhead.ALWAYS
+)
+
+
+def _session(request: Open = SERVED_REQUEST) -> VerifySession:
+    served = ServedDrafts(TextTables(ngrams=False))
+    session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
+    session.handle(Attach(request), 0.0)
+    return session
+
+
+def _offer(session: VerifySession, least_chance: float = 0.1) -> PassRequest:
+    (action,) = session.handle(Offer(64, 0.02, least_chance), 1.0)
+    assert isinstance(action, RunPass)
+    return action.request
+
+
+def _answers(request: PassRequest) -> tuple[int, ...]:
+    return tuple(token % 4 + 1 for token in (request.feed[-1], *request.tokens))
+
+
+def _run(session: VerifySession) -> tuple[VerifyAction, ...]:
+    return session.handle(PassDone(_answers(_offer(session))), 1.0)
+
+
+def test_a_pass_without_a_draft_commits_several_tokens() -> None:
+    session = _session()
+    request = _offer(session)
+    assert request.served == len(request.tokens) > 3
+    assert request.drafted == 0
+    actions = session.handle(PassDone(_answers(request)), 1.0)
+    commit = commit_in(actions)
+    assert commit.tokens == tuple((1, 2, 3, 4) * 9)[: len(commit.tokens)]
+    (keep,) = [action for action in actions if isinstance(action, Keep)]
+    assert len(keep.nodes) == len(commit.tokens) - 1 > 2
+    assert session.cache_length == session.prefix.length - 1
+
+
+def test_guesses_are_not_counted_as_the_devices() -> None:
+    session = _session()
+    commit = commit_in(_run(session))
+    assert (commit.accepted, commit.rows, commit.stale) == (0, 0, 0)
+    assert session.server_accepted == len(commit.tokens) - 1
+
+
+def test_a_draft_of_the_device_goes_before_guesses() -> None:
+    session = _session()
+    _run(session)
+    following = session.prefix.tokens[-1] % 4 + 1
+    session.handle(chain(session, following), 1.0)
+    request = _offer(session)
+    assert (request.tokens, request.served, request.drafted) == ((following,), 0, 1)
+    before = session.server_accepted
+    commit = commit_in(session.handle(PassDone(_answers(request)), 1.0))
+    assert (commit.accepted, commit.rows) == (1, 1)
+    assert session.server_accepted == before
+
+
+def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
+    """Its first nodes agree with what the guesses committed; the others are alive behind them."""
+    session = _session(replace(SERVED_REQUEST, sampling=SamplingParams(max_tokens=80)))
+    _run(session)
+    request = _offer(session)
+    ahead = [session.prefix.tokens[-1] % 4 + 1]
+    while len(ahead) < 24:
+        ahead.append(ahead[-1] % 4 + 1)
+    session.handle(chain(session, *ahead), 1.0)
+    commit = commit_in(session.handle(PassDone(_answers(request)), 1.0))
+    alive = session.inbox.tree.nodes
+    assert (commit.accepted, commit.stale) == (0, 0)
+    assert len(alive) == 24 - len(commit.tokens)
+    assert _offer(session, least_chance=0.0).drafted == len(alive) > 0
+
+
+def test_the_last_tokens_are_not_guessed_past_the_end() -> None:
+    session = _session(replace(SERVED_REQUEST, sampling=SamplingParams(max_tokens=3)))
+    request = _offer(session)
+    assert request.tokens == (1, 2)
+    assert commit_in(session.handle(PassDone(_answers(request)), 1.0)).tokens == (1, 2, 3)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import heapq
 import random
 from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
 from edgespec.core.verifier.traffic_budget import (
     INFO_LIMITS,
     OPEN_LIMITS,
@@ -15,9 +20,6 @@ from edgespec.core.verifier.traffic_budget import (
     UplinkLimits,
     without_keys,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
 
 LIMITS = UplinkLimits()
 
@@ -202,9 +204,6 @@ def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:
         if asked % 1_000 == 0:
             assert budget.turn("honest", now) <= 2 / 60.0
     assert granted <= 256 + 60 * (30.0 + OPEN_LIMITS.max_wait_s)
-
-
-#DOC """The ring of keys. Oracle: a dictionary of names by key, kept by hand."""
 
 
 def ring(**keys: str) -> KeyRing:

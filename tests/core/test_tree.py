@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
 from tests.sim.faults.checks import check_tree
-from edgespec.core.protocol.tree import CommittedPrefix
 
 PROMPT = (7, 7)
 
@@ -53,6 +53,7 @@ class TextModel:
         walked = {t for t in self.texts.values() if self.agrees(t) and len(t) > len(old)}
         walked = {t for t in walked if len(t) <= len(self.committed)}
         return before - len(self.alive) - len(walked)
+
 
 _grow = st.tuples(
     st.just("grow"), st.integers(0, 2), st.integers(0, 12), st.integers(0, 2), st.integers(0, 3)
@@ -145,8 +146,6 @@ def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPat
     tree.commit((4, 4, 4))
     assert [tree.place(node_id, 0) for node_id in (1, 2, 3)] == [None, 4, 5]
 
-
-#DOC """The committed prefix. Oracle: plain lists; hashes agree exactly when the tokens do."""
 
 _tokens = st.lists(st.integers(0, 1 << 20), max_size=12)
 

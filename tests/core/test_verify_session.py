@@ -4,13 +4,21 @@ answer can be written down."""
 from __future__ import annotations
 
 from dataclasses import replace
+
 import pytest
+
 from edgespec.core.protocol.messages import (
     Cancel,
     Draft,
     FinishReason,
+    Limits,
+    Open,
 )
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import ModelInfo, PassRequest
+from edgespec.core.verifier import session_events as ev
+from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
+from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Offer,
     PassDone,
@@ -29,11 +37,6 @@ from tests.core.fixed_text import (
     offer,
     run_pass,
 )
-from edgespec.core.protocol.messages import Draft, Limits, Open
-from edgespec.core.protocol.work import ModelInfo, PassRequest
-from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
-from edgespec.core.verifier.session import VerifySession
 
 
 def test_what_is_too_unlikely_for_its_row_waits_for_a_better_pass() -> None:
@@ -100,11 +103,6 @@ def test_what_a_pass_says_behind_a_cancel_is_nobodys() -> None:
     assert session.handle(PassDone((10,)), 1.0) == ()
     assert session.prefix.output == []
 
-
-#DOC """Trees are cut to chains for a target that takes no other.
-#DOC 
-#DOC Oracle: the chain is walked again in the tree, where each of its nodes must be the first child.
-#DOC """
 
 A, B, C, D = range(1, 5)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any, cast
+
 from edgespec.core.ports import DeviceStream, VerifierStream
 from edgespec.core.protocol.messages import Commit, Downlink, Limits, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.daemon import Backlog, Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.shell.live_verifier import toy_text
 from tests.shell.loopback import LoopbackTransport
-from edgespec.core.protocol.messages import Commit
-from edgespec.verifier.daemon import Backlog
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
 
@@ -75,9 +74,6 @@ async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> No
     gate.set()
     assert await reading == TEXT
     await verifier.stop()
-
-
-#DOC """The backlog of a stream. Oracle: a queue with an end, message by message."""
 
 
 def _commit(number: int) -> Commit:

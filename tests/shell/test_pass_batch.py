@@ -9,28 +9,29 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-import pytest
+
 import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from edgespec.core.ports import ModelInfo, PassRequest
+
+from edgespec.core.ports import CapacityError, ModelInfo, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import torch_target
-from edgespec.verifier.targets.pass_batch import PassBatch
-from edgespec.verifier.targets.pass_requests import check_batch
-from edgespec.verifier.targets.torch_target import TorchTarget
-from tests.shell.random_schedules import random_tree
-from tests.shell.tiny_checkpoints import write_checkpoint
-import torch
-from edgespec.core.ports import CapacityError, PassRequest
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention, CanonicalLayout
 from edgespec.verifier.targets.grouped_attention import GroupedAttention
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool, Slots
+from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_plan import PassPlan, plan_pass
+from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.row_tiles import RowTiles
-
-pytest.importorskip("torch")
-
-pytest.importorskip("transformers")
+from edgespec.verifier.targets.torch_target import TorchTarget
+from tests.shell.random_schedules import random_tree
+from tests.shell.tiny_checkpoints import write_checkpoint
 
 INFO = ModelInfo("tiny", "v", 50, 60)
 
@@ -114,10 +115,6 @@ def test_the_model_never_waits_for_a_value(tmp_path: Path, monkeypatch: pytest.M
     target.forward([PassRequest("a", 3, (4,), (5, 6), (-1, -1)), PassRequest("b", 1, (5, 6))])
     assert waits.seen == []
 
-
-#DOC """The block pool's account, and the layout of a pass. No model."""
-
-pytest.importorskip("torch")
 
 GREEDY = SamplingParams()
 
@@ -233,6 +230,7 @@ def test_nodes_of_a_dropped_tree_cannot_be_kept() -> None:
         pool.keep("b", [])
     with pytest.raises(ValueError, match="already open"):
         pool.open("a", 1, GREEDY)
+
 
 #      0 - 2 - 5     a chain 0 2 5 with siblings 1, 3, 4 and 6,
 #      |   |   6     and 1 - 7 - 8 as a second line

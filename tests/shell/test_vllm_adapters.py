@@ -8,31 +8,35 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
 from safetensors.numpy import save_file
+
+from edgespec.config import VerifierConfig
+from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import ModelInfo, adapters_of, use_adapter
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
-from edgespec.verifier.engines.vllm.loading import served_adapters, split_adapters
+from edgespec.verifier.engines.vllm import loading as install
+from edgespec.verifier.engines.vllm.core import refuse_recurrent
+from edgespec.verifier.engines.vllm.loading import refuse_our_flags, served_adapters, split_adapters
+from edgespec.verifier.engines.vllm.worker import leaving_reason
 from edgespec.wire.codec import decode_info, encode_info
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
-from importlib.metadata import PackageNotFoundError
-from types import SimpleNamespace
-from edgespec.config import VerifierConfig
-from edgespec.config.setup_error import SetupError
-from edgespec.verifier.engines.vllm import loading as install
-from edgespec.verifier.engines.vllm.core import refuse_recurrent
-from edgespec.verifier.engines.vllm.loading import refuse_our_flags
-from edgespec.verifier.engines.vllm.worker import leaving_reason
 
 SQL = replace(TOY_MODEL, order=2)
 
@@ -145,11 +149,6 @@ def test_a_target_says_which_adapter_it_lacks() -> None:
     assert adapters_of(object()) == ()
     with pytest.raises(ValueError, match="the target has no adapter 'sql'"):
         use_adapter(object(), "a", "sql")
-
-
-#DOC """What the vLLM engine refuses before a model is loaded: flags, versions and settings, by name."""
-
-pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize(
