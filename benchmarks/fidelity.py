@@ -30,7 +30,7 @@ from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload
 from edgespec.bench.report import machine, versions
 from edgespec.bench.runner import record_tape, tape_about
 from edgespec.bench.settings import arm_options
-from edgespec.cli.child import PLAIN_STREAMING, verifier_process
+from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.link_model import LinkModel, LinkSettings

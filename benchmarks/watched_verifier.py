@@ -53,7 +53,7 @@ class MessageCounter:
 
 def watch(report: Path) -> None:
     """Make the verifier that this process builds answer SIGUSR1."""
-    command: Any = importlib.import_module("edgespec.cli.serving")
+    command: Any = importlib.import_module("edgespec.cli.verifier")
     build = command.build_verifier
 
     def build_watched(*arguments: Any, **options: Any) -> Any:
@@ -128,7 +128,7 @@ def look_tokens_up() -> None:
     """Replace the toy target that this process loads by its table; the pace of passes stays."""
     from edgespec.verifier.targets.paced import PacedTarget
 
-    command: Any = importlib.import_module("edgespec.cli.serving")
+    command: Any = importlib.import_module("edgespec.cli.verifier")
     load = command.load_target
 
     def load_table(config: Any) -> Any:

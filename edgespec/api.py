@@ -20,7 +20,7 @@ from edgespec.config import (
     PolicySection,
     load_config,
 )
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.policy_names import DEFAULT_POLICY
 from edgespec.core.ports import ModelInfo

@@ -36,7 +36,7 @@ from edgespec.bench.measurement import (
 )
 from edgespec.bench.prompts import Workload
 from edgespec.bench.settings import BenchSettings
-from edgespec.config.whole_file import replace_file
+from edgespec.config.files import replace_file
 
 # --- from requests to numbers ------------------------------------------------------------------
 # one row an arm, RTT and repeat; then one an arm and RTT.

@@ -37,9 +37,9 @@ from edgespec.bench.settings import (
     parse_arms,
     parse_rtts_ms,
 )
-from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
+from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
 from edgespec.core.ports import Drafter, ModelInfo
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
@@ -60,10 +60,8 @@ _RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
 ALL_ARMS = ",".join(arm.value for arm in Arm)
 # What the wire takes by default, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768
-
 _BUILT_IN_NAMES = {"short": "built-in", "long": "built-in, long"}
 _WHAT, _TEXT, _TIMES = "What is compared", "The text", "Emulated times"
-
 Arms = Annotated[
     str, typer.Option(metavar="ARM,ARM,...", help="Ways of decoding", rich_help_panel=_WHAT)
 ]

@@ -16,10 +16,20 @@ from typing import Annotated, Any
 import typer
 
 from edgespec import __version__
-from edgespec.cli.device import check_prompt, for_trying, greet, stream
+from edgespec.cli.device import (
+    Progress,
+    TextView,
+    View,
+    check_prompt,
+    for_trying,
+    greet,
+    stream,
+    summary,
+    tell_worth,
+    use_color,
+)
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, TEMPERATURE, from_config
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
-from edgespec.cli.streaming import Progress, TextView, View, summary, tell_worth, use_color
 from edgespec.cli.talk import record as records
 from edgespec.cli.talk.editor import (
     Command,
@@ -39,7 +49,7 @@ from edgespec.cli.talk.editor import (
 )
 from edgespec.cli.talk.reply_view import FRAME_S, MarkdownView, status_line
 from edgespec.config import AgentConfig, ConfigError
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import one_line, printable
 from edgespec.device.agent import Agent, GenerationError
@@ -325,7 +335,6 @@ def _file(argument: str) -> Path:
 
 
 _KEPT = "The conversation"
-
 Continue = Annotated[
     bool,
     typer.Option("--continue", help="Go on with the last one", rich_help_panel=_KEPT),

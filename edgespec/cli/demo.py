@@ -18,12 +18,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli.child import PLAIN_STREAMING, verifier_process
-from edgespec.cli.device import greet, stream
+from edgespec.cli.device import Progress, TextView, greet, legend, stream, use_color
 from edgespec.cli.running import reported, run, say, set_up_logging
-from edgespec.cli.streaming import Progress, TextView, legend, use_color
+from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, LinkSection
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent

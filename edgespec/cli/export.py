@@ -18,7 +18,7 @@ from rich.progress import (
 
 from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.config import ConfigError
-from edgespec.config.setup_error import needs
+from edgespec.config.common import needs
 from edgespec.core.device.memory import KvType
 from edgespec.device.export.export import work_folder
 from edgespec.models.draft_sources import find_draft

@@ -9,7 +9,19 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli.device import check_prompt, for_trying, greet, stream
+from edgespec.cli.device import (
+    JsonView,
+    ScoredView,
+    TextView,
+    View,
+    check_prompt,
+    for_trying,
+    greet,
+    stream,
+    summary,
+    tell_worth,
+    use_color,
+)
 from edgespec.cli.options import (
     DEVICE_FLAGS,
     MAX_TOKENS,
@@ -20,23 +32,13 @@ from edgespec.cli.options import (
     from_config,
 )
 from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
-from edgespec.cli.streaming import (
-    JsonView,
-    ScoredView,
-    TextView,
-    View,
-    summary,
-    tell_worth,
-    use_color,
-)
 from edgespec.config import AgentConfig, ConfigError
-from edgespec.config.bounded_file import TooLargeError, read_text
+from edgespec.config.files import TooLargeError, read_text
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
 
 MAX_PROMPT_BYTES = 4 << 20
-
 Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
 ]

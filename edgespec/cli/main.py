@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from edgespec import __version__
-from edgespec.cli.entry import EXIT_CODES
-from edgespec.cli.lazy import lazy_app
+from edgespec.cli.entry import EXIT_CODES, lazy_app
 
 # In the order of `--help`: what people use first comes first.
 COMMANDS = {
@@ -22,8 +21,8 @@ COMMANDS = {
     "bench": "edgespec.cli.bench:bench",
     "profile": "edgespec.cli.profile:profile",
     "plan": "edgespec_sim.commands.plan:plan",
-    "keys": "edgespec.cli.keys:keys",
-    "certs": "edgespec.cli.certs:certs",
+    "keys": "edgespec.cli.credentials:keys",
+    "certs": "edgespec.cli.credentials:certs",
 }
 
 app = lazy_app("edgespec", COMMANDS)

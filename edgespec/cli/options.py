@@ -32,7 +32,6 @@ from edgespec.config.loading import NULL
 from edgespec.wire.access import check_file_permissions
 
 _Config = TypeVar("_Config")
-
 TEXT, WHERE, DRAFTING, OUTPUT, SETTINGS = "The text", "Where", "Drafting", "Output", "Settings"
 _COLUMNS = 88
 

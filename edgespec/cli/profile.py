@@ -31,8 +31,8 @@ from edgespec.bench.profile_fit import (
 )
 from edgespec.bench.prompts import DEFAULT_PROMPTS
 from edgespec.bench.report import BenchProgress, machine, versions
-from edgespec.cli.child import PLAIN_STREAMING, verifier_process
 from edgespec.cli.running import reported, run
+from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.core.ports import Drafter
 from edgespec.device.agent import Agent, AgentOptions

@@ -7,6 +7,7 @@ and SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -24,8 +25,7 @@ from edgespec.cli.entry import EXIT_CODES as EXIT_CODES
 from edgespec.cli.entry import FAILED as FAILED
 from edgespec.cli.entry import USAGE as USAGE
 from edgespec.config import ConfigError
-from edgespec.config.common import HASHED, PLAIN
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import HASHED, PLAIN, SetupError
 from edgespec.device import drafters
 from edgespec.device.agent import GenerationError
 from edgespec.telemetry.logs import TEXT, JsonFormatter, formatter
@@ -34,7 +34,6 @@ from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
 # A closed terminal (SIGHUP) must not leave a child process behind.
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DEAF_S = 2.0
-
 _T = TypeVar("_T")
 
 
@@ -88,6 +87,12 @@ def _in_words(error: Exception) -> str:
     return str(error)
 
 
+def cannot_listen(where: str, error: OSError, option: str, do: str = "listen") -> SetupError:
+    """Why a port cannot be had, with the ``option`` that takes another."""
+    hint = f"; choose another with {option}" if error.errno == errno.EADDRINUSE else ""
+    return SetupError(f"cannot {do} on {where}: {error.strerror or error}{hint}")
+
+
 def fail(error: Exception | str, code: int) -> None:
     """Say what is wrong and leave."""
     if isinstance(error, Exception):
@@ -136,6 +141,24 @@ def on_stopping_signals(
     for number in heeded:
         loop.add_signal_handler(number, stop, number)
     return list(heeded)
+
+
+class Stopping:
+    """The first request to stop is obeyed in order, the second at once; so is the first while not
+    ``in_order``, because nobody has to be told yet."""
+
+    def __init__(self, in_order: bool = True) -> None:
+        self.asked = asyncio.Event()
+        self.in_order = in_order
+        self.hurried = False
+        """Nobody waits: the terminal has gone."""
+
+    def ask(self, number: int) -> None:
+        """A signal of this ``number`` came."""
+        if self.asked.is_set() or not self.in_order:
+            os._exit(128 + number)
+        self.hurried = number == signal.SIGHUP
+        self.asked.set()
 
 
 @contextmanager

@@ -5,10 +5,7 @@ verifier, loads the draft, says what was chosen and why, serves, and stops in go
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
-import signal
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,10 +15,17 @@ import typer
 from edgespec import __version__
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.options import DEVICE_FLAGS, Flag, from_config
-from edgespec.cli.running import on_stopping_signals, say, set_up_logging, stoppable, trace_to
+from edgespec.cli.running import (
+    Stopping,
+    cannot_listen,
+    on_stopping_signals,
+    say,
+    set_up_logging,
+    stoppable,
+    trace_to,
+)
 from edgespec.config import AgentConfig, ConfigError, DraftSection
-from edgespec.config.security import is_loopback
-from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.common import SetupError, is_loopback, needs
 from edgespec.core.device.policy_names import DEFAULT_POLICY
 from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import VerifierInfo
@@ -53,11 +57,8 @@ if TYPE_CHECKING:
 
 
 _MIB = 1 << 20
-
 _MOST_NAMED = 8
-
 _AGAIN_S = 2.0
-
 _LOOK_EVERY_S = 0.2
 
 
@@ -76,9 +77,7 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     try:
         listener = listen(host, config.endpoint.port)
     except OSError as error:
-        why = error.strerror or str(error)
-        hint = "; choose another with --port" if error.errno == errno.EADDRINUSE else ""
-        raise SetupError(f"cannot listen on {host}:{config.endpoint.port}: {why}{hint}") from error
+        raise cannot_listen(f"{host}:{config.endpoint.port}", error, "--port") from error
     with listener:
         fits = _Fits(config)
         watch = await _look(fits)
@@ -121,7 +120,7 @@ async def _serve(
     )
     status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
-    stop = _Stopping()
+    stop = Stopping()
     numbers = on_stopping_signals(stop.ask)
     lending = asyncio.create_task(_lent_later(agent, fits, endpoint))
     try:
@@ -148,24 +147,7 @@ async def _serve(
             await status.close()
 
 
-class _Stopping:
-    """The first signal is obeyed in order, the second at once."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.hurried = False
-        """Nobody waits: the terminal has gone."""
-
-    def ask(self, number: int) -> None:
-        if self.asked.is_set():
-            os._exit(128 + number)
-        self.hurried = number == signal.SIGHUP
-        self.asked.set()
-
-
-async def _until_asked(
-    stop: _Stopping, server: EndpointServer, lending: asyncio.Task[None]
-) -> None:
+async def _until_asked(stop: Stopping, server: EndpointServer, lending: asyncio.Task[None]) -> None:
     """Raises what ``lending`` raises."""
     waits: list[asyncio.Task[Any]] = [lending]
     waits += [asyncio.create_task(one.wait()) for one in (stop.asked, server.died)]
@@ -378,7 +360,6 @@ def _curl(url: str, chats: bool, has_key: bool) -> str:
 
 
 _SERVICE = "The endpoint"
-
 _ENDPOINT_FLAGS = (
     Flag("endpoint.host", panel=_SERVICE),
     Flag("endpoint.port", ("--port", "-p"), panel=_SERVICE),

@@ -1,18 +1,66 @@
-"""``edgespec verifier``: the daemon that serves the target model."""
+"""``edgespec verifier``: load, listen, reload, drain, stop; and a verifier as a child process.
+
+A request to stop begins a *drain*: health says NOT_SERVING, new streams are refused, and running
+ones may end. What is left after ``drain_s`` is told that the verifier stops, and resumes elsewhere;
+a second request ends everything at once. A verifier that another process started
+(``--with-parent``) and one whose terminal was closed do not drain: nobody is there to wait.
+
+SIGHUP reads keys and certificates anew (``edgespec/wire/access.py``); streams whose key is gone
+end. What comes of it is logged as a warning, so that it shows at the usual log level.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import os
-from typing import Annotated
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from edgespec import __version__
 from edgespec.cli.options import Flag, from_config
-from edgespec.cli.running import FAILED, say, set_up_logging, trace_to
-from edgespec.cli.serving import serve
-from edgespec.config import VerifierConfig
+from edgespec.cli.running import (
+    FAILED,
+    Stopping,
+    cannot_listen,
+    on_stopping_signals,
+    say,
+    set_up_logging,
+    trace_to,
+)
+from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
+from edgespec.config.common import SetupError, needs
+from edgespec.core.ports import TargetModel
+from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.models.folders import BUNDLED
+from edgespec.models.toy import TOY
+from edgespec.telemetry.trace import Tracer
+from edgespec.telemetry.verifier_counts import StreamMeter, Watch, log_stream
+from edgespec.verifier.build import build_verifier, load_target, target_mode
+from edgespec.verifier.daemon import Verifier
+from edgespec.wire.access import ServerAccess
+
+if TYPE_CHECKING:
+    from edgespec.telemetry.metrics_server import MetricsServer
+    from edgespec.wire.grpc_server import GrpcServer
+
+_LOG = logging.getLogger(__name__)
+_STREAMS_END_WITHIN_S = 3.0
+# The target's thread takes its next pass while the event loop still sends the last one's commits:
+# it waits for the interpreter for so long, and at Python's own 5 ms a pass of 25 ms began late.
+_SWITCH_S = 5e-4
+
 
 _SERVICE = "Whom it serves"
 _FLAGS = (
@@ -32,8 +80,10 @@ _FLAGS = (
     Flag("insecure", panel=_SERVICE),
     Flag("metrics_port", panel=_SERVICE),
 )
+
 WITH_PARENT = "--with-parent"
 """Ends the verifier with the process that holds the other end of its standard input."""
+
 WithParent = Annotated[
     bool, typer.Option(WITH_PARENT, hidden=True, help="Stop when standard input ends")
 ]
@@ -57,13 +107,365 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
     set_up_logging(settings.log_level, settings.log_format)
     with trace_to(settings.trace, settings.trace_tokens) as tracer:
         failure = asyncio.run(serve(settings, tracer, with_parent))
-    _leave(failure)
+    if failure is not None:
+        say(f"error: the verifier failed: {failure}")
+        logging.shutdown()
+        os._exit(FAILED)  # no thread is waited for that may hang in the target
 
 
-def _leave(failure: str | None) -> None:
-    """After a failure: end the process, and wait for no thread that may hang in the target."""
-    if failure is None:
+async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> str | None:
+    """Until somebody asks for the end, or the verifier fails: then why. Raises ``ConfigError`` for
+    keys and certificates that cannot be used, ``SetupError``, ``OSError``."""
+    if not sys.stderr.isatty():  # a log file wants no progress bars
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    end, reload = Stopping(in_order=False), asyncio.Event()
+    on_stopping_signals(end.ask, (signal.SIGINT, signal.SIGTERM))
+    _on_hangup(end, reload)
+    if with_parent:
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
+    access = ServerAccess(config)
+    for warning in access.warnings:
+        _LOG.warning("%s", warning)
+    _check_free(config)
+    with contextlib.closing(Watching(config)) as watching:
+        say(f"loading {config.model} ...")
+        target = await asyncio.to_thread(load_target, config)
+        verifier, server = build_verifier(
+            config, target=target, tracer=tracer, access=access, watch=watching.watch
+        )
+        _fail_with_stages(target, verifier)
+        if config.model != TOY:  # whose few words are no work
+            await asyncio.to_thread(verifier.get_ready)
+        await server.start()
+        _collect_less_often()
+        sys.setswitchinterval(_SWITCH_S)
+        watching.start(verifier)
+        end.in_order = True
+        typer.echo(line := ready_line(config, server.port, target, verifier.info))
+        say(f"  try: {next_command(config, server.port)}")
+        manager = ServiceManager()
+        manager.ready(line)
+        alive = asyncio.create_task(manager.keep_alive())
+        reloading = asyncio.create_task(_reload_whenever(reload, access, verifier, manager, line))
+        await _first_of(end.asked.wait(), verifier.broken.wait())
+        manager.stopping(f"stopping: {verifier.why_broken or 'asked to'}")
+        if not verifier.broken.is_set():
+            nobody_waits = with_parent or end.hurried
+            await _drain(verifier, server, 0.0 if nobody_waits else config.drain_s)
+        reloading.cancel()
+        if not verifier.broken.is_set():
+            await verifier.stop()
+        await server.stop(_STREAMS_END_WITHIN_S)
+        alive.cancel()
+    return verifier.why_broken
+
+
+def _fail_with_stages(target: TargetModel, verifier: Verifier) -> None:
+    """A target over several processes that loses one ends the verifier, also between passes."""
+    loop = asyncio.get_running_loop()
+
+    def lost(why: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended before
+            loop.call_soon_threadsafe(verifier.fail, why)
+
+    when_lost = getattr(getattr(target, "inner", target), "when_lost", None)
+    if when_lost is not None:
+        when_lost(lost)
+
+
+def _collect_less_often() -> None:
+    """What is loaded by now stays to the end, and what streams leave behind is mostly freed without
+    the garbage collector, which at Python's thresholds took 7 % of a busy event loop
+    (``benchmarks/daemon_load.py``). It still looks, every 20,000 new objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+async def _drain(verifier: Verifier, server: GrpcServer, drain_s: float) -> None:
+    """Take no new streams, and wait for those that run as long as they may."""
+    count = server.stream_count
+    if not (count and drain_s):
+        say("stopping; the devices are told")
+        await server.drain()
         return
-    say(f"error: the verifier failed: {failure}")
-    logging.shutdown()
-    os._exit(FAILED)
+    streams = f"{count} stream" + ("s" if count > 1 else "")
+    say(f"stopping: {streams} may go on for {drain_s:g} s; a second request ends them at once")
+    await server.drain()
+    try:
+        async with asyncio.timeout(drain_s):
+            await _first_of(server.drained(), verifier.broken.wait())
+    except TimeoutError:
+        say(f"stopping: {server.stream_count} of them are told to resume elsewhere")
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of these is over, and forget the others."""
+    tasks = [asyncio.create_task(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _reload_whenever(
+    asked: asyncio.Event,
+    access: ServerAccess,
+    verifier: Verifier,
+    manager: ServiceManager,
+    status: str,
+) -> None:
+    """Until cancelled. What is asked while a reload runs is done once more behind it."""
+    while True:
+        await asked.wait()
+        asked.clear()
+        manager.reloading()
+        await _reload(access, verifier)
+        manager.ready(status)
+
+
+async def _reload(access: ServerAccess, verifier: Verifier) -> None:
+    """Never raises: a reload that fails must not be the last one."""
+    try:
+        # The new keys hold from here on, so no stream that comes now is missed below.
+        done = await asyncio.to_thread(access.reload)
+    except ConfigError as error:
+        _LOG.error("reload: nothing has changed, because of %s", error)
+        return
+    except Exception:
+        _LOG.exception("reload: nothing has changed")
+        return
+    try:
+        ended = verifier.revoke(done.keys.revoked) if done.keys.revoked else 0
+    except Exception:
+        _LOG.exception("reload: %s; but streams of revoked keys may go on", done)
+        return
+    _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
+    for warning in done.warnings:
+        _LOG.warning("%s", warning)
+
+
+def _on_hangup(end: Stopping, reload: asyncio.Event) -> None:
+    """SIGHUP has two meanings: an operator's "read your files again" and, for a process that was
+    started on a terminal, the end of that terminal. ``nohup`` wants to outlive it."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    had_terminal = _has_terminal() and not outlives
+
+    def heed() -> None:
+        if had_terminal and not _has_terminal():
+            end.ask(signal.SIGHUP)
+        else:
+            reload.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, heed)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _read_stdin(end: Stopping) -> None:
+    """What comes means nothing; the end of it is the end of the process that started this one,
+    even where that was killed and could not say so."""
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        end.ask(signal.SIGHUP)
+
+
+def _check_free(config: VerifierConfig) -> None:
+    """Raises ``SetupError`` when the address cannot be had: said before a model is loaded."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise cannot_listen(config.address, error, "--port") from error
+
+
+def next_command(config: VerifierConfig, port: int) -> str:
+    """What to type on a device, in another terminal."""
+    host = config.address.rpartition(":")[0].strip("[]")
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    options = "" if where == DEFAULT_ADDRESS else f" --verifier {where}"
+    if config.tls.used:
+        options += " --ca ca.pem"
+    if config.model != BUNDLED:  # guesses from the text itself need no draft model
+        options += f" --draft {TOY if config.model == TOY else 'lookup'}"
+    return f'edgespec generate "def fibonacci(n):"{options}'
+
+
+def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: VerifierInfo) -> str:
+    host = config.address.rpartition(":")[0]
+    context, most = info.model.context_length, target.info.context_length
+    shorter = f" of {most}: the cache holds no more (limits)" if context < most else ""
+    return (
+        f"edgespec verifier ready on {host}:{port}: {info.model.name},"
+        f" {target_mode(target)}, context {context}{shorter}"
+    )
+
+
+# --- what a service manager is told, and what an operator watches --------------------------------
+
+
+class ServiceManager:
+    """The manager that started this process, if the ``environment`` names one: ready, reloading,
+    stopping, alive, as systemd's ``sd_notify`` says it, in datagrams of ``NAME=value`` lines. A
+    manager that cannot be told is no reason to end: the error is logged once."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        # A leading @ stands for the zero byte of an abstract address.
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._failed = self._stops = False
+        microseconds = environment.get("WATCHDOG_USEC", "")
+        ours = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.watchdog_s = int(microseconds) / 1e6 if ours and microseconds.isdecimal() else 0.0
+        """Longest time between two signs of life that the manager accepts; 0: it asks for none."""
+
+    def ready(self, status: str) -> None:
+        """The process serves from now on, or serves again after ``reloading``; not after
+        ``stopping``: files are read anew during a drain, too."""
+        if not self._stops:
+            self._send("READY=1", f"STATUS={one_line(status)}")
+
+    def reloading(self) -> None:
+        """The process reads its configuration anew; ``ready`` follows."""
+        if not self._stops:
+            self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self, status: str) -> None:
+        """The process has begun to end."""
+        self._stops = True
+        self._send("STOPPING=1", f"STATUS={one_line(status)}")
+
+    async def keep_alive(self) -> None:
+        """Say twice in ``watchdog_s`` that the event loop turns, until cancelled; returns at once
+        where nobody wants to know."""
+        while self._address and self.watchdog_s:
+            self._send("WATCHDOG=1")
+            await asyncio.sleep(self.watchdog_s / 2)
+
+    def _send(self, *lines: str) -> None:
+        if not self._address:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as end:
+                end.setblocking(False)  # a manager that does not read must not hold this up
+                end.connect(self._address)
+                end.send("\n".join(lines).encode())
+        except OSError as error:
+            if not self._failed:
+                _LOG.warning("cannot tell the service manager at %r: %s", self._address, error)
+            self._failed = True
+
+
+class Watching:
+    """``watch`` is for ``build_verifier``; None when nothing is to be counted. Takes the port of
+    the metrics at once, before a model is loaded. Raises ``SetupError``."""
+
+    def __init__(self, config: VerifierConfig) -> None:
+        self._metrics = None if config.metrics_port is None else _metrics_server(config)
+        logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
+        meter = StreamMeter(log_stream if logged else None)
+        self.watch = Watch(meter) if logged or self._metrics is not None else None
+
+    @property
+    def metrics_port(self) -> int | None:
+        return None if self._metrics is None else self._metrics.port
+
+    def start(self, verifier: Verifier) -> None:
+        """The verifier serves from now on; call on its event loop."""
+        if self._metrics is None or self.watch is None:
+            return
+        self.watch.lag.start(asyncio.get_running_loop())
+        model = verifier.info.model.name
+        self._metrics.start(self.watch, verifier.engine, model, __version__)
+
+    def close(self) -> None:
+        """Let go of the port."""
+        if self.watch is not None:
+            self.watch.lag.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def _metrics_server(config: VerifierConfig) -> MetricsServer:
+    assert config.metrics_port is not None
+    with needs("prometheus-client", "edgespec[server]"):
+        from edgespec.telemetry.metrics_server import MetricsServer
+    host = f"[{config.metrics_host}]" if ":" in config.metrics_host else config.metrics_host
+    try:
+        server = MetricsServer(config.metrics_host, config.metrics_port)
+    except OSError as error:
+        where = f"{host}:{config.metrics_port}"
+        raise cannot_listen(where, error, "--metrics-port", "serve metrics") from error
+    say(f"metrics on http://{host}:{server.port}/metrics")
+    return server
+
+
+# --- a verifier in a process of its own ----------------------------------------------------------
+
+# Loading torch and a model on a slow machine.
+READY_WITHIN_S = 60.0
+PLAIN_STREAMING = "--set=server_drafts=false"
+"""For what compares with plain streaming, or measures it: a pass without a draft commits one
+token."""
+
+_STOPS_WITHIN_S = 5.0
+_LAST_WORDS_BYTES = 4000
+_READY = re.compile(r"ready on (\S+):(\d+): (.*)")
+
+
+@contextlib.asynccontextmanager
+async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, str]]:
+    """Start ``edgespec verifier`` on a free port; yields its address and what it says it serves.
+
+    The process is ended with the block, whatever ends that, and with this process, even if that is
+    killed: it reads a pipe that only this process holds open. Raises ``SetupError`` with the
+    child's own words when it does not come up.
+    """
+    command = [sys.executable, "-m", "edgespec", "verifier", WITH_PARENT, "--port", "0", *options]
+    with tempfile.TemporaryFile() as words:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=words,
+            # A Ctrl-C in the terminal is ours to pass on.
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            try:
+                async with asyncio.timeout(READY_WITHIN_S):
+                    line = await process.stdout.readline()
+            except TimeoutError:
+                line = b""
+            found = _READY.search(line.decode(errors="replace"))
+            if found is None:
+                words.seek(0)
+                said = words.read(_LAST_WORDS_BYTES).decode(errors="replace").strip()
+                raise SetupError(f"the verifier did not start\n{said or 'it said nothing'}")
+            yield f"{found[1]}:{found[2]}", found[3]
+        finally:
+            await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(_STOPS_WITHIN_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

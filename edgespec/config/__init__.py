@@ -3,16 +3,15 @@
 Precedence: command line, then ``EDGESPEC_*`` variables, then the file, then the defaults here.
 """
 
-from edgespec.config.common import DEFAULT_ADDRESS, DEFAULT_PORT
+from edgespec.config.common import DEFAULT_ADDRESS, DEFAULT_PORT, DeviceTlsSection, ServerTlsSection
 from edgespec.config.device import (
     AgentConfig,
     DraftSection,
+    EndpointSection,
     LinkSection,
     PolicySection,
 )
-from edgespec.config.endpoint import EndpointSection
 from edgespec.config.loading import ConfigError, dump_config, load_config
-from edgespec.config.security import DeviceTlsSection, ServerTlsSection
 from edgespec.config.verifier import LimitsSection, PacingSection, VerifierConfig
 from edgespec.core.device.policy_names import PolicyName
 

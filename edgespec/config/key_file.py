@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from edgespec.config.files import replace_file
 from edgespec.config.loading import ConfigError, dump_config, load_config
-from edgespec.config.whole_file import replace_file
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.verifier.credential import DIGEST_BYTES, Credential, KeyRing, digest
 

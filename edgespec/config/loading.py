@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 import yaml
 
-from edgespec.config.bounded_file import TooLargeError, read_text
+from edgespec.config.files import TooLargeError, read_text
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_DEPTH = 16

@@ -12,10 +12,11 @@ from edgespec.config.common import (
     LOG_LEVELS,
     MINUTE_MS,
     TRACE_TOKENS,
+    ServerTlsSection,
+    is_loopback,
     not_empty,
     one_of,
 )
-from edgespec.config.security import ServerTlsSection, is_loopback
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.verifier.block_ledger import SharePrefixes

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from edgespec.config import AgentConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.device.build import BUNDLED, LOOKUP, NONE, dial, vocabulary_of, with_port
 from edgespec.models.folders import cache_folder, vocabulary_fingerprint

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from edgespec.config import AgentConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError, GenerationStats

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from edgespec.config import DEFAULT_PORT, AgentConfig, LinkSection, PolicyName, PolicySection
-from edgespec.config.setup_error import needs
+from edgespec.config.common import needs
 from edgespec.core.association.failover import Failover
 from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
 from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.config import DraftSection
-from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.common import SetupError, needs
 from edgespec.core.device.memory import (
     DraftVariant,
     KvType,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.config import DraftSection, PolicySection
-from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.common import SetupError, needs
 from edgespec.core.device.memory import KvType
 from edgespec.core.ports import Drafter
 from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts

@@ -43,7 +43,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec import __version__
-from edgespec.config.security import is_loopback
+from edgespec.config.common import is_loopback
 from edgespec.device.reply import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.answer import KEEP_ALIVE

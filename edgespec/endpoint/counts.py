@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from edgespec.config.endpoint import LOGGED_CHARACTERS
+from edgespec.config.device import LOGGED_CHARACTERS
 from edgespec.endpoint.answer import Choice
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, counter, gauge, histogram
 

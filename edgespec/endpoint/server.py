@@ -30,8 +30,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgespec.config.endpoint import ANY_ORIGIN
-from edgespec.config.security import host_of, is_loopback
+from edgespec.config.common import host_of, is_loopback
+from edgespec.config.device import ANY_ORIGIN
 from edgespec.endpoint.request_json import ApiError, too_many_connections
 from edgespec.endpoint.service import Endpoint
 

@@ -22,7 +22,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
-from edgespec.config.endpoint import EndpointSection
+from edgespec.config.device import EndpointSection
 from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, GenerationError

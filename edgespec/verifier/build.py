@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.config import VerifierConfig
-from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.common import SetupError, needs
 from edgespec.config.verifier import VLLM, LimitsSection
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.ports import TargetModel, pass_shape

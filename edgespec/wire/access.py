@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierConfig
+from edgespec.config.common import DeviceTlsSection, ServerTlsSection, host_of, is_loopback, needs
 from edgespec.config.key_file import load_keys
-from edgespec.config.security import DeviceTlsSection, ServerTlsSection, host_of, is_loopback
-from edgespec.config.setup_error import needs
 from edgespec.core.verifier.credential import Credential, KeyChanges, KeyRing
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from edgespec.config.whole_file import replace_file
+from edgespec.config.files import replace_file
 from edgespec.wire.tls import TlsFileError
 
 CA_NAME: Final = "ca"

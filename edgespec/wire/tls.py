@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from edgespec.config.bounded_file import TooLargeError, read_bytes
+from edgespec.config.files import TooLargeError, read_bytes
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from edgespec.cli import serving
+from edgespec.cli import verifier as serving
 from edgespec.cli.main import app
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import PassRequest, PassResult, TargetModel

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from edgespec.bench.measurement import measure
-from edgespec.cli.streaming import Progress, summary
+from edgespec.cli.device import Progress, summary
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import (

@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from edgespec.api import connect
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edgespec.cli.chat import Conversation
-from edgespec.cli.streaming import Progress, summary
+from edgespec.cli.device import Progress, summary
 from edgespec.cli.talk import reply_view as reply_view
 from edgespec.cli.talk.editor import (
     Command,

@@ -14,12 +14,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from edgespec.cli import checks
+from edgespec.cli import doctor as checks
 from edgespec.cli import generate as generate_command
-from edgespec.cli.checks import State
+from edgespec.cli.doctor import State
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, VerifierConfig, load_config
-from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.common import SetupError, needs
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, nobody, toy_text

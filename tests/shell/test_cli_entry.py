@@ -21,8 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli.running import on_stopping_signals, stoppable
-from edgespec.cli.serving import Stopping
+from edgespec.cli.running import Stopping, on_stopping_signals, stoppable
 from edgespec.device import drafters
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
@@ -96,7 +95,7 @@ _SHOWS = """
 import sys
 from edgespec.device.reply import Chunk, Piece
 from edgespec.cli.entry import start
-from edgespec.cli.streaming import JsonView, TextView
+from edgespec.cli.device import JsonView, TextView
 from edgespec.core.device.events import TokenKind
 chunk = Chunk(1, (1,), (Piece("caf\\xe9 \\u2713", TokenKind.DECODED),))
 view = {"json": JsonView(), "plain": TextView(False), "color": TextView(True)}[sys.argv.pop()]
@@ -297,12 +296,12 @@ def test_a_verifier_stops_in_order_once_and_at_once_before_and_after_that(
         raise SystemExit(code)
 
     monkeypatch.setattr("os._exit", leave)
-    end = Stopping()
+    end = Stopping(in_order=False)
     with pytest.raises(SystemExit) as left:
         end.ask(signal.SIGTERM)  # the model is still being loaded
     assert left.value.code == 143
     assert not end.asked.is_set()
-    end.devices_know = True
+    end.in_order = True
     end.ask(signal.SIGTERM)
     assert end.asked.is_set()
     with pytest.raises(SystemExit) as left:

@@ -17,7 +17,7 @@ from edgespec.config import (
     VerifierConfig,
     load_config,
 )
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_ledger import SharePrefixes

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from edgespec.cli.demo import Arm, report
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 
 PLAIN = Arm("target only", [(1, 2)], [0.0750], tokens=192, passes=192)
 DRAFTED = Arm("with drafts", [(1, 2)], [0.0300], tokens=192, passes=80, tried=600, hits=420)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgespec.cli.device import for_trying
-from edgespec.cli.serving import next_command
-from edgespec.cli.streaming import Progress, worth
+from edgespec.cli.device import Progress, for_trying, worth
+from edgespec.cli.verifier import next_command
 from edgespec.config import AgentConfig, VerifierConfig
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.events import DraftCounters

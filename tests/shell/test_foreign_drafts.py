@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.config import AgentConfig, ConfigError, DraftSection, load_config
+from edgespec.config.common import SetupError
 from edgespec.config.device import PROVIDERS
-from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import Drafter, StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter

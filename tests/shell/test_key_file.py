@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.cli import keys as keys_command
+from edgespec.cli import credentials as keys_command
 from edgespec.cli.main import app
 from edgespec.config import ConfigError
 from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys

@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from edgespec.cli import checks
+from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
 from edgespec.config import (
     AgentConfig,
@@ -27,8 +27,8 @@ from edgespec.config import (
     PacingSection,
     VerifierConfig,
 )
+from edgespec.config.common import SetupError
 from edgespec.config.key_file import KeyEntry, KeyFile, save_keys
-from edgespec.config.setup_error import SetupError
 from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 from edgespec.core.verifier.engine_events import EngineEvent, StreamOpened

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.cli.serving import watching
+from edgespec.cli.verifier import Watching
 from edgespec.config import LimitsSection, VerifierConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened, RunAhead
@@ -303,14 +303,14 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         text = f"cannot serve metrics on 127.0.0.1:{port}: .*choose another with --metrics-port"
-        with pytest.raises(SetupError, match=text), watching(VerifierConfig(metrics_port=port)):
-            pass
+        with pytest.raises(SetupError, match=text):
+            Watching(VerifierConfig(metrics_port=port))
 
 
 async def test_without_a_port_nothing_is_counted() -> None:
-    with watching(TOY) as found:
-        assert found.watch is None
-        assert found.metrics_port is None
+    found = Watching(TOY)
+    assert found.watch is None
+    assert found.metrics_port is None
 
 
 async def test_a_verifier_that_stops_has_finished_its_streams() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from edgespec.cli.main import app
 from edgespec.config import VerifierConfig
-from edgespec.config.endpoint import LOGGED_CHARACTERS
+from edgespec.config.device import LOGGED_CHARACTERS
 from edgespec.core.ports import PassRequest, PassResult
 from edgespec.endpoint.counts import HIDDEN, PromptLog
 from edgespec.models.toy import TOY_MODEL

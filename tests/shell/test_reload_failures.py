@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.cli.serving import ServiceManager, _drain, _reload_whenever
+from edgespec.cli.verifier import ServiceManager, _drain, _reload_whenever
 from edgespec.config import ConfigError
 from edgespec.core.verifier.credential import Credential
 from edgespec.wire.access import ServerAccess

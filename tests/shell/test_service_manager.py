@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli.serving import ServiceManager
+from edgespec.cli.verifier import ServiceManager
 from tests.shell.live_verifier import daemon
 
 WITHIN_S = 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.cli.streaming import JsonView, Progress, TextView, summary
+from edgespec.cli.device import JsonView, Progress, TextView, summary
 from edgespec.core.device.events import TokenKind
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Chunk, Piece

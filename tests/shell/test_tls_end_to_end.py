@@ -16,7 +16,7 @@ from edgespec.config import (
     ConfigError,
     DeviceTlsSection,
 )
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect

@@ -15,7 +15,7 @@ from prompt_toolkit.history import FileHistory
 
 from edgespec.cli.talk import editor
 from edgespec.cli.talk.editor import TypedHistory, history_file
-from edgespec.config.whole_file import replace_file
+from edgespec.config.files import replace_file
 
 
 @pytest.fixture

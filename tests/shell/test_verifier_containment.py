@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from edgespec.cli.serving import ready_line
+from edgespec.cli.verifier import ready_line
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.ports import DeviceStream, LinkError, TargetLostError, VerifierStream

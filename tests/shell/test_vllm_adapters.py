@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 from safetensors.numpy import save_file
 
 from edgespec.config import VerifierConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import ModelInfo, adapters_of, use_adapter
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams

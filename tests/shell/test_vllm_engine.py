@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent

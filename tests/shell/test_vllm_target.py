@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from edgespec.config import VerifierConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import (
     CapacityError,
     ModelOutputError,

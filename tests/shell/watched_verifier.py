@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgespec.cli.serving import watching
+from edgespec.cli.verifier import Watching
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import TargetModel
 from edgespec.telemetry.metrics_server import PREFIX
@@ -68,7 +68,7 @@ async def watched(
     """A toy verifier over real gRPC, with metrics on a free port; it guesses nothing by itself,
     unless ``config`` says so."""
     config = replace(config or QUIET, port=0, metrics_port=0)
-    with watching(config) as found:
+    with contextlib.closing(Watching(config)) as found:
         verifier, server = build_verifier(config, target=target, watch=found.watch)
         await server.start()
         found.start(verifier)

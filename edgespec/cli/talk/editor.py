@@ -22,7 +22,7 @@ from prompt_toolkit.history import FileHistory
 
 from edgespec.cli.running import say
 from edgespec.cli.talk.record import private_folder, state_folder
-from edgespec.config.whole_file import PRIVATE, replace_file
+from edgespec.config.files import PRIVATE, replace_file
 
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings

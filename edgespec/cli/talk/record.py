@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.config.whole_file import replace_file
+from edgespec.config.files import replace_file
 
 FORMAT: Final = "edgespec-conversation"
 VERSION: Final = 1

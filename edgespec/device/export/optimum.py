@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from edgespec.config.setup_error import SetupError, needs
+from edgespec.config.common import SetupError, needs
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import ModelFolderError, read_json
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.cli.entry import EXIT_CODES
-from edgespec.cli.lazy import lazy_app
+from edgespec.cli.entry import EXIT_CODES, lazy_app
 
 # In the order of `--help`.
 COMMANDS = {

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.engines.vllm.target import Adapter, Stepped, Wanted

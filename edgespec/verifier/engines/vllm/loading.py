@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.config import VerifierConfig
-from edgespec.config.setup_error import SetupError
+from edgespec.config.common import SetupError
 from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.messages import MAX_ADAPTERS
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits

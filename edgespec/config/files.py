@@ -1,8 +1,11 @@
-"""Files that are there as a whole or not at all, whatever happens while they are written."""
+"""Files that are written as a whole or not at all, and read up to a limit.
+
+A device or a pipe has no size that could be looked at before, and perhaps no end."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import stat
 import sys
@@ -56,3 +59,23 @@ def _given_away(handle: int, path: Path, mode: int) -> int:
             os.chown(handle, owner, before.st_gid)
             return kept
     return kept & ~stat.S_IRWXG  # it has another group, which was granted nothing
+
+
+class TooLargeError(ValueError):
+    """A file holds more than is read; the message says how much, where that is known."""
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All that ``path`` holds, at most ``most`` bytes. Raises ``OSError``, ``TooLargeError``."""
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+        if len(data) > most:
+            size = max(path.stat().st_size, len(data))
+            raise TooLargeError(f"{size} bytes, but at most {most} are read")
+    return data
+
+
+def read_text(path: Path, most: int) -> str:
+    """The same as UTF-8, every end of a line as a newline. Raises ``UnicodeDecodeError`` as well,
+    as ``Path.read_text`` does."""
+    return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8").read()
