@@ -1,15 +1,17 @@
 """What one choice of an answer is made of, as its chunks come, and how it looks in OpenAI's JSON.
 
 The same objects feed a stream, delta by delta, and an answer at once, which is all deltas together.
-``Shape`` is the one place that knows the JSON of a kind of answer.
+An ``Envelope`` is the one place that knows the JSON of a kind of answer.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
@@ -18,12 +20,15 @@ from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.tool_calls import MarkedText, ToolCall, ToolReader
 
-TOOL_CALLS: Final = "tool_calls"
 _REASONS: Final = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CONTEXT: "length",
 }
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+DONE: Final = b"data: [DONE]\n\n"
+
+Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
 
@@ -103,43 +108,40 @@ class Choice:
     def add(self, chunk: Chunk) -> Delta:
         """Raises ``ApiError`` for a generation that was cancelled from elsewhere."""
         self.tokens += len(chunk.tokens)
-        found = self._found(chunk)
-        if chunk.finish is not None:
-            if self.tools is not None:
-                found += self.tools.reader.flush()
-            found = self._kept(found)
-            self.finish = self._reason(chunk.finish)
+        found: list[str | ToolCall] = []
+        if self.tools is None:
+            found += [chunk.text] if chunk.text else []
         else:
-            found = self._kept(found)
+            for place, piece in enumerate(chunk.pieces):
+                token = chunk.tokens[place] if place < len(chunk.tokens) else None
+                found += self.tools.reader.push(self.tools.marks.push(token, piece))
+            if chunk.finish is not None:
+                found += self.tools.reader.flush()
+        kept = self._kept(found)
+        if chunk.finish is not None:
+            if chunk.finish not in _REASONS:
+                raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
+            called = self.calls and chunk.finish is FinishReason.STOP
+            self.finish = "tool_calls" if called else _REASONS[chunk.finish]
         scores = tuple(map(self._score, chunk.tokens, chunk.logprobs)) if self.scored else ()
         self.scores += scores
-        return Delta(_joined(found), scores)
+        return Delta(kept, scores)
 
-    def _found(self, chunk: Chunk) -> list[str | ToolCall]:
-        if self.tools is None:
-            return [chunk.text] if chunk.text else []
-        found: list[str | ToolCall] = []
-        for place, piece in enumerate(chunk.pieces):
-            token = chunk.tokens[place] if place < len(chunk.tokens) else None
-            found += self.tools.reader.push(self.tools.marks.push(token, piece))
-        return found
-
-    def _kept(self, found: list[str | ToolCall]) -> list[str | ToolCall]:
+    def _kept(self, found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
+        """Less further calls where one is wanted, and with texts that follow each other as one."""
         kept: list[str | ToolCall] = []
         for one in found:
             if isinstance(one, str):
                 self.parts.append(one)
+                if kept and isinstance(kept[-1], str):
+                    kept[-1] += one
+                    continue
             elif self.tools is not None and self.tools.one_call and self.calls:
                 continue
             else:
                 self.calls.append(one)
             kept.append(one)
-        return kept
-
-    def _reason(self, finish: FinishReason) -> str:
-        if finish not in _REASONS:
-            raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
-        return TOOL_CALLS if self.calls and finish is FinishReason.STOP else _REASONS[finish]
+        return tuple(kept)
 
     def _score(self, token: int, score: TokenScore) -> ScoredToken:
         top = tuple(
@@ -148,127 +150,145 @@ class Choice:
         return ScoredToken(self.token_bytes(token), score.logprob, top)
 
 
-def _joined(found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
-    """Texts that follow each other as one."""
-    joined: list[str | ToolCall] = []
-    for one in found:
-        if isinstance(one, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += one
-        else:
-            joined.append(one)
-    return tuple(joined)
+@dataclass(slots=True)
+class Envelope:
+    """What stands around the choices of one answer, and writes them."""
 
+    model: str
+    fingerprint: str | None = None
+    with_usage: bool = False
+    """Whether the events of a stream have a ``usage``, null but in the last one."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = ""
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    delta_object: ClassVar[str]
 
-KEEP_ALIVE: Final = b": keep-alive\n\n"
-DONE: Final = b"data: [DONE]\n\n"
-Json = dict[str, Any]
+    def __post_init__(self) -> None:
+        self.id = self.prefix + secrets.token_hex(12)
 
+    def _opening(self, choice: Choice) -> list[Json]:
+        """The first events of a choice, before any text."""
+        raise NotImplementedError
 
-def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return (
-        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    def _delta(self, choice: Choice, delta: Delta) -> list[Json]:
+        raise NotImplementedError
 
-
-class Shape(Protocol):
-    """The JSON of one kind of answer. Objects that it returns stand in ``choices``."""
-
-    whole_object: str
-    delta_object: str
-    id_prefix: str
-
-    def opening(self, choice: Choice) -> Json | None:
-        """The first event of a choice, before any text; None: there is none."""
-
-    def delta(self, choice: Choice, delta: Delta) -> list[Json]:
-        """What came anew."""
-
-    def closing(self, choice: Choice) -> Json:
-        """The last event of a choice, which says why it is complete."""
-
-    def whole(self, choice: Choice) -> Json:
+    def _choice(self, choice: Choice) -> Json:
         """All of it at once."""
+        raise NotImplementedError
+
+    def _empty(self, choice: Choice) -> Json:
+        """A choice to which nothing is added."""
+        raise NotImplementedError
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        """The first events of a stream."""
+        return b"".join(self._chunk([one]) for choice in choices for one in self._opening(choice))
+
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
+        """Events of what came anew."""
+        return b"".join(self._chunk([one]) for one in self._delta(choice, delta))
+
+    def closing(self, choice: Choice) -> bytes:
+        """The event of a choice that is complete, which says why."""
+        return self._chunk([self._empty(choice) | {"finish_reason": choice.finish}])
+
+    def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
+        """The last events of a stream."""
+        return (self._chunk([], usage) if self.with_usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed in the middle; clients raise it."""
+        return _event(error.body)
+
+    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
+        """An answer at once."""
+        found = [self._choice(one) | {"finish_reason": one.finish} for one in choices]
+        return self._around(self.whole_object, found) | {"usage": usage}
+
+    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
+        data = self._around(self.delta_object, choices)
+        return _event(data | {"usage": usage} if self.with_usage else data)
+
+    def _around(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
 
 
 @dataclass(slots=True)
-class ChatShape:
+class ChatEnvelope(Envelope):
     """``/v1/chat/completions``."""
 
-    whole_object: str = "chat.completion"
-    delta_object: str = "chat.completion.chunk"
-    id_prefix: str = "chatcmpl-"
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    delta_object = "chat.completion.chunk"
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that were streamed, by choice."""
 
-    def opening(self, choice: Choice) -> Json | None:
-        return _chunk(choice.index, {"role": "assistant", "content": ""})
+    def _opening(self, choice: Choice) -> list[Json]:
+        return [_chat_chunk(choice, {"role": "assistant", "content": ""})]
 
-    def delta(self, choice: Choice, delta: Delta) -> list[Json]:
+    def _delta(self, choice: Choice, delta: Delta) -> list[Json]:
         found: list[Json] = []
         for part in delta.parts:
             if isinstance(part, str):
-                found.append(_chunk(choice.index, {"content": part}))
+                found.append(_chat_chunk(choice, {"content": part}))
             else:
                 place = self._called.get(choice.index, 0)
                 self._called[choice.index] = place + 1
                 call = {"index": place, **_call(part)}
-                found.append(_chunk(choice.index, {"tool_calls": [call]}))
+                found.append(_chat_chunk(choice, {"tool_calls": [call]}))
         if delta.scores:  # they belong to the text, if some became certain with them
             if not found:
-                found.append(_chunk(choice.index, {"content": ""}))
+                found.append(_chat_chunk(choice, {"content": ""}))
             found[0]["logprobs"] = _chat_scores(delta.scores)
         return found
 
-    def closing(self, choice: Choice) -> Json:
-        return _chunk(choice.index, {}) | {"finish_reason": choice.finish}
+    def _empty(self, choice: Choice) -> Json:
+        return _chat_chunk(choice, {})
 
-    def whole(self, choice: Choice) -> Json:
+    def _choice(self, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(one) for one in choice.calls]
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": _chat_scores(choice.scores) if choice.scored else None,
-            "finish_reason": choice.finish,
-        }
+        scores = _chat_scores(choice.scores) if choice.scored else None
+        return {"index": choice.index, "message": message, "logprobs": scores}
 
 
 @dataclass(slots=True)
-class CompletionShape:
+class CompletionEnvelope(Envelope):
     """``/v1/completions``."""
 
-    whole_object: str = "text_completion"
-    delta_object: str = "text_completion"
-    id_prefix: str = "cmpl-"
+    prefix = "cmpl-"
+    whole_object = delta_object = "text_completion"
     _offsets: dict[int, int] = field(default_factory=dict)
     """Characters of the scored tokens so far, by choice."""
 
-    def opening(self, choice: Choice) -> Json | None:
-        return self._choice(choice, choice.echo, ()) if choice.echo else None
+    def _opening(self, choice: Choice) -> list[Json]:
+        return [self._part(choice, choice.echo, None)] if choice.echo else []
 
-    def delta(self, choice: Choice, delta: Delta) -> list[Json]:
+    def _delta(self, choice: Choice, delta: Delta) -> list[Json]:
         text = "".join(part for part in delta.parts if isinstance(part, str))
-        return [self._choice(choice, text, delta.scores)]
+        return [self._part(choice, text, delta.scores or None)]
 
-    def closing(self, choice: Choice) -> Json:
-        return self._choice(choice, "", ()) | {"finish_reason": choice.finish}
+    def _empty(self, choice: Choice) -> Json:
+        return self._part(choice, "", None)
 
-    def whole(self, choice: Choice) -> Json:
-        found = self._choice(choice, choice.echo + choice.text, choice.scores)
-        if choice.scored and not choice.scores:
-            found["logprobs"] = self._scores(choice.index, ())
-        return found | {"finish_reason": choice.finish}
+    def _choice(self, choice: Choice) -> Json:
+        text = choice.echo + choice.text
+        return self._part(choice, text, choice.scores if choice.scored else None)
 
-    def _choice(self, choice: Choice, text: str, scores: Sequence[ScoredToken]) -> Json:
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": self._scores(choice.index, scores) if scores else None,
-            "finish_reason": None,
-        }
+    def _part(self, choice: Choice, text: str, scores: Sequence[ScoredToken] | None) -> Json:
+        found = None if scores is None else self._scores(choice.index, scores)
+        return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": None}
 
     def _scores(self, index: int, scores: Sequence[ScoredToken]) -> Json:
         offset, offsets = self._offsets.get(index, 0), []
@@ -283,61 +303,6 @@ class CompletionShape:
                 {_text(written): logprob for written, logprob in one.top} for one in scores
             ],
             "text_offset": offsets,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """What stands around the choices of one answer."""
-
-    shape: Shape
-    id: str
-    created: int
-    model: str
-    fingerprint: str | None
-    with_usage: bool
-    """Whether the events of a stream have a ``usage``, null but in the last one."""
-
-    def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The first events of a stream."""
-        found = map(self.shape.opening, choices)
-        return b"".join(self._chunk([one]) for one in found if one is not None)
-
-    def delta(self, choice: Choice, delta: Delta) -> bytes:
-        """Events of what came anew."""
-        return b"".join(self._chunk([one]) for one in self.shape.delta(choice, delta))
-
-    def closing(self, choice: Choice) -> bytes:
-        """The event of a choice that is complete."""
-        return self._chunk([self.shape.closing(choice)])
-
-    def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
-        """The last events of a stream."""
-        return (self._chunk([], usage) if self.with_usage else b"") + DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed in the middle; clients raise it."""
-        return event(error.body)
-
-    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
-        data = self._around(self.shape.delta_object, choices)
-        if self.with_usage:
-            data["usage"] = usage
-        return event(data)
-
-    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
-        """An answer at once."""
-        found = [self.shape.whole(one) for one in choices]
-        return self._around(self.shape.whole_object, found) | {"usage": usage}
-
-    def _around(self, kind: str, choices: list[Json]) -> Json:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-            "choices": choices,
         }
 
 
@@ -362,8 +327,13 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
     }
 
 
-def _chunk(index: int, delta: Json) -> Json:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+def _event(data: Mapping[str, Any]) -> bytes:
+    written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + written.encode() + b"\n\n"
+
+
+def _chat_chunk(choice: Choice, delta: Json) -> Json:
+    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _call(call: ToolCall) -> Json:

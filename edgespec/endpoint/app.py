@@ -54,10 +54,9 @@ from edgespec.endpoint.request_json import (
     nested_too_deep,
     no_such_model,
     read_object,
-    stopping,
 )
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
-from edgespec.endpoint.service import Answer, Endpoint, Run
+from edgespec.endpoint.service import Answer, Endpoint, Run, stopping
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.metric_table import Table, registry_of
 

@@ -56,17 +56,11 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     @property
-    def kind(self) -> str:
-        """The ``type`` in the body."""
-        return _TYPES.get(self.status) or (
-            "server_error" if self.status >= 500 else "invalid_request_error"
-        )
-
-    @property
     def body(self) -> dict[str, Any]:
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": _encodable(self.message),
-            "type": self.kind,
+            "type": _TYPES.get(self.status, usual),
             "param": None if self.param is None else _encodable(self.param),
             "code": self.code,
         }
@@ -92,14 +86,9 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
-def stopping() -> ApiError:
-    """The endpoint is about to end."""
-    return ApiError(
-        503,
-        "this endpoint is stopping",
-        code="shutting_down",
-        retry_after_s=VERIFIER_BACK_S,
-    )
+def unavailable(message: str, code: str = "verifier_unavailable") -> ApiError:
+    """Later it may go."""
+    return ApiError(503, message, code=code, retry_after_s=VERIFIER_BACK_S)
 
 
 def no_such_model(name: str, known: Sequence[str]) -> ApiError:
@@ -116,34 +105,15 @@ def no_such_model(name: str, known: Sequence[str]) -> ApiError:
     )
 
 
-def too_many_connections() -> ApiError:
-    """All places are taken by requests that are being answered."""
-    return ApiError(
-        503,
-        "too many connections are open, and requests are being answered on all of them",
-        code="too_many_connections",
-        retry_after_s=1,
-    )
-
-
-def no_tokenizer() -> ApiError:
-    """Nobody was there in time who lends this device a tokenizer."""
-    return ApiError(
-        503,
-        "no verifier answers, and this device takes its tokenizer from one",
-        code="verifier_unavailable",
-        retry_after_s=VERIFIER_BACK_S,
-    )
-
-
 def from_generation(error: GenerationError) -> ApiError:
     """What a generation that failed is over HTTP."""
-    status, code = (503, "verifier_unavailable")
-    if error.code is not None:
-        status, code = _FAULTS[error.code]
-    retry_after_s = VERIFIER_BACK_S if status == 503 else None
+    if error.code is None:
+        return unavailable(str(error))
+    status, code = _FAULTS[error.code]
+    if status == 503:
+        return unavailable(str(error), code)
     param = "model" if error.code is FaultCode.UNKNOWN_MODEL else None
-    return ApiError(status, str(error), param=param, code=code, retry_after_s=retry_after_s)
+    return ApiError(status, str(error), param=param, code=code)
 
 
 MAX_VALUES: Final = 1 << 17

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from edgespec.core.association.policies import conversation_named
@@ -21,8 +21,8 @@ from edgespec.core.protocol.sampling import (
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
     MAX_TOKENS,
+    SamplingParams,
 )
-from edgespec.core.protocol.sampling import SamplingParams as SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.endpoint.request_json import Fields, encodable, invalid, shown, texts
 from edgespec.models.chat_template import MAX_MESSAGES
@@ -142,25 +142,267 @@ def _one_of(name: str, value: Any) -> str:
 
 
 MAX_TOOLS: Final = 128
+MAX_TOKEN_ID: Final = (1 << 31) - 1
+# A drawn seed survives JavaScript, whose numbers hold 53 bits.
+_SEED_BITS: Final = 48
+_SAMPLED: Final = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_FREE_CHOICES: Final = (None, "auto", "none")
+"""Of ``tool_choice``: no call has to come."""
 _ROLES: Final = {"developer": "system", "function": "tool"}
 _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_FORMATS: Final = ("text", "json_object", "json_schema")
+
+Prompt = str | tuple[int, ...]
 
 
-def messages_of(fields: Fields) -> list[dict[str, Any]]:
-    """Raises ``ApiError`` naming the message and what is wrong with it."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be generated. ``sampling`` lacks ``max_tokens`` where that is None."""
+
+    model: str
+    sampling: SamplingParams
+    max_tokens: int | None
+    n: int
+    stream: bool
+    include_usage: bool
+    scored: bool
+    """Whether log-probabilities were asked for."""
+    top_logprobs: int
+    """How many of the likeliest tokens to tell with each."""
+    conversation: str
+    """Its hash; empty: the request does not tell which one it belongs to."""
+    ignored: tuple[str, ...]
+    """Names of parameters that nobody here knows."""
+    prompts: tuple[Prompt, ...] = ()
+    """The texts to continue."""
+    echo: bool = False
+    """Each text begins with its prompt."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation of which the next message is wanted; empty: ``prompts`` are continued."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Empty: none, or none wanted."""
+    one_call: bool = False
+    """No more than one tool may be called in an answer."""
+    must_call: bool = False
+    """The answer has to be a call of one of ``tools``."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further ones for the chat template."""
+
+
+def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
+    """``defaults`` hold for what is not said; ``most`` texts may be asked for. Raises
+    ``ApiError``."""
+    fields, ignored = understood(data, CHAT)
+    scored = fields.flag("logprobs")
+    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
+    if top and not scored:
+        raise invalid("top_logprobs", f"top_logprobs is {top}, but logprobs is not true")
+    asked = _request(fields, ignored, defaults, most, scored, top)
+    forced = fields.raw("tool_choice") not in _FREE_CHOICES
+    tools = [_tool(one, forced=forced) for one in fields.sections("tools", MAX_TOOLS) or ()]
+    chosen = _chosen_tools(fields, tools)
     given = fields.sections("messages", MAX_MESSAGES)
     if not given:
         raise invalid("messages", "messages must hold at least one message")
-    return [_message(one) for one in given]
+    messages = [_message(one) for one in given]
+    variables = fields.section("chat_template_kwargs")
+    parallel = fields.raw("parallel_tool_calls") is None or fields.flag("parallel_tool_calls")
+    return replace(
+        asked,
+        max_tokens=fields.whole("max_completion_tokens", 1, MAX_TOKENS) or asked.max_tokens,
+        conversation=asked.conversation or _conversation(messages),
+        messages=messages,
+        tools=chosen,
+        one_call=(forced and len(chosen) < len(tools)) or not parallel,
+        must_call=forced,
+        variables={} if variables is None else variables.data,
+    )
 
 
-def tools_of(fields: Fields) -> list[dict[str, Any]]:
-    """The functions that the model may call, as templates read them; none: an empty list. Raises
-    ``ApiError``."""
-    given = fields.sections("tools", MAX_TOOLS) or ()
-    forced = fields.raw("tool_choice") not in (None, "auto", "none")
-    return [_tool(one, forced=forced) for one in given]
+def completion_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
+    """As ``chat_request``."""
+    fields, ignored = understood(data, COMPLETION)
+    top, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
+    if echo and top is not None:
+        why = "echo and logprobs are both given, but prompts are not scored here"
+        raise invalid("echo", why, "unsupported_parameter")
+    asked = _request(fields, ignored, defaults, most, top is not None, top or 0)
+    return replace(asked, prompts=_prompts(fields, asked.n, most), echo=echo)
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """The seed of choice ``choice`` (from 0) of a request with n > 1: the first has the request's
+    own, each other the first eight bytes of SHA-256 of ``"SEED:CHOICE"``, big-endian."""
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:8], "big")
+
+
+def _request(
+    fields: Fields,
+    ignored: tuple[str, ...],
+    defaults: SamplingParams,
+    most: int,
+    scored: bool,
+    top: int,
+) -> Request:
+    """What both kinds of request say."""
+    options, stream = fields.section("stream_options"), fields.flag("stream")
+    if options is not None and not stream:
+        raise invalid("stream_options", "stream_options is given, but stream is not true")
+    key = fields.text("prompt_cache_key")
+    return Request(
+        fields.text("model") or "",
+        _sampling(fields, defaults),
+        fields.whole("max_tokens", 1, MAX_TOKENS),
+        fields.whole("n", 1, most) or 1,
+        stream,
+        options is not None and options.flag("include_usage"),
+        scored,
+        top,
+        conversation_named(json.dumps(["key", key])) if key else "",
+        ignored,
+    )
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The hash of a chat that begins so: with all up to the first message of a user."""
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") + 1 if "user" in roles else len(messages)
+    begins = [[message["role"], message["content"]] for message in messages[:first]]
+    return conversation_named(json.dumps(["chat", begins]))
+
+
+# --- sampling --------------------------------------------------------------------------------
+
+
+def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
+    given: dict[str, Any] = {}
+    for name in _SAMPLED:
+        if (number := fields.number(name, -1e6, 1e6)) is not None:
+            given[name] = number
+    if (top_k := fields.whole("top_k", -1, 1 << 24)) is not None:
+        given["top_k"] = max(0, top_k)  # elsewhere -1 keeps all
+    seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1)
+    given["seed"] = secrets.randbits(_SEED_BITS) if seed is None else seed % (1 << 64)
+    if stop := texts(fields, "stop", MAX_STOP_STRINGS):
+        given["stop"] = stop
+    if (ids := fields.raw("stop_token_ids")) is not None:
+        given["stop_token_ids"] = token_ids(fields, "stop_token_ids", ids, MAX_STOP_IDS)
+    if (biases := fields.section("logit_bias")) is not None:
+        given["logit_bias"] = _biases(biases)
+    if (constraint := _constraint(fields)) is not None:
+        given["constraint"] = constraint
+    if fields.raw("ignore_eos") is not None:
+        given["ignore_eos"] = fields.flag("ignore_eos")
+    try:
+        return replace(defaults, **given)
+    except ValueError as error:  # its message begins with the name, or with "number of" one
+        named = [one for one in given if one in str(error)]
+        raise invalid(named[0] if named else "sampling", str(error)) from None
+
+
+def _biases(fields: Fields) -> dict[int, float]:
+    if len(fields.data) > MAX_BIASES:
+        count = len(fields.data)
+        raise invalid("logit_bias", f"logit_bias has {count} keys, but at most {MAX_BIASES}")
+    biases: dict[int, float] = {}
+    for name in fields.data:
+        try:
+            token = int(name)
+        except ValueError:
+            token = -1
+        if not 0 <= token <= MAX_TOKEN_ID:
+            why = f"logit_bias has the key {shown(name)}, which is no token id"
+            raise invalid("logit_bias", f"{why} in [0, {MAX_TOKEN_ID}]")
+        if (bias := fields.number(name, -100.0, 100.0)) is not None:
+            biases[token] = bias
+    return biases
+
+
+def _constraint(fields: Fields) -> Constraint | None:
+    """Raises ``ApiError``, also where a request asks for two of them."""
+    texts_of = {
+        "response_format": (ConstraintKind.JSON_SCHEMA, _schema(fields)),
+        "grammar": (ConstraintKind.GRAMMAR, fields.text("grammar")),
+        "regex": (ConstraintKind.REGEX, fields.text("regex")),
+    }
+    given = [(name, kind, text) for name, (kind, text) in texts_of.items() if text]
+    if len(given) > 1:
+        first, second = given[0][0], given[1][0]
+        raise invalid(second, f"{first} and {second} are both given, but a text is held to one")
+    for name, kind, text in given:
+        try:
+            return Constraint(kind, text)
+        except ValueError as error:
+            raise invalid(name, str(error)) from None
+    return None
+
+
+def _schema(fields: Fields) -> str | None:
+    """That of ``response_format``."""
+    asked = fields.section("response_format")
+    if asked is None:
+        return None
+    kind = asked.raw("type")
+    if kind not in _FORMATS:
+        known = ", ".join(map(repr, _FORMATS))
+        why = f"response_format is of type {shown(kind)}, but must be of one of {known}"
+        raise invalid("response_format", why)
+    if kind != "json_schema":
+        return None if kind == "text" else '{"type": "object"}'
+    described = asked.section("json_schema")
+    schema = None if described is None else described.raw("schema")
+    if not isinstance(schema, dict):
+        name = "response_format.json_schema.schema"
+        raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+# --- prompts, messages, tools ----------------------------------------------------------------
+
+
+def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
+    """``n`` texts of each, and at most ``most`` of all."""
+    value = fields.raw("prompt")
+    if value is None or value in ("", []):
+        raise invalid("prompt", "prompt is missing or empty, but must hold at least one token")
+    if isinstance(value, str):
+        return (fields.text("prompt") or "",)
+    if not isinstance(value, list):
+        raise fields.wrong("prompt", value, "text, token ids, or a list of either")
+    if isinstance(value[0], int):
+        return (token_ids(fields, "prompt", value, MAX_TOKENS),)
+    if len(value) * n > most:
+        texts_asked = f"{len(value)} prompts with n {n} are {len(value) * n} texts"
+        raise invalid("prompt", f"{texts_asked}, but a request may ask for at most {most}")
+    prompts: list[Prompt] = []
+    for place, one in enumerate(value):
+        name = f"prompt[{place}]"
+        if isinstance(one, str) and one:
+            prompts.append(Fields({name: one}).text(name) or "")
+        elif isinstance(one, list) and one:
+            prompts.append(token_ids(fields, name, one, MAX_TOKENS))
+        else:
+            raise fields.wrong(name, one, "text or token ids, and not empty")
+    return tuple(prompts)
+
+
+def token_ids(fields: Fields, name: str, value: Any, most: int) -> tuple[int, ...]:
+    """``value``, which stands in that field. Raises ``ApiError``."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > most:
+        raise fields.wrong(name, value, f"a list of at most {most} token ids")
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_TOKEN_ID:
+            raise invalid(
+                fields.name(name),
+                f"{fields.name(name)} holds {shown(one)}, but token ids are in [0, {MAX_TOKEN_ID}]",
+            )
+    return tuple(value)
 
 
 def _message(fields: Fields) -> dict[str, Any]:
@@ -239,11 +481,8 @@ def _tool(fields: Fields, *, forced: bool) -> dict[str, Any]:
     called = None if function is None else function.text("name")
     if function is None or called is None or not _TOOL_NAME.fullmatch(called):
         name = fields.name("function.name")
-        raise invalid(
-            name,
-            f"{name} is {shown(called)}, but must be 1 to 128 letters, digits, dots, dashes or"
-            " underscores",
-        )
+        wanted = "1 to 128 letters, digits, dots, dashes or underscores"
+        raise invalid(name, f"{name} is {shown(called)}, but must be {wanted}")
     function.section("parameters")  # an object, if it is there
     if function.flag("strict") and not forced:
         name = function.name("strict")
@@ -253,261 +492,11 @@ def _tool(fields: Fields, *, forced: bool) -> dict[str, Any]:
     return {"type": "function", "function": told}
 
 
-def named_conversation(fields: Fields) -> str:
-    """The hash of the one that the request names; empty: it names none. Raises ``ApiError``."""
-    name = fields.text("prompt_cache_key")
-    return conversation_named(json.dumps(["key", name])) if name else ""
-
-
-def chat_conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The hash of a chat that begins so: with all up to the first message of a user."""
-    roles = [message["role"] for message in messages]
-    first = roles.index("user") + 1 if "user" in roles else len(messages)
-    begins = [[message["role"], message["content"]] for message in messages[:first]]
-    return conversation_named(json.dumps(["chat", begins]))
-
-
-_FORMATS: Final = ("text", "json_object", "json_schema")
-_ANY_OBJECT: Final = '{"type": "object"}'
-
-
-def constraint_of(fields: Fields) -> Constraint | None:
-    """Raises ``ApiError``, also where a request asks for two of them."""
-    given = {
-        "response_format": _response_format(fields),
-        "grammar": _text_constraint(fields, "grammar", ConstraintKind.GRAMMAR),
-        "regex": _text_constraint(fields, "regex", ConstraintKind.REGEX),
-    }
-    found = {name: one for name, one in given.items() if one is not None}
-    if len(found) > 1:
-        first, second, *_ = found
-        raise invalid(second, f"{first} and {second} are both given, but a text is held to one")
-    return next(iter(found.values()), None)
-
-
-def _response_format(fields: Fields) -> Constraint | None:
-    asked = fields.section("response_format")
-    if asked is None:
-        return None
-    kind = asked.raw("type")
-    if kind not in _FORMATS:
-        known = ", ".join(map(repr, _FORMATS))
-        why = f"response_format is of type {shown(kind)}, but must be of one of {known}"
-        raise invalid("response_format", why)
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return held_to("response_format", ConstraintKind.JSON_SCHEMA, _ANY_OBJECT)
-    described = asked.section("json_schema")
-    schema = None if described is None else described.raw("schema")
-    if not isinstance(schema, dict):
-        name = "response_format.json_schema.schema"
-        raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
-    written = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-    return held_to("response_format", ConstraintKind.JSON_SCHEMA, written)
-
-
-def _text_constraint(fields: Fields, name: str, kind: ConstraintKind) -> Constraint | None:
-    text = fields.text(name)
-    return held_to(name, kind, text) if text else None
-
-
-def held_to(name: str, kind: ConstraintKind, text: str) -> Constraint:
-    try:
-        return Constraint(kind, text)
-    except ValueError as error:
-        raise invalid(name, str(error)) from None
-
-
-Prompt = str | tuple[int, ...]
-MAX_TOKEN_ID: Final = (1 << 31) - 1
-# A drawn seed survives JavaScript, whose numbers hold 53 bits.
-_SEED_BITS: Final = 48
-_SAMPLED: Final = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What both kinds of request say. ``sampling`` lacks ``max_tokens`` where that is None."""
-
-    model: str
-    sampling: SamplingParams
-    max_tokens: int | None
-    n: int
-    stream: bool
-    include_usage: bool
-    scored: bool
-    """Whether log-probabilities were asked for."""
-    top_logprobs: int
-    """How many of the likeliest tokens to tell with each."""
-    conversation: str
-    """Its hash; empty: the request does not tell which one it belongs to."""
-    ignored: tuple[str, ...] = ()
-    """Names of parameters that nobody here knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A request for the next message of a conversation."""
-
-    asked: Asked
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    """Empty: none, or none wanted."""
-    one_call: bool
-    """No more than one tool may be called in an answer."""
-    must_call: bool
-    """The answer has to be a call of one of ``tools``."""
-    variables: Mapping[str, Any]
-    """Further ones for the chat template."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A request to continue texts."""
-
-    asked: Asked
-    prompts: tuple[Prompt, ...]
-    echo: bool = False
-    """Each text begins with its prompt."""
-
-
-def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> ChatRequest:
-    """``defaults`` hold for what is not said; ``most`` texts may be asked for. Raises
-    ``ApiError``."""
-    fields, ignored = understood(data, CHAT)
-    scored = fields.flag("logprobs")
-    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
-    if top and not scored:
-        raise invalid("top_logprobs", f"top_logprobs is {top}, but logprobs is not true")
-    longest = fields.whole("max_completion_tokens", 1, MAX_TOKENS)
-    tools = tools_of(fields)
-    callable_tools, must_call = _tool_choice(fields, tools)
-    variables = fields.section("chat_template_kwargs")
-    parallel = fields.raw("parallel_tool_calls")
-    asked, messages = _asked(fields, defaults, most, scored, top or 0, longest), messages_of(fields)
-    return ChatRequest(
-        replace(
-            asked,
-            conversation=asked.conversation or chat_conversation(messages),
-            ignored=ignored,
-        ),
-        messages,
-        callable_tools,
-        (must_call and len(callable_tools) < len(tools))
-        or (parallel is not None and not fields.flag("parallel_tool_calls")),
-        must_call,
-        {} if variables is None else variables.data,
-    )
-
-
-def completion_request(
-    data: Mapping[str, Any], defaults: SamplingParams, most: int
-) -> CompletionRequest:
-    """As ``chat_request``."""
-    fields, ignored = understood(data, COMPLETION)
-    top, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
-    if echo and top is not None:
-        why = "echo and logprobs are both given, but prompts are not scored here"
-        raise invalid("echo", why, "unsupported_parameter")
-    asked = _asked(fields, defaults, most, top is not None, top or 0, None)
-    return CompletionRequest(replace(asked, ignored=ignored), _prompts(fields, asked.n, most), echo)
-
-
-def seed_of(seed: int, choice: int) -> int:
-    """The seed of choice ``choice`` (from 0) of a request with n > 1: the first has the request's
-    own, each other the first eight bytes of SHA-256 of ``"SEED:CHOICE"``, big-endian."""
-    if choice == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}:{choice}".encode()).digest()[:8], "big")
-
-
-def _asked(
-    fields: Fields,
-    defaults: SamplingParams,
-    most: int,
-    scored: bool,
-    top: int,
-    longest: int | None,
-) -> Asked:
-    n = fields.whole("n", 1, most) or 1
-    options = fields.section("stream_options")
-    stream = fields.flag("stream")
-    if options is not None and not stream:
-        raise invalid("stream_options", "stream_options is given, but stream is not true")
-    return Asked(
-        fields.text("model") or "",
-        _sampling(fields, defaults),
-        longest or fields.whole("max_tokens", 1, MAX_TOKENS),
-        n,
-        stream,
-        options is not None and options.flag("include_usage"),
-        scored,
-        top,
-        named_conversation(fields),
-    )
-
-
-def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, Any] = {}
-    for name in _SAMPLED:
-        if (number := fields.number(name, -1e6, 1e6)) is not None:
-            given[name] = number
-    if (top_k := fields.whole("top_k", -1, 1 << 24)) is not None:
-        given["top_k"] = max(0, top_k)  # elsewhere -1 keeps all
-    seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1)
-    given["seed"] = secrets.randbits(_SEED_BITS) if seed is None else seed % (1 << 64)
-    if stop := texts(fields, "stop", MAX_STOP_STRINGS):
-        given["stop"] = stop
-    if (ids := fields.raw("stop_token_ids")) is not None:
-        given["stop_token_ids"] = token_ids(fields, "stop_token_ids", ids, MAX_STOP_IDS)
-    if (biases := fields.section("logit_bias")) is not None:
-        given["logit_bias"] = _biases(biases)
-    if (constraint := constraint_of(fields)) is not None:
-        given["constraint"] = constraint
-    if fields.raw("ignore_eos") is not None:
-        given["ignore_eos"] = fields.flag("ignore_eos")
-    try:
-        return replace(defaults, **given)
-    except ValueError as error:  # its message begins with the name, or with "number of" one
-        named = [one for one in given if one in str(error)]
-        raise invalid(named[0] if named else "sampling", str(error)) from None
-
-
-def _biases(fields: Fields) -> dict[int, float]:
-    if len(fields.data) > MAX_BIASES:
-        count = len(fields.data)
-        raise invalid("logit_bias", f"logit_bias has {count} keys, but at most {MAX_BIASES}")
-    biases: dict[int, float] = {}
-    for name in fields.data:
-        try:
-            token = int(name)
-        except ValueError:
-            raise invalid(
-                "logit_bias", f"logit_bias has the key {shown(name)}, which is no token id"
-            ) from None
-        if not 0 <= token <= MAX_TOKEN_ID:
-            raise invalid(
-                "logit_bias",
-                f"logit_bias has the key {shown(name)}, but must be in [0, {MAX_TOKEN_ID}]",
-            )
-        bias = fields.number(name, -100.0, 100.0)
-        if bias is not None:
-            biases[token] = bias
-    return biases
-
-
-_Tools = list[dict[str, Any]]
-
-
-def _tool_choice(fields: Fields, tools: _Tools) -> tuple[_Tools, bool]:
-    """The tools that may be called, and whether one of them must be."""
+def _chosen_tools(fields: Fields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that ``tool_choice`` lets be called."""
     value = fields.raw("tool_choice")
-    if value in (None, "auto", "none"):
-        return (tools if value != "none" else []), False
+    if value in _FREE_CHOICES:
+        return [] if value == "none" else tools
     chosen = tools
     if isinstance(value, dict):
         function = Fields(value, "tool_choice.").section("function")
@@ -518,45 +507,6 @@ def _tool_choice(fields: Fields, tools: _Tools) -> tuple[_Tools, bool]:
         raise invalid("tool_choice", f"tool_choice is {shown(value)}, but must be {wanted}")
     if not chosen:
         raise invalid("tool_choice", f"tool_choice is {shown(value)}, but tools has no such tool")
-    if constraint_of(fields) is not None:
+    if _constraint(fields) is not None:
         raise invalid("tool_choice", "tool_choice forces a call, which no other format fits beside")
-    return chosen, True
-
-
-def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
-    """``n`` texts of each, and at most ``most`` of all."""
-    value = fields.raw("prompt")
-    if value is None or value in ("", []):
-        raise invalid("prompt", "prompt is missing or empty, but must hold at least one token")
-    if isinstance(value, str):
-        return (fields.text("prompt") or "",)
-    if not isinstance(value, list):
-        raise fields.wrong("prompt", value, "text, token ids, or a list of either")
-    if isinstance(value[0], int):
-        return (token_ids(fields, "prompt", value, MAX_TOKENS),)
-    if len(value) * n > most:
-        texts_asked = f"{len(value)} prompts with n {n} are {len(value) * n} texts"
-        raise invalid("prompt", f"{texts_asked}, but a request may ask for at most {most}")
-    prompts: list[Prompt] = []
-    for place, one in enumerate(value):
-        name = f"prompt[{place}]"
-        if isinstance(one, str) and one:
-            prompts.append(Fields({name: one}).text(name) or "")
-        elif isinstance(one, list) and one:
-            prompts.append(token_ids(fields, name, one, MAX_TOKENS))
-        else:
-            raise fields.wrong(name, one, "text or token ids, and not empty")
-    return tuple(prompts)
-
-
-def token_ids(fields: Fields, name: str, value: Any, most: int) -> tuple[int, ...]:
-    """``value``, which stands in that field. Raises ``ApiError``."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > most:
-        raise fields.wrong(name, value, f"a list of at most {most} token ids")
-    for one in value:
-        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_TOKEN_ID:
-            raise invalid(
-                fields.name(name),
-                f"{fields.name(name)} holds {shown(one)}, but token ids are in [0, {MAX_TOKEN_ID}]",
-            )
-    return tuple(value)
+    return chosen

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from edgespec.endpoint.answer import Choice, Delta, Json
+from edgespec.endpoint.answer import Choice, Delta, Envelope, Json
 from edgespec.endpoint.request_json import ApiError, Fields, invalid, shown
 from edgespec.endpoint.tool_calls import ToolCall
 
@@ -94,12 +94,8 @@ def _content(item: Fields, name: str = "content") -> Any:
 
 
 @dataclass(slots=True)
-class ResponseEnvelope:
-    """Writes one answer, as ``answer.Envelope`` does for a chat."""
-
-    id: str
-    created: int
-    model: str
+class ResponseEnvelope(Envelope):
+    prefix = "resp_"
     _number: int = 2
     """Of the next event; the first two open the stream, and are made when it begins to be sent."""
     _items: list[Json] = field(default_factory=list)

@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgespec.config.common import host_of, is_loopback
 from edgespec.config.device import ANY_ORIGIN
-from edgespec.endpoint.request_json import ApiError, too_many_connections
+from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import Endpoint
 
 HEALTH: Final = "/health"
@@ -270,7 +270,9 @@ def connections_with(limits: ConnectionLimits) -> type[WatchedConnection]:
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a connection too many."""
-    response = error_response(too_many_connections(), {"Connection": "close"})
+    why = "too many connections are open, and requests are being answered on all of them"
+    error = ApiError(503, why, code="too_many_connections", retry_after_s=1)
+    response = error_response(error, {"Connection": "close"})
     await response(scope, receive, send)
 
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Self
 
 from edgespec.config.device import EndpointSection
@@ -28,12 +26,11 @@ from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.reply import Chunk
 from edgespec.endpoint.answer import (
-    ChatShape,
+    ChatEnvelope,
     Choice,
-    CompletionShape,
+    CompletionEnvelope,
     Envelope,
     Job,
-    Shape,
     ToolUse,
     usage_of,
 )
@@ -44,31 +41,39 @@ from edgespec.endpoint.request_json import (
     Fields,
     from_generation,
     invalid,
-    no_tokenizer,
-    stopping,
+    unavailable,
 )
 from edgespec.endpoint.requests import (
-    Asked,
-    ChatRequest,
-    Prompt,
+    Request,
     chat_request,
     completion_request,
     seed_of,
     token_ids,
 )
 from edgespec.endpoint.responses import ResponseEnvelope, as_chat
-from edgespec.endpoint.tool_calls import (
-    MARKS,
-    MarkedText,
-    forced_call,
-    no_format,
-    tool_format,
-    tool_reader,
-)
+from edgespec.endpoint.tool_calls import MARKS, MarkedText, forced_call, tool_format, tool_reader
 from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S: Final = 1
+# Chunks that nobody has read yet; beyond them the generations wait.
+_MOST_UNREAD: Final = 256
+_PARAMS: Final = {
+    ConstraintKind.JSON_SCHEMA: "response_format",
+    ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.REGEX: "regex",
+}
+_PIECE: Final = 1 << 16
+"""Characters that are counted at once."""
+_SLACK: Final = 2
+"""A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
+makes half of them by it."""
+
+_log = logging.getLogger(__name__)
+
+
+def stopping() -> ApiError:
+    return unavailable("this endpoint is stopping", "shutting_down")
 
 
 class Admission:
@@ -97,9 +102,9 @@ class Admission:
             self.running -= texts
             self._let_in()
 
-    def check(self, texts: int = 1) -> None:
-        """Raises ``ApiError`` 429 where so many texts would have to wait and the queue is full. Ask
-        before the work that a request is: it is for nothing where this holds."""
+    def check(self, texts: int = 1) -> bool:
+        """Whether there is room for so many texts now. Raises ``ApiError`` 429 where they would
+        have to wait and the queue is full: ask before the work that a request is."""
         has_room = not self._waiting and self.running + texts <= self.capacity
         if not has_room and len(self._waiting) >= self._max_waiting:
             raise ApiError(
@@ -109,6 +114,7 @@ class Admission:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
+        return has_room
 
     def close(self, why: ApiError) -> None:
         """From now on nobody gets a turn, those who wait included; who has one keeps it."""
@@ -122,8 +128,7 @@ class Admission:
         assert 0 < texts <= self.capacity
         if self._closed is not None:
             raise self._closed
-        self.check(texts)
-        if not self._waiting and self.running + texts <= self.capacity:
+        if self.check(texts):
             self.running += texts
             return
         entry = (texts, asyncio.get_running_loop().create_future())
@@ -146,43 +151,26 @@ class Admission:
                 future.set_result(None)
 
 
-# Events that nobody has read yet; beyond them the generations wait.
-_MOST_UNREAD: Final = 256
-_PARAMS: Final = {
-    ConstraintKind.JSON_SCHEMA: "response_format",
-    ConstraintKind.GRAMMAR: "grammar",
-    ConstraintKind.REGEX: "regex",
-}
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    error: ApiError | None = None
-
-
 class Run:
-    """Use as an async context manager; then call ``next`` until it says that all is over."""
+    """The generations of ``jobs``. Use as an async context manager; then call ``next`` until
+    ``over``."""
 
     def __init__(self, agent: Agent, jobs: Sequence[Job]) -> None:
-        self.jobs = tuple(jobs)
-        self._agent = agent
-        self._unread: asyncio.Queue[tuple[int, Chunk] | _Ended] = asyncio.Queue(_MOST_UNREAD)
+        self._agent, self._jobs = agent, tuple(jobs)
+        # An error, or None, says that one of them has ended.
+        self._unread: asyncio.Queue[tuple[int, Chunk] | ApiError | None] = asyncio.Queue(
+            _MOST_UNREAD
+        )
         self._tasks: list[asyncio.Task[None]] = []
-        self._running = len(self.jobs)
+        self._running = len(self._jobs)
         self._failed: ApiError | None = None
         self._wake = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._generate(job)) for job in self.jobs]
+        self._tasks = [asyncio.create_task(self._generate(job)) for job in self._jobs]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -193,23 +181,19 @@ class Run:
         return self._running == 0 and self._failed is None
 
     async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
-        """Events with the index of their job, all that are there; none when ``timeout_s`` is over,
+        """Chunks with the index of their job, all that are there; none when ``timeout_s`` is over,
         or ``over``. Raises ``ApiError`` for the first generation that fails."""
-        if found := self._take():
-            return found
-        while not self.over:
+        while not (found := self._take()) and not self.over:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._wake.wait()
             except TimeoutError:
                 return []
             self._wake.clear()
-            if found := self._take():
-                return found
-        return []
+        return found
 
     def fail(self, error: ApiError) -> None:
-        """Whoever calls ``next`` hears this instead of any further event."""
+        """Whoever calls ``next`` gets this instead of any further chunk."""
         self._failed = self._failed or error
         self._wake.set()
 
@@ -217,11 +201,11 @@ class Run:
         found: list[tuple[int, Chunk]] = []
         while self._failed is None and not self._unread.empty():
             one = self._unread.get_nowait()
-            if isinstance(one, _Ended):
-                self._running -= 1
-                self._failed = one.error
-            else:
+            if isinstance(one, tuple):
                 found.append(one)
+            else:
+                self._running -= 1
+                self._failed = one
         if self._failed is not None and not found:
             raise self._failed
         return found
@@ -244,103 +228,30 @@ class Run:
         except GenerationError as failure:
             error = from_generation(failure)
         except ConstraintError as failure:
-            error = invalid(_param(job), str(failure))
+            constraint = job.sampling.constraint
+            forced = job.must_call or constraint is None
+            param = "tools" if forced or constraint is None else _PARAMS[constraint.kind]
+            error = invalid(param, str(failure))
         except Exception as failure:
             if not begun and isinstance(failure, ValueError | TypeError):
                 error = invalid("prompt", str(failure))
             else:
                 _log.exception("a generation failed")
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
-        await self._put(_Ended(error))
+        await self._put(error)
 
-    async def _put(self, one: tuple[int, Chunk] | _Ended) -> None:
+    async def _put(self, one: tuple[int, Chunk] | ApiError | None) -> None:
         await self._unread.put(one)
         self._wake.set()
 
 
-def _param(job: Job) -> str:
-    """The parameter that a constraint came with."""
-    constraint = job.sampling.constraint
-    if job.must_call or constraint is None:
-        return "tools"
-    return _PARAMS[constraint.kind]
-
-
-_PIECE: Final = 1 << 16
-"""Characters that are counted at once."""
-_SLACK: Final = 2
-"""A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
-makes half of them by it."""
-
-
-async def chat_tokens(
-    tokenizer: ChatTokenizer,
-    request: ChatRequest,
-    context_length: int | None,
-    one_long: asyncio.Lock,
-) -> list[int]:
-    """The prompt of a conversation. Templates and long texts take a while, so this runs in a
-    thread; ``one_long`` as in ``_encode``. Raises ``ApiError``."""
-    template = tokenizer.chat_template(tools=bool(request.tools))
-    if template is None:
-        raise invalid(
-            "messages",
-            "this model has no chat template; use /v1/completions",
-            "no_chat_template",
-        )
-    try:
-        if request.tools and not template.knows_tools:
-            raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
-        text = await asyncio.to_thread(
-            tokenizer.render_chat,
-            request.messages,
-            tools=request.tools or None,
-            variables=request.variables,
-        )
-        return await _encode(
-            tokenizer, text, context_length, "messages", one_long, add_special_tokens=False
-        )
-    except TokenizerError as error:
-        raise invalid("messages", str(error)) from None
-
-
-async def prompt_tokens(
-    tokenizer: ChatTokenizer, prompt: Prompt, context_length: int | None, one_long: asyncio.Lock
-) -> Sequence[int]:
-    """The ids of a text, as ``edgespec generate`` makes them, or those given. Raises
-    ``ApiError``."""
-    if not isinstance(prompt, str):
-        return prompt
-    return await _encode(tokenizer, prompt, context_length, "prompt", one_long)
-
-
-def text_of(tokenizer: ChatTokenizer, tokens: Sequence[int]) -> str:
+def _text_of(tokenizer: ChatTokenizer, tokens: Sequence[int]) -> str:
     """Raises ``ApiError`` for an id that is none."""
     try:
         written = b"".join(map(tokenizer.token_bytes, tokens))
     except (LookupError, ValueError, OverflowError, TokenizerError) as error:
         raise invalid("tokens", f"the token ids stand for no text: {error}") from None
     return written.decode("utf-8", errors="replace")
-
-
-async def _encode(
-    tokenizer: ChatTokenizer,
-    text: str,
-    context_length: int | None,
-    param: str,
-    one_long: asyncio.Lock,
-    *,
-    add_special_tokens: bool = True,
-) -> list[int]:
-    """In a thread; a long text while it holds ``one_long``, which bounds the memory that all of
-    them take. Raises ``ApiError``."""
-    long = len(text) > _PIECE
-    async with one_long if long else contextlib.nullcontext():
-        if long:
-            await asyncio.to_thread(_check_length, tokenizer, text, context_length, param)
-        return await asyncio.to_thread(
-            tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
 
 
 def _check_length(
@@ -353,87 +264,26 @@ def _check_length(
         piece = text[start : start + _PIECE]
         counted += len(tokenizer.encode(piece, add_special_tokens=False))
         if counted > _SLACK * longest:
-            read = start + len(piece)
-            raise _too_long(
-                f"the first {read} of the prompt's {len(text)} characters are some {counted}"
-                " tokens",
-                longest,
-                param,
-            )
+            read = f"the first {start + len(piece)} of the prompt's {len(text)} characters"
+            raise _too_long(f"{read} are some {counted} tokens", longest, param)
 
 
 def _too_long(why: str, context_length: int, param: str) -> ApiError:
-    return ApiError(
-        400,
-        f"{why}, which leaves no room for output in the context of {context_length} tokens",
-        param=param,
-        code="context_length_exceeded",
-    )
+    room = f"which leaves no room for output in the context of {context_length} tokens"
+    return invalid(param, f"{why}, {room}", "context_length_exceeded")
 
 
-def with_forced_call(tokenizer: ChatTokenizer, request: ChatRequest) -> ChatRequest:
+def _with_forced_call(tokenizer: ChatTokenizer, request: Request) -> Request:
     """The same request, held to a call where there must be one. Raises ``ApiError``."""
     if not request.must_call:
         return request
     template = tokenizer.chat_template(tools=True)
-    form = None if template is None else tool_format(template.source)
-    if template is None or form is None:
-        raise no_format()
-    constraint = forced_call(
-        form, template.source, request.tools, tokenizer.special_id, one=request.one_call
-    )
-    sampling = replace(request.asked.sampling, constraint=constraint)
-    return replace(request, asked=replace(request.asked, sampling=sampling))
+    source = "" if template is None else template.source
+    constraint = forced_call(source, request.tools, tokenizer.special_id, one=request.one_call)
+    return replace(request, sampling=replace(request.sampling, constraint=constraint))
 
 
-def sampling_of(
-    asked: Asked,
-    tokens: Sequence[int],
-    context_length: int | None,
-    default_max_tokens: int,
-    param: str = "messages",
-) -> SamplingParams:
-    """The sampling of one prompt. ``max_tokens`` is what was asked for, or the default, but no more
-    than the context has room for; ``context_length`` None: nobody knows it yet. Raises ``ApiError``
-    for a prompt that leaves no room, which came as ``param``."""
-    if not tokens:
-        raise invalid("prompt", "the prompt is empty, but must hold at least one token")
-    longest = asked.max_tokens or default_max_tokens
-    if context_length is not None:
-        room = context_length - len(tokens)
-        if room < 1:
-            raise _too_long(f"the prompt has {len(tokens)} tokens", context_length, param)
-        longest = min(longest, room)
-    return replace(asked.sampling, max_tokens=longest)
-
-
-def choices_of(
-    asked: Asked,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingParams],
-    tokenizer: ChatTokenizer,
-    request: ChatRequest | None = None,
-    model: str = "",
-) -> list[Choice]:
-    """The texts to generate by the model of that name: n of each prompt, one prompt's after the
-    other's. Text k of a prompt (from 0) has the seed ``seed_of(seed, k)``."""
-    found: list[Choice] = []
-    # Of the agent one score is the least that can be asked for.
-    logprobs = max(1, asked.top_logprobs) if asked.scored else 0
-    for tokens, sampling in zip(prompts, samplings, strict=True):
-        for k in range(asked.n):
-            own = replace(sampling, seed=seed_of(sampling.seed, k))
-            job = Job(len(found), tokens, own, logprobs)
-            job.must_call = request is not None and request.must_call
-            job.conversation, job.model = asked.conversation, model
-            tools = None if request is None else _tool_use(request, tokenizer)
-            found.append(
-                Choice(job, asked.scored, asked.top_logprobs, tokenizer.token_bytes, tools)
-            )
-    return found
-
-
-def _tool_use(request: ChatRequest, tokenizer: ChatTokenizer) -> ToolUse | None:
+def _tool_use(request: Request, tokenizer: ChatTokenizer) -> ToolUse | None:
     """None where no calls are to be looked for, or in a format that nobody here knows."""
     template = tokenizer.chat_template(tools=True) if request.tools else None
     form = None if template is None else tool_format(template.source)
@@ -449,7 +299,7 @@ def _tool_use(request: ChatRequest, tokenizer: ChatTokenizer) -> ToolUse | None:
 class Answer:
     """What one request asks for, ready to run."""
 
-    envelope: Envelope | ResponseEnvelope
+    envelope: Envelope
     choices: list[Choice]
     prompt_tokens: int
     stream: bool
@@ -490,6 +340,7 @@ class Endpoint:
         self.one_large = asyncio.Lock()
         """Held while a large body is read."""
         self._one_long = asyncio.Lock()
+        """Held while a long text is tokenized, which bounds the memory that all of them take."""
         self.counts = EndpointCounts()
         self.started = int(time.time())
         self.stopping = False
@@ -531,68 +382,59 @@ class Endpoint:
         for run in tuple(self._runs):
             run.fail(stopping())
 
-    # --- requests ---------------------------------------------------------------------------
+    # --- requests, all of which may raise ``ApiError`` ----------------------------------------
 
-    async def chat(self, data: Mapping[str, Any]) -> Answer:
-        """Raises ``ApiError``."""
+    async def chat(
+        self, data: Mapping[str, Any], envelope: type[Envelope] = ChatEnvelope
+    ) -> Answer:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(chat_request, data, self.sampling, most)
-        chosen = await self.choose_model(request.asked.model)
-        tokenizer = await self._its_tokenizer()
-        tokens = await chat_tokens(tokenizer, request, chosen.context_length, self._one_long)
-        request = await asyncio.to_thread(with_forced_call, tokenizer, request)
-        return self._answer(ChatShape(), tokenizer, request.asked, [tokens], request)
+        chosen, tokenizer = await self.choose_model(request.model), await self._its_tokenizer()
+        tokens = await self._chat_tokens(tokenizer, request, chosen.context_length)
+        request = await asyncio.to_thread(_with_forced_call, tokenizer, request)
+        return self._answer(envelope, tokenizer, request, [tokens])
 
     async def response(self, data: Mapping[str, Any]) -> Answer:
-        """Raises ``ApiError``."""
-        answer = await self.chat(as_chat(data))
+        answer = await self.chat(as_chat(data), ResponseEnvelope)
         if len(answer.choices) > 1:
             raise invalid("n", f"n is {len(answer.choices)}, but a response is one text")
-        chat = answer.envelope
-        made = "resp_" + secrets.token_hex(12)
-        answer.envelope = ResponseEnvelope(made, int(time.time()), chat.model)
         return answer
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
-        """Raises ``ApiError``."""
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(completion_request, data, self.sampling, most)
-        chosen = await self.choose_model(request.asked.model)
-        tokenizer, context = await self._its_tokenizer(), chosen.context_length
-        prompts = [
-            await prompt_tokens(tokenizer, one, context, self._one_long) for one in request.prompts
-        ]
-        answer = self._answer(CompletionShape(), tokenizer, request.asked, prompts)
+        chosen, tokenizer = await self.choose_model(request.model), await self._its_tokenizer()
+        prompts: list[Sequence[int]] = []
+        for one in request.prompts:
+            if isinstance(one, str):
+                prompts.append(await self._encode(tokenizer, one, chosen.context_length, "prompt"))
+            else:
+                prompts.append(one)
+        answer = self._answer(CompletionEnvelope, tokenizer, request, prompts)
         if request.echo:
             for choice in answer.choices:
-                choice.echo = text_of(tokenizer, choice.job.prompt)
+                choice.echo = _text_of(tokenizer, choice.job.prompt)
         return answer
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
-        """The tokens of a text or of a conversation, and how many the context has. Raises
-        ``ApiError``."""
-        model = Fields(data).text("model") or ""
-        chosen, tokenizer = await self.choose_model(model), await self._its_tokenizer()
-        context = chosen.context_length
+        """The tokens of a text or of a conversation, and how many the context has."""
+        fields = Fields(data)
+        chosen = await self.choose_model(fields.text("model") or "")
+        tokenizer, context = await self._its_tokenizer(), chosen.context_length
         if data.get("messages") is not None:
             request = await asyncio.to_thread(chat_request, data, self.sampling, 1)
-            return await chat_tokens(tokenizer, request, context, self._one_long), context
-        fields = Fields(data)
+            return await self._chat_tokens(tokenizer, request, context), context
         text = fields.text("prompt") or fields.text("content") or ""
         special = fields.raw("add_special_tokens") is None or fields.flag("add_special_tokens")
-        tokens = await _encode(
-            tokenizer, text, context, "prompt", self._one_long, add_special_tokens=special
-        )
-        return tokens, context
+        return await self._encode(tokenizer, text, context, "prompt", special), context
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:
-        """Raises ``ApiError``."""
         tokens = token_ids(Fields(data), "tokens", data.get("tokens"), MAX_TOKENS)
-        return await asyncio.to_thread(text_of, await self._its_tokenizer(), tokens)
+        return await asyncio.to_thread(_text_of, await self._its_tokenizer(), tokens)
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
-        """The generations of ``answer``, once it is their turn. Raises ``ApiError``."""
+        """The generations of ``answer``, once it is their turn."""
         request_id.set(answer.envelope.id)  # whatever is logged from here on names it
         async with self.admission.turn(len(answer.choices)):
             if self._prompt_log is not None:
@@ -622,54 +464,113 @@ class Endpoint:
             answer.first_s = time.monotonic() - answer.began_s
             self.counts.first_token_s.add(answer.first_s)
 
-    def _answer(
-        self,
-        shape: Shape,
-        tokenizer: ChatTokenizer,
-        asked: Asked,
-        prompts: list[Any],
-        request: ChatRequest | None = None,
-    ) -> Answer:
-        chosen = self.models.choose(asked.model)
-        served = chosen.served
-        context = chosen.context_length
-        longest = self.settings.default_max_tokens or self.sampling.max_tokens
-        if request is not None and context and self.settings.default_max_tokens is None:
-            longest = context
-        came_as = "prompt" if request is None else "messages"
-        samplings = [sampling_of(asked, one, context, longest, came_as) for one in prompts]
-        fingerprint = "" if served is None else served.info.fingerprint
-        envelope = Envelope(
-            shape,
-            shape.id_prefix + secrets.token_hex(12),
-            int(time.time()),
-            served.name if served is not None else asked.model or self.models.name,
-            f"fp_{fingerprint[:12]}" if fingerprint else None,
-            asked.include_usage,
-        )
-        choices = choices_of(asked, prompts, samplings, tokenizer, request, chosen.asked)
-        count = sum(len(tokens) for tokens in prompts)
-        told = served is not None or not chosen.asked or chosen.asked == self.models.name
-        counted_as = envelope.model if told else OTHER
-        return Answer(
-            envelope, choices, count, asked.stream, asked.sampling.seed, counted_as, asked.ignored
-        )
-
-    async def _its_tokenizer(self) -> ChatTokenizer:
-        """Raises ``ApiError`` where none comes in time."""
-        if self.tokenizer is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.agent.options.reconnect.give_up_first_s):
-                    await self._wake.wait()
-        if self.tokenizer is None:
-            raise stopping() if self.stopping else no_tokenizer()
-        return self.tokenizer
-
     async def choose_model(self, name: str) -> Chosen:
         """What a request gets that names ``name``, or nothing; verifiers are asked once more for a
-        name that none has told of. Raises ``ApiError``."""
+        name that none has told of."""
         try:
             return self.models.choose(name)
         except ApiError:
             await self.verifiers.look_anew()
             return self.models.choose(name)
+
+    async def _its_tokenizer(self) -> ChatTokenizer:
+        if self.tokenizer is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.agent.options.reconnect.give_up_first_s):
+                    await self._wake.wait()
+        if self.tokenizer is not None:
+            return self.tokenizer
+        if self.stopping:
+            raise stopping()
+        raise unavailable("no verifier answers, and this device takes its tokenizer from one")
+
+    async def _chat_tokens(
+        self, tokenizer: ChatTokenizer, request: Request, context_length: int | None
+    ) -> list[int]:
+        template = tokenizer.chat_template(tools=bool(request.tools))
+        if template is None:
+            why = "this model has no chat template; use /v1/completions"
+            raise invalid("messages", why, "no_chat_template")
+        try:
+            if request.tools and not template.knows_tools:
+                raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
+            render = partial(tokenizer.render_chat, tools=request.tools or None)
+            text = await asyncio.to_thread(render, request.messages, variables=request.variables)
+            return await self._encode(tokenizer, text, context_length, "messages", False)
+        except TokenizerError as error:
+            raise invalid("messages", str(error)) from None
+
+    async def _encode(
+        self,
+        tokenizer: ChatTokenizer,
+        text: str,
+        context_length: int | None,
+        param: str,
+        special: bool = True,
+    ) -> list[int]:
+        """``special``: with the tokens that begin a text."""
+        long = len(text) > _PIECE
+        async with self._one_long if long else contextlib.nullcontext():
+            if long:
+                await asyncio.to_thread(_check_length, tokenizer, text, context_length, param)
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
+
+    def _sampling(
+        self, request: Request, tokens: Sequence[int], context_length: int | None
+    ) -> SamplingParams:
+        """With the ``max_tokens`` that was asked for, or the default, but no more than the context
+        has room for; ``context_length`` None: nobody knows it yet."""
+        if not tokens:
+            raise invalid("prompt", "the prompt is empty, but must hold at least one token")
+        param, usual = "prompt", self.settings.default_max_tokens
+        if request.messages:
+            param, usual = "messages", usual or context_length
+        longest = request.max_tokens or usual or self.sampling.max_tokens
+        if context_length is not None:
+            room = context_length - len(tokens)
+            if room < 1:
+                raise _too_long(f"the prompt has {len(tokens)} tokens", context_length, param)
+            longest = min(longest, room)
+        return replace(request.sampling, max_tokens=longest)
+
+    def _answer(
+        self,
+        envelope: type[Envelope],
+        tokenizer: ChatTokenizer,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+    ) -> Answer:
+        """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
+        has the seed ``seed_of(seed, k)``."""
+        chosen = self.models.choose(request.model)
+        # Of the agent one score is the least that can be asked for.
+        logprobs = max(1, request.top_logprobs) if request.scored else 0
+        choices: list[Choice] = []
+        for tokens in prompts:
+            sampling = self._sampling(request, tokens, chosen.context_length)
+            for k in range(request.n):
+                job = Job(
+                    len(choices),
+                    tokens,
+                    replace(sampling, seed=seed_of(sampling.seed, k)),
+                    logprobs,
+                    request.must_call,
+                    request.conversation,
+                    chosen.asked,
+                )
+                scored, top = request.scored, request.top_logprobs
+                tools = _tool_use(request, tokenizer)
+                choices.append(Choice(job, scored, top, tokenizer.token_bytes, tools))
+        served = chosen.served
+        name = served.name if served is not None else request.model or self.models.name
+        mark = served.info.fingerprint[:12] if served is not None else ""
+        told = served is not None or not chosen.asked or chosen.asked == self.models.name
+        return Answer(
+            envelope(name, f"fp_{mark}" if mark else None, request.include_usage),
+            choices,
+            sum(map(len, prompts)),
+            request.stream,
+            request.sampling.seed,
+            name if told else OTHER,
+            request.ignored,
+        )

@@ -19,19 +19,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, Protocol, assert_never
+from typing import Any, Final
 
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.device.reply import Piece
-from edgespec.endpoint.request_json import ApiError, invalid
+from edgespec.endpoint.request_json import invalid
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
 LLAMA_MARK: Final = "<|python_tag|>"
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
-MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", "[ARGS]", LLAMA_MARK, OPEN, CLOSE)
+_ARGUMENTS: Final = "[ARGS]"
+MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", _ARGUMENTS, LLAMA_MARK, OPEN, CLOSE)
 """Where one of these is a special token, decoded text does not show it; it is put back."""
 _NAMED: Final = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
+_MOST_CALLS: Final = 8
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -55,16 +57,6 @@ class ToolCall:
 Found = str | ToolCall
 
 
-class ToolReader(Protocol):
-    """Reads one answer."""
-
-    def push(self, text: str) -> list[Found]:
-        """What is certain now."""
-
-    def flush(self) -> list[Found]:
-        """The rest, when no text will follow."""
-
-
 def tool_format(template: str) -> ToolFormat | None:
     """What a chat template's source teaches; None: nothing that is known here."""
     if OPEN in template:
@@ -80,15 +72,11 @@ def tool_reader(
     form: ToolFormat, names: Collection[str], new_id: Callable[[], str] | None = None
 ) -> ToolReader:
     """A reader for one answer; ``names`` are the tools that there are."""
-    match form:
-        case ToolFormat.HERMES:
-            return _Hermes(new_id or _call_id)
-        case ToolFormat.MISTRAL:
-            return _Mistral(new_id or _short_id)
-        case ToolFormat.LLAMA:
-            return _Llama(frozenset(names), new_id or _call_id)
-        case _:
-            assert_never(form)
+    if form is ToolFormat.HERMES:
+        return _Hermes(new_id or _call_id)
+    if form is ToolFormat.MISTRAL:
+        return _Mistral(new_id or _short_id)
+    return _Llama(frozenset(names), new_id or _call_id)
 
 
 def _call_id() -> str:
@@ -212,6 +200,10 @@ class _Llama:
         return [held] if held else []
 
 
+ToolReader = _Hermes | _Mistral | _Llama
+"""Reads one answer: ``push`` returns what is certain now, ``flush`` the rest."""
+
+
 def _call(value: Any, new_id: Callable[[], str], keys: tuple[str, ...]) -> ToolCall | None:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not _is_text(name):
@@ -273,12 +265,7 @@ def _may_begin(mark: str, text: str) -> int:
     return begun + len(before) - len(before.rstrip())
 
 
-MISTRAL_ARGUMENTS: Final = "[ARGS]"
-_MOST_CALLS: Final = 8
-
-
 def forced_call(
-    form: ToolFormat,
     template: str,
     tools: Sequence[Mapping[str, Any]],
     special_id: Callable[[str], int | None],
@@ -288,12 +275,19 @@ def forced_call(
     """What a text has to be that calls one of ``tools``, or several of them unless ``one``, in the
     words of the model's template. ``special_id`` tells the marks that are tokens of their own: no
     text stands for them. Raises ``ApiError``."""
+    if (form := tool_format(template)) is None:
+        raise invalid(
+            "tool_choice",
+            "the chat template of this model teaches no format of tool calls that is known here,"
+            " so that none can be forced",
+            "unsupported_parameter",
+        )
 
     def mark(text: str) -> str:
         found = special_id(text)
         return json.dumps(text) if found is None else f"<[{found}]>"
 
-    named = form is ToolFormat.MISTRAL and MISTRAL_ARGUMENTS in template
+    named = form is ToolFormat.MISTRAL and _ARGUMENTS in template
     key = "parameters" if form is ToolFormat.LLAMA else "arguments"
     before, between, after = "", '"; " ', ""
     if form is ToolFormat.HERMES:
@@ -309,7 +303,7 @@ def forced_call(
         name, start = function["name"], f"call_{place}: "
         head = json.dumps(f'{{"name": {_compact(name)}, "{key}": ')
         if named:
-            rule = f"{mark(MISTRAL_MARK)} {json.dumps(name)} {mark(MISTRAL_ARGUMENTS)} "
+            rule = f"{mark(MISTRAL_MARK)} {json.dumps(name)} {mark(_ARGUMENTS)} "
             rules.append(f"{start}{rule}arguments_{place}")
         elif form is ToolFormat.HERMES:
             inner = f'"\\n" {head} arguments_{place} "}}\\n"'
@@ -324,16 +318,6 @@ def forced_call(
         return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines))
     except ValueError as error:
         raise invalid("tools", str(error)) from None
-
-
-def no_format() -> ApiError:
-    """The template teaches no way to call a tool."""
-    return invalid(
-        "tool_choice",
-        "the chat template of this model teaches no format of tool calls that is known here, so"
-        " that none can be forced",
-        "unsupported_parameter",
-    )
 
 
 def _compact(value: Any) -> str:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.endpoint.request_json import ApiError, stopping
-from edgespec.endpoint.service import Admission
+from edgespec.endpoint.request_json import ApiError
+from edgespec.endpoint.service import Admission, stopping
 
 CAPACITY, WAITING = 4, 5
 Step = tuple[str, int]

@@ -123,8 +123,8 @@ def test_other_servers_names_are_understood(
     given: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     for asked in (
-        chat_request({"messages": MESSAGES, **given, "seed": 0}, SamplingParams(), 8).asked,
-        completion_request({"prompt": "a", **given, "seed": 0}, SamplingParams(), 8).asked,
+        chat_request({"messages": MESSAGES, **given, "seed": 0}, SamplingParams(), 8),
+        completion_request({"prompt": "a", **given, "seed": 0}, SamplingParams(), 8),
     ):
         assert asked.sampling == SamplingParams(**sampling)
         assert asked.ignored == ()
@@ -132,10 +132,10 @@ def test_other_servers_names_are_understood(
 
 def test_what_nobody_knows_is_ignored_and_told() -> None:
     habits = {"num_ctx": 4096, "keep_alive": "5m", "min_tokens": 3, "user": "x", "nothing": None}
-    asked = completion_request({"prompt": "a", **habits}, SamplingParams(), 8).asked
+    asked = completion_request({"prompt": "a", **habits}, SamplingParams(), 8)
     assert asked.ignored == ("num_ctx", "keep_alive", "min_tokens")
     chat = chat_request({"messages": MESSAGES, "reasoning_effort": "low"}, SamplingParams(), 8)
-    assert (chat.variables, chat.asked.ignored) == ({"reasoning_effort": "low"}, ())
+    assert (chat.variables, chat.ignored) == ({"reasoning_effort": "low"}, ())
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_what_cannot_be_understood_is_named(given: dict[str, Any], param: str) -
 
 def test_defaults_are_the_devices() -> None:
     own = SamplingParams(temperature=0.7, top_p=0.9, stop=("x",), seed=3)
-    asked = completion_request({"prompt": "a", "top_p": None}, own, 8).asked
+    asked = completion_request({"prompt": "a", "top_p": None}, own, 8)
     assert (asked.sampling.temperature, asked.sampling.top_p) == (0.7, 0.9)
     assert asked.sampling.stop == ("x",)
-    other = completion_request({"prompt": "a", "temperature": 0, "seed": -1}, own, 8).asked
+    other = completion_request({"prompt": "a", "temperature": 0, "seed": -1}, own, 8)
     assert (other.sampling.temperature, other.sampling.seed) == (0.0, (1 << 64) - 1)
     assert asked.max_tokens is None

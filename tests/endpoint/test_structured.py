@@ -139,7 +139,7 @@ def test_what_is_forced_is_what_the_reader_reads(
     form: ToolFormat, template: str, one: bool
 ) -> None:
     tools = [tool("feed"), WASH_NOTHING]
-    constraint = forced_call(form, template, tools, lambda text: None, one=one)
+    constraint = forced_call(template, tools, lambda text: None, one=one)
     for seed in range(3):
         text = random_text(READER.read(constraint), seed)
         reader = tool_reader(form, ["feed", "wash"])
@@ -153,7 +153,7 @@ def test_what_is_forced_is_what_the_reader_reads(
 
 def test_a_mark_that_is_a_token_is_asked_for_by_its_id() -> None:
     ids = {"<tool_call>": 7, "</tool_call>": 9}
-    constraint = forced_call(ToolFormat.HERMES, "", [WASH_NOTHING], ids.get, one=True)
+    constraint = forced_call("<tool_call>", [WASH_NOTHING], ids.get, one=True)
     matcher = READER.read(constraint).matcher
     assert matcher is not None
     begun = matcher()
