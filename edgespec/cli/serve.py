@@ -50,7 +50,6 @@ from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import device_access, endpoint_key
 
 if TYPE_CHECKING:
-    from edgespec.endpoint.counts import PromptLog
     from edgespec.endpoint.models import VerifierPresence, VerifierWatch
     from edgespec.endpoint.server import EndpointServer
     from edgespec.endpoint.service import Endpoint
@@ -116,7 +115,6 @@ async def _serve(
         config.endpoint,
         config.sampling if text is None else _sampling(config),
         key=key,
-        prompt_log=_prompt_log(config, key),
     )
     status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
@@ -243,17 +241,6 @@ def _sampling(config: AgentConfig) -> SamplingParams:
     if not config.endpoint.model_sampling:
         return config.sampling
     return with_model_sampling(config.sampling, tokenizer_reference(config))
-
-
-def _prompt_log(config: AgentConfig, key: str) -> PromptLog | None:
-    """Has begun, if there is one."""
-    from edgespec.endpoint.counts import PromptLog
-
-    if not config.endpoint.log_prompts:
-        return None
-    found = PromptLog((key, device_access(config).key))
-    found.begin()
-    return found
 
 
 def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:

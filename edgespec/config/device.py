@@ -30,8 +30,6 @@ from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 ENDPOINT_HOST = "127.0.0.1"
 ENDPOINT_PORT = 7421
 ANY_ORIGIN = "*"
-LOGGED_CHARACTERS = 4096
-"""Of one prompt or answer, where ``log_prompts`` has them logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,6 @@ class EndpointSection:
     """A client that reads nothing for so long counts as gone."""
     drain_s: float = 5.0
     """How long running requests may go on after a request to stop."""
-    log_prompts: bool = False
-    """Write prompts and answers to the log. At most 4,096 characters of each are written."""
 
     def __post_init__(self) -> None:
         if not self.host.strip():

@@ -47,7 +47,6 @@ from edgespec.config.common import is_loopback
 from edgespec.device.reply import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.answer import KEEP_ALIVE
-from edgespec.endpoint.counts import METRICS, METRICS_PREFIX
 from edgespec.endpoint.models import ALIAS, ServedModel
 from edgespec.endpoint.request_json import (
     ApiError,
@@ -56,7 +55,7 @@ from edgespec.endpoint.request_json import (
     read_object,
 )
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
-from edgespec.endpoint.service import Answer, Endpoint, Run, stopping
+from edgespec.endpoint.service import METRICS, METRICS_PREFIX, Answer, Endpoint, Run, stopping
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.metric_table import Table, registry_of
 

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,6 @@ from edgespec.endpoint.answer import (
     ToolUse,
     usage_of,
 )
-from edgespec.endpoint.counts import OTHER, EndpointCounts, PromptLog
 from edgespec.endpoint.models import Chosen, ServedModels, VerifierWatch
 from edgespec.endpoint.request_json import (
     ApiError,
@@ -54,6 +53,7 @@ from edgespec.endpoint.responses import ResponseEnvelope, as_chat
 from edgespec.endpoint.tool_calls import MARKS, MarkedText, forced_call, tool_format, tool_reader
 from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram, counter, gauge, histogram
 
 RETRY_AFTER_S: Final = 1
 # Chunks that nobody has read yet; beyond them the generations wait.
@@ -68,12 +68,60 @@ _PIECE: Final = 1 << 16
 _SLACK: Final = 2
 """A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
 makes half of them by it."""
+METRICS_PREFIX: Final = "edgespec_endpoint_"
+OTHER: Final = "other"
+"""Stands for the names of models that nobody serves any more, or of too many."""
+MOST_NAMES: Final = 256
+_BY_MODEL: Final = (
+    ("answers", "Requests that were served, to the end or not"),
+    ("prompt_tokens", "Prompt tokens of the requests served"),
+    ("completion_tokens", "Tokens of their answers"),
+    ("drafted_tokens", "Draft nodes sent for them"),
+    ("accepted_tokens", "Of the tokens, those drafted here"),
+)
+METRICS: Final = (
+    counter("requests_total", "counts.requests", "Requests by path and outcome", "path,outcome"),
+    *(counter(f"{name}_total", f"counts.{name}", text, "model") for name, text in _BY_MODEL),
+    gauge("texts_running", "admission.running", "Texts that are generated now"),
+    gauge("requests_waiting", "admission.waiting", "Requests that wait for their turn"),
+    gauge("verifier_ready", "verifiers.ready", "1: a verifier is there"),
+    histogram("time_to_first_token_seconds", "counts.first_token_s", "Until text comes"),
+    histogram("request_seconds", "counts.duration_s", "From request to the end"),
+)
+"""Read from an ``Endpoint``."""
 
 _log = logging.getLogger(__name__)
 
 
 def stopping() -> ApiError:
     return unavailable("this endpoint is stopping", "shutting_down")
+
+
+class EndpointCounts:
+    """Totals since the start; those of models by name, of which there are at most ``MOST_NAMES``
+    and ``OTHER``."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """By path and status; ``gone`` for a client that left before the end, ``cut`` for a stream
+        that failed in the middle."""
+        self.answers, self.prompt_tokens = Counter[str](), Counter[str]()
+        self.completion_tokens, self.drafted_tokens = Counter[str](), Counter[str]()
+        self.accepted_tokens = Counter[str]()
+        self.first_token_s, self.duration_s = Histogram(LATENCY_S), Histogram(LATENCY_S)
+
+    def add_answer(
+        self, model: str, prompt_tokens: int = 0, choices: Sequence[Choice] = (), answers: int = 1
+    ) -> None:
+        """Tokens of one answer, whether or not it came to its end."""
+        if model not in self.answers and len(self.answers) >= MOST_NAMES:
+            model = OTHER
+        stats = [one.job.stats.counters for one in choices if one.job.stats is not None]
+        self.answers[model] += answers
+        self.prompt_tokens[model] += prompt_tokens
+        self.completion_tokens[model] += sum(one.tokens for one in choices)
+        self.drafted_tokens[model] += sum(one.sent for one in stats)
+        self.accepted_tokens[model] += sum(one.accepted for one in stats)
 
 
 class Admission:
@@ -317,9 +365,9 @@ class Answer:
 
 
 class Endpoint:
-    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for;
-    ``prompt_log`` None: no word of a request is logged. ``tokenizer`` None: requests wait for the
-    one that ``take_tokenizer`` brings, as long as for a verifier."""
+    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for.
+    ``tokenizer`` None: requests wait for the one that ``take_tokenizer`` brings, as long as for a
+    verifier."""
 
     def __init__(
         self,
@@ -330,12 +378,10 @@ class Endpoint:
         sampling: SamplingParams | None = None,
         *,
         key: str = "",
-        prompt_log: PromptLog | None = None,
     ) -> None:
         self.agent, self.tokenizer, self.verifiers = agent, tokenizer, verifiers
         self.models = ServedModels(verifiers, agent.options.model)
         self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
-        self._prompt_log = prompt_log
         self.admission = Admission(settings.max_concurrent, settings.max_queue)
         self.one_large = asyncio.Lock()
         """Held while a large body is read."""
@@ -437,8 +483,6 @@ class Endpoint:
         """The generations of ``answer``, once it is their turn."""
         request_id.set(answer.envelope.id)  # whatever is logged from here on names it
         async with self.admission.turn(len(answer.choices)):
-            if self._prompt_log is not None:
-                self._prompt_log.asked(answer.envelope.id, answer.choices)
             run = Run(self.agent, [choice.job for choice in answer.choices])
             self._runs.add(run)
             self._idle.clear()
@@ -455,8 +499,6 @@ class Endpoint:
                     self._idle.set()
                 self.counts.add_answer(answer.counted_as, answer.prompt_tokens, answer.choices)
                 self.counts.duration_s.add(time.monotonic() - answer.began_s)
-                if self._prompt_log is not None:
-                    self._prompt_log.answered(answer.envelope.id, answer.choices)
 
     def note_first(self, answer: Answer) -> None:
         """Tokens of ``answer`` have come."""

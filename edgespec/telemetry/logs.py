@@ -2,8 +2,7 @@
 
 As JSON a line is one object: ``time`` (UTC), ``level``, ``logger``, ``message``; ``request`` (the
 stream's id) and ``exception`` where there is one; and the fields that a caller gave as
-``extra={"fields": {...}}``. Whatever a message holds stays on one line. As text a line ends with
-what the caller gave as ``extra={"quoted": ...}``, in quotes.
+``extra={"fields": {...}}``. Whatever a message holds stays on one line.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import secrets
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
-
-from edgespec.core.protocol.checks import printable
 
 # The short name under which everything that is said about one stream can be found.
 #
@@ -65,9 +62,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         request = _request_of(record)
         record.where = f" [{request}]" if request else ""
-        quoted = getattr(record, "quoted", None)
-        more = "" if quoted is None else f": {printable(json.dumps(quoted, ensure_ascii=False))}"
-        return super().format(record) + more
+        return super().format(record)
 
 
 def formatter(name: str) -> logging.Formatter:

@@ -23,7 +23,6 @@ from edgespec.device.build import build_agent, connect
 from edgespec.device.reply import Chunk, Piece
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
-from edgespec.endpoint.counts import PromptLog
 from edgespec.endpoint.models import VerifierWatch
 from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
@@ -68,12 +67,11 @@ async def live(
     key: str = "",
     *,
     status: StatusSource | None = None,
-    prompt_log: PromptLog | None = None,
     most: int | None = None,
 ) -> AsyncIterator[Live]:
     """An endpoint in front of these."""
     settings = settings or EndpointSection()
-    endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key, prompt_log=prompt_log)
+    endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key)
     with listen("127.0.0.1", 0) as listener:
         app = build_app(endpoint, status)
         server = EndpointServer(endpoint, app, listener, most=most)

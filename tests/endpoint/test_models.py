@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, NotFoundError
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.endpoint.counts import MOST_NAMES, OTHER, EndpointCounts
+from edgespec.endpoint.service import MOST_NAMES, OTHER, EndpointCounts
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from tests.endpoint.live_endpoint import (
     Live,

@@ -23,7 +23,7 @@ from edgespec_sim.report.trace_lines import read_lines
 from tests.report.samples import agent_config
 from tests.shell.live_verifier import serving
 
-KEY = b"the key of a test"
+HIDDEN = HiddenTokens()
 PARAMS = SamplingParams(
     max_tokens=40,
     temperature=0.9,
@@ -56,7 +56,7 @@ class Both:
 async def _run(folder: Path) -> None:
     with (
         TraceFile(folder / "plain.jsonl") as plain,
-        TraceFile(folder / "hidden.jsonl", HiddenTokens(KEY)) as hidden,
+        TraceFile(folder / "hidden.jsonl", HIDDEN) as hidden,
     ):
         both = Both(plain, hidden)
         async with serving() as (address, verifier):
@@ -88,7 +88,7 @@ def test_lines_differ_in_tokens_alone(traces: tuple[Path, Path]) -> None:
     plain, hidden = (list(read_lines([path])) for path in traces)
     assert {line["side"] for line in plain} == {"device", "verifier"}
     assert len(plain) == len(hidden)
-    hide, changed = HiddenTokens(KEY), set()
+    hide, changed = HIDDEN, set()
     for open_line, line in zip(plain, hidden, strict=True):
         pairs = zip(fields_of(open_line), fields_of(line), strict=True)
         for (name, before), (same, after) in pairs:
@@ -103,6 +103,16 @@ def test_lines_differ_in_tokens_alone(traces: tuple[Path, Path]) -> None:
     assert {"tokens", "prompt", "feed", "targets", "stop_token_ids", *single} <= changed
     lists_of_lists = {"candidates", "results", "requests", "scores", "logprobs"}
     assert changed <= TOKEN_FIELDS | single | lists_of_lists
+
+
+def test_names_are_as_many_and_as_long_as_the_tokens() -> None:
+    hide, tokens = HiddenTokens(), [*range(300), *range(16_380, 16_390), (1 << 31) - 1]
+    names = [hide.token(one) for one in tokens]
+    assert len(set(names)) == len(tokens)
+    assert [max(1, -(-one.bit_length() // 7)) for one in names] == [
+        max(1, -(-one.bit_length() // 7)) for one in tokens
+    ]
+    assert [hide.token(one) for one in tokens] == names != tokens
 
 
 def test_no_list_of_numbers_is_left_open(traces: tuple[Path, Path]) -> None:
