@@ -71,7 +71,8 @@ class PromptTokenizer(ChatTokenizer, Protocol):
 
 
 def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
-    """The drafter of ``config.draft``, paced or routed when it says so; None for ``none``.
+    """The drafter of ``config.draft``, paced or beside the text's own guesses when it says so;
+    None for ``none``.
 
     A Hugging Face folder is exported into the cache first; ``say`` hears of it. Raises
     ``SetupError``, or ``ValueError`` naming the file or the setting.
@@ -82,9 +83,9 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
 
         drafter = PacedDrafter(drafter, config.draft.draft_ms)
     if drafter is not None and config.draft.lookup and config.draft.model != LOOKUP:
-        from edgespec.device.drafters.routed import RoutedDrafter
+        from edgespec.device.drafters.text_drafter import TextDrafter
 
-        drafter = RoutedDrafter(drafter)
+        drafter = TextDrafter(drafter.info, model=drafter)
     return drafter
 
 

@@ -28,10 +28,11 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.drafts import AcceptanceRule, ExactRule, Walk
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.device.drafters.toy import AdversarialDrafter, RandomDrafter, ToyDrafter, toy_info
+from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from tests.adversarial import AdversarialDrafter
 
 LAW = ToyModel(vocabulary_size=4, order=2, seed=5, sharpness=1.0)
 PROMPT = (1, 2)

@@ -64,7 +64,8 @@ def tokenizer() -> TextTokenizer:
 @pytest.fixture(scope="module")
 def drafters() -> Iterator[dict[str, Drafter]]:
     from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-    from edgespec.device.drafters.toy import AdversarialDrafter, RandomDrafter
+    from edgespec.device.drafters.toy import RandomDrafter
+    from tests.adversarial import AdversarialDrafter
 
     folder = resolve_model("bundled", Role.DRAFT)
     draft = OnnxDrafter(folder)

@@ -25,9 +25,10 @@ from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationError
 from edgespec.device.build import build_agent, build_policy, connect
-from edgespec.device.drafters.toy import AdversarialDrafter, ToyDrafter
+from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
+from tests.adversarial import AdversarialDrafter
 from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
 
 PROMPT = "the quick brown fox"

@@ -7,12 +7,19 @@ followers are known; for the router, what its model says when it is asked alone.
 from __future__ import annotations
 
 import math
+import os
 import random
+import shutil
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection, VerifierConfig
+from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.ports import (
     Cancelled,
     Candidate,
@@ -20,23 +27,22 @@ from edgespec.core.ports import (
     StepCancelledError,
     never_cancelled,
 )
+from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import LONGEST
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.drafters.routed import RoutedDrafter
+from edgespec.device.build import build_agent, load_drafter
 from edgespec.device.drafters.text_drafter import LAG, SettledText, TextDrafter, TextGuesses
 from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.models.toy import TOY_CONTEXT_LENGTH, ToyTokenizer
+from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.toy import ToyTarget
+from tests.shell.live_verifier import serving, toy_text
+from tests.sources import ROOT
 
 SIZE = 64
 INFO = ModelInfo("free", "toy", SIZE, 1 << 16)
 GREEDY = SamplingParams()
-
-
-def common(tokens: Sequence[int], position: int) -> int:
-    length = 0
-    while length < min(LONGEST, position) and tokens[position - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length
 
 
 # --- what is settled ------------------------------------------------------------------------
@@ -137,30 +143,6 @@ def test_the_longest_match_goes_on_where_a_later_one_is_shorter() -> None:
     for keep, token in enumerate((3, 4, 5), start=len(text)):
         (guess,) = drafter.step(keep, [token], 1)
         assert guess.token == token + 1
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_first_guess_of_a_match_follows_a_place_that_matches(seed: int) -> None:
-    dice = random.Random(seed)
-    text = SettledText(INFO)
-    guesses = TextGuesses()
-    text.begin(20)
-    want = [dice.randrange(3) for _ in range(20)]
-    text.advance(0, want)
-    for _ in range(200):
-        guesses.read(text)
-        named = guesses.named(text)
-        places = [at for at in range(2, len(want)) if common(want, at) >= 2]
-        settled = [at for at in places if at < text.settled]
-        assert bool(named) or not settled
-        if dice.random() < 0.3:
-            want = want[: dice.randrange(max(2, len(want) - 5), len(want))]
-        keep = min(len(want), len(text.tokens))
-        keep -= keep == len(want)
-        text.offer((guess.token, guess.chance) for guess in named)
-        want.append(named[0].token if named and dice.random() < 0.6 else dice.randrange(3))
-        text.advance(keep, want[keep:])
-        assert list(text.tokens) == want
 
 
 def test_a_chance_is_what_came_true() -> None:
@@ -271,7 +253,7 @@ def test_a_model_that_catches_up_answers_as_if_it_had_been_asked_all_along(
     seed: int, sampling: SamplingParams
 ) -> None:
     dice, model = random.Random(seed), CountingDrafter(CIRCLING)
-    routed, alone = RoutedDrafter(model), ToyDrafter(CIRCLING, model.info)
+    routed, alone = TextDrafter(model.info, model=model), ToyDrafter(CIRCLING, model.info)
     for _ in range(2):
         routed.begin(6, sampling)
         alone.begin(6, sampling)
@@ -286,8 +268,7 @@ def test_a_model_that_catches_up_answers_as_if_it_had_been_asked_all_along(
             own = alone.step(keep, want[keep:], 2)
             assert (routed.fed > 0) == (len(model.fed) > calls)
             if routed.fed:
-                assert found[0] == own[0]
-                assert found[1] == own[1] or found[1].token not in (own[0].token, own[1].token)
+                assert found == own
             held = list(want)
             if dice.random() < 0.2 and len(want) > 9:
                 del want[len(want) - dice.randrange(1, 4) :]
@@ -298,7 +279,7 @@ def test_a_model_that_catches_up_answers_as_if_it_had_been_asked_all_along(
 
 def test_a_text_that_repeats_itself_needs_no_model() -> None:
     model = CountingDrafter(CIRCLING)
-    routed = RoutedDrafter(model)
+    routed = TextDrafter(model.info, model=model)
     text = [5, 6, 7, 8, 9, 10] * 100  # not what the toy would say
     routed.begin(6, GREEDY)
     keep, feed = 0, text[:6]
@@ -311,7 +292,7 @@ def test_a_text_that_repeats_itself_needs_no_model() -> None:
 def test_a_text_that_only_the_model_knows_is_the_models() -> None:
     toy = ToyModel(SIZE, order=3, seed=1)
     model = CountingDrafter(toy)
-    routed, oracle = RoutedDrafter(model), ToyDrafter(toy, model.info)
+    routed, oracle = TextDrafter(model.info, model=model), ToyDrafter(toy, model.info)
     params = SamplingParams(temperature=1.0, seed=1)
     routed.begin(3, params)
     oracle.begin(3, params)
@@ -326,7 +307,7 @@ def test_a_text_that_only_the_model_knows_is_the_models() -> None:
 
 def test_a_failed_step_of_the_model_leaves_what_was_kept() -> None:
     model = CountingDrafter(ToyModel(SIZE, order=3))
-    routed = RoutedDrafter(model)
+    routed = TextDrafter(model.info, model=model)
     routed.begin(8, GREEDY)
     first = routed.step(0, list(range(8)), 2)
     model.fails = True
@@ -336,3 +317,86 @@ def test_a_failed_step_of_the_model_leaves_what_was_kept() -> None:
     assert routed.step(7, [7], 2) == first
     with pytest.raises(ValueError, match="keep_length is 9, but 8 tokens are cached"):
         routed.step(9, [1], 2)
+
+
+# --- behind the composition root -------------------------------------------------------------
+
+
+LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+WARM = SamplingParams(temperature=0.5, seed=9, max_tokens=60, ignore_eos=True, top_k=20)
+PROMPT = ToyTokenizer().encode("a circle")
+DRAFTS = (DraftSection("lookup"), DraftSection("toy", lookup=True))
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=["lookup", "routed"])
+@pytest.mark.parametrize(
+    ("policy", "run_ahead"),
+    [
+        (PolicyName.WINDOWED, RunAhead.AUTO),
+        (PolicyName.WINDOWED, RunAhead.NEVER),
+        (PolicyName.FIXED, RunAhead.NEVER),
+    ],
+)
+async def test_the_text_is_the_targets_own(
+    draft: DraftSection, policy: PolicyName, run_ahead: RunAhead
+) -> None:
+    vocabulary = load_target(VerifierConfig(model="toy", port=0)).info.vocabulary
+    target = ToyTarget(CIRCLING, vocabulary=vocabulary, context_length=TOY_CONTEXT_LENGTH)
+    served = VerifierConfig(model="toy", port=0, server_drafts=False)
+    async with serving(target, config=served) as (address, _):
+        policies = PolicySection(policy, run_ahead=run_ahead)
+        config = AgentConfig(address, tokenizer="toy", draft=draft, policy=policies)
+        async with build_agent(config) as agent:
+            for params in (LONG, WARM, LONG):  # the last one is known already
+                found = [t async for c in agent.generate(PROMPT, params) for t in c.tokens]
+                assert found == toy_text(PROMPT, params, CIRCLING)
+            assert agent.stats is not None
+            counters = agent.stats.counters
+            assert counters.draft_failure == ""
+            if run_ahead is RunAhead.NEVER:  # else the toy's passes are over before a draft comes
+                assert counters.accepted > 30
+                assert counters.passes < LONG.max_tokens
+
+
+def test_a_lookup_needs_a_tokenizer_and_no_more(tmp_path: Path) -> None:
+    folder = resolve_model("bundled", Role.DRAFT)
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    for reference in (str(tmp_path), "bundled", str(resolve_model("bundled", Role.TARGET))):
+        config = AgentConfig(tokenizer=reference, draft=DraftSection("lookup"))
+        drafter = load_drafter(config)
+        assert isinstance(drafter, TextDrafter)
+        info, own = drafter.info, model_info(folder)
+        assert (info.vocabulary, info.vocabulary_size) == (own.vocabulary, own.vocabulary_size)
+        assert info.context_length > own.context_length
+
+
+def test_a_lookup_loads_no_model_library() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('onnxruntime', 'onnx', 'torch'): sys.modules[name] = None\n"
+        "from edgespec.device.build import load_drafter\n"
+        "from edgespec.config import AgentConfig, DraftSection\n"
+        "drafter = load_drafter(AgentConfig(draft=DraftSection('lookup')))\n"
+        "print(drafter.info.name)\n"
+    )
+    path = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("lookup\n", "")
+
+
+def test_what_is_configured_is_built() -> None:
+    with pytest.raises(ConfigError, match="'none', which drafts nothing"):
+        load_config(AgentConfig, None, {"draft.model": "none", "draft.lookup": True})
+    for overrides, name in (
+        ({"draft.model": "toy", "draft.lookup": True, "draft.draft_ms": 5.0}, "toy"),
+        ({"draft.model": "lookup", "draft.lookup": True}, "lookup"),
+    ):
+        drafter = load_drafter(load_config(AgentConfig, None, {"tokenizer": "toy", **overrides}))
+        assert isinstance(drafter, TextDrafter)
+        assert drafter.info.name == name

@@ -27,7 +27,8 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.device.drafters.toy import AdversarialDrafter, RandomDrafter, ToyDrafter, toy_info
+from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
+from tests.adversarial import AdversarialDrafter
 from tests.sim.faults.governors import BUDGET
 from tests.sim.faults.options import DrafterFactory, WorldOptions, WorldResult, good_drafter
 from tests.sim.faults.worlds import run_world

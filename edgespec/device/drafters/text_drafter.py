@@ -1,4 +1,5 @@
-"""A drafter without a model: it guesses from the text itself and from what was said before.
+"""A drafter that guesses from the text itself and from what was said before, with or without a
+model beside it.
 
 Theory of operation. Guesses come from ``core/protocol/text_guesses.py``. A drafter sees drafted
 tokens as well as committed ones, and nobody tells it which is which. But whatever was drafted is
@@ -11,6 +12,21 @@ even that was wrong the text is cut back below ``settled``, which then says so.
 Guesses below ``least_chance`` are not made, and where none is left the drafter has nothing to say:
 the session rests until the next commit. Tables and chances belong to the drafter, whose agent
 serves one user, and outlive a generation: below 2 MiB together, and an index of each text.
+
+*Beside a model* the kind of a step is the cell of its best guess: how long its match is, or which
+table named it. For each kind it is counted how often the model was right where such a guess stood,
+and where none stood. A step is answered without the model
+
+    where the guesses are as likely right as the model's, or as likely as not: what costs no time
+    is followed by another guess at once, while a model's step can make the drafts miss a pass
+    where the model is not worth its time: the chance that the text so far is the target's, times
+    that of the model being right, is below ``LEAST_WORTH``. Without guesses, the session rests
+
+Then the model's cache is behind, and it catches up with one longer feed when it is asked again (a
+feed of 5 tokens takes about 1.4 times as long as one of 1). A feed longer than ``PREFILL_CHUNK``
+is split: a chunk is fed, and guesses answer the step, so that a long prompt does not keep them
+waiting. Passed over ``EXPLORE`` times, the model is asked all the same, so that its rates stay
+known.
 """
 
 from __future__ import annotations
@@ -21,8 +37,10 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from edgespec.core.ports import (
+    PREFILL_CHUNK,
     Cancelled,
     Candidate,
+    Drafter,
     ModelInfo,
     StepCancelledError,
     never_cancelled,
@@ -38,12 +56,19 @@ from edgespec.core.protocol.text_guesses import (
     named_tokens,
     pair_of,
 )
-from edgespec.device.drafters.token_cache import TokenCache
+from edgespec.device.drafters.token_cache import TokenCache, twin_of
 
 NAME = "lookup"
 MOST_LEADERS = 4096
 LEAST_CHANCE = 0.3
 LAG = 32
+TRUSTED = 0.5
+LEAST_WORTH = 0.025
+EXPLORE = 12
+NO_GUESS = -1
+_MEMORY, _PRIOR_WEIGHT = 0.98, 4.0
+# The model is taken to be so good until it was judged: its choices together, and its first.
+_MODEL_PRIOR, _FIRST_PRIOR = 0.8, 0.7
 
 
 class SettledText:
@@ -211,34 +236,103 @@ class TextGuesses:
         return best, best_position
 
 
-class TextDrafter:
-    """``Drafter`` of ``TextGuesses``; it only needs to know how large the vocabulary is.
+class Rate:
+    """How often something was right of late.
 
-    A step returns at most ``RANKS`` guesses, and none where no chance is ``least_chance``. What it
-    returns depends on the text and on what was learned before, never on ``sampling``.
+    Formula: (hits + prior * 4) / (trials + 4), where both lose a share of 0.02 at each trial. With
+    a prior of 0.8, 2 hits in 4 trials give about (2 + 3.2) / (4 + 4) = 0.65.
     """
 
-    def __init__(self, info: ModelInfo, least_chance: float = LEAST_CHANCE) -> None:
+    def __init__(self) -> None:
+        self._hits = self._trials = 0.0
+
+    def note(self, hit: bool) -> None:
+        self._trials = self._trials * _MEMORY + 1.0
+        self._hits = self._hits * _MEMORY + hit
+
+    def value(self, prior: float) -> float:
+        return (self._hits + prior * _PRIOR_WEIGHT) / (self._trials + _PRIOR_WEIGHT)
+
+
+class ModelRates:
+    """How good the model is beside guesses of each kind; it outlives a generation."""
+
+    def __init__(self) -> None:
+        self._overall, self._first = Rate(), Rate()
+        self._of_kind: dict[int, Rate] = {}
+        self._passed_over: dict[int, int] = {}
+        """By kind: steps in a row that the model was not asked."""
+
+    def passes_over(self, kind: int, chance: float, reach: float) -> bool:
+        """Whether guesses of this kind, with this chance of holding the target's token, answer the
+        step behind a text that is the target's with the chance ``reach``. Asking counts."""
+        if chance >= TRUSTED:
+            return True
+        rate = self._of_kind.setdefault(kind, Rate())
+        its = rate.value(self._overall.value(_MODEL_PRIOR))
+        if chance < its and reach * its >= LEAST_WORTH:
+            return False
+        passed_over = self._passed_over.get(kind, 0) + 1
+        self._passed_over[kind] = passed_over % EXPLORE
+        return passed_over < EXPLORE
+
+    def chances(self, count: int) -> tuple[float, ...]:
+        """Those of the model's choices."""
+        first = self._first.value(_FIRST_PRIOR)
+        rest = max(0.0, self._overall.value(_MODEL_PRIOR) - first)
+        return (first, *(rest,) * (count - 1))
+
+    def note(self, kind: int, answers: tuple[int, ...], token: int) -> None:
+        """What the model answered, and the target's token."""
+        hit = token in answers
+        self._overall.note(hit)
+        self._first.note(token in answers[:1])
+        self._of_kind.setdefault(kind, Rate()).note(hit)
+
+
+class TextDrafter:
+    """``Drafter`` of ``TextGuesses``, and of ``model`` where there is one, whose ``info`` it has
+    then; alone it only needs to know how large the vocabulary is.
+
+    Without the model a step returns at most ``RANKS`` guesses, and none where no chance is
+    ``least_chance``; they depend on the text and on what was learned before, never on ``sampling``.
+    ``fed`` is how many tokens the model was fed in the last step. Raises what the model raises.
+    """
+
+    def __init__(
+        self, info: ModelInfo, least_chance: float = LEAST_CHANCE, model: Drafter | None = None
+    ) -> None:
         if not 0.0 <= least_chance <= 1.0:
             raise ValueError(f"least_chance is {least_chance}, but must be in [0, 1]")
-        self._info = replace(info, name=NAME)
-        self._least_chance = least_chance
+        self.fed = 0
+        self._info = replace(info, name=NAME) if model is None else model.info
+        self._least_chance, self._model = least_chance, model
         self._text = SettledText(info)
-        self._guesses = TextGuesses()
+        self._guesses, self._rates = TextGuesses(), ModelRates()
+        self._asked: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """By position, until it is judged: the kind of step, and the model's answers."""
+        self._agreed = 0
+        """How many leading tokens of the text the model has in its cache."""
 
     @property
     def info(self) -> ModelInfo:
         return self._info
 
     def twin(self) -> TextDrafter:
-        """Another sequence, which shares what is learned (``ports.Twinned``)."""
-        twin = TextDrafter(self._info, self._least_chance)
-        twin._guesses = self._guesses.twin()
+        """Another sequence, which shares what is learned (``ports.Twinned``). Raises ``TypeError``
+        where the model has none."""
+        model = None if self._model is None else twin_of(self._model)
+        twin = TextDrafter(self._info, self._least_chance, model)
+        twin._guesses, twin._rates = self._guesses.twin(), self._rates
         return twin
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        if self._model is not None:
+            self._model.begin(prompt_length, sampling)
         self._text.begin(prompt_length, sampling.constraint)
         self._guesses.begin()
+        self._asked.clear()
+        self._agreed = 0
 
     def step(
         self,
@@ -248,19 +342,66 @@ class TextDrafter:
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
         if cancelled():
-            raise StepCancelledError("a lookup was cancelled before it began")
-        self._text.advance(keep_length, feed)
-        self._guesses.read(self._text)
-        named = permitted(self._guesses.named(self._text), self._text)[:width]
-        worth = [one for one in named if one.chance >= self._least_chance]
-        self._text.offer((one.token, one.chance) for one in worth)
+            raise StepCancelledError("a step without a model was cancelled before it began")
+        text = self._text
+        text.advance(keep_length, feed)
+        self._agreed = min(self._agreed, text.kept)
+        self._guesses.read(text)
+        self._judge()
+        mask = text.mask()
+        named = self._guesses.named(text)
+        allowed = [one for one in named if mask is None or allows(mask, one.token)][:width]
+        worth = [one for one in allowed if one.chance >= self._least_chance]
+        self.fed = 0
+        if self._model is not None:
+            kind = worth[0].cell if worth else NO_GUESS
+            chance = min(1.0, sum(guess.chance for guess in worth))
+            if not self._rates.passes_over(kind, chance, text.reach):
+                length = len(text.tokens)
+                if length - self._agreed <= PREFILL_CHUNK:
+                    return self._ask(self._model, kind, length, keep_length, width, cancelled)
+                part = self._agreed + PREFILL_CHUNK
+                self._fed(self._model, part, keep_length, 1, cancelled)
+        text.offer((one.token, one.chance) for one in worth)
         return tuple([one.candidate for one in worth])
 
     def close(self) -> None:
         self._text.forget(0)
+        if self._model is not None:
+            self._model.close()
 
+    def _ask(
+        self,
+        model: Drafter,
+        kind: int,
+        length: int,
+        keep_length: int,
+        width: int,
+        cancelled: Cancelled,
+    ) -> tuple[Candidate, ...]:
+        answers = self._fed(model, length, keep_length, width, cancelled)
+        ids = tuple([candidate.token for candidate in answers])
+        self._asked[length] = kind, ids
+        self._text.offer(zip(ids, self._rates.chances(len(ids)), strict=True))
+        return answers
 
-def permitted(named: tuple[Guess, ...], text: SettledText) -> tuple[Guess, ...]:
-    """Those that the constraint of the text allows."""
-    mask = text.mask()
-    return named if mask is None else tuple([one for one in named if allows(mask, one.token)])
+    def _fed(
+        self, model: Drafter, length: int, keep_length: int, width: int, cancelled: Cancelled
+    ) -> tuple[Candidate, ...]:
+        """Feed the model what it lacks of the first ``length`` tokens; its answers."""
+        keep = self._agreed = min(self._agreed, length - 1)
+        try:
+            answers = model.step(keep, self._text.tokens[keep:length], width, cancelled)
+        except BaseException:
+            self._text.forget(keep_length)
+            self._agreed = min(keep, keep_length)
+            raise
+        self._agreed, self.fed = length, length - keep
+        return answers
+
+    def _judge(self) -> None:
+        text, asked = self._text, self._asked
+        for position in [at for at in asked if at > text.kept]:
+            del asked[position]
+        for position in [at for at in asked if at < text.settled]:
+            self._rates.note(*asked.pop(position), text.tokens[position])

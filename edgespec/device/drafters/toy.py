@@ -11,7 +11,6 @@ from itertools import islice
 from edgespec.core.ports import (
     Cancelled,
     Candidate,
-    Drafter,
     ModelInfo,
     StepCancelledError,
     never_cancelled,
@@ -115,16 +114,9 @@ def toy_info(model: ToyModel) -> ModelInfo:
     )
 
 
-# --------------------------------------------------------------------------------------------
-# Drafters that are no help: the guard against acceptance rates that are tautologies.
-#
-# ``RandomDrafter`` guesses uniformly, so its acceptance is about ``width / V``;
-# ``AdversarialDrafter`` never guesses what its inner drafter would. A stream must be the same with
-# either.
-
-
 class RandomDrafter:
-    """``Drafter`` of uniformly random ids, a pure function of (seed, position).
+    """``Drafter`` of uniformly random ids, a pure function of (seed, position): the guard against
+    acceptance rates that are tautologies. Its acceptance is about ``width / V``.
 
     The hash key is the complement of the session's, so the guesses do not follow its noise.
     """
@@ -157,42 +149,6 @@ class RandomDrafter:
 
     def close(self) -> None:
         self._cache.forget(0)
-
-
-class AdversarialDrafter:
-    """``Drafter`` that proposes random ids among those its inner drafter does not propose.
-
-    With the target's own law inside, every draft is a miss as long as ``width`` is below the
-    vocabulary size; with nothing else to offer it proposes nothing.
-    """
-
-    def __init__(self, inner: Drafter, seed: int = 0) -> None:
-        self._inner = inner
-        self._seed = seed
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._inner.info
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._inner.begin(prompt_length, sampling)
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        guesses = self._inner.step(keep_length, feed, width, cancelled)
-        good = {candidate.token for candidate in guesses}
-        size = self._inner.info.vocabulary_size
-        ids = random_ids(self._seed, keep_length + len(feed), size)
-        bad = islice((token for token in ids if token not in good), width)
-        return tuple(Candidate(token, -math.log(size)) for token in bad)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def random_ids(seed: int, position: int, vocabulary_size: int) -> Iterator[int]:

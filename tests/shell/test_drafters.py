@@ -11,27 +11,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 
-from edgespec.core.ports import Drafter, ModelInfo, StepCancelledError, Twinned
+from edgespec.core.ports import Candidate, Drafter, ModelInfo, StepCancelledError, Twinned
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.drafters.paced import PacedDrafter
-from edgespec.device.drafters.routed import RoutedDrafter
 from edgespec.device.drafters.text_drafter import TextDrafter
-from edgespec.device.drafters.toy import AdversarialDrafter, RandomDrafter, ToyDrafter, toy_info
+from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, random_ids, toy_info
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info
+from tests.adversarial import AdversarialDrafter
 from tests.shell.foreign_graphs import attending_graph, concatenating_graph, write_folder
 from tests.shell.tiny_checkpoints import CONTEXT_LENGTH, VOCABULARY_SIZE, write_checkpoint
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, repetition_penalty=1.2, seed=99)
+MODEL = ToyModel(vocabulary_size=20)
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, VOCABULARY_SIZE, CONTEXT_LENGTH)]
 LEARN = ("lookup", "routed")
 KINDS = (
@@ -73,7 +75,7 @@ def drafter_of(
             case ("lookup", _):
                 return TextDrafter(toy_short)
             case ("routed", _):
-                return RoutedDrafter(ToyDrafter(toy, toy_short))
+                return TextDrafter(toy_short, model=ToyDrafter(toy, toy_short))
             case ("paced", _):
                 return PacedDrafter(ToyDrafter(toy, toy_short), 1.0, sleep=lambda _: None)
             case ("foreign", _):
@@ -231,12 +233,7 @@ def test_a_truncated_toy_draft_fills_up_its_siblings() -> None:
     assert len({guess.token for guess in guesses}) == 5
 
 
-def test_a_toy_draft_needs_an_info_of_its_size() -> None:
-    with pytest.raises(ValueError, match="50"):
-        ToyDrafter(ToyModel(vocabulary_size=50), toy_info(ToyModel(vocabulary_size=51)))
-
-
-@pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "onnx-32", *LEARN])
+@pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "foreign-concatenating", *LEARN])
 def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Drafter]) -> None:
     """Two sequences on one drafter, step by step in turn, guess as two drafters do."""
     ours, theirs = TOKENS[:12], TOKENS[12:24]
@@ -260,3 +257,67 @@ def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Dra
     second.close()
     assert len(first.step(12, theirs[:1], 2)) <= 2
     first.close()
+
+
+# --- drafters that are no help ---------------------------------------------------------------
+
+
+def test_random_guesses_are_right_as_often_as_chance() -> None:
+    law, guesser = ToyDrafter(MODEL), RandomDrafter(toy_info(MODEL))
+    params = SamplingParams(temperature=1.0, seed=0)
+    law.begin(1, params)
+    guesser.begin(1, params)
+    feed, hits, length = [1], 0, 2000
+    for position in range(length):
+        (right,) = law.step(position, feed, 1)
+        (guess,) = guesser.step(position, feed, 1)
+        hits += guess.token == right.token
+        feed = [right.token]
+    assert hits / length == pytest.approx(1 / 20, abs=0.02)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_the_adversary_never_guesses_what_its_inner_drafter_would(width: int) -> None:
+    law, adversary = ToyDrafter(MODEL), AdversarialDrafter(ToyDrafter(MODEL))
+    for drafter in (law, adversary):
+        drafter.begin(1, SamplingParams())
+    feed = [1]
+    for position in range(100):
+        right = law.step(position, feed, width)
+        wrong = adversary.step(position, feed, width)
+        assert len(wrong) == width
+        assert not {c.token for c in right} & {c.token for c in wrong}
+        feed = [right[0].token]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+def test_random_ids_are_every_id_once(size: int) -> None:
+    for position in range(5):
+        assert sorted(random_ids(3, position, size)) == list(range(size))
+    assert next(random_ids(3, 1, 1 << 20)) != next(random_ids(3, 2, 1 << 20))
+
+
+def test_a_paced_step_takes_its_time_in_total() -> None:
+    """However long its own takes; cancelled, it does not sleep to its end."""
+    now, own_s = [5.0], 0.004
+
+    class Slow(ToyDrafter):
+        def step(self, *args: Any) -> tuple[Candidate, ...]:
+            now[0] += own_s
+            return ()
+
+    def pause(duration_s: float) -> None:
+        assert duration_s > 0
+        now[0] += duration_s
+
+    def paced(step_ms: float) -> PacedDrafter:
+        return PacedDrafter(Slow(MODEL), step_ms, sleep=pause, clock=lambda: now[0])
+
+    assert paced(10.0).step(0, [1], 1) == ()
+    assert now[0] == pytest.approx(5.010)
+    own_s = 0.050
+    assert paced(10.0).step(0, [1], 1) == ()
+    assert now[0] == pytest.approx(5.060)
+    with pytest.raises(StepCancelledError):
+        paced(60_000.0).step(0, [1], 1, lambda: now[0] > 6.0)
+    assert now[0] < 6.2

@@ -1,0 +1,47 @@
+"""A drafter that is no help, for tests: a stream must be the same with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.drafters.toy import random_ids
+
+
+class AdversarialDrafter:
+    """``Drafter`` that proposes random ids among those its inner drafter does not propose.
+
+    With the target's own law inside, every draft is a miss as long as ``width`` is below the
+    vocabulary size; with nothing else to offer it proposes nothing.
+    """
+
+    def __init__(self, inner: Drafter, seed: int = 0) -> None:
+        self._inner = inner
+        self._seed = seed
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._inner.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        guesses = self._inner.step(keep_length, feed, width, cancelled)
+        good = {candidate.token for candidate in guesses}
+        size = self._inner.info.vocabulary_size
+        ids = random_ids(self._seed, keep_length + len(feed), size)
+        bad = islice((token for token in ids if token not in good), width)
+        return tuple(Candidate(token, -math.log(size)) for token in bad)
+
+    def close(self) -> None:
+        self._inner.close()

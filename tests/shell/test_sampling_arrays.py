@@ -1,0 +1,282 @@
+"""The sampling law and its noise on arrays. Oracles: the scalar law, ``core/protocol/sampling``;
+for rows of a large vocabulary, the same with everything sorted and summed.
+
+float32 against float64 may order two nearly equal scores differently; the examples draw logits on
+a grid and noise from a hash, so such a tie would be found once and then be a fact of the test.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
+from edgespec.device.drafters.token_cache import TokenCache
+from edgespec.sampling.arrays import (
+    LARGEST_NOISE,
+    MAX_WIDTH,
+    Workspace,
+    best_candidates,
+    gumbel_noise,
+    gumbel_row,
+    least_bits,
+)
+from edgespec.sampling.arrays import gumbel as array_gumbel
+from edgespec.sampling.arrays import noise_bits as array_noise_bits
+from edgespec.sampling.token_counts import TokenCounts
+
+VOCABULARY_SIZE, LARGE = 40, 151_936
+Values = np.ndarray[Any, np.dtype[np.float32]]
+ROWS = st.lists(
+    st.integers(-200, 200).map(lambda n: n / 16), min_size=VOCABULARY_SIZE, max_size=VOCABULARY_SIZE
+)
+IDS = st.integers(0, VOCABULARY_SIZE - 1)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 1, 3, 20, 40, 100]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, -0.4]),
+    logit_bias=st.dictionaries(IDS | st.just(10**6), st.sampled_from([-3.0, 2.5]), max_size=3),
+    seed=st.integers(0, (1 << 64) - 1),
+)
+
+
+def row(values: list[float]) -> Values:
+    return np.array(values, dtype=np.float32)
+
+
+@given(ROWS, PARAMS, st.integers(0, 10**6), st.lists(IDS, max_size=9), st.lists(IDS, max_size=9))
+def test_the_first_guess_is_the_scalar_choice(
+    values: list[float],
+    params: SamplingParams,
+    position: int,
+    prompt: list[int],
+    output: list[int],
+) -> None:
+    logits = row(values)
+    counts = TokenCounts.of(VOCABULARY_SIZE, prompt, output)
+    for width in (1, 3):
+        found = best_candidates(logits, params, position, width, counts)
+        assert found[0].token == choose(values, params, position, prompt, output)
+        assert len({candidate.token for candidate in found}) == width
+    assert logits.tolist() == values
+
+
+@given(ROWS, PARAMS, st.integers(0, 10**6), st.integers(1, VOCABULARY_SIZE))
+def test_siblings_are_the_best_perturbed_scores_in_order(
+    values: list[float], params: SamplingParams, position: int, width: int
+) -> None:
+    scores = warp(values, params)
+    inside = {token for token, score in enumerate(scores) if score > -math.inf}
+    found = best_candidates(row(values), params, position, width)
+    tokens = [candidate.token for candidate in found]
+    count = min(width, len(inside))
+    assert set(tokens[:count]) <= inside
+    assert not set(tokens[count:]) & inside
+
+    def perturbed(token: int) -> float:
+        noise = 0.0 if params.greedy else gumbel(noise_bits(params.seed, position, token))
+        return scores[token] + noise
+
+    kept = [perturbed(token) for token in tokens[:count]]
+    assert kept == sorted(kept, reverse=True)
+    rest = max((perturbed(token) for token in inside - set(tokens)), default=-math.inf)
+    assert kept[-1] >= rest - 1e-4
+
+
+@given(ROWS, PARAMS, st.integers(0, 10**6))
+def test_logprobs_are_those_of_the_warped_distribution(
+    values: list[float], params: SamplingParams, position: int
+) -> None:
+    scores = warp(values, params)
+    total = math.log(math.fsum(math.exp(score) for score in scores if score > -math.inf))
+    found = best_candidates(row(values), params, position, 5)
+    inside = [candidate for candidate in found if scores[candidate.token] > -math.inf]
+    for candidate in inside:
+        assert candidate.logprob == pytest.approx(scores[candidate.token] - total, abs=1e-4)
+    for candidate in found[len(inside) :]:
+        assert math.isfinite(candidate.logprob)
+        assert candidate.logprob <= min(known.logprob for known in inside) + 1e-5
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    logits = row([1.0, 3.0, 3.0, 2.0, 3.0])
+    found = best_candidates(logits, SamplingParams(), 0, 4)
+    assert [candidate.token for candidate in found] == [1, 2, 4, 3]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9e-7])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.1, seed=3)
+    found = best_candidates(row([0.0, 1.0, 2.0]), params, 0, 2)
+    assert found == best_candidates(row([0.0, 1.0, 2.0]), SamplingParams(), 0, 2)
+    assert [candidate.token for candidate in found] == [2, 1]
+
+
+@pytest.mark.parametrize("min_p", [5e-324, 1e-60])
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+def test_tiny_shares_and_extreme_penalties_warn_of_nothing(min_p: float, penalty: float) -> None:
+    """Warnings are errors in this suite."""
+    params = SamplingParams(
+        temperature=1e-6, min_p=min_p, top_p=5e-324, repetition_penalty=penalty, seed=3
+    )
+    logits = row([60.0, -70.0, 65.0, 0.0])
+    [best] = best_candidates(logits, params, 4, 1, TokenCounts.of(3, (0, 1), (2,)))
+    assert best.token == choose(logits.tolist(), params, 4, (0, 1), (2,))
+
+
+def test_tokens_without_a_finite_logit_are_not_offered() -> None:
+    logits = row([-math.inf, 1.0, -math.inf])
+    for params in (SamplingParams(), SamplingParams(temperature=1.0)):
+        assert [c.token for c in best_candidates(logits, params, 0, 3)] == [1]
+
+
+@pytest.mark.parametrize("width", [0, -1, MAX_WIDTH + 1])
+def test_a_width_out_of_bounds_is_refused(width: int) -> None:
+    with pytest.raises(ValueError, match=f"width is {width}"):
+        best_candidates(row([0.0]), SamplingParams(), 0, width)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_broken_row_is_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match=rf"no finite scores: the largest is {bad}"):
+        best_candidates(row([0.0, bad]), SamplingParams(), 4, 1)
+
+
+# --- rows of a large vocabulary ---------------------------------------------------------------
+
+
+def large_rows() -> dict[str, Values]:
+    dice = np.random.default_rng(7)
+    normal = dice.standard_normal(LARGE).astype(np.float32)
+    peaked = normal * 2.5
+    peaked[dice.integers(0, LARGE, 20)] += 12
+    cut = normal * 2
+    cut[dice.random(LARGE) < 0.6] = -np.inf
+    cliff = normal * np.float32(1e-4)
+    cliff[77] = 9.0
+    return {
+        "peaked": peaked,
+        "broad": normal * 2,
+        "flat": normal * np.float32(1e-3),
+        "all equal": np.full(LARGE, 3.5, dtype=np.float32),
+        "many ties": np.round(normal * 2),
+        "some impossible": cut,
+        "one peak over a plain": cliff,
+    }
+
+
+LAWS = {
+    "plain": SamplingParams(temperature=1.0, seed=5),
+    "top-p": SamplingParams(temperature=0.9, top_p=0.9, seed=6),
+    "small top-p": SamplingParams(temperature=1.0, top_p=0.2, seed=7),
+    "nearly all": SamplingParams(temperature=1.0, top_p=0.9999, seed=7),
+    "top-k and top-p": SamplingParams(temperature=0.7, top_k=2000, top_p=0.8, seed=8),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.05, top_p=0.95, seed=9),
+    "few": SamplingParams(temperature=1.0, top_k=2, seed=10),
+}
+
+
+def expected(logits: Values, params: SamplingParams, position: int, width: int) -> list[int]:
+    """Token ids, best first, by whole sorts; as ``warp`` says it."""
+    scores = (logits - logits.max()) / np.float32(params.temperature)
+    ranked = np.argsort(-scores, kind="stable")
+    ranked = ranked[scores[ranked] > -np.inf]
+    inside = ranked
+    if 0 < params.top_k < inside.size:
+        inside = inside[scores[inside] >= scores[inside[params.top_k - 1]]]
+    if params.top_p < 1.0:
+        mass = np.cumsum(np.exp(scores[inside]), dtype=np.float64)
+        inside = inside[: int(np.searchsorted(mass, params.top_p * mass[-1])) + 1]
+    if params.min_p > 0.0:
+        inside = inside[scores[inside] >= np.float32(np.log(params.min_p))]
+    perturbed = scores + gumbel_row(params.seed, position, scores.size)
+    outside = np.setdiff1d(ranked, inside)
+
+    def best(ids: np.ndarray[Any, np.dtype[np.intp]]) -> list[int]:
+        ids = np.sort(ids)
+        found: list[int] = ids[np.argsort(-perturbed[ids], kind="stable")].tolist()
+        return found
+
+    return (best(inside) + best(outside))[:width]
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_nothing_is_lost_by_looking_at_few_tokens(name: str) -> None:
+    work = Workspace()
+    for position, (kind, logits) in enumerate(large_rows().items()):
+        found = best_candidates(logits, LAWS[name], position, 4, None, work)
+        tokens = [candidate.token for candidate in found]
+        assert tokens == expected(logits, LAWS[name], position, 4), kind
+        [first] = best_candidates(logits, LAWS[name], position, 1, None, work)
+        assert first.token == tokens[0], kind
+
+
+def test_bits_below_the_least_give_less_noise() -> None:
+    bits = np.arange(0, 1 << 32, 9973, dtype=np.uint32)
+    noise = array_gumbel(bits)
+    for wanted in np.linspace(-4, 16.6, 200):
+        assert noise[bits < least_bits(float(wanted))].max(initial=-9.0) < wanted
+    assert (bits >= least_bits(3.0)).mean() == pytest.approx(0.0486, abs=1e-3)
+
+
+def test_counts_follow_a_text_that_is_cut_back_and_goes_on() -> None:
+    info = ModelInfo("m", "t", 50, 400)
+    cache, dice = TokenCache(info), random.Random(3)
+    cache.begin(20, SamplingParams(frequency_penalty=0.5))
+    for _ in range(300):
+        keep = dice.randrange(max(0, len(cache) - 5), len(cache) + 1)
+        cache.advance(keep, [dice.randrange(50) for _ in range(dice.randint(1, 6))])
+        if len(cache) > 390:
+            cache.forget(3)
+        wanted = TokenCounts.of(50, cache.prompt, cache.output)
+        assert cache.counts is not None
+        assert cache.counts.occurs == wanted.occurs
+        assert cache.counts.in_output == wanted.in_output
+
+
+# --- noise ------------------------------------------------------------------------------------
+
+
+SEEDS = st.integers(0, (1 << 64) - 1)
+POSITIONS = st.integers(0, 1 << 40)
+
+
+@given(SEEDS, POSITIONS, st.lists(st.integers(0, (1 << 31) - 1), min_size=1, max_size=20))
+def test_integers_agree_bit_for_bit(seed: int, position: int, tokens: list[int]) -> None:
+    got = array_noise_bits(seed, position, np.array(tokens, dtype=np.int64))
+    assert got.tolist() == [noise_bits(seed, position, token) for token in tokens]
+
+
+@given(SEEDS, POSITIONS)
+def test_a_row_is_the_noise_of_all_ids(seed: int, position: int) -> None:
+    row = gumbel_row(seed, position, 50)
+    assert row.dtype == np.float32
+    np.testing.assert_array_equal(row, gumbel_noise(seed, position, np.arange(50)))
+    expected = [gumbel(noise_bits(seed, position, token)) for token in range(50)]
+    np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 511, 512, 1 << 31, (1 << 32) - 512, (1 << 32) - 1])
+def test_the_ends_of_the_range_are_finite(bits: int) -> None:
+    got = float(array_gumbel(np.array([bits], dtype=np.uint32))[0])
+    assert math.isfinite(got)
+    assert got == pytest.approx(gumbel(bits), rel=1e-5)
+    assert got <= LARGEST_NOISE
+
+
+def test_the_mean_is_that_of_a_gumbel_variate() -> None:
+    row = gumbel_row(7, 3, 100_000)
+    assert float(row.mean()) == pytest.approx(0.5772, abs=0.02)
+    assert float(row.var()) == pytest.approx(math.pi**2 / 6, abs=0.05)
