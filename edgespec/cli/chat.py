@@ -1,21 +1,39 @@
-"""``edgespec chat``: a conversation, turn by turn, in the model's own chat format."""
+"""``edgespec chat``: a conversation, turn by turn, in the model's own chat format.
+
+At a terminal it is kept as one JSON file in ``$XDG_STATE_HOME/edgespec/conversations`` (by default
+``~/.local/state``), with mode 0600 in a folder of mode 0700, replaced in one step after each reply,
+so that a file is never half written. Of those files the newest ``MAX_KEPT`` stay.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
+import json
+import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from edgespec import __version__
+from edgespec.cli.chat_terminal import (
+    FRAME_S,
+    PROMPT,
+    CtrlC,
+    MarkdownView,
+    TerminalEditor,
+    is_drawable,
+    silent_keyboard,
+    status_line,
+)
 from edgespec.cli.device import (
     Progress,
     TextView,
@@ -30,26 +48,9 @@ from edgespec.cli.device import (
 )
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, TEMPERATURE, from_config
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
-from edgespec.cli.talk import record as records
-from edgespec.cli.talk.editor import (
-    Command,
-    CommandError,
-    CtrlC,
-    Editor,
-    Name,
-    PlainEditor,
-    TerminalEditor,
-    command_help,
-    is_command,
-    is_drawable,
-    make_editor,
-    message_of,
-    parse,
-    silent_keyboard,
-)
-from edgespec.cli.talk.reply_view import FRAME_S, MarkdownView, status_line
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
+from edgespec.config.files import read_text, replace_file
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import one_line, printable
 from edgespec.device.agent import Agent, GenerationError
@@ -62,17 +63,172 @@ from edgespec.device.build import (
     with_port,
 )
 from edgespec.device.status import StatusSource
-from edgespec.telemetry.trace import Tracer
 
-_SHOWN = 60
+MAX_KEPT: Final = 200
+MAX_BYTES: Final = 16 << 20
+_FORMAT: Final = {"format": "edgespec-conversation", "version": 1}
+_ROLES: Final = ("system", "user", "assistant")
+_SHOWN: Final = 60
 """Characters of a message that are quoted."""
+_AGAIN: Final = "an empty line sends your message again"
+COMMANDS: Final = {
+    "/help": ("", "this list"),
+    "/system": ("[TEXT|-]", "tell the model how to be; alone: show it; -: no more"),
+    "/save": ("FILE", "write the conversation to a file"),
+    "/load": ("FILE", "go on with a conversation from a file"),
+    "/model": ("[NAME]", "which models talk, and where; NAME: talk with this one"),
+    "/stats": ("", "numbers of the last reply, and of this chat"),
+    "/reset": ("", "forget the conversation and begin another"),
+    "/quit": ("", "leave, like Ctrl-D"),
+}
+_TAKE_FILE: Final = ("/save", "/load")
+_KEYS: Final = (
+    "Enter sends; Alt-Enter, Ctrl-J or a \\ at the end of a line begins another line",
+    "Ctrl-C ends a reply and keeps what came of it; Ctrl-D leaves",
+    "// at the beginning sends a message that begins with a slash",
+)
 
-_AGAIN = "an empty line sends your message again"
+
+# --- a conversation as a file ------------------------------------------------------------------
+
+
+class ConversationError(ValueError):
+    """A command of the chat cannot be obeyed; the message says why."""
+
+
+@dataclass(slots=True)
+class Record:
+    """A conversation: who said what, oldest first. ``system`` comes before all messages."""
+
+    model: str = ""
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    begun: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def asked(self) -> list[dict[str, str]]:
+        """What the model is told: the system's text, if there is one, and the messages."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.messages]
+
+    def write(self, path: Path) -> None:
+        """Replace ``path`` in one step. Raises ``ConversationError``; then it is as it was."""
+        text = json.dumps(_FORMAT | asdict(self), ensure_ascii=False, indent=1) + "\n"
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(path, text)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConversationError(f"{path}: cannot be written: {why}") from error
+
+    @property
+    def described(self) -> str:
+        """What it is, for who goes on with it."""
+        count = len(self.messages)
+        about = f"going on with a conversation of {count} message{'' if count == 1 else 's'}"
+        about += f", begun {one_line(self.begun)}" if self.begun else ""
+        if self.messages:
+            last = one_line(self.messages[-1]["content"])
+            about += f"; the last: {last[:_SHOWN]}{'…' if len(last) > _SHOWN else ''}"
+        return about
+
+
+def read_record(path: Path) -> Record:
+    """Raises ``ConversationError`` naming the file and what is wrong with it."""
+    try:
+        return _record(json.loads(read_text(path, MAX_BYTES)))
+    except (OSError, RecursionError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConversationError(f"{path}: no conversation: {why}") from error
+
+
+def _record(data: Any) -> Record:
+    if not isinstance(data, dict) or any(data.get(key) != value for key, value in _FORMAT.items()):
+        raise ValueError(f"its format is not {' '.join(map(str, _FORMAT.values()))}")
+    json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could not be written
+    found = {name: data.get(name, "") for name in ("model", "system", "begun")}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is {value!r}, but must be text")
+    messages = data.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError("messages must be a list")
+    for number, one in enumerate(messages):
+        fine = isinstance(one, dict) and one.get("role") in _ROLES
+        if not (fine and isinstance(one.get("content"), str)):
+            roles = ", ".join(_ROLES)
+            raise ValueError(f"messages[{number}] must have a role of {roles}, and text as content")
+    return Record(
+        **found, messages=[{"role": one["role"], "content": one["content"]} for one in messages]
+    )
+
+
+def state_folder() -> Path:
+    """``$XDG_STATE_HOME/edgespec``, by default ``~/.local/state/edgespec``. Raises ``OSError``
+    where this user has no home."""
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "edgespec"
+    try:
+        return Path.home() / ".local" / "state" / "edgespec"
+    except RuntimeError as error:
+        why = "this user has no home folder: set HOME or XDG_STATE_HOME, or give --no-history"
+        raise OSError(why) from error
+
+
+def kept_conversations() -> list[Path]:
+    """The newest last: their names begin with the time."""
+    return sorted((state_folder() / "conversations").glob("*.json"))
+
+
+class KeptFile:
+    """Where one chat keeps its conversation, in a file of its own. The one that it goes on with,
+    ``replaces``, is removed when the new one is there: two chats that go on with the same one lose
+    nothing."""
+
+    def __init__(self, replaces: Path | None = None) -> None:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        name = f"{stamp}-{secrets.token_hex(3)}.json"
+        self.path = state_folder() / "conversations" / name
+        self._replaces = replaces
+
+    def write(self, record: Record) -> None:
+        """Raises ``ConversationError``."""
+        record.write(self.path)
+        if self._replaces is not None:
+            with contextlib.suppress(OSError):
+                self._replaces.unlink()
+            self._replaces = None
+
+
+# --- the chat ----------------------------------------------------------------------------------
+
+
+def parse(line: str) -> tuple[str, str]:
+    """A command and what stood behind it. Raises ``ConversationError`` saying what would be one."""
+    word, _, argument = line.strip().partition(" ")
+    argument = argument.strip()
+    if word not in COMMANDS:
+        close = difflib.get_close_matches(word, COMMANDS, 1)
+        hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
+        raise ConversationError(f"unknown command {word!r}; {hint}")
+    if word in _TAKE_FILE and not argument:
+        raise ConversationError(f"{word} needs the name of a file: {word} FILE")
+    if argument and not COMMANDS[word][0]:
+        raise ConversationError(f"{word} takes nothing behind it, but got {argument!r}")
+    return word, argument
+
+
+def command_help() -> str:
+    """The commands and keys, a line each."""
+    shown = {f"{name} {argument}": about for name, (argument, about) in COMMANDS.items()}
+    width = max(map(len, shown))
+    lines = [f"  {name:{width}}  {about}" for name, about in shown.items()]
+    return "\n".join([*lines, *(f"  {key}" for key in _KEYS)])
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, and the loop that adds to them. ``kept`` None: they are not kept."""
+    """The turns so far, and the loop that adds to them."""
 
     agent: Agent
     tokenizer: PromptTokenizer
@@ -81,9 +237,11 @@ class Conversation:
     info: ModelInfo
     """What is served."""
     status: StatusSource
-    record: records.Record
-    editor: Editor = field(default_factory=PlainEditor)
-    kept: records.KeptFile | None = None
+    record: Record
+    kept: KeptFile | None = None
+    """Where the conversation is kept; None: nowhere."""
+    ask: Callable[[], str] = lambda: input(PROMPT)
+    """The next message. Raises ``EOFError`` at the end, ``KeyboardInterrupt`` for a Ctrl-C."""
     name: str = ""
     """Of the model that was asked for in the chat; empty: as the agent is configured."""
     drawn: bool = False
@@ -91,15 +249,12 @@ class Conversation:
     last: Progress | None = None
     unanswered: str = ""
     """The message that got no reply; an empty line sends it again."""
-    _name: str = field(default_factory=partial(secrets.token_hex, 8))
-    """Of a conversation that is not kept; one that is has its file's name."""
     _ctrl_c: CtrlC = field(default_factory=CtrlC)
-    _warned: bool = field(default=False)
+    _warned: bool = False
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
-        edited = isinstance(self.editor, TerminalEditor)
-        with self._ctrl_c.heeded(), silent_keyboard() if edited else contextlib.nullcontext():
+        with self._ctrl_c.heeded():
             while self._next():
                 pass
 
@@ -107,7 +262,7 @@ class Conversation:
         """One message or command; whether to go on."""
         try:
             self._ctrl_c.arm()
-            line = self.editor.ask().strip()
+            line = self.ask().strip()
             self._ctrl_c.disarm()
         except EOFError:
             self._ctrl_c.disarm()
@@ -116,82 +271,86 @@ class Conversation:
         except KeyboardInterrupt:
             say("\n(Ctrl-D or /quit leaves)")
             return True
-        if not records.is_utf8(line):  # bytes of a terminal that is set to another encoding
+        try:
+            line.encode()
+        except UnicodeEncodeError:  # bytes of a terminal that is set to another encoding
             say("error: your message is not UTF-8, which it must be; it was not kept")
-        elif is_command(line):
-            return self.command(line)
-        elif line or self.unanswered:
-            self.turn(message_of(line) if line else self.unanswered)
+            return True
+        if line.startswith("/") and not line.startswith("//"):
+            return self._command(line)
+        if line or self.unanswered:
+            self._turn((line[1:] if line.startswith("//") else line) or self.unanswered)
         return True
 
     # --- commands --------------------------------------------------------------------------
 
-    def command(self, line: str) -> bool:
+    def _command(self, line: str) -> bool:
         """Whether to go on."""
         try:
             self._ctrl_c.arm()
-            command = parse(line)
-            if command.name is Name.QUIT:
+            name, argument = parse(line)
+            if name == "/quit":
                 return False
-            self._do(command)
-        except (CommandError, records.ConversationError) as error:
+            if said := self._obey(name, argument):
+                say(said)
+        except ConversationError as error:
             self._ctrl_c.disarm()
             say(f"error: {error}")
         except KeyboardInterrupt:
             say("(stopped)")
         return True
 
-    def _do(self, command: Command) -> None:
-        match command.name:
-            case Name.HELP:
-                say(command_help())
-            case Name.SYSTEM:
-                self._system(command.argument)
-            case Name.SAVE:
-                path = _file(command.argument)
-                records.write_new(path, self.record)
-                say(f"{len(self.record.messages)} messages written to {path}")
-            case Name.LOAD:
-                path = _file(command.argument)
-                self._begin_anew(records.read(path))
-                say(described(self.record))
-            case Name.MODEL:
-                say(self._talk_with(command.argument) if command.argument else self._model())
-            case Name.STATS:
-                say("nothing yet" if self.last is None else self._stats(self.last))
-            case Name.RESET:
-                self._begin_anew(records.Record(self.info.name, begun=records.now_text()))
-                say("the conversation is forgotten")
+    def _obey(self, name: str, argument: str) -> str:
+        """What is said of it."""
+        match name:
+            case "/system":
+                return self._system(argument)
+            case "/save":
+                path = _file(argument)
+                if path.exists():
+                    read_record(path)  # whatever else it is stays as it is
+                self.record.write(path)
+                return f"{len(self.record.messages)} messages written to {path}"
+            case "/load":
+                self._begin_anew(read_record(_file(argument)))
+                return self.record.described
+            case "/model":
+                return self._talk_with(argument) if argument else self._model()
+            case "/stats":
+                return "nothing yet" if self.last is None else self._stats(self.last)
+            case "/reset":
+                self._begin_anew(Record(self.info.name))
+                return "the conversation is forgotten"
+        return command_help()
 
-    def _begin_anew(self, found: records.Record) -> None:
+    def _begin_anew(self, found: Record) -> None:
         """Go on with ``found``; the conversation before stays in its own file."""
-        self.record, self._name = found, secrets.token_hex(8)
+        self.record = found
         if self.kept is not None:
-            self.kept = records.KeptFile(records.new_path())
+            self.kept = KeptFile()
 
-    def _system(self, text: str) -> None:
+    def _system(self, text: str) -> str:
         if not text:
             text = printable(self.record.system)
-            say(f"system: {text}" if text else "no system message")
-            return
+            return f"system: {text}" if text else "no system message"
         self.record.system = "" if text == "-" else text
-        say("the system message counts from the next reply on")
         self._keep()
+        return "the system message counts from the next reply on"
 
     def _talk_with(self, name: str) -> str:
-        """From the next reply on. Raises ``CommandError`` for a name that is not served, or where
-        nobody tells."""
+        """From the next reply on. Raises ``ConversationError`` for a name that is not served, or
+        where no verifier says what is."""
         try:
             served = {one.name: one for one in self.runner.run(self.agent.models())}
         except GenerationError as error:
-            raise CommandError(str(error)) from error
-        found = served.get(name)
-        if found is None:
-            raise CommandError(f"unknown model {name!r}; there are {', '.join(map(repr, served))}")
+            raise ConversationError(str(error)) from error
+        if (found := served.get(name)) is None:
+            known = ", ".join(map(repr, served))
+            raise ConversationError(f"unknown model {name!r}; there are {known}")
         if found.vocabulary != self.info.vocabulary:
-            raise CommandError(f"{name!r} has another vocabulary; begin a chat with --model {name}")
-        self.info, self.name = found, name
-        self.record.model = name
+            why = f"{name!r} has another vocabulary; begin a chat with --model {name}"
+            raise ConversationError(why)
+        self.info, self.name, self.record.model = found, name, name
         self._keep()
         return f"talking with {name} from the next reply on"
 
@@ -207,26 +366,25 @@ class Conversation:
         return "\n".join(lines)
 
     def _stats(self, last: Progress) -> str:
-        totals, drafting = self.status.snapshot().totals, self.status.snapshot().drafting
-        lines = [summary(last, self.agent.stats)]
+        status = self.status.snapshot()
+        totals, drafting = status.totals, status.drafting
         acceptance = "" if totals.acceptance is None else f", acceptance {totals.acceptance:.0%}"
         replies = "reply" if totals.generations == 1 else "replies"
-        lines.append(
-            f"this chat: {totals.tokens} tokens in {totals.generations} {replies}{acceptance},"
-            f" {totals.reconnects} reconnects"
-        )
         verdict = {True: "drafting pays", False: "drafting rests", None: "drafting"}
-        lines.append(f"{verdict[drafting.worth]}: {drafting.why}")
-        return "\n".join(lines)
+        return (
+            f"{summary(last, self.agent.stats)}\n"
+            f"this chat: {totals.tokens} tokens in {totals.generations} {replies}{acceptance},"
+            f" {totals.reconnects} reconnects\n{verdict[drafting.worth]}: {drafting.why}"
+        )
 
     # --- turns -----------------------------------------------------------------------------
 
-    def turn(self, line: str) -> None:
+    def _turn(self, line: str) -> None:
         """One message and its reply; a turn that fails leaves the conversation as it was, and keeps
         the message for an empty line."""
         message = {"role": "user", "content": line}
         self.unanswered = line
-        reply = _Reply(self._view())
+        reply = _Reply(MarkdownView(self.line) if self.drawn else TextView(color=False))
         try:
             self._ctrl_c.arm()
             text = self.tokenizer.render_chat([*self.record.asked, message])
@@ -250,9 +408,6 @@ class Conversation:
         self.record.messages += [message, {"role": "assistant", "content": said}]
         self._keep()
 
-    def _view(self) -> View:
-        return MarkdownView(self.line) if self.drawn else TextView(color=False)
-
     def line(self, width: int) -> str:
         """The numbers of the moment, in one line."""
         last_s = None if self.last is None else self.last.per_token_s
@@ -262,17 +417,17 @@ class Conversation:
             status = replace(status, drafting=drafting)
         return status_line(status, width, 1.0 / last_s if last_s else None)
 
-    async def _reply(self, prompt: Sequence[int], view: _Reply, progress: Progress) -> None:
+    async def _reply(self, prompt: Sequence[int], reply: _Reply, progress: Progress) -> None:
         self._ctrl_c.task = asyncio.current_task()
-        ticking = asyncio.create_task(_tick(view.view))
+        ticking = asyncio.create_task(_tick(reply.view))
         try:
             await stream(
                 self.agent,
                 prompt,
                 self.config.sampling,
-                view,
+                reply,
                 progress,
-                conversation=self.kept.path.stem if self.kept else self._name,
+                conversation=self.record.begun,
                 model=self.name,
             )
         finally:
@@ -283,9 +438,8 @@ class Conversation:
         if self.kept is None or not self.record.messages:
             return
         try:
-            if self.kept.write(self.record):
-                say(f"(another chat goes on with that file; this one is in {self.kept.path})")
-        except records.ConversationError as error:
+            self.kept.write(self.record)
+        except ConversationError as error:
             if not self._warned:
                 say(f"this conversation is not kept: {error}")
             self._warned = True
@@ -296,18 +450,6 @@ async def _tick(view: View) -> None:
     while isinstance(view, MarkdownView):
         await asyncio.sleep(2 * FRAME_S)
         view.tick()
-
-
-def described(found: records.Record) -> str:
-    """What a conversation is that is gone on with."""
-    count = len(found.messages)
-    about = f"going on with a conversation of {count} message{'' if count == 1 else 's'}"
-    if found.begun:
-        about += f", begun {one_line(found.begun)}"
-    if found.messages:
-        last = one_line(found.messages[-1]["content"])
-        about += f"; the last: {last[:_SHOWN]}{'…' if len(last) > _SHOWN else ''}"
-    return about
 
 
 @dataclass(slots=True)
@@ -331,10 +473,13 @@ def _file(argument: str) -> Path:
         return Path(argument).expanduser()
     except RuntimeError as error:
         why = f"{argument}: the system knows no such home folder"
-        raise records.ConversationError(why) from error
+        raise ConversationError(why) from error
 
+
+# --- the command -------------------------------------------------------------------------------
 
 _KEPT = "The conversation"
+
 Continue = Annotated[
     bool,
     typer.Option("--continue", help="Go on with the last one", rich_help_panel=_KEPT),
@@ -365,22 +510,41 @@ def chat(settings: AgentConfig, resume: Continue = False, no_history: NoHistory 
     set_up_logging(settings.log_level, settings.log_format)
     if resume and no_history:
         raise ConfigError("--continue needs the history that --no-history turns off")
-    text = None
     if not borrows_tokenizer(settings):
-        text = _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
+        _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
     signal.signal(signal.SIGTERM, _leave)
     with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
         settings, info = runner.run(greet(settings))
         settings = for_trying(settings, info)
         text = _chat_tokenizer(settings)
-        keeps = resume or (sys.stdin.isatty() and not no_history)
-        found, kept = _record(info, resume=resume, history=keeps)
+        record, kept = Record(info.name), None
+        if resume or (sys.stdin.isatty() and not no_history):
+            record, kept = _kept(record, resume)
         say(f"talking with {info.name}; /help lists the commands, /quit or Ctrl-D leaves")
-        if found.messages:
-            say(described(found))
-            if found.model and found.model != info.name:
-                say(f"(it was with {one_line(found.model)})")
-        _talk(settings, info, text, runner, tracer, (found, kept))
+        if record.messages:
+            say(record.described)
+            if record.model and record.model != info.name:
+                say(f"(it was with {one_line(record.model)})")
+        with stoppable():
+            agent = build_agent(settings, tracer=tracer, say=say)
+        try:
+            status = StatusSource(agent, tuple(map(with_port, settings.verifiers)), __version__)
+            talk = Conversation(agent, text, settings, runner, info, status, record, kept)
+            _at_keyboard(talk)
+        finally:
+            runner.run(agent.close())
+
+
+def _at_keyboard(talk: Conversation) -> None:
+    """Talk, with an editor where there is a terminal that can be drawn on."""
+    if not is_drawable():
+        talk.run()
+        return
+    talk.drawn = use_color()
+    history = state_folder() / "chat_history" if talk.kept is not None else None
+    talk.ask = TerminalEditor(talk.runner, talk.line, history, COMMANDS, _TAKE_FILE).ask
+    with silent_keyboard():
+        talk.run()
 
 
 def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
@@ -392,53 +556,18 @@ def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
     return text
 
 
-def _talk(
-    settings: AgentConfig,
-    info: ModelInfo,
-    text: PromptTokenizer,
-    runner: asyncio.Runner,
-    tracer: Tracer,
-    going_on: tuple[records.Record, records.KeptFile | None],
-) -> None:
-    found, kept = going_on
-    with stoppable():
-        agent = build_agent(settings, tracer=tracer, say=say)
-    try:
-        addresses = tuple(with_port(one) for one in settings.verifiers)
-        source = StatusSource(agent, addresses, __version__)
-
-        talk = Conversation(
-            agent=agent,
-            tokenizer=text,
-            config=settings,
-            runner=runner,
-            info=info,
-            status=source,
-            record=found,
-            kept=kept,
-            drawn=is_drawable() and use_color(),
-        )
-        talk.editor = make_editor(runner, talk.line, remember=kept is not None)
-        talk.run()
-    finally:
-        runner.run(agent.close())
-
-
-def _record(
-    info: ModelInfo, *, resume: bool, history: bool
-) -> tuple[records.Record, records.KeptFile | None]:
-    """The conversation to go on with and where it is kept; a new one if there is none."""
-    fresh = records.Record(info.name, begun=records.now_text())
-    if not history:
-        return fresh, None
-    records.forget_oldest()
-    path = records.newest() if resume else None
-    if path is not None:
-        kept = records.KeptFile(path)  # before it is read: what comes between is seen later
-        return records.read(path), kept
+def _kept(fresh: Record, resume: bool) -> tuple[Record, KeptFile]:
+    """The conversation to go on with and where it is kept; ``fresh`` if there is none."""
+    earlier = kept_conversations()
+    for path in earlier[:-MAX_KEPT]:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # told of when it is written
+        (state_folder() / "conversations").mkdir(mode=0o700, parents=True, exist_ok=True)
+    if resume and earlier:
+        return read_record(earlier[-1]), KeptFile(earlier[-1])
     if resume:
         say("there is no earlier conversation; this is a new one")
-    return fresh, records.KeptFile(records.new_path())
+    return fresh, KeptFile()
 
 
 def _leave(number: int, _frame: object) -> None:

@@ -16,7 +16,7 @@ from edgespec.telemetry.agent_status import (
     VerifierState,
 )
 from edgespec.telemetry.metric_table import Table, registry_of
-from tests.shell.test_chat_parts import STATUS
+from tests.shell.test_chat import STATUS
 from tests.sources import ROOT
 
 NAMES = {METRICS_PREFIX + one.name for one in AGENT_METRICS}

@@ -76,6 +76,7 @@ def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> N
         terminal.type("more\r")
         terminal.until(expected(f"hello\nworld {first} more "))
         assert left(terminal) == 0
+    (kept,) = (tmp_path / "edgespec/conversations").iterdir()
     assert len(json.loads(kept.read_text())["messages"]) == 4
 
 

@@ -3,7 +3,9 @@ with its place."""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import re
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from edgespec.config import (
     dump_config,
     load_config,
 )
+from edgespec.config.files import replace_file
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 
@@ -167,3 +170,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_mistake_of_an_option_does_not_blame_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^command line: port is 70000"):
         load_config(VerifierConfig, _file(tmp_path, "port: 1"), {"port": 70000})
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    replace_file(path, "before", 0o644)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, b"after")
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(path, "\udc00")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    assert path.read_text() == "before"

@@ -1,0 +1,308 @@
+"""A chat's terminal: where messages are typed, what a Ctrl-C ends, and how a reply is drawn, as
+markdown that grows above one line of numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Final, TextIO
+
+from prompt_toolkit.history import FileHistory
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.segment import SegmentLines
+from rich.text import Text
+
+from edgespec.config.files import PRIVATE, replace_file
+from edgespec.core.device.memory import in_mib
+from edgespec.core.protocol.checks import printable
+from edgespec.core.protocol.messages import FinishReason
+from edgespec.device.agent import Chunk
+from edgespec.telemetry.agent_status import AgentStatus, VerifierState
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings
+
+PROMPT: Final = "> "
+FRAME_S: Final = 0.1
+_NUMBERS_EVERY_S: Final = 1.0
+_MOST_HISTORY_BYTES: Final = 1 << 20
+_ENTRY: Final = b"\n# "
+"""Each entry of a history begins with a comment that tells when."""
+_DRAWN: Final = 8000
+"""Characters of a growing reply that are rendered, ten times a second."""
+_FENCE: Final = "```"
+
+
+def is_drawable() -> bool:
+    """Whether keyboard and screen are a terminal that knows how to move its cursor."""
+    both = sys.stdin.isatty() and sys.stdout.isatty()
+    return both and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+class TypedHistory(FileHistory):
+    """What was typed before, readable for its owner alone; of a file that has grown too long the
+    newer half stays. No message is lost to a full disk, only its place in the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        with contextlib.suppress(OSError):
+            with open(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > _MOST_HISTORY_BYTES:
+                    file.seek(size - _MOST_HISTORY_BYTES // 2)
+                    replace_file(path, b"".join(file.read().partition(_ENTRY)[1:]))
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            super().store_string(string)
+
+
+class TerminalEditor:
+    """Several lines, a history, completion of ``commands`` (a file is completed behind those of
+    ``take_file``), and a line of numbers below.
+
+    It runs in the agent's own event loop, so the link is kept up while somebody types. ``status``
+    makes the line below for a width in columns; ``history`` None keeps nothing on disk.
+    """
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        status: Callable[[int], str],
+        history: Path | None,
+        commands: Iterable[str],
+        take_file: Iterable[str],
+    ) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import NestedCompleter, PathCompleter
+
+        files = PathCompleter(expanduser=True)
+        self._runner = runner
+        self._asking: asyncio.Task[str] | None = None
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation="  ",
+            key_bindings=_bindings(),
+            history=None if history is None else TypedHistory(history),
+            completer=NestedCompleter(
+                {one: files if one in take_file else None for one in commands}
+            ),
+            complete_while_typing=False,
+            reserve_space_for_menu=4,
+            enable_open_in_editor=True,
+            bottom_toolbar=lambda: status(self._session.output.get_size().columns - 1),
+            refresh_interval=_NUMBERS_EVERY_S,
+        )
+
+    def ask(self) -> str:
+        """The next message. Raises ``EOFError`` at the end, ``KeyboardInterrupt`` for a Ctrl-C."""
+        try:
+            return self._runner.run(self._ask())
+        except (SystemExit, KeyboardInterrupt):  # a signal: else it would be set back too late
+            self._runner.run(self._ended())
+            raise
+
+    async def _ask(self) -> str:
+        self._asking = asyncio.current_task()
+        return await self._session.prompt_async()
+
+    async def _ended(self) -> None:
+        """The question that was left open has left the terminal as it found it."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+
+
+def _bindings() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        typed = buffer.document
+        if typed.text_before_cursor.endswith("\\") and typed.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    @bindings.add("c-j")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+@contextlib.contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Keys are not echoed while nobody asks for them: they would stand in the middle of what is
+    drawn. What is typed waits for the next message; Ctrl-C works."""
+    try:
+        import termios
+    except ImportError:
+        yield
+        return
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    silent[0] &= ~termios.ICRNL  # an Enter stays one
+    termios.tcsetattr(number, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSANOW, before)
+
+
+class CtrlC:
+    """``arm`` it, inside of a ``try``, for each thing that a Ctrl-C may end. The next one cancels
+    the ``task`` that was named since, and raises ``KeyboardInterrupt`` where there is none. Those
+    behind it, of who is impatient, do nothing, so that what it ended can be tidied up."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self._armed = False
+
+    def arm(self) -> None:
+        self.task, self._armed = None, True
+
+    def disarm(self) -> None:
+        self._armed = False
+
+    @contextlib.contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Meanwhile; one that whoever started us wants ignored stays so."""
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.SIG_IGN:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._pressed)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        armed, self._armed = self._armed, False
+        if not armed:
+            return
+        if self.task is None:
+            raise KeyboardInterrupt
+        self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+
+
+class MarkdownView:
+    """A ``View`` on a terminal. While a reply grows its end is drawn over and over, as much as the
+    terminal has room for; all of it is printed when it is complete. ``status`` makes the last line
+    for a width in columns."""
+
+    def __init__(
+        self,
+        status: Callable[[int], str],
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        width, height = size or (None, None)
+        self._console = Console(
+            file=out or sys.stdout, force_terminal=True, highlight=False, width=width, height=height
+        )
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._status, self._clock = status, clock
+        self._text = ""
+        self._frame_at = -FRAME_S
+        self._finish: FinishReason | None = None
+
+    def show(self, chunk: Chunk) -> None:
+        self._finish = chunk.finish
+        self._text += printable(chunk.text)
+        self.tick()
+
+    def tick(self) -> None:
+        """Draw the frame anew, if it is time to."""
+        if self._clock() - self._frame_at < FRAME_S:
+            return
+        self._frame_at = self._clock()
+        self._live.start()
+        self._live.update(self._frame(), refresh=True)
+
+    def end(self) -> None:
+        self._live.stop()
+        text, self._text = self._text, ""
+        if text.strip():
+            self._console.print(self._rendered(text))
+        if self._finish is FinishReason.CONTEXT:
+            print("the text ends here: the model's context is full", file=sys.stderr)
+
+    def _frame(self) -> RenderableType:
+        size = self._console.size
+        status = Text(self._status(size.width), style="dim", no_wrap=True, overflow="crop")
+        if not self._text.strip():
+            return status
+        return Group(self._rendered(self._tail(), max(1, size.height - 3)), status)
+
+    def _tail(self) -> str:
+        """The end of a long text; where it begins in a code block, the block is opened again."""
+        if len(self._text) <= _DRAWN:
+            return self._text
+        start = self._text.find("\n", len(self._text) - _DRAWN) + 1
+        inside = self._text.count(_FENCE, 0, start) % 2
+        return (f"{_FENCE}\n" if inside else "") + self._text[start:]
+
+    def _rendered(self, text: str, most: int = 0) -> RenderableType:
+        """The lines of ``text``, the last ``most`` of them (0: all)."""
+        try:
+            shown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+            lines = self._console.render_lines(shown, pad=False)
+        except Exception:  # a text that a renderer stumbles over is still a text
+            lines = self._console.render_lines(Text(text.strip("\n"), overflow="fold"), pad=False)
+        return SegmentLines(lines[-most:], new_lines=True)
+
+
+def status_line(status: AgentStatus, width: int, last_per_s: float | None = None) -> str:
+    """At most ``width`` columns, by how much it matters: what does not fit is left out, and no
+    number is cut. ``last_per_s`` is shown while nothing runs."""
+    per_s = status.tokens_per_s if status.running else last_per_s
+    verifier, memory, drafting = status.verifier, status.memory, status.drafting
+    parts = []
+    away = verifier is not None and verifier.state is VerifierState.AWAY
+    if verifier is not None and away:
+        since = "" if verifier.since_s is None else f" for {verifier.since_s:.0f} s"
+        parts.append(f"{verifier.address} away{since}")
+    if per_s is not None:
+        parts.append(f"{per_s:.1f} tok/s")
+    if drafting.acceptance is not None:
+        parts.append(f"accepted {drafting.acceptance:.0%}")
+    if verifier is not None and verifier.rtt_s is not None:
+        parts.append(f"RTT {verifier.rtt_s * 1e3:.0f} ms")
+    if memory.budget_bytes is not None:
+        parts.append(f"memory {memory.resident_bytes >> 20}/{in_mib(memory.budget_bytes)}")
+    if verifier is not None and not away:
+        parts.append(verifier.address)
+    if drafting.worth is False and status.draft:
+        parts.append("drafting rests")
+    line = ""
+    for part in parts:
+        longer = f"{line} · {part}" if line else part
+        if len(longer) <= width:
+            line = longer
+    return line

@@ -1,1 +1,0 @@
-"""The parts of ``edgespec chat``: its editor, commands, conversations, and how a reply is shown."""
