@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -24,7 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from edgespec.bench.prompts import DEFAULT_PROMPTS
-from tools.svg import MONO, SANS, PictureError, picture, read, text, write
+from edgespec.bench.report import machine
+from tools.svg import MONO, SANS, picture, text, write
 
 RTT_MS, PASS_MS, DRAFT_MS, TOKENS = 50, 25, 8, 64
 # Of the bench's nine texts the one whose speed lies nearest to their mean.
@@ -70,7 +69,7 @@ class Piece:
 
 
 def record() -> str:
-    """Run the race, and say as JSON what happened. Raises ``PictureError``."""
+    """Run the race, and say as JSON what happened."""
     prompt = next(one.text for one in DEFAULT_PROMPTS if one.name == PROMPT)
     command = [sys.executable, "-m", "edgespec"]
     with TemporaryDirectory() as folder:
@@ -84,8 +83,7 @@ def record() -> str:
         try:
             assert verifier.stdout is not None
             ready = next((line for line in verifier.stdout if " ready on " in line), "")
-            if not ready:
-                raise PictureError(f"{' '.join(served)} ended before it was ready")
+            assert ready, f"{' '.join(served)} ended before it was ready"
             device = {
                 "verifier": ready.split(" ready on ")[1].split(": ")[0],
                 "link": {"rtt_ms": RTT_MS},
@@ -100,26 +98,11 @@ def record() -> str:
             verifier.terminate()
             verifier.wait()
     texts = {"".join(token[1] for token in tokens) for tokens in arms.values()}
-    if len(texts) != 1:
-        raise PictureError("drafts changed the text; that must never happen in canonical mode")
+    assert len(texts) == 1, "drafts changed the text; that must never happen in canonical mode"
     settings = {"rtt_ms": RTT_MS, "pass_ms": PASS_MS, "draft_ms": DRAFT_MS, "prompt_name": PROMPT}
-    machine = {
-        "processor": _processor(),
-        "cpu_count": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 1),
-    }
-    about = {"finished_at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine}
+    about = {"finished_at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
     content = {**about, "settings": settings, "prompt": prompt, "arms": arms}
     return json.dumps(content, separators=(",", ":")) + "\n"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _tokens(arguments: Sequence[str]) -> list[tuple[float, str, str]]:
@@ -132,29 +115,20 @@ def _tokens(arguments: Sequence[str]) -> list[tuple[float, str, str]]:
         for piece in json.loads(line)["pieces"]:
             began_s = now_s if began_s is None else began_s
             tokens.append((round(now_s - began_s, 4), piece["text"], piece["kind"]))
-    if device.wait() != 0 or len(tokens) < 2:
-        raise PictureError(f"{' '.join(arguments)} failed, or wrote no text")
+    assert device.wait() == 0, f"{' '.join(arguments)} failed"
     return tokens
 
 
 def draw(path: Path) -> str:
-    """The picture of the record at ``path``. Raises ``PictureError``."""
-    try:
-        content = json.loads(read(path))
-        arms = {name: [Token(*token) for token in some] for name, some in content["arms"].items()}
-        slow, fast = arms.values()
-        each_ms = [_each_ms(slow), _each_ms(fast)]
-        if any(token.kind not in _KINDS for token in (*slow, *fast)):
-            raise ValueError(f"a kind that is none of {', '.join(_KINDS)}")
-        caption = list(_caption(content, len(fast), each_ms))
-        return _picture(content["prompt"], arms, caption)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PictureError(f"{path}: not a record of a race: {error!r}") from None
+    """The picture of the record at ``path``."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    arms = {name: [Token(*token) for token in some] for name, some in content["arms"].items()}
+    slow, fast = arms.values()
+    caption = list(_caption(content, len(fast), [_each_ms(slow), _each_ms(fast)]))
+    return _picture(content["prompt"], arms, caption)
 
 
 def _each_ms(tokens: Sequence[Token]) -> float:
-    if len(tokens) < 2:
-        raise ValueError("fewer than two tokens")
     return tokens[-1].at_s / (len(tokens) - 1) * 1e3
 
 
@@ -285,19 +259,15 @@ def _grows(widths: Mapping[float, float], length_s: float) -> str:
 
 
 def main() -> None:
-    """The command line of this maker."""
     parser = argparse.ArgumentParser(description="Draw a race of two devices as a moving SVG.")
     parser.add_argument("record", type=Path, help="what --record wrote")
     parser.add_argument("--record", dest="run", action="store_true", help="run the race first")
     parser.add_argument("--out", type=Path, help="default: beside the record, with .svg")
     arguments = parser.parse_args()
     path: Path = arguments.record
-    try:
-        if arguments.run:
-            path.write_text(record(), encoding="utf-8", newline="\n")
-        write(draw(path), arguments.out or path.with_suffix(".svg"))
-    except (PictureError, OSError) as error:
-        sys.exit(f"error: {error}")
+    if arguments.run:
+        write(record(), path)
+    write(draw(path), arguments.out or path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

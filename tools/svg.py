@@ -1,4 +1,4 @@
-"""What the pictures of the README share: a panel in the reader's own colours, and one way to fail.
+"""What the pictures of the README share: a panel in the reader's own colours.
 
 A picture fetches nothing, not even a font, and brings its own background: a page can be dark where
 the reader's system is light. Its colours follow ``prefers-color-scheme``.
@@ -23,10 +23,6 @@ COLORS: Final[tuple[tuple[str, str, str], ...]] = (
     ("soft", "#59636e", "#a3acb7"),
     ("line", "#d4d9df", "#363c44"),
 )
-
-
-class PictureError(Exception):
-    """A record cannot be drawn; the message names the file and says why."""
 
 
 def text(value: str) -> str:
@@ -63,17 +59,6 @@ def picture(
             "</svg>\n",
         )
     )
-
-
-def read(path: Path) -> str:
-    """The text of a record. Raises ``PictureError``."""
-    try:
-        content = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PictureError(f"{path}: cannot be read: {error}") from None
-    if not content.strip():
-        raise PictureError(f"{path}: is empty")
-    return content
 
 
 def write(drawn: str, out: Path) -> None:

@@ -1,11 +1,9 @@
-"""The README's pictures: what a record says is in them, what it must not do is not, and what cannot
-be drawn is refused. Oracle: the standard library's XML reader, and records written here by hand or
-by the bench's own code."""
+"""The README's pictures: what a record says is in them, what it must not do is not. Oracle: the
+standard library's XML reader, and records written here by hand or by the bench's own code."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from edgespec.bench.report import Subject, document
 from edgespec.bench.settings import BenchSettings
 from tests.sources import ROOT
 from tools import draw_bench, draw_race
-from tools.svg import PictureError, text
+from tools.svg import text
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = ROOT / "docs" / "pictures"
@@ -114,24 +112,6 @@ def test_whatever_a_model_wrote_is_only_text(tmp_path: Path) -> None:
     assert text("\x00\x1b\x07") == "\N{REPLACEMENT CHARACTER}" * 3
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "is empty"),
-        ("{", "not a record"),
-        ("[]", "not a record"),
-        ("{}", "KeyError"),
-        (race(kind="magic"), "a kind that is none of"),
-        (race() | {"arms": {"a": [(0.0, "x", "decoded")], "b": []}}, "fewer than two tokens"),
-        (race() | {"arms": {}}, "not a record"),
-    ],
-)
-def test_a_broken_race_is_refused(tmp_path: Path, content: object, reason: str) -> None:
-    path = write(tmp_path / "race.json", content)
-    with pytest.raises(PictureError, match=rf"{re.escape(str(path))}: .*{reason}"):
-        draw_race.draw(path)
-
-
 # --- a bench --------------------------------------------------------------------------------
 
 
@@ -184,41 +164,13 @@ def test_a_bench_without_a_baseline_or_of_one_point_has_a_picture(tmp_path: Path
     assert "ended in an error: the verifier has gone" in caption
 
 
-def spoilt(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    content = two_arms()
-    change(content)
-    return content
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "is empty"),
-        ("{", "is not JSON"),
-        ("[]", "not what `edgespec bench --json` writes"),
-        ("{}", "not what .* writes: KeyError: 'summary'"),
-        (spoilt(lambda c: c.update(summary=[])), "no measured time"),
-        (spoilt(lambda c: c["summary"][0].update(tpot_ms_mean=math.nan)), "nan is not a time"),
-        (spoilt(lambda c: c["summary"][0].update(tpot_ms_mean="12")), "'12' is not a number"),
-        (spoilt(lambda c: c["summary"][0].update(rtt_ms=-1.0)), "-1.0 is not a time"),
-        (spoilt(lambda c: c["summary"][0].update(arm="magic")), "'magic' is not a valid Arm"),
-        (spoilt(lambda c: c["summary"][0].update(interval={})), "KeyError: 'tpot_ms_mean'"),
-        (spoilt(lambda c: c.pop("machine")), "KeyError: 'machine'"),
-    ],
-)
-def test_a_broken_result_is_refused(tmp_path: Path, content: object, reason: str) -> None:
-    path = write(tmp_path / "bench.json", content)
-    with pytest.raises(PictureError, match=rf"{re.escape(str(path))}: .*{reason}"):
-        draw_bench.draw(path)
-
-
 # --- the command, and what is committed -----------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("maker", "content"), [(draw_bench, two_arms()), (draw_race, race())], ids=["bench", "race"]
 )
-def test_the_command_writes_a_picture_or_says_why_not(
+def test_the_command_writes_a_picture(
     maker: Any, content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = write(tmp_path / "a.json", content)
@@ -226,10 +178,6 @@ def test_the_command_writes_a_picture_or_says_why_not(
     monkeypatch.setattr(sys, "argv", ["draw", str(record), "--out", str(out)])
     maker.main()
     assert out.read_text(encoding="utf-8") == maker.draw(record)
-    for wrong in (tmp_path / "missing", tmp_path):
-        monkeypatch.setattr(sys, "argv", ["draw", str(wrong)])
-        with pytest.raises(SystemExit, match=rf"error: {re.escape(str(wrong))}: cannot be read"):
-            maker.main()
 
 
 def test_what_is_kept_of_a_bench_gives_the_same_picture(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Put a trained pair where the package ships it: target in bf16, draft in float32 and as int4 ONNX.
+"""From the package to a folder where its draft is trained on, and back: the draft in float32 and as
+int4 ONNX.
 
-python -m tools.train_pair.bundle --folder build/pair
-python -m tools.train_pair.bundle --draft-only          # after ``start`` and ``distill --more``
+python -m tools.train_pair.bundle unpack
+python -m tools.train_pair.bundle pack          # after ``distill``
 """
 
 from __future__ import annotations
@@ -14,34 +15,47 @@ import torch
 from transformers import LlamaForCausalLM
 
 from edgespec.device.export.export import export_draft
-from edgespec.models.folders import model_info, trained_length
+from edgespec.models.folders import BUNDLED_FOLDER, model_info, trained_length
 
-BUNDLED = Path(__file__).parents[2] / "edgespec" / "models" / "bundled"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 
-def save(source: Path, tokenizer: Path, out: Path, dtype: torch.dtype) -> None:
-    shutil.rmtree(out, ignore_errors=True)
-    LlamaForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(out)
+def unpack(bundled: Path, folder: Path) -> None:
+    """Raises ``FileExistsError`` rather than write over a draft that is being trained."""
+    if (folder / "draft").exists():
+        raise FileExistsError(f"{folder / 'draft'} is there already: distill on, or remove it")
+    for role in ("target", "draft"):
+        (folder / role).mkdir(parents=True, exist_ok=True)
+        for name in MODEL_FILES:
+            shutil.copyfile(bundled / role / name, folder / role / name)
+    (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer / name, out / name)
+        shutil.copyfile(bundled / "target" / name, folder / "tokenizer" / name)
+
+
+def pack(folder: Path, bundled: Path) -> None:
+    checkpoint = folder / "edgespec-draft"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    draft = LlamaForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
+    draft.save_pretrained(checkpoint)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(folder / "tokenizer" / name, checkpoint / name)
+    out, length = bundled / "draft", trained_length(checkpoint)
+    export_draft(checkpoint, out, model_info(checkpoint), bits=4, trained_length=length)
+    shutil.copyfile(checkpoint / "model.safetensors", out / "model.safetensors")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=("unpack", "pack"))
     parser.add_argument("--folder", type=Path, default=Path("build/pair"))
-    parser.add_argument("--out", type=Path, default=BUNDLED)
-    parser.add_argument("--draft-only", action="store_true", help="leave the target's files alone")
-    folder, out = (args := parser.parse_args()).folder, args.out
-    if not args.draft_only:
-        save(folder / "target", folder / "tokenizer", out / "target", torch.bfloat16)
-    checkpoint = folder / "edgespec-draft"
-    save(folder / "draft", folder / "tokenizer", checkpoint, torch.float32)
-    length = trained_length(checkpoint)
-    export_draft(checkpoint, out / "draft", model_info(checkpoint), bits=4, trained_length=length)
-    shutil.copyfile(checkpoint / "model.safetensors", out / "draft" / "model.safetensors")
-    total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{out}: {total / 2**20:.1f} MiB")
+    parser.add_argument("--bundled", type=Path, default=BUNDLED_FOLDER)
+    args = parser.parse_args()
+    if args.stage == "unpack":
+        unpack(args.bundled, args.folder)
+    else:
+        pack(args.folder, args.bundled)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Train the draft on what the target itself writes.
 
 ``sample``: the target goes on from beginnings of the corpus (``beginnings.py``), mostly greedily,
-and its texts and states are kept (``writing.py``). ``distill``: the draft learns the target's
+and its texts are kept (``writing.py``). ``distill``: the draft learns the target's
 distribution where the target wrote: forward KL, plus cross-entropy on the target's first choice,
 because that is what greedy acceptance counts. Beginnings are only read, as a user's prompt is.
 
-The last part of the budget trains *through* the rounding to 4 bits (straight-through estimator,
-Bengio et al. 1308.3432), and the rounded weights are what is saved: the exporter then finds
-integers and scales that reproduce them, and int4 costs no acceptance.
+Training goes *through* the rounding to 4 bits (straight-through estimator, Bengio et al.
+1308.3432), and the rounded weights are what is saved: the exporter then finds integers and scales
+that reproduce them, and int4 costs no acceptance. Muon (Jordan et al. 2024) trains the matrices,
+AdamW the rest; the learning rate is a function of the share of the *time* budget used, so that
+``--minutes`` is the only knob and a slow machine still ends with a cooled-down model.
 """
 
 from __future__ import annotations
@@ -26,16 +28,43 @@ from transformers import LlamaForCausalLM
 
 from tools.train_pair.beginnings import Beginnings
 from tools.train_pair.corpus import documents
-from tools.train_pair.pretrain import new_model, optimizers_for, rate
 from tools.train_pair.writing import Texts, read_texts, write
 
 SAMPLE_LENGTH = 257
 GREEDY_SHARE = 0.55
 TEMPERATURES = (0.7, 1.0)
 FIRST_CHOICE_WEIGHT = 0.5
-ROUNDED_SHARE = 0.45
 BLOCK_SIZE = 32
 LOOK_EVERY = 20  # steps between looks for new texts
+
+
+def optimizers_for(model: torch.nn.Module, *, muon: bool) -> list[torch.optim.Optimizer]:
+    """Muon multiplies in bfloat16: where that is slow, a small step takes as long again for it,
+    and AdamW at the same rate, to which Muon's is matched, takes its place."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    if not muon:
+        return [
+            torch.optim.AdamW(part, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+            for part, rate in ((matrices, 1e-3), (others, 2e-3))
+        ]
+    return [
+        torch.optim.Muon(
+            matrices,
+            lr=1e-3,
+            momentum=0.95,
+            weight_decay=0.05,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def rate(share: float) -> float:
+    """Learning-rate factor after ``share`` of the budget: warm-up 2 %, flat, linear to 0.02."""
+    if share < 0.02:
+        return share / 0.02
+    return max(0.02, min(1.0, (1.0 - share) / 0.45))
 
 
 def device() -> torch.device:
@@ -56,10 +85,6 @@ def quick(kind: str) -> torch.autocast:
 
 def load(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
-    return moved(model)
-
-
-def moved(model: LlamaForCausalLM) -> LlamaForCausalLM:
     torch.nn.Module.to(model, device())
     return model
 
@@ -72,7 +97,6 @@ def sample(
     seed: int,
     *,
     held_out: bool,
-    keep_states: bool,
 ) -> None:
     """Add files to ``texts`` (or ``held_out``) of ``folder``, each of ``rows`` texts of ``length``
     tokens."""
@@ -93,7 +117,7 @@ def sample(
         if number and time.monotonic() - start > 60 * minutes:
             break
         batch_seed = 10_000 * seed + number
-        texts = write(target, beginnings, temperature, length, batch_seed, keep_states=keep_states)
+        texts = write(target, beginnings, temperature, length, batch_seed)
         texts.save(folder / ("held_out" if held_out else "texts") / f"{batch_seed:09d}.pt")
         seen = (number + 1) * texts.tokens.numel()
         own = float(texts.written.float().mean())
@@ -111,13 +135,11 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return straight_through
 
 
-def states_of(
-    draft: LlamaForCausalLM, tokens: torch.Tensor, *, low_bits: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def states_of(draft: LlamaForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The draft's last states [N * T, hidden] after ``tokens`` [N, T] and its output head, with
-    weights rounded when ``low_bits``."""
+    rounded weights."""
     weights: dict[str, torch.Tensor] = {
-        name: rounded(weight) if low_bits and weight.ndim == 2 else weight
+        name: rounded(weight) if weight.ndim == 2 else weight
         for name, weight in draft.model.named_parameters()
     }
     options = {"use_cache": False}
@@ -132,7 +154,6 @@ def distill_loss(
     tokens: torch.Tensor,
     positions: torch.Tensor,
     *,
-    low_bits: bool,
     fast: bool,
 ) -> torch.Tensor:
     """Mean over ``positions`` of the flat ``tokens`` [N, T]; the target is ``states``
@@ -141,7 +162,7 @@ def distill_loss(
         with torch.no_grad():
             kept = states.flatten(0, 1)[positions].to(head.dtype)
             wanted = functional.log_softmax(functional.linear(kept, head).float(), -1)
-        mine, own_head = states_of(draft, tokens, low_bits=low_bits)
+        mine, own_head = states_of(draft, tokens)
         got = functional.linear(mine[positions], own_head).float()
     got = functional.log_softmax(got, -1)
     divergence = functional.kl_div(got, wanted, log_target=True, reduction="batchmean")
@@ -202,15 +223,9 @@ class Lessons:
             order = own.flatten() + torch.rand(own.numel(), generator=self._dice)
             positions = order.topk(own.numel() // 2).indices.to(device())
             tokens = tokens.to(device(), torch.long)
-            yield self._states(part, tokens), tokens, positions
-
-    @torch.no_grad()
-    def _states(self, part: list[tuple[Texts, int]], tokens: torch.Tensor) -> torch.Tensor:
-        if all(len(texts.states) for texts, _ in part):
-            return torch.stack([texts.states[row] for texts, row in part]).to(device())
-        with quick(tokens.device.type):
-            states: torch.Tensor = self._target.model(tokens, use_cache=False).last_hidden_state
-        return states.to(torch.bfloat16)
+            with torch.no_grad(), quick(tokens.device.type):
+                states = self._target.model(tokens, use_cache=False).last_hidden_state
+            yield states, tokens, positions
 
 
 @torch.no_grad()
@@ -225,7 +240,7 @@ def agreement(draft: LlamaForCausalLM, texts: Texts, rows: int = 4) -> str:
             tokens = texts.tokens[part].to(device(), torch.long)
             own = texts.written[part, 1:].flatten().to(device())
             with quick(tokens.device.type):
-                states, head = states_of(draft, tokens[:, :-1], low_bits=True)
+                states, head = states_of(draft, tokens[:, :-1])
                 guesses = functional.linear(states[own], head).argmax(-1)
             hits += int((guesses == tokens[:, 1:].flatten()[own]).sum())
             total += len(guesses)
@@ -243,20 +258,17 @@ def save(draft: LlamaForCausalLM, folder: Path) -> None:
     draft.save_pretrained(folder, state_dict=state)
 
 
-def distill(
-    folder: Path, minutes: float, rows: int, micro: int, *, more: bool, strength: float
-) -> None:
-    """Train ``draft`` in ``folder``; ``more`` goes on from what is there, in 4 bits throughout."""
+def distill(folder: Path, minutes: float, rows: int, micro: int) -> None:
+    """Train the ``draft`` in ``folder`` on, in 4 bits throughout."""
     target = load(folder / "target", torch.float32).eval()
     head = target.lm_head.weight.detach()
-    lessons = Lessons(folder / "texts", target, seed=2 if more else 1)
+    lessons = Lessons(folder / "texts", target, seed=2)
     watched = [read_texts(path) for path in sorted((folder / "held_out").glob("*.pt"))]
-    draft = load(folder / "draft", torch.float32) if more else moved(new_model("draft", 1))
-    rounded_share = 1.0 if more else ROUNDED_SHARE
+    draft = load(folder / "draft", torch.float32)
     size = sum(parameter.numel() for parameter in draft.parameters())
     print(f"draft: {size / 1e6:.2f}M", flush=True)
     fast = has_quick_bfloat16(device().type)
-    optimizers = optimizers_for(draft, scale=strength * (0.5 if more else 1.0), muon=fast)
+    optimizers = optimizers_for(draft, muon=fast)
     base = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     loss_of = torch.compile(distill_loss, dynamic=False)
     start, seen = time.monotonic(), 0
@@ -271,8 +283,7 @@ def distill(
             break
         losses = []
         for states, tokens, positions in lessons.parts(chosen, micro):
-            low_bits = share >= 1 - rounded_share
-            loss = loss_of(draft, head, states, tokens, positions, low_bits=low_bits, fast=fast)
+            loss = loss_of(draft, head, states, tokens, positions, fast=fast)
             (loss * len(tokens) / rows).backward()
             losses.append(loss.item())
             seen += tokens.numel()
@@ -308,17 +319,6 @@ def main() -> None:
     parser.add_argument(
         "--held-out", action="store_true", help="sample from held-out documents, to watch distill"
     )
-    parser.add_argument(
-        "--forget-states",
-        action="store_true",
-        help="keep no states (768 bytes a token); distill computes them again",
-    )
-    parser.add_argument(
-        "--more", action="store_true", help="distill on from the draft that is there"
-    )
-    parser.add_argument(
-        "--strength", type=float, default=1.0, help="factor of distill's learning rates"
-    )
     args = parser.parse_args()
     if args.stage == "sample":
         sample(
@@ -328,17 +328,9 @@ def main() -> None:
             args.length,
             args.seed,
             held_out=args.held_out,
-            keep_states=not args.forget_states,
         )
     else:
-        distill(
-            args.folder,
-            args.minutes,
-            args.rows or 16,
-            args.micro,
-            more=args.more,
-            strength=args.strength,
-        )
+        distill(args.folder, args.minutes, args.rows or 16, args.micro)
 
 
 if __name__ == "__main__":

@@ -130,24 +130,6 @@ def written(folder: Path, temperatures: Sequence[float], each: int, tokens: int)
     return texts
 
 
-def read(path: Path) -> list[Text]:
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    return [Text(name, SamplingParams(**said), ids, out) for name, said, ids, out in rows]
-
-
-def keep(texts: Sequence[Text], path: Path) -> None:
-    rows = [
-        (
-            one.set_name,
-            {n: getattr(one.params, n) for n in ("temperature", "seed", "max_tokens")},
-            one.prompt,
-            one.output,
-        )
-        for one in texts
-    ]
-    path.write_text(json.dumps(rows), encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="bundled")
@@ -155,21 +137,9 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=8, help="prompts of each set")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--temperature", nargs="+", type=float, default=TEMPERATURES)
-    parser.add_argument(
-        "--texts", type=Path, help="file that keeps the target's texts; read when it is there"
-    )
-    parser.add_argument("--show", action="store_true", help="print the texts")
     args = parser.parse_args()
     folder = resolve_model(args.target, Role.TARGET)
-    known = args.texts is not None and args.texts.exists()
-    texts = read(args.texts) if known else written(folder, args.temperature, args.each, args.tokens)
-    if args.texts is not None and not known:
-        keep(texts, args.texts)
-    if args.show:
-        tokenizer = TextTokenizer(folder)
-        for one in texts:
-            heat = one.params.temperature
-            print(f"--- {one.set_name} at {heat}: {tokenizer.decode(one.output)!r}")
+    texts = written(folder, args.temperature, args.each, args.tokens)
     drafters = [OnnxDrafter(resolve_model(draft, Role.DRAFT)) for draft in args.draft]
     for temperature in sorted({one.params.temperature for one in texts}):
         some = [one for one in texts if one.params.temperature == temperature]
