@@ -2,7 +2,7 @@
 
 A policy is a pure function of what is known before a session opens: each device, each verifier, and
 the link between each pair. It may trade one device's place for another's. An agent, which decides
-for itself alone, has ``edgespec.core.association.policies``.
+for itself alone, has ``edgespec_sim.association``.
 
     random             any verifier, by a seed
     strongest-signal   the best radio link (max-SINR in the literature)
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgespec.core.association.policies import weight
+from edgespec_sim.association import weight
 from edgespec.core.protocol.sampling import noise_bits
 
 # A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.

@@ -17,7 +17,7 @@ from typing import Any, Final
 from edgespec.telemetry.plain_data import made
 
 FORMAT: Final = "edgespec-run"
-VERSION: Final = 1
+VERSION: Final = 2
 PACE: Final = "time per token"
 """The name of the series of that, in ms."""
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -180,49 +180,6 @@ class LinkLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
-    """A base station: the verifier that stands there, and where, in metres from a corner."""
-
-    name: str
-    x_m: float
-    y_m: float
-
-
-@dataclass(frozen=True, slots=True)
-class WatchedRequest:
-    """When a device asked, got its first token, and had the answer."""
-
-    started_s: float
-    first_s: float | None
-    ended_s: float
-    verifier: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Interruption:
-    """Nothing passed for a while, or a device changed its cell, or drafts more or less."""
-
-    start_s: float
-    end_s: float
-    """Equal to ``start_s`` where it took no time."""
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """What one device went through in the first world of a run; bounded whatever its length."""
-
-    device: str
-    requests: tuple[WatchedRequest, ...]
-    series: tuple[Series, ...]
-    """Of its way and of its verifier, on the run's axis."""
-    interruptions: tuple[Interruption, ...]
-    left_out: int = 0
-    """Requests and interruptions beyond those that are kept."""
-
-
-@dataclass(frozen=True, slots=True)
 class RequestRow:
     """One request, for tables; only the first some hundred of a run are kept."""
 
@@ -236,9 +193,6 @@ class RequestRow:
     acceptance: float | None
     failed: str = ""
     """Why; empty if it did not."""
-    x_m: float | None = None
-    y_m: float | None = None
-    """Where the device asked; None where it has no place."""
     verifier_j: float | None = None
     """Of the verifiers' passes, by its rows; None where powers are not known."""
     verifier_idle_j: float | None = None
@@ -268,8 +222,6 @@ class ArmSummary:
     """The 95 % interval of the mean TPOT, seconds; None as for ``speedup_interval``."""
     links: tuple[LinkLoad, ...] = ()
     """Those whose capacity is known."""
-    watched: Watched | None = None
-    """The same device in every arm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +243,6 @@ class RunSummary:
     """Versions, machine, command."""
     seeds: int = 1
     """How many were played, ``seed`` the first of them."""
-    stations: tuple[Station, ...] = ()
-    """Where verifiers stand, if they have places."""
 
     def to_json(self) -> str:
         data = {"format": FORMAT, "version": VERSION, **asdict(self)}

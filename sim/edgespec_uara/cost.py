@@ -117,7 +117,7 @@ def delays(terms: Terms, decision: Decision) -> Floats:
 #     E_CP = f_MD / delta_CP  E_CM = delta_CM y_ij P_i
 # Its errors and omissions, and what is done about each:
 # 1. The swap test accepts a swap that raises the objective, while the problem minimises. Here
-#     swaps lower it; ``matching.SwapTest.AS_PRINTED`` exists so that a test can show what the
+#     swaps lower it; ``methods.SwapTest.AS_PRINTED`` exists so that a test can show what the
 #     slip does.
 # 2. The bandwidth constraint sums a device's shares over servers. Shares are of a server's band,
 #     so ``Decision.check`` sums over the devices of a server, as the compute constraint does.
@@ -132,7 +132,7 @@ def delays(terms: Terms, decision: Decision) -> Floats:
 #     that choice to make: a draft is accepted when it *is* the token that the target drew with
 #     the seed's noise, so acceptance enters here as a number of passes and can change no text.
 # 7. The reward is called the objective over that of random association with uniform shares, which
-#     rewards a high cost. Here it is random over ours: higher is better (``environment``).
+#     rewards a high cost. Here it is random over ours: higher is better (``masac``).
 # 8. Transmit energy is a power. ``CorrectedCost`` multiplies by the time on air: y P d / R, in
 #     which y cancels, so it moves the association and not the shares.
 # 9. Latency is operations over peak speed, so a pass of 25 tokens costs as much as 25 passes of
@@ -259,12 +259,6 @@ def rtt_s(snapshot: Snapshot) -> Floats:
 def downlink_bits_per_s(snapshot: Snapshot) -> Floats:
     """(M, E): with a server's whole band."""
     rates: Floats = snapshot.band_hz * np.log2(1.0 + SERVER_W * snapshot.gains / snapshot.noise_w)
-    return rates
-
-
-def uplink_bits_per_s(snapshot: Snapshot) -> Floats:
-    """(M, E): with a server's whole band."""
-    rates: Floats = snapshot.band_hz * np.log2(1.0 + sinr(snapshot))
     return rates
 
 

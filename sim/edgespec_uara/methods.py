@@ -6,20 +6,13 @@ association is worth and what the shares are worth, and what is left to gain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from edgespec_sim.association import (
-    AssociationPolicy,
-    DeviceView,
-    LinkView,
-    VerifierView,
-)
 from edgespec_uara.cost import (
     CostModel,
     Decision,
@@ -27,24 +20,13 @@ from edgespec_uara.cost import (
     Weights,
     bandwidth_costs,
     bandwidth_shares,
-    downlink_bits_per_s,
     objective,
     optimal,
     priced_cost,
-    rtt_s,
-    sinr,
     uniform,
-    uplink_bits_per_s,
     weighted,
 )
-from edgespec_uara.world import (
-    DRAFT_PARAMETERS,
-    TARGET_BYTES,
-    TARGET_PARAMETERS,
-    Floats,
-    Ints,
-    Snapshot,
-)
+from edgespec_uara.world import Floats, Ints, Snapshot
 
 # --- two-phase matching ------------------------------------------------------------------------
 # each device to its best gain, then swaps and moves while the cost falls.
@@ -345,22 +327,16 @@ def _least(table: Floats, count: int) -> Ints:
 
 
 # --- the trained resource allocation, in numpy -------------------------------------------------
-# features in, shares out. No torch here.
-# Each server is an agent; all share one set of parameters. An agent looks at a list of devices
-# that it may be any length of: every device is embedded by the same small network, the mean of
-# its own devices' embeddings says how crowded it is and with what, and from the two come the
-# device's weights of bandwidth and compute. So one policy serves any number of devices and
-# servers.
-# Actions lie in (-1, 1). A pair's two become weights exp(4 a); a server's one becomes the share
-# of the band in use, exp(1.5 (a - 1)), from 5 % to all of it.
+# Each server is an agent; all share one set of parameters. Every device is embedded by the same
+# small network, the mean of all devices' embeddings says how crowded the server is and with what,
+# and from the two come the device's weights of bandwidth and compute. So one policy serves any
+# number of devices and servers. Actions lie in (-1, 1). A pair's two become weights exp(4 a); a
+# server's one becomes the share of the band in use, exp(1.5 (a - 1)), from 5 % to all of it.
 
 
 FEATURES = 6
 PAIR_ACTIONS, SERVER_ACTIONS = 2, 1
 WEIGHT_SPAN, USED_SPAN = 4.0, 1.5
-ROUNDS = 3
-"""Of matching under the actor's weights, then weights for the new association."""
-SHIPPED = "masac"
 LAYERS = ("embed0", "embed1", "pair0", "pair1", "server0", "server1")
 
 
@@ -411,31 +387,12 @@ class Actor:
         with np.load(path, allow_pickle=False) as arrays:
             return cls({name: arrays[name].astype(np.float64) for name in arrays})
 
-    @classmethod
-    def shipped(cls) -> Actor:
-        with resources.as_file(resources.files("edgespec_uara") / "policies") as folder:
-            return cls.load(folder / f"{SHIPPED}.npz")
+    def weights(self, features: Floats) -> Weights:
+        """The most likely ones while no device has a server yet: every server pools all devices."""
+        return action_weights(*self.actions(features))
 
-    def actions(self, features: Floats, association: Ints) -> tuple[Floats, Floats]:
-        """Most likely actions: of all pairs (M, E, 2) and of all servers (E, 1).
-
-        A pair that is not associated is judged as one more device of that server.
-        """
-        devices, servers = np.arange(len(association)), features.shape[1]
-        embedded = self._two("embed", features, last=True)
-        own = embedded[devices, association]
-        counts = np.bincount(association, minlength=servers)
-        pooled = np.zeros((servers, own.shape[1]))
-        np.add.at(pooled, association, own)
-        pooled /= np.maximum(counts, 1)[:, None]
-        crowd = np.concatenate([pooled, crowding(counts)[:, None]], axis=1)
-        beside = np.broadcast_to(crowd, (*features.shape[:2], crowd.shape[1]))
-        pairs = self._two("pair", np.concatenate([embedded, beside], axis=-1))
-        whole = self._two("server", crowd)
-        return np.tanh(pairs[..., :PAIR_ACTIONS]), np.tanh(whole[..., :SERVER_ACTIONS])
-
-    def actions_before_matching(self, features: Floats) -> tuple[Floats, Floats]:
-        """The same while no device has a server yet: every server pools all devices."""
+    def actions(self, features: Floats) -> tuple[Floats, Floats]:
+        """Of all pairs (M, E, 2) and of all servers (E, 1)."""
         devices, servers = features.shape[:2]
         embedded = self._two("embed", features, last=True)
         count = np.full((servers, 1), float(crowding(np.array(devices))))
@@ -454,9 +411,6 @@ class Actor:
         product: Floats = rows @ self.arrays[f"{name}.weight"].T + self.arrays[f"{name}.bias"]
         return product
 
-    def weights(self, features: Floats, association: Ints) -> Weights:
-        return action_weights(*self.actions(features, association))
-
 
 def crowding(counts: Ints) -> Floats:
     """How many devices a server has, as a feature of order 1."""
@@ -464,38 +418,18 @@ def crowding(counts: Ints) -> Floats:
     return crowded
 
 
-def masac_shares(actor: Actor, terms: Terms, association: Ints) -> Decision:
-    """The policy's shares for a fixed association."""
-    return weighted(actor.weights(pair_features(terms), association), association)
-
-
-def tma_masac(actor: Actor, terms: Terms, start: Ints, steps: Steps) -> Decision:
-    """Matching and the policy's shares take turns; the best round's decision is returned.
-
-    The paper matches by ``Steps.SWAPS``; with moves as well the method is ours, and far better.
-    """
-    features = pair_features(terms)
-    association, best = start, masac_shares(actor, terms, start)
-    for _ in range(ROUNDS):
-        weights = actor.weights(features, association)
-        association = two_phase_matching(terms, weights, association, steps).association
-        decision = weighted(actor.weights(features, association), association)
-        if objective(terms, decision) < objective(terms, best):
-            best = decision
-    return best
-
-
-def papers_tma_masac(actor: Actor, terms: Terms, start: Ints) -> Decision:
+def tma_masac(actor: Actor, terms: Terms, start: Ints) -> Decision:
     """The paper's order of things: weights first, for all pairs, then swaps under them."""
-    weights = action_weights(*actor.actions_before_matching(pair_features(terms)))
+    weights = actor.weights(pair_features(terms))
     matched = two_phase_matching(terms, weights, start, Steps.SWAPS)
     return weighted(weights, matched.association)
 
 
-TMA_MASAC = "TMA-MASAC"
-"""The paper's method: matching by swaps alone, shares by the trained policy."""
-TMA_MASAC_MOVES = "TMA-MASAC, moves too"
-"""The same with moves of single devices in the matching, which is ours."""
+PAPERS_MATCHING = "TMA (swaps) + uniform"
+"""The paper's matching, its shares left even."""
+WITH_MOVES = "TMA, moves too + uniform"
+"""With moves of single devices as well, which is ours."""
+BEST = "greedy + search + optimal shares"
 PAPER_BASELINES = ("random", "max-SINR", "max-compute")
 NO_SPECULATION = "no speculation"
 
@@ -533,133 +467,21 @@ def two_phase(situation: Situation, steps: Steps = Steps.SWAPS_AND_MOVES) -> Int
     return two_phase_matching(terms, Weights.even(terms), start, steps).association
 
 
-def _by_turns(actor: Actor, situation: Situation, steps: Steps) -> Decision:
-    return tma_masac(actor, situation.terms, best_gain(situation.snapshot.gains), steps)
-
-
-def methods(actor: Actor) -> Mapping[str, Method]:
-    return {
-        "random": lambda s: uniform(s.terms, s.chance),
-        "max-SINR": lambda s: uniform(s.terms, best_gain(s.snapshot.gains)),
-        "max-compute": lambda s: uniform(s.terms, max_compute(s.snapshot)),
-        "random + MASAC": lambda s: masac_shares(actor, s.terms, s.chance),
-        "max-SINR + optimal shares": lambda s: optimal(s.terms, best_gain(s.snapshot.gains)),
-        "TMA (swaps) + uniform": lambda s: uniform(s.terms, two_phase(s, Steps.SWAPS)),
-        "TMA + uniform": lambda s: uniform(s.terms, two_phase(s)),
-        TMA_MASAC: lambda s: _by_turns(actor, s, Steps.SWAPS),
-        TMA_MASAC_MOVES: lambda s: _by_turns(actor, s, Steps.SWAPS_AND_MOVES),
-        "TMA + optimal shares": lambda s: optimal(s.terms, two_phase(s)),
-        "greedy + optimal shares": lambda s: greedy(s.terms),
-        "greedy + search + optimal shares": lambda s: greedy_with_search(s.terms),
-    }
+METHODS: Mapping[str, Method] = {
+    "random": lambda s: uniform(s.terms, s.chance),
+    "max-SINR": lambda s: uniform(s.terms, best_gain(s.snapshot.gains)),
+    "max-compute": lambda s: uniform(s.terms, max_compute(s.snapshot)),
+    "max-SINR + optimal shares": lambda s: optimal(s.terms, best_gain(s.snapshot.gains)),
+    PAPERS_MATCHING: lambda s: uniform(s.terms, two_phase(s, Steps.SWAPS)),
+    WITH_MOVES: lambda s: uniform(s.terms, two_phase(s)),
+    "TMA (swaps) + optimal shares": lambda s: optimal(s.terms, two_phase(s, Steps.SWAPS)),
+    "TMA, moves too + optimal shares": lambda s: optimal(s.terms, two_phase(s)),
+    "greedy + optimal shares": lambda s: greedy(s.terms),
+    BEST: lambda s: greedy_with_search(s.terms),
+}
 
 
 def without_speculation(snapshot: Snapshot, cost: CostModel) -> tuple[Terms, Decision]:
     """The server decodes alone: its own terms, association by search, optimal shares."""
     terms = cost.plain_terms(snapshot)
     return terms, local_search(terms, max_compute(snapshot))
-
-
-# --- what the full simulator needs from a decision ---------------------------------------------
-# rates, round trips, shares, association.
-# ``plan`` decides one snapshot and puts it into the units of the rest of the product: links are
-# ``LinkView``, devices and verifiers are views of ``edgespec_sim.association``, so the
-# same object answers here, in the simulator and in an agent.
-
-
-SESSIONS_MAX = 512
-"""Of one server; far above what the paper's sizes bring."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One slot, decided. M devices, E servers."""
-
-    decision: Decision
-    up_bits_per_s: Floats
-    """(M, E): of a server's whole band; times a device's share is its rate."""
-    down_bits_per_s: Floats
-    """(M, E): likewise, at the server's power."""
-    rtt_s: Floats
-    """(M, E): propagation, air interface and backhaul; no serialisation, no queue."""
-
-    def link(self, device: int) -> LinkView:
-        """The link this device gets, with its share of the uplink."""
-        server = int(self.decision.association[device])
-        share = float(self.decision.bandwidth[device])
-        return LinkView(
-            rtt_s=float(self.rtt_s[device, server]),
-            up_bits_per_s=share * float(self.up_bits_per_s[device, server]),
-            down_bits_per_s=float(self.down_bits_per_s[device, server]),
-        )
-
-
-def plan(snapshot: Snapshot, cost: CostModel, method: Method, seed: int) -> Plan:
-    situation = Situation(snapshot, cost.terms(snapshot), np.random.default_rng(seed))
-    return Plan(
-        method(situation),
-        uplink_bits_per_s(snapshot),
-        downlink_bits_per_s(snapshot),
-        rtt_s(snapshot),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Views:
-    """A snapshot as an ``AssociationPolicy`` sees it."""
-
-    devices: tuple[DeviceView, ...]
-    verifiers: tuple[VerifierView, ...]
-    links: tuple[tuple[LinkView, ...], ...]
-
-
-def views(snapshot: Snapshot) -> Views:
-    """Links at the band of a server that nobody shares; passes of one mean draft."""
-    up, down = uplink_bits_per_s(snapshot), downlink_bits_per_s(snapshot)
-    delay_s, snr_db = rtt_s(snapshot), 10.0 * np.log10(np.maximum(sinr(snapshot), 1e-9))
-    length = snapshot.drafted / snapshot.passes
-    rates = np.minimum(snapshot.tokens / snapshot.drafted, 1.0)
-    devices = tuple(
-        DeviceView(f"device-{index}", 2 * DRAFT_PARAMETERS / flops, float(rate), charge / 100.0)
-        for index, (flops, rate, charge) in enumerate(
-            zip(
-                snapshot.device_flops.tolist(),
-                rates.tolist(),
-                snapshot.battery_percent.tolist(),
-                strict=True,
-            )
-        )
-    )
-    compute_s = 2 * TARGET_PARAMETERS * float(length.mean()) / snapshot.server_flops
-    weights_s = TARGET_BYTES / snapshot.server_bytes_per_s
-    verifiers = tuple(
-        VerifierView(f"server-{index}", more + once, 0, SESSIONS_MAX, session_s=more)
-        for index, (more, once) in enumerate(
-            zip(compute_s.tolist(), weights_s.tolist(), strict=True)
-        )
-    )
-    return Views(devices, verifiers, _links(delay_s, up, down, snr_db))
-
-
-def _links(
-    delay_s: Floats, up: Floats, down: Floats, snr_db: Floats
-) -> tuple[tuple[LinkView, ...], ...]:
-    tables = (delay_s.tolist(), up.tolist(), down.tolist(), snr_db.tolist())
-    return tuple(
-        tuple(LinkView(*pair) for pair in zip(*rows, strict=True))
-        for rows in zip(*tables, strict=True)
-    )
-
-
-def follow(
-    policy: AssociationPolicy, shares: Callable[[Terms, Ints], Decision] = optimal
-) -> Method:
-    """A policy of the product as a method here, with optimal shares or those of ``shares``."""
-
-    def decide(situation: Situation) -> Decision:
-        seen = views(situation.snapshot)
-        chosen: Sequence[int] = policy.assign(seen.devices, seen.verifiers, seen.links)
-        association: Ints = np.array(chosen, dtype=np.int64)
-        return shares(situation.terms, association)
-
-    return decide

@@ -1,6 +1,6 @@
 """``python -m edgespec_uara.reproduce --out DIR``: the paper's method, trained as the paper says.
 
-On the paper's reward in the PettingZoo environment (``masac/paper_rollout.py``), once for each of
+On the paper's reward in the PettingZoo environment (``masac.py``), once for each of
 several seeds, then all of them over the paper's sweep under its cost as printed: what each saves of
 the delay of random, max-SINR and max-compute, and the spread over the training seeds. A policy that
 is in DIR already is not trained again.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,17 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from edgespec_uara.comparison import (
+from edgespec_uara.cost import PaperCost
+from edgespec_uara.methods import (
+    METHODS,
+    PAPER_BASELINES,
+    PAPERS_MATCHING,
+    Actor,
+    Method,
+    best_gain,
+    tma_masac,
+)
+from edgespec_uara.sweep import (
     PAPER_MEAN_GAIN,
     Effort,
     Result,
@@ -29,30 +38,18 @@ from edgespec_uara.comparison import (
     gains,
     over_the_papers,
 )
-from edgespec_uara.cost import PaperCost
-from edgespec_uara.methods import (
-    PAPER_BASELINES,
-    Actor,
-    Method,
-    best_gain,
-    methods,
-    papers_tma_masac,
-)
 from edgespec_uara.world import Floats
 
-DISCOUNT = 0.9
-"""The paper gives none; with 0.9 a reward three slots ahead still counts three quarters."""
 CAPACITY, WARM_UP, UPDATES_PER_EPISODE = 400, 10, 10
 
 
 def train(seed: int, updates: int) -> dict[str, Floats]:
     """The actor's arrays after so many updates: the last, not the best, as nothing of the sweep may
     choose it."""
-    from edgespec_uara.masac.learner import Learner, LearnerSettings, Replay, one_thread
-    from edgespec_uara.masac.paper_rollout import PaperRollout
+    from edgespec_uara.masac import Learner, LearnerSettings, PaperRollout, Replay, one_thread
 
     one_thread()
-    settings = replace(LearnerSettings(), discount=DISCOUNT, batch=8)
+    settings = LearnerSettings()
     learner, rollout = Learner(settings, seed), PaperRollout(PaperCost(), seed)
     replay = Replay(CAPACITY, np.random.default_rng(seed))
     for _ in range(WARM_UP):
@@ -70,7 +67,7 @@ def train(seed: int, updates: int) -> dict[str, Floats]:
 
 
 def papers_method(actor: Actor) -> Method:
-    return lambda s: papers_tma_masac(actor, s.terms, best_gain(s.snapshot.gains))
+    return lambda s: tma_masac(actor, s.terms, best_gain(s.snapshot.gains))
 
 
 def saved_of_delay(results: list[Result], name: str) -> dict[str, float]:
@@ -96,14 +93,13 @@ def main(
             np.savez_compressed(file, **train(seed, updates))  # type: ignore[arg-type]
             console.print(f"seed {seed}: {updates} updates in {time.monotonic() - began:.0f} s")
         actors[f"trained, seed {seed}"] = Actor.load(file)
-    shipped = methods(Actor.shipped())
-    named = {name: shipped[name] for name in (*PAPER_BASELINES, "TMA (swaps) + uniform")}
+    named = {name: METHODS[name] for name in (*PAPER_BASELINES, PAPERS_MATCHING)}
     named |= {name: papers_method(actor) for name, actor in actors.items()}
     results: list[Result] = []
     effort = Effort(1, 1) if quick else Effort()
     for cell in track(cells(quick), "sweep", console=console):
         results += compare(cell, PaperCost(), named, effort, 0)
-    saved = {name: saved_of_delay(results, name) for name in (*actors, "TMA (swaps) + uniform")}
+    saved = {name: saved_of_delay(results, name) for name in (*actors, PAPERS_MATCHING)}
     for name, shares in saved.items():
         console.print(f"{name}: " + ", ".join(f"{k} {v:+.1%}" for k, v in shares.items()))
     means = [saved[name]["all three"] for name in actors]

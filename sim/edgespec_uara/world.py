@@ -8,12 +8,12 @@ into a slot waits for the next ones. Capacities are peak float32: units x 2 x cl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_sim.links.radio import Gains, RandomWaypoint, UmiGains, UmiSettings
+from edgespec_sim.links.radio import RandomWaypoint, UmiGains
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -99,7 +99,6 @@ class UaraSettings:
     """Ours."""
     backhaul_rtt_s: tuple[float, float] = (0.001, 0.010)
     """Ours, from a base station to its server and back."""
-    radio: UmiSettings = field(default_factory=UmiSettings)
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.servers < 1:
@@ -177,13 +176,13 @@ def tokens_per_pass(draft_length: Floats, acceptance: Floats) -> Floats:
 
 
 class UaraWorld:
-    """Draws snapshots. ``gains`` replaces the radio model, with recorded ones for instance."""
+    """Draws snapshots."""
 
-    def __init__(self, settings: UaraSettings, seed: int, gains: Gains | None = None) -> None:
+    def __init__(self, settings: UaraSettings, seed: int) -> None:
         # Streams apart: what one part draws never shifts another's dice.
         radio, moves, fixed, self._tasks = np.random.default_rng(seed).spawn(4)
         self.settings = settings
-        self._gains = gains or UmiGains(radio, settings.devices, settings.servers, settings.radio)
+        self._gains = UmiGains(radio, settings.devices, settings.servers)
         self._walk = RandomWaypoint(
             moves, settings.devices, side_m=settings.side_m, speed_m_s=settings.speed_m_s
         )

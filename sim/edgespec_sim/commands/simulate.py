@@ -21,11 +21,11 @@ from edgespec import __version__
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import say
 from edgespec.config.loading import NULL
+from edgespec_sim.run_summary import ArmSummary, RunSummary, Spread
 from edgespec_sim.commands.pool import Task, Workers
 from edgespec_sim.planning.replication import MOST_SEEDS, WITHIN, seeds_wanted
-from edgespec_sim.report import figures
 from edgespec_sim.report.page import first_question, first_questions
-from edgespec_sim.run_summary import ArmSummary, RunSummary, Spread
+from edgespec_sim.report.tables import seeds_played, speedup
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, check, jobs_of, summarise, widest
@@ -253,7 +253,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, object]:
 
 def arms_table(summary: RunSummary) -> Table:
     table = Table(
-        title=f"{summary.name}, {figures.seeds(summary)}: {summary.tokens_from}",
+        title=f"{summary.name}, {seeds_played(summary)}: {summary.tokens_from}",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
@@ -342,7 +342,7 @@ def _cells(arm: ArmSummary) -> tuple[str, ...]:
         "–" if whole.tpot_s is None else f"{1e3 * whole.tpot_s.mean:.1f}",
         _ms(whole.tpot_s, 4),
         f"{1e3 * max(arm.bounds.values()):.1f}" if arm.bounds else "–",
-        figures.speedup(arm).replace(" ", "\n"),
+        speedup(arm).replace(" ", "\n"),
         f"{whole.tokens_per_pass:.2f}",
         "–" if whole.acceptance is None else f"{whole.acceptance:.2f}",
         f"{whole.wasted_per_token:.2f}",

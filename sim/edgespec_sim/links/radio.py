@@ -9,16 +9,14 @@ A gain is path loss, shadowing and small-scale fading multiplied:
     fading       Rician, K of 9 dB with a spread of 5 dB (7.5-6); Rayleigh without line of sight;
                  new in every slot
 
-The state of line of sight is redrawn as the device moves, 50 m apart (7.6.3.1-2). ``Gains`` is the
-seam: ``RecordedGains`` plays a matrix that another tool made, a ray tracer for one (Sionna's
-channel coefficients, squared and summed over paths), from an ``.npz`` with one array ``gains``.
+The state of line of sight is redrawn as the device moves, 50 m apart (7.6.3.1-2).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,23 +34,12 @@ SHARED_VARIANCE = 0.5
 """Between sites, as ITU-R M.2135 and 3GPP TR 36.942 have it."""
 
 
-@dataclass(frozen=True, slots=True)
-class UmiSettings:
-    """Heights of 7.4.1 and a carrier; valid from 0.5 to 100 GHz."""
-
-    carrier_ghz: float = 3.5
-    station_height_m: float = 10.0
-    device_height_m: float = 1.5
-
-    def __post_init__(self) -> None:
-        if not 0.5 <= self.carrier_ghz <= 100:
-            raise ValueError(f"carrier_ghz {self.carrier_ghz}: the model holds from 0.5 to 100")
-
-    @property
-    def breakpoint_m(self) -> float:
-        """Where the slope changes: 4 h'BS h'UT f / c, with 1 m of effective environment height."""
-        heights = (self.station_height_m - 1.0) * (self.device_height_m - 1.0)
-        return 4.0 * heights * self.carrier_ghz * 1e9 / LIGHT_M_S
+CARRIER_GHZ: Final = 3.5
+STATION_HEIGHT_M, DEVICE_HEIGHT_M = 10.0, 1.5
+BREAKPOINT_M: Final = (
+    4.0 * (STATION_HEIGHT_M - 1.0) * (DEVICE_HEIGHT_M - 1.0) * CARRIER_GHZ * 1e9 / LIGHT_M_S
+)
+"""Where the slope changes: 4 h'BS h'UT f / c, with 1 m of effective environment height."""
 
 
 def los_probability(distance_m: Floats) -> Floats:
@@ -62,37 +49,28 @@ def los_probability(distance_m: Floats) -> Floats:
     return chance
 
 
-def path_loss_db(settings: UmiSettings, distance_m: Floats, line_of_sight: Flags) -> Floats:
+def path_loss_db(distance_m: Floats, line_of_sight: Flags) -> Floats:
     """Table 7.4.1-1, over the ground distance (nearer than 10 m counts as 10 m)."""
     ground = np.maximum(distance_m, DISTANCE_MIN_M)
-    rise = settings.station_height_m - settings.device_height_m
+    rise = STATION_HEIGHT_M - DEVICE_HEIGHT_M
     log_distance = np.log10(np.hypot(ground, rise))
-    log_carrier = np.log10(settings.carrier_ghz)
+    log_carrier = np.log10(CARRIER_GHZ)
     near = 32.4 + 21.0 * log_distance + 20.0 * log_carrier
-    corner = 9.5 * np.log10(settings.breakpoint_m**2 + rise**2)
+    corner = 9.5 * np.log10(BREAKPOINT_M**2 + rise**2)
     far = 32.4 + 40.0 * log_distance + 20.0 * log_carrier - corner
-    sight = np.where(ground <= settings.breakpoint_m, near, far)
-    height = 0.3 * (settings.device_height_m - 1.5)
+    sight = np.where(ground <= BREAKPOINT_M, near, far)
+    height = 0.3 * (DEVICE_HEIGHT_M - 1.5)
     blocked = 35.3 * log_distance + 22.4 + 21.3 * log_carrier - height
     loss: Floats = np.where(line_of_sight, sight, np.maximum(sight, blocked))
     return loss
 
 
-class Gains(Protocol):
-    """Linear power gains of shape (devices, stations), slot after slot."""
-
-    def next(self, devices_m: Floats, stations_m: Floats, gone_m: Floats) -> Floats:
-        """Positions of shape (n, 2); ``gone_m`` is how far each device moved since last time."""
-
-
 class UmiGains:
-    """The model above. One object follows one set of devices through time."""
+    """Linear power gains of shape (devices, stations), slot after slot. One object follows one set
+    of devices through time."""
 
-    def __init__(
-        self, rng: np.random.Generator, devices: int, stations: int, settings: UmiSettings
-    ) -> None:
+    def __init__(self, rng: np.random.Generator, devices: int, stations: int) -> None:
         self._rng = rng
-        self._settings = settings
         self._shape = (devices, stations)
         self._luck: Floats = rng.random(self._shape)
         self._own: Floats = rng.standard_normal(self._shape)
@@ -100,12 +78,13 @@ class UmiGains:
         self._k_db: Floats = rng.normal(*RICIAN_K_DB, self._shape)
 
     def next(self, devices_m: Floats, stations_m: Floats, gone_m: Floats) -> Floats:
+        """Positions of shape (n, 2); ``gone_m`` is how far each device moved since last time."""
         gaps = devices_m[:, None, :] - stations_m[None, :, :]
         distance_m = np.hypot(gaps[..., 0], gaps[..., 1])
         self._redraw_luck(gone_m)
         sight = self._luck < los_probability(distance_m)
         shadowing_db = self._shadowing_db(sight, gone_m)
-        loss_db = path_loss_db(self._settings, distance_m, sight) + shadowing_db
+        loss_db = path_loss_db(distance_m, sight) + shadowing_db
         gains: Floats = 10.0 ** (-loss_db / 10.0) * self._fading(sight)
         return gains
 
@@ -135,33 +114,6 @@ class UmiGains:
         real, imaginary = self._rng.standard_normal((2, *self._shape)) / np.sqrt(2.0 * (k + 1.0))
         fading: Floats = (np.sqrt(k / (k + 1.0)) + real) ** 2 + imaginary**2
         return fading
-
-
-class RecordedGains:
-    """Plays an array of shape (slots, devices, stations), from the start again after its end."""
-
-    def __init__(self, gains: Floats) -> None:
-        if gains.ndim != 3 or not gains.size:
-            raise ValueError(f"gains of shape {gains.shape}: wanted (slots, devices, stations)")
-        if not np.all(np.isfinite(gains)) or gains.min() < 0:
-            raise ValueError("gains must be finite and not negative: they are linear, not in dB")
-        self._gains = gains
-        self._slot = -1
-
-    @classmethod
-    def load(cls, path: Path) -> RecordedGains:
-        with np.load(path, allow_pickle=False) as arrays:
-            if "gains" not in arrays:
-                raise ValueError(f"{path}: no array 'gains'; it holds {sorted(arrays)}")
-            return cls(np.asarray(arrays["gains"], dtype=np.float64))
-
-    def next(self, devices_m: Floats, stations_m: Floats, gone_m: Floats) -> Floats:
-        wanted = (len(devices_m), len(stations_m))
-        if self._gains.shape[1:] != wanted:
-            raise ValueError(f"recorded gains are of shape {self._gains.shape[1:]}, not {wanted}")
-        self._slot = (self._slot + 1) % len(self._gains)
-        gains: Floats = self._gains[self._slot]
-        return gains
 
 
 # --- random-waypoint mobility ------------------------------------------------------------------
@@ -280,24 +232,19 @@ class PowerControl:
     alpha: float
     filter_k: int
 
-    def dbm(self, path_loss_db: Floats, band_hz: Floats, most_dbm: float) -> Floats:
-        """Of shape (devices, stations); ``band_hz`` of shape (devices, 1)."""
-        blocks_db = 10.0 * np.log10(band_hz / RESOURCE_BLOCK_HZ)
+    def dbm(self, path_loss_db: Floats, band_hz: float, most_dbm: float) -> Floats:
+        """Of shape (devices, stations)."""
+        blocks_db = 10.0 * math.log10(band_hz / RESOURCE_BLOCK_HZ)
         wanted = self.p0_dbm + blocks_db + self.alpha * path_loss_db
         sent: Floats = np.clip(wanted, LEAST_DBM, most_dbm)
         return sent
 
 
 class UplinkPower:
-    """Follows the path losses of devices. ``shares``: of the band that each device has, of shape
-    (devices,)."""
+    """Follows the path losses of devices."""
 
-    def __init__(
-        self, control: PowerControl | None, most_dbm: float, band_hz: float, shares: Floats
-    ) -> None:
-        self._control, self._most_dbm = control, most_dbm
-        self._shares = shares[:, None]
-        self._band_hz = band_hz * self._shares
+    def __init__(self, control: PowerControl | None, most_dbm: float, band_hz: float) -> None:
+        self._control, self._most_dbm, self._band_hz = control, most_dbm, band_hz
         self._loss_db: Floats | None = None
 
     def measure(self, gains: Floats) -> Floats:
@@ -312,5 +259,5 @@ class UplinkPower:
             weight = 2.0 ** (-self._control.filter_k / 4.0)
             self._loss_db += weight * (loss_db - self._loss_db)
         dbm = self._control.dbm(self._loss_db, self._band_hz, self._most_dbm)
-        density: Floats = 10.0 ** ((dbm - self._most_dbm) / 10.0) / self._shares
+        density: Floats = 10.0 ** ((dbm - self._most_dbm) / 10.0)
         return density

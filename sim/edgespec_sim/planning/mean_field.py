@@ -254,7 +254,7 @@ def _restless(section: DeviceSection, count: int, within_s: float) -> DeviceSect
         start_within_s=within_s,
         start_thinking=False,
     )
-    return replace(section, count=count, workload=load, battery_j=None)
+    return replace(section, count=count, workload=load)
 
 
 def _guessed_cycle_s(section: DeviceSection) -> float:

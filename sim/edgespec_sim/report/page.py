@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.report import figures, plots, tables
-from edgespec_sim.report.arms_over_time import arms_over_time, cell_maps
-from edgespec_sim.report.document import Document, Figure, arms_csv, requests_csv, write_page
-from edgespec_sim.report.plots import (
-    answer_plot,
-    energy_plot,
-    link_load_plot,
-    pace_plot,
-    verifier_load_plot,
-    wasted_plot,
-)
-from edgespec_sim.report.summarise import summarise
-from edgespec_sim.report.timeline import Clocks, Timeline, build_timeline, perfetto_json
-from edgespec_sim.report.timeline_plot import SESSIONS_DRAWN, question_plot, timeline_plots
-from edgespec_sim.report.trace_lines import TraceLineError, read_lines
 from edgespec_sim.run_summary import ArmSummary, RunSummary, SummaryError, read_summary
+from edgespec_sim.report import plots, tables
+from edgespec_sim.report.document import Document, Figure, arms_csv, requests_csv, write_page
+from edgespec_sim.report.summarise import summarise
+from edgespec_sim.report.timeline import (
+    Clocks,
+    Timeline,
+    TraceLineError,
+    build_timeline,
+    perfetto_json,
+    read_lines,
+)
 
 # Less than this is what an estimate finds between two clocks that are one.
 _CLOCKS_APART_S: Final = 5e-3
@@ -34,36 +30,42 @@ _CLOCKS_APART_S: Final = 5e-3
 def render(
     summary: RunSummary,
     timeline: Timeline | None = None,
-    trace_note: str = "",
     firsts: Mapping[str, Timeline] | None = None,
 ) -> str:
-    """One HTML file without outside references. ``trace_note`` says of what the timeline is;
-    ``firsts`` are the arms' timelines of the same question."""
+    """One HTML file without outside references; ``firsts`` are the arms' timelines of the same
+    question."""
     page = Document(f"{summary.name or 'run'}: {'simulated' if summary.simulated else 'real'} run")
     page.paragraph(asked(summary), "asked")
     page.paragraph(headline(summary), "headline")
-    sessions = timeline_plots(timeline) if timeline is not None and timeline.spans else []
-    lanes = question_plot(firsts or {}) or (sessions[0] if sessions else None)
-    pace, answer = pace_plot(summary), answer_plot(summary)
-    for figure in (lanes, pace or answer):
+    pace, answer = plots.pace_plot(summary), plots.answer_plot(summary)
+    for figure in (_lanes(timeline, firsts or {}), pace or answer):
         if figure is not None:
             page.figure(figure)
     page.paragraph(_facts(summary), "facts")
+    if timeline is not None:
+        page.paragraph(_of_timeline(timeline), "facts")
     page.heading("Arms")
     page.add(tables.arms_table(summary))
     page.items(summary.notes)
     _fold(page, "Verifiers, groups and limits", tables_=_more_tables(summary))
-    _fold(page, "All arms side by side", (arms_over_time(summary),))
-    _fold(page, "Load", (verifier_load_plot(summary), link_load_plot(summary)))
-    _fold(page, "Map of the cells", cell_maps(summary))
-    _fold(page, "Wasted work and energy", (wasted_plot(summary), energy_plot(summary)))
-    _fold(page, "How sure, and how spread", (answer if pace else None, *_spreads(summary)))
-    _fold(page, "Over time", plots.series_plots(summary))
-    if timeline is not None and sessions:
-        _timeline(page, timeline, trace_note, [one for one in sessions if one is not lanes])
+    _fold(page, "Load", (plots.verifier_load_plot(summary), plots.link_load_plot(summary)))
+    _fold(page, "How sure", (answer if pace else None,))
     _requests(page, summary)
     _settings(page, summary)
     return page.html()
+
+
+def _lanes(timeline: Timeline | None, firsts: Mapping[str, Timeline]) -> Figure | None:
+    """Of the same question by each arm, or of the first sessions of a trace."""
+    if firsts:
+        first = {
+            arm: next(iter(plots.sessions_of(one).values()), None) for arm, one in firsts.items()
+        }
+        known = {arm: lanes for arm, lanes in first.items() if lanes is not None}
+        return plots.lanes_plot(known, "The first question of the first device, arm by arm")
+    if timeline is None:
+        return None
+    return plots.lanes_plot(plots.sessions_of(timeline), "The first sessions of the trace")
 
 
 def _fold(
@@ -85,12 +87,6 @@ def _fold(
         for name, html in tables_:
             page.heading(name, 3)
             page.add(html)
-
-
-def _spreads(summary: RunSummary) -> list[Figure | None]:
-    if plots.few_requests(summary):
-        return [plots.itl_plot(summary)]
-    return [plots.tpot_plot(summary), plots.ttft_plot(summary)]
 
 
 def _more_tables(summary: RunSummary) -> list[tuple[str, str]]:
@@ -122,16 +118,16 @@ def headline(summary: RunSummary) -> str:
     arm, spread = min(timed, key=lambda pair: pair[1].mean)
     base = next((arm for arm, _ in timed if arm.arm == Arm.TARGET_ONLY.value), None)
     first = arm.all.ttft_s
-    what = f"{figures.milliseconds(spread.mean)} ms a token in the mean"
+    what = f"{tables.milliseconds(spread.mean)} ms a token in the mean"
     if base is None or len(timed) == 1:
-        begins = f", the first after {figures.duration(first.median)}" if first else ""
+        begins = f", the first after {tables.duration(first.median)}" if first else ""
         return f"{arm.arm}: {what}{begins}, {_per_pass(arm)} tokens a pass."
     if arm is base:
         return f"Nothing here is faster than target-only streaming: {what}. {_of_ours(summary)}"
-    against = figures.milliseconds(base.all.tpot_s.mean) if base.all.tpot_s else figures.MISSING
+    against = tables.milliseconds(base.all.tpot_s.mean) if base.all.tpot_s else tables.MISSING
     ours = " (ours)" if tables.is_ours(arm.arm) else ""
     told = (
-        f"{arm.arm}{ours} is {figures.times(_speedup(arm, base))} as fast as target-only "
+        f"{arm.arm}{ours} is {tables.times(_speedup(arm, base))} as fast as target-only "
         f"streaming{_sure(summary, arm)}: {what} against {against} ms, with {_per_pass(arm)} tokens"
         " a pass."
     )
@@ -148,7 +144,7 @@ def _sure(summary: RunSummary, arm: ArmSummary) -> str:
 
 
 def _per_pass(arm: ArmSummary) -> str:
-    return figures.number(arm.all.tokens_per_pass)
+    return tables.number(arm.all.tokens_per_pass)
 
 
 def _speedup(arm: ArmSummary, base: ArmSummary) -> float | None:
@@ -161,8 +157,8 @@ def _speedup(arm: ArmSummary, base: ArmSummary) -> float | None:
 
 def _of_ours(summary: RunSummary) -> str:
     parts = [
-        f"{arm.arm} (ours) takes {figures.milliseconds(arm.all.tpot_s.mean)} ms"
-        + (f", {figures.speedup(arm)}" if arm.speedup is not None else "")
+        f"{arm.arm} (ours) takes {tables.milliseconds(arm.all.tpot_s.mean)} ms"
+        + (f", {tables.speedup(arm)}" if arm.speedup is not None else "")
         for arm in summary.arms
         if tables.is_ours(arm.arm) and arm.all.tpot_s is not None
     ]
@@ -172,18 +168,16 @@ def _of_ours(summary: RunSummary) -> str:
 def _facts(summary: RunSummary) -> str:
     kind = "simulated in virtual time" if summary.simulated else "measured"
     facts = [
-        f"{figures.duration(summary.duration_s)}, {kind}",
+        f"{tables.duration(summary.duration_s)}, {kind}",
         f"tokens from {summary.tokens_from}" if summary.tokens_from else "",
-        figures.seeds(summary),
+        tables.seeds_played(summary),
     ]
     return " · ".join(fact for fact in facts if fact)
 
 
-def _timeline(page: Document, timeline: Timeline, note: str, sessions: Sequence[Figure]) -> None:
-    """``sessions``: those that are not drawn above."""
-    facts = [note] if note else []
-    facts.append("The whole timeline is in timeline.json, which ui.perfetto.dev opens.")
-    if len(timeline.sessions) > SESSIONS_DRAWN:
+def _of_timeline(timeline: Timeline) -> str:
+    facts = ["The whole timeline is in timeline.json, which ui.perfetto.dev opens."]
+    if len(timeline.sessions) > plots.SESSIONS_DRAWN:
         facts.append(f"The trace holds {len(timeline.sessions):,} sessions.")
     if timeline.truncated:
         facts.append("The trace goes on after the last span of the timeline.")
@@ -193,10 +187,7 @@ def _timeline(page: Document, timeline: Timeline, note: str, sessions: Sequence[
             "The two sides' clocks were brought together by assuming that their least delays are "
             "equal both ways."
         )
-    with page.fold("Timelines of single sessions"):
-        for figure in sessions:
-            page.figure(figure)
-        page.paragraph(" ".join(facts), "facts")
+    return " ".join(facts)
 
 
 def _requests(page: Document, summary: RunSummary) -> None:
@@ -336,7 +327,7 @@ def _write(run: RunSummary, traces: Sequence[Path], out: Path) -> list[Path]:
     timeline = _laid_out(traces, clocks) if traces else None
     out.mkdir(parents=True, exist_ok=True)
     firsts = _firsts(run, timeline, traces[0].parent) if traces else {}
-    texts = {PAGE: render(run, timeline, _note(run, timeline), firsts)}
+    texts = {PAGE: render(run, timeline, firsts)}
     texts |= {"arms.csv": arms_csv(run), "requests.csv": requests_csv(run)}
     if timeline is not None:
         texts["timeline.json"] = perfetto_json(timeline)
@@ -364,9 +355,3 @@ def _firsts(run: RunSummary, timeline: Timeline | None, folder: Path) -> dict[st
         elif timeline is not None:
             firsts[arm.arm] = timeline
     return firsts if len(found) + 1 == len(run.arms) else {}
-
-
-def _note(run: RunSummary, timeline: Timeline | None) -> str:
-    if timeline is None or len(run.arms) < 2:
-        return ""
-    return "The trace of the run, as its sessions are named in it."

@@ -8,20 +8,19 @@ shortened, because plotly reads tags in them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
+from edgespec_sim.run_summary import PACE, ArmSummary, RunSummary, Series
 from edgespec_sim.report.document import Figure
-from edgespec_sim.report.figures import shortened
-from edgespec_sim.report.tables import device_j, is_ours, verifiers_idle_j, verifiers_j
-from edgespec_sim.run_summary import PACE, ArmSummary, RunSummary, Series, Spread
+from edgespec_sim.report.tables import duration, is_ours, shortened
+from edgespec_sim.report.timeline import Lane, Mark, Span, Timeline, rows_apart
 
 BASE_COLOR: Final = "#8a929c"
 OURS_COLOR: Final = "#d55e00"
 _OTHERS: Final = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc2")
-_SERIES_MAX: Final = 6
-_REQUESTS_MIN: Final = 3
 
 
 def colors(arms: Sequence[str]) -> dict[str, str]:
@@ -62,135 +61,6 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
     return {"title": shown, "automargin": True, "zeroline": False, **more}
 
 
-def tpot_plot(run: RunSummary) -> Figure | None:
-    """Time per token across arms, with their bounds; None without any."""
-    spreads = [(arm, arm.all.tpot_s) for arm in run.arms if arm.all.tpot_s is not None]
-    bounds = [(arm, name, bound) for arm, _ in spreads for name, bound in arm.bounds.items()]
-    caption = (
-        "Time per output token (TPOT) over requests: box from the 25th to the 75th percentile with "
-        "the median, whiskers from the 5th to the 95th, a dot at the 99th."
-    )
-    if bounds:
-        caption += " Diamonds: the arm's lower bounds on the mean."
-    return _boxes(spreads, "ms a token", "Time per output token by arm", caption, bounds)
-
-
-def ttft_plot(run: RunSummary) -> Figure | None:
-    spreads = [(arm, arm.all.ttft_s) for arm in run.arms if arm.all.ttft_s is not None]
-    caption = "Time to first token (TTFT) over requests, drawn in the same way."
-    return _boxes(spreads, "ms to the first token", "Time to first token by arm", caption, [])
-
-
-def itl_plot(run: RunSummary) -> Figure | None:
-    """For runs of so few requests that distributions over them say nothing."""
-    spreads = [(arm, arm.all.itl_s) for arm in run.arms if arm.all.itl_s is not None]
-    caption = (
-        "Gaps between deliveries (ITL), tokens that come together being one delivery: box from the "
-        "25th to the 75th percentile with the median, whiskers from the 5th to the 95th, a dot at "
-        "the 99th."
-    )
-    return _boxes(spreads, "ms between deliveries", "Gaps between deliveries by arm", caption, [])
-
-
-def few_requests(run: RunSummary) -> bool:
-    """Whether no arm has enough of them for a distribution."""
-    return all(arm.all.requests < _REQUESTS_MIN for arm in run.arms)
-
-
-def _boxes(
-    spreads: Sequence[tuple[ArmSummary, Spread | None]],
-    unit: str,
-    what: str,
-    caption: str,
-    bounds: Sequence[tuple[ArmSummary, str, float]],
-) -> Figure | None:
-    known = [(arm, spread) for arm, spread in spreads if spread is not None]
-    if not known:
-        return None
-    paint = colors([arm.arm for arm, _ in known])
-    data = [_box(arm, spread, paint[arm.arm]) for arm, spread in known]
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "99th percentile",
-            "x": [1e3 * spread.p99 for _, spread in known],
-            "y": [label(arm.arm) for arm, _ in known],
-            "marker": {"symbol": "circle", "size": 7, "color": [paint[a.arm] for a, _ in known]},
-            "hovertemplate": "p99 %{x:.4g} ms<extra></extra>",
-        }
-    )
-    if bounds:
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "lower bound",
-                "x": [1e3 * bound for _, _, bound in bounds],
-                "y": [label(arm.arm) for arm, _, _ in bounds],
-                "text": [label(name) for _, name, _ in bounds],
-                "marker": {
-                    "symbol": "diamond-open",
-                    "size": 9,
-                    "color": [paint[arm.arm] for arm, _, _ in bounds],
-                    "line": {"width": 2},
-                },
-                "hovertemplate": "%{text}: %{x:.4g} ms<extra></extra>",
-            }
-        )
-    shape = layout(
-        150 + 46 * len(known),
-        xaxis=axis(unit, rangemode="tozero"),
-        yaxis=axis(autorange="reversed", fixedrange=True, type="category"),
-    )
-    medians = ", ".join(f"{arm.arm} {1e3 * spread.median:.4g} ms" for arm, spread in known)
-    return Figure(data, shape, caption, f"{what}; medians: {medians}")
-
-
-def _box(arm: ArmSummary, spread: Spread, color: str) -> dict[str, Any]:
-    low, first, middle, third, high, _ = (1e3 * value for value in spread.quantiles)
-    return {
-        "type": "box",
-        "orientation": "h",
-        "name": label(arm.arm),
-        "y": [label(arm.arm)],
-        "lowerfence": [low],
-        "q1": [first],
-        "median": [middle],
-        "q3": [third],
-        "upperfence": [high],
-        "mean": [1e3 * spread.mean],
-        "marker": {"color": color},
-        "line": {"width": 2},
-        "showlegend": False,
-        "width": 0.6,
-    }
-
-
-def series_plots(run: RunSummary) -> list[Figure]:
-    """One a quantity, one line an arm; the time per token is ``pace_plot``'s."""
-    names = list(dict.fromkeys(one.name for arm in run.arms for one in arm.series))
-    names = [name for name in names if name != PACE]
-    paint = colors([arm.arm for arm in run.arms])
-    plots = []
-    for name in names[:_SERIES_MAX]:
-        lines = [(arm.arm, one) for arm in run.arms for one in arm.series if one.name == name]
-        data = [trace for arm, one in lines for trace in _band(one, paint[arm])]
-        data += [_line(arm, one, paint[arm]) for arm, one in lines]
-        unit = lines[0][1].unit
-        shape = layout(
-            300,
-            xaxis=axis("seconds into the run"),
-            yaxis=axis(label(f"{name}, {unit}" if unit else name), rangemode="tozero"),
-            showlegend=len(lines) > 1,
-        )
-        who = ", ".join(arm for arm, _ in lines)
-        caption = f"{name[:1].upper()}{name[1:]} over time"
-        bands = " Bands: 95 % intervals of the mean over seeds." if lines[0][1].low else ""
-        plots.append(Figure(data, shape, f"{caption}.{bands}", f"{caption}, for {who}"))
-    return plots
-
-
 def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: str) -> Any:
     """A filled area between two lines, without an entry in the legend."""
     return {
@@ -204,107 +74,6 @@ def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: 
         "hoverinfo": "skip",
         "showlegend": False,
     }
-
-
-def _band(series: Series, color: str) -> list[dict[str, Any]]:
-    if len(series.low) != len(series.values):
-        return []
-    points = [
-        (round(index * series.step_s, 6), low, high)
-        for index, (low, high) in enumerate(zip(series.low, series.high, strict=True))
-        if low is not None and high is not None
-    ]
-    if len(points) < 2:
-        return []
-    xs, lows, highs = (list(column) for column in zip(*points, strict=True))
-    return [band(xs, lows, highs, color)]
-
-
-def _line(arm: str, series: Series, color: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines" if len(series.values) > 1 else "markers",
-        "name": label(arm),
-        "x": [round(index * series.step_s, 6) for index in range(len(series.values))],
-        "y": list(series.values),
-        "line": {"color": color, "width": 2.5 if is_ours(arm) else 1.5},
-    }
-
-
-# --- what an arm pays for its speed ------------------------------------------------------------
-# drafts that came to nothing, and energy.
-
-
-_FADED, _FAINT = 0.5, 0.25
-
-
-def wasted_plot(run: RunSummary) -> Figure | None:
-    """None unless an arm wasted something."""
-    if not any(arm.all.wasted_per_token for arm in run.arms):
-        return None
-    paint = colors([arm.arm for arm in run.arms])
-    values = [arm.all.wasted_per_token for arm in run.arms]
-    names = [arm.arm for arm in run.arms]
-    data = [_energy_bars("wasted", names, values, [paint[name] for name in names], "nodes")]
-    shape = _shape(len(names), "drafted tokens wasted per token delivered")
-    caption = "Drafted tokens that were sent and not committed by being verified, for each token."
-    said = ", ".join(f"{name} {value:.2g}" for name, value in zip(names, values, strict=True))
-    return Figure(data, shape, caption, f"Wasted work a token by arm: {said}")
-
-
-def energy_plot(run: RunSummary) -> Figure | None:
-    """None where nothing is known."""
-    parts = (
-        ("device", device_j, 1.0),
-        ("verifiers, at most", verifiers_j, _FADED),
-        ("verifiers, idle", verifiers_idle_j, _FAINT),
-    )
-    paint = colors([arm.arm for arm in run.arms])
-    data, said = [], []
-    for name, of, opacity in parts:
-        known = [(arm.arm, joules) for arm in run.arms if (joules := of(arm)) is not None]
-        if known:
-            arms = [arm for arm, _ in known]
-            values = [joules for _, joules in known]
-            bars = _energy_bars(name, arms, values, [paint[arm] for arm in arms], "J")
-            data.append({**bars, "opacity": opacity})
-            said.append(name + ": " + ", ".join(f"{arm} {joules:.2g} J" for arm, joules in known))
-    if not data:
-        return None
-    shape = _shape(len(run.arms), "energy per token, J") | {"barmode": "stack"}
-    caption = (
-        "Energy of each delivered token: of the device (drafting, and its radio in every state) in "
-        "full colour, of the verifiers' passes at their data sheet's most in light, of verifiers "
-        "that were powered and ran no pass in faint; what is not known is not drawn."
-    )
-    return Figure(data, shape, caption, f"Energy a token by arm; {'; '.join(said)}")
-
-
-def _energy_bars(
-    name: str, arms: list[str], values: list[float], paint: list[str], unit: str
-) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": [label(arm) for arm in arms],
-        "x": values,
-        "marker": {"color": paint},
-        "hovertemplate": f"%{{y}}, {name}: %{{x:.3g}} {unit}<extra></extra>",
-    }
-
-
-def _shape(count: int, title: str) -> dict[str, Any]:
-    return layout(
-        110 + 34 * count,
-        xaxis=axis(title, rangemode="tozero"),
-        yaxis=axis(autorange="reversed", fixedrange=True, type="category"),
-        showlegend=False,
-        margin={"l": 12, "r": 16, "t": 34, "b": 22},
-    )
-
-
-# --- how busy verifiers and links were, arms beside each other ---------------------------------
 
 
 _BARS_MAX: Final = 40
@@ -587,3 +356,155 @@ def _limits(limits: list[tuple[ArmSummary, float]], paint: dict[str, str]) -> di
 
 def _right(arm: ArmSummary) -> float:
     return arm.speedup_interval[1] if arm.speedup_interval else arm.speedup or 0.0
+
+
+# --- lanes beneath each other: the same question by each arm, or sessions of a trace ------------
+
+
+SESSIONS_DRAWN: Final = 3
+_SPANS_MAX: Final = 500
+"""Of an arm or a session."""
+_WINDOW_S: Final = 1.2
+_LANE: Final = 17
+_NAME: Final = 22
+_ROWS_MAX: Final = 6
+_EDGE: Final = "rgba(255,255,255,0.7)"
+_LANE_COLORS: Final = {
+    Lane.DRAFT: "#d55e00",
+    Lane.UPLINK: "#56b4e9",
+    Lane.QUEUE: "#e69f00",
+    Lane.PASS: "#009e73",
+    Lane.DOWNLINK: "#0072b2",
+    Lane.STALL: "#9aa2ac",
+}
+_MARK_COLOR: Final = "#cc3377"
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """One session's spans with their rows, and its marks, from 0."""
+
+    spans: list[tuple[int, Span]]
+    marks: list[Mark]
+
+
+def sessions_of(timeline: Timeline) -> dict[str, Lanes]:
+    """The first sessions whose device is in the trace, or the first ones without any."""
+    known = {s.session for s in timeline.spans if s.lane in (Lane.DRAFT, Lane.STALL)}
+    names = [name for name in timeline.sessions if name in known or not known][:SESSIONS_DRAWN]
+    placed = list(rows_apart(timeline.spans))
+    found = {}
+    for name in names:
+        own = [(row, span) for row, span in placed if span.session == name]
+        marks = [mark for mark in timeline.marks if mark.session == name]
+        if own:
+            zero_s = min([s.start_s for _, s in own] + [mark.at_s for mark in marks])
+            found[name] = Lanes(
+                [
+                    (row, replace(s, start_s=s.start_s - zero_s, end_s=s.end_s - zero_s))
+                    for row, s in own[:_SPANS_MAX]
+                ],
+                [replace(mark, at_s=mark.at_s - zero_s) for mark in marks],
+            )
+    return found
+
+
+def lanes_plot(asked: Mapping[str, Lanes], what: str) -> Figure | None:
+    """``asked``: by arm or session; ``what`` begins the caption. None of nothing."""
+    if not asked:
+        return None
+    data: list[dict[str, Any]] = []
+    ticks: list[tuple[float, str]] = []
+    names: list[tuple[float, str]] = []
+    y = 0.0
+    for name, one in asked.items():
+        names.append((y, name))
+        data += _marks(one, y + _NAME / 2)
+        y += _NAME
+        for lane in Lane:
+            own = [(row, span) for row, span in one.spans if span.lane is lane]
+            if own:
+                ticks.append((y + _LANE / 2, lane.value))
+                data.append(_lane_bars(name, lane, own, y))
+                y += _LANE
+    ends = {name: max(span.end_s for _, span in one.spans) for name, one in asked.items()}
+    shape = layout(
+        round(y) + 110,
+        xaxis=axis(
+            "seconds since the question was asked", range=[0, min(_WINDOW_S, max(ends.values()))]
+        ),
+        yaxis=axis(
+            range=[y, 0],
+            tickvals=[at for at, _ in ticks],
+            ticktext=[name for _, name in ticks],
+            fixedrange=True,
+            showgrid=False,
+            tickfont={"size": 11},
+        ),
+        barmode="overlay",
+        bargap=0,
+        showlegend=False,
+        annotations=[_name(at, name) for at, name in names],
+        margin={"l": 12, "r": 16, "t": 34, "b": 22},
+    )
+    took = ", ".join(f"{name} {duration(end_s)}" for name, end_s in ends.items())
+    caption = (
+        f"{what}: draft steps, drafts on their way, their wait for a pass, passes, commits on their"
+        " way back, and stalls; marks are corrections, lost links and ends. Drag across the plot to"
+        f" see a part, double-click to see it whole. Drawn: {took}."
+    )
+    return Figure(data, shape, caption, f"{what}; drawn: {took}")
+
+
+def _marks(one: Lanes, y: float) -> list[dict[str, Any]]:
+    end_s = max(span.end_s for _, span in one.spans)
+    marks = [mark for mark in one.marks if mark.at_s <= end_s]
+    if not marks:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": [round(mark.at_s, 6) for mark in marks],
+            "y": [y] * len(marks),
+            "text": [label(mark.name) for mark in marks],
+            "marker": {"symbol": "x", "size": 7, "color": _MARK_COLOR},
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+    ]
+
+
+def _lane_bars(name: str, lane: Lane, own: list[tuple[int, Span]], top: float) -> dict[str, Any]:
+    placed = [(min(row, _ROWS_MAX - 1), span) for row, span in own]
+    height = 0.86 * _LANE / (max(row for row, _ in placed) + 1)
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": label(f"{name}: {lane.value}"),
+        "base": [round(span.start_s, 5) for _, span in placed],
+        "x": [round(span.end_s - span.start_s, 5) for _, span in placed],
+        "y": [round(top + height * (row + 0.5), 2) for row, _ in placed],
+        "width": height * 0.94,
+        "marker": {"color": _LANE_COLORS[lane], "line": {"width": 0.4, "color": _EDGE}},
+        "text": [_told(span) for _, span in placed],
+        "textposition": "none",
+        "hovertemplate": f"{label(name)}, {lane.value}: %{{text}}<extra></extra>",
+    }
+
+
+def _told(span: Span) -> str:
+    args = "".join(f"<br>{label(key)}: {label(str(value))}" for key, value in span.args.items())
+    took = f"{1e3 * (span.end_s - span.start_s):.3g} ms at {span.start_s:.4g} s"
+    return f"{label(span.name)}, {took}{args}"
+
+
+def _name(at: float, name: str) -> dict[str, Any]:
+    return {
+        "text": f"<b>{label(name)}</b>",
+        "xref": "paper",
+        "x": 0,
+        "xanchor": "left",
+        "y": at + _NAME / 2,
+        "showarrow": False,
+        "font": {"size": 13},
+    }

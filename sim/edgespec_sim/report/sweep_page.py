@@ -1,26 +1,23 @@
 """Many runs of one scenario side by side: each metric against what was varied.
 
 The first varied setting is the x axis, one line an arm; every combination of the others has a panel
-of its own, and the panels of a metric share their scale. Bands are 95 % intervals, a dotted line is
-what our arm's bound allows. Runs that differ in nothing but their seed are one point, the median.
+of its own, and the panels of a metric share their scale. Bands are 95 % intervals.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.report import figures
+from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.report.document import Document, Figure, csv_text
 from edgespec_sim.report.plots import axis, band, colors, label, layout
-from edgespec_sim.report.tables import is_ours, table
-from edgespec_sim.run_summary import ArmSummary, RunSummary
+from edgespec_sim.report.tables import count, is_ours, milliseconds, number, percent, speedup, table
 
 # --- which arm wins where ----------------------------------------------------------------------
-# the points of a sweep as a map, and in a sentence.
+# in a sentence, and as a column of the table.
 # An arm wins a point with the lowest mean time per token. The win is sure if the 95 % interval of
 # its speed-up lies above 1 and above those of all others, or for target-only if those of all
 # others lie below 1. All arms have the same dice, so intervals that overlap may still hide a sure
@@ -100,7 +97,7 @@ def answer(points: Points) -> str:
     if not ours:
         return told
     least, most = min(ours, key=lambda one: one[0]), max(ours, key=lambda one: one[0])
-    ends = [f"{figures.speedup(arm)} at {_where(varied)}" for _, varied, arm in (least, most)]
+    ends = [f"{speedup(arm)} at {_where(varied)}" for _, varied, arm in (least, most)]
     known = least[2].speedup_interval is not None and most[2].speedup_interval is not None
     sure = "95 % intervals" if known else "nobody knows how sure that is: play more seeds"
     return f"{told} Against target-only ours goes from {ends[0]} to {ends[1]} ({sure})."
@@ -110,120 +107,24 @@ def _where(varied: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in varied.items()) or "its one point"
 
 
-def winner_maps(points: Points, keys: Sequence[str]) -> list[Figure]:
-    """A panel for each combination of the settings behind the first two of ``keys``; empty unless
-    something is compared."""
-    arms = list(dict.fromkeys(arm.arm for _, run in points for arm in run.arms))
-    panels: dict[str, list[tuple[Mapping[str, Any], Win]]] = {}
-    for varied, run in points:
-        win = winner(run)
-        if keys and win is not None:
-            rest = ", ".join(f"{key} = {varied[key]}" for key in keys[2:])
-            panels.setdefault(rest, []).append((varied, win))
-    return [_map(wins, keys, rest, arms) for rest, wins in list(panels.items())[:_PANELS_MAX]]
-
-
-def _map(
-    wins: Sequence[tuple[Mapping[str, Any], Win]], keys: Sequence[str], rest: str, arms: list[str]
-) -> Figure:
-    x_key, y_key = keys[0], keys[1] if len(keys) > 1 else ""
-    place = {(str(varied[x_key]), str(varied[y_key]) if y_key else ""): win for varied, win in wins}
-    xs, ys = (list(dict.fromkeys(at[part] for at in place)) for part in (0, 1))
-    paint = colors(arms)
-    cells = [[place.get((x, y)) for x in xs] for y in ys]
-    heat = {
-        "type": "heatmap",
-        "x": [label(x) for x in xs],
-        "y": [label(y) for y in ys],
-        "z": [[None if w is None else arms.index(w.arm.arm) for w in row] for row in cells],
-        "text": [["" if w is None else _told(w) for w in row] for row in cells],
-        "texttemplate": "%{text}",
-        "textfont": {"size": 12},
-        "hovertemplate": "%{text}<extra></extra>",
-        "zmin": -0.5,
-        "zmax": len(arms) - 0.5,
-        "colorscale": _steps([paint[arm] for arm in arms]),
-        "showscale": False,
-        "xgap": 2,
-        "ygap": 2,
-    }
-    won = [arm for arm in arms if any(win.arm.arm == arm for win in place.values())]
-    shape = layout(
-        max(250, 140 + 50 * len(ys)),
-        xaxis=axis(label(with_unit(x_key)), type="category", showgrid=False),
-        yaxis=axis(
-            label(with_unit(y_key.rpartition(".")[2])) if y_key else "",
-            type="category",
-            showgrid=False,
-            showticklabels=bool(y_key),
-        ),
-        showlegend=True,
-    )
-    where = f" ({rest})" if rest else ""
-    caption = (
-        f"The fastest arm at each point{where} and its speed-up over target-only; a question mark: "
-        "the 95 % intervals do not say so surely."
-    )
-    told = "; ".join(f"{x} {y}: {_told(w)}".replace("<br>", " ") for (x, y), w in place.items())
-    return Figure([heat, *(_key(arm, paint[arm]) for arm in won)], shape, caption, told)
-
-
-def _told(win: Win) -> str:
-    speedup = "" if win.arm.speedup is None else f"<br>{figures.times(win.arm.speedup)}"
-    return f"{label(win.arm.arm)}{speedup}{'' if win.sure else ' ?'}"
-
-
-def _steps(paint: list[str]) -> list[list[Any]]:
-    """A colour scale that jumps from one arm to the next."""
-    share = 1.0 / len(paint)
-    return [
-        [round(end, 6), color]
-        for index, color in enumerate(paint)
-        for end in (index * share, (index + 1) * share)
-    ]
-
-
-def _key(arm: str, color: str) -> dict[str, Any]:
-    """An entry of the legend, without a point."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": label(arm),
-        "x": [None],
-        "y": [None],
-        "marker": {"symbol": "square", "size": 12, "color": color},
-    }
-
-
 Varied = Mapping[str, Any]
 Points = Sequence[tuple[Varied, RunSummary]]
 _LOGARITHMIC_FROM: Final = 50.0
 _PANELS_MAX: Final = 12
 _TICKS_MAX: Final = 8
-_SEED: Final = "seed"
 
 
 def _tpot_ms(arm: ArmSummary) -> float | None:
     return None if arm.all.tpot_s is None else 1e3 * arm.all.tpot_s.mean
 
 
-def _ttft_ms(arm: ArmSummary) -> float | None:
-    return None if arm.all.ttft_s is None else 1e3 * arm.all.ttft_s.median
-
-
 def _speedup(arm: ArmSummary) -> float | None:
     return arm.speedup
-
-
-def _per_pass(arm: ArmSummary) -> float | None:
-    return arm.all.tokens_per_pass or None
 
 
 _METRICS: Final[tuple[tuple[str, str, Callable[[ArmSummary], float | None]], ...]] = (
     ("Speed-up over target-only", "speed-up, ×", _speedup),
     ("Time per output token", "mean TPOT, ms", _tpot_ms),
-    ("Tokens per pass", "tokens per pass", _per_pass),
-    ("Time to first token", "median TTFT, ms", _ttft_ms),
 )
 
 
@@ -238,7 +139,6 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
     page.paragraph(f"{points[0][1].about} {asked}".strip(), "asked")
     page.paragraph(answer(points), "headline")
     page.paragraph(_extent(points, keys), "facts")
-    maps = winner_maps(points, [key for key in keys if key != _SEED])
     for name, unit, metric in _METRICS:
         panels = _panels(points, keys, name, unit, metric)
         if panels:
@@ -247,10 +147,6 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
             for figure in panels:
                 page.figure(figure)
             page.add("</div>")
-        if metric is _speedup and maps:
-            page.heading("Which arm wins where")
-            for figure in maps:
-                page.figure(figure)
     notes = list(dict.fromkeys(note for _, run in points for note in run.notes))
     if notes:
         page.heading("What to know")
@@ -317,7 +213,7 @@ def _panels(
         return []
     by_panel: dict[str, list[tuple[Varied, RunSummary]]] = {}
     for varied, run in points:
-        rest = ", ".join(f"{key} = {_plain(varied[key])}" for key in keys[1:] if key != _SEED)
+        rest = ", ".join(f"{key} = {_plain(varied[key])}" for key in keys[1:])
         by_panel.setdefault(rest, []).append((varied, run))
     x_key = keys[0] if keys else ""
     top = 1.06 * max(known)
@@ -341,14 +237,14 @@ def _panel(
     xs = [_plain(varied[x_key]) if x_key else 0 for varied, _ in points]
     data = []
     for arm_name in arms:
-        values: dict[Any, list[float]] = {}
-        for x, (_, run) in zip(xs, points, strict=True):
-            for arm in run.arms:
-                if arm.arm == arm_name and (value := metric(arm)) is not None:
-                    values.setdefault(x, []).append(value)
-        if not values:
+        line = [
+            (x, value)
+            for x, (_, run) in zip(xs, points, strict=True)
+            for arm in run.arms
+            if arm.arm == arm_name and (value := metric(arm)) is not None
+        ]
+        if not line:
             continue
-        line = [(x, statistics.median(found)) for x, found in values.items()]
         if _numeric(xs):
             line.sort()
         ends = _ENDS.get(metric)
@@ -365,10 +261,6 @@ def _panel(
                 "marker": {"size": 6},
             }
         )
-    limit = _limit_line(points, xs, metric, paint)
-    if limit is not None:
-        data.append(limit)
-        top = max(top, 1.06 * max(limit["y"]))
     shape = layout(
         400,
         xaxis=axis(label(with_unit(x_key)), **_scale(xs)),
@@ -380,7 +272,6 @@ def _panel(
     )
     where = f" ({rest})" if rest else ""
     bands = " Bands: 95 % intervals." if any("fill" in trace for trace in data) else ""
-    bands += " Dotted: what our bound allows." if limit is not None else ""
     what = f"{name} against {x_key}{where}, a line an arm"
     return Figure(data, shape, f"{name}{where}.{bands}", what)
 
@@ -420,38 +311,6 @@ def _sure(
     return [label(x) if isinstance(x, str) else x for x in columns[0]], columns[1], columns[2]
 
 
-def _limit_line(
-    points: Points,
-    xs: Sequence[Any],
-    metric: Callable[[ArmSummary], float | None],
-    paint: Mapping[str, str],
-) -> dict[str, Any] | None:
-    """Of our arm: its bound on the time per token, or the speed-up that this would be."""
-    line: dict[Any, float] = {}
-    name = ""
-    for x, (_, run) in zip(xs, points, strict=True):
-        arm = next((one for one in run.arms if is_ours(one.arm) and one.bounds), None)
-        base = next((one.all.tpot_s for one in run.arms if one.arm == Arm.TARGET_ONLY.value), None)
-        if arm is None or base is None:
-            continue
-        name, bound_s = arm.arm, max(arm.bounds.values())
-        if metric is _tpot_ms:
-            line[x] = 1e3 * bound_s
-        elif metric is _speedup and bound_s > 0.0:
-            line[x] = base.mean / bound_s
-    if len(line) < 2:
-        return None
-    points_ = sorted(line.items()) if _numeric(xs) else list(line.items())
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": label(f"bound of {name}"),
-        "x": [label(x) if isinstance(x, str) else x for x, _ in points_],
-        "y": [value for _, value in points_],
-        "line": {"color": paint[name], "width": 1.5, "dash": "dot"},
-    }
-
-
 def _numeric(xs: Sequence[object]) -> bool:
     return all(isinstance(x, int | float) and not isinstance(x, bool) for x in xs)
 
@@ -473,22 +332,28 @@ def _table(points: Points, keys: Sequence[str]) -> str:
     rows, ours = [], []
     for varied, run in points:
         values = [str(_plain(varied[key])) for key in keys] or [run.name]
+        win = winner(run)
         for arm in run.arms:
             tpot, ttft = arm.all.tpot_s, arm.all.ttft_s
             rows.append(
                 (
                     *values,
                     arm.arm,
-                    figures.milliseconds(None if tpot is None else tpot.mean),
-                    figures.milliseconds(None if tpot is None else tpot.p95),
-                    figures.milliseconds(None if ttft is None else ttft.median),
-                    figures.speedup(arm),
-                    figures.number(arm.all.tokens_per_pass),
-                    figures.percent(arm.all.acceptance),
-                    figures.count(arm.all.failed),
+                    milliseconds(None if tpot is None else tpot.mean),
+                    milliseconds(None if tpot is None else tpot.p95),
+                    milliseconds(None if ttft is None else ttft.median),
+                    speedup(arm),
+                    "" if win is None or win.arm is not arm else "yes" if win.sure else "?",
+                    number(arm.all.tokens_per_pass),
+                    percent(arm.all.acceptance),
+                    count(arm.all.failed),
                 )
             )
             ours.append(is_ours(arm.arm))
-    more = ("tokens / pass", "acceptance", "failed")
+    more = ("fastest", "tokens / pass", "acceptance", "failed")
     texts = range(1, 2 + len(others))
-    return table("Every point of the sweep.", (*header, *more), rows, ours, tuple(texts))
+    caption = (
+        "Every point of the sweep. Fastest: of the arms of the point; a question mark: the 95 %"
+        " intervals do not say so surely."
+    )
+    return table(caption, (*header, *more), rows, ours, tuple(texts))

@@ -1,12 +1,14 @@
-"""The tables of a page. Every cell is escaped here; a row of ours is marked."""
+"""The tables of a page, and numbers as a reader wants them: few digits, a dash for what was not
+measured. Every cell is escaped here; a row of ours is marked."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from html import escape
+from typing import Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.report import figures
 from edgespec_sim.run_summary import (
     QUANTILES,
     ArmSummary,
@@ -16,6 +18,75 @@ from edgespec_sim.run_summary import (
     Spread,
     VerifierSummary,
 )
+
+MISSING: Final = "–"
+_NAME_MAX: Final = 28
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, thousands apart."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{min(decimals, 6)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and abs(value) < 1 else text
+
+
+def milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else 1e3 * seconds)
+
+
+def percent(share: float | None) -> str:
+    """A share as percent, the unit included."""
+    if share is None or not math.isfinite(share):
+        return MISSING
+    shown = 100 * share
+    return f"{shown:.1f} %" if abs(shown) < 10 and shown else f"{shown:.0f} %"
+
+
+def times(factor: float | None) -> str:
+    """A speed-up: 2.31×."""
+    if factor is None or not math.isfinite(factor):
+        return MISSING
+    return f"{factor:.2f}×" if factor < 100 else f"{factor:,.0f}×"
+
+
+def speedup(arm: ArmSummary) -> str:
+    """With its interval, if that is known: 1.45× (1.38–1.53)."""
+    if arm.speedup_interval is None:
+        return times(arm.speedup)
+    low, high = arm.speedup_interval
+    return f"{times(arm.speedup)} ({low:.2f}–{high:.2f})"
+
+
+def seeds_played(run: RunSummary) -> str:
+    """Which were played: "seed 3", "seeds 1 to 24"; empty where there is none."""
+    if run.seed is None:
+        return ""
+    return (
+        f"seed {run.seed}" if run.seeds == 1 else f"seeds {run.seed} to {run.seed + run.seeds - 1}"
+    )
+
+
+def count(value: int | None) -> str:
+    return MISSING if value is None else f"{value:,}"
+
+
+def duration(seconds: float) -> str:
+    """For prose: ms below a second, s below two minutes, else minutes or hours."""
+    if seconds < 1:
+        return f"{milliseconds(seconds)} ms"
+    if seconds < 120:
+        return f"{number(seconds)} s"
+    return f"{number(seconds / 60)} min" if seconds < 7200 else f"{number(seconds / 3600)} h"
+
+
+def shortened(name: str, limit: int = _NAME_MAX) -> str:
+    """For axes and legends, which cannot break a line; tables hold the whole name."""
+    return name if len(name) <= limit else name[: limit - 1] + "…"
+
 
 ROWS_SHOWN = 50
 Borne = dict[str, Callable[[GroupSummary | RequestRow], float | None]]
@@ -73,12 +144,12 @@ def arms_table(run: RunSummary) -> str:
         (
             _named(arm),
             *_times(arm.all),
-            figures.speedup(arm),
+            speedup(arm),
             *_work(arm.all),
-            *(figures.number(of(arm)) for of in energy.values()),
-            figures.percent(_mean_utilisation(arm)),
-            figures.number(arm.all.tokens_per_second),
-            figures.count(arm.all.mismatches),
+            *(number(of(arm)) for of in energy.values()),
+            percent(_mean_utilisation(arm)),
+            number(arm.all.tokens_per_second),
+            count(arm.all.mismatches),
         )
         for arm in run.arms
     ]
@@ -157,7 +228,7 @@ def _times(group: GroupSummary) -> tuple[str, ...]:
     ttft, tpot = group.ttft_s, group.tpot_s
     return (
         _ms(ttft, _MEDIAN),
-        figures.milliseconds(None if tpot is None else tpot.mean),
+        milliseconds(None if tpot is None else tpot.mean),
         _ms(tpot, _MEDIAN),
         _ms(tpot, _P95),
         _ms(tpot, _P99),
@@ -165,16 +236,16 @@ def _times(group: GroupSummary) -> tuple[str, ...]:
 
 
 def _ms(spread: Spread | None, quantile: int) -> str:
-    return figures.milliseconds(None if spread is None else spread.quantiles[quantile])
+    return milliseconds(None if spread is None else spread.quantiles[quantile])
 
 
 def _work(group: GroupSummary) -> tuple[str, ...]:
     return (
-        figures.number(group.tokens_per_pass),
-        figures.percent(group.acceptance),
-        figures.number(group.wasted_per_token),
-        figures.number(group.up_bytes_per_token),
-        figures.number(group.down_bytes_per_token),
+        number(group.tokens_per_pass),
+        percent(group.acceptance),
+        number(group.wasted_per_token),
+        number(group.up_bytes_per_token),
+        number(group.down_bytes_per_token),
     )
 
 
@@ -192,10 +263,10 @@ def requests_ended_table(run: RunSummary) -> str:
     rows = [
         (
             arm.arm,
-            figures.count(arm.all.requests),
-            figures.count(arm.all.failed),
-            figures.count(arm.all.reconnects),
-            figures.count(arm.all.tokens),
+            count(arm.all.requests),
+            count(arm.all.failed),
+            count(arm.all.reconnects),
+            count(arm.all.tokens),
             _ms(arm.all.itl_s, _MEDIAN),
             _ms(arm.all.itl_s, _P99),
             *(_handed(arm.all) if handed else ()),
@@ -218,9 +289,9 @@ def requests_ended_table(run: RunSummary) -> str:
 
 def _handed(group: GroupSummary) -> tuple[str, ...]:
     return (
-        figures.count(group.handovers),
-        figures.count(group.moves_recomputed),
-        figures.count(group.moves_with_kv),
+        count(group.handovers),
+        count(group.moves_recomputed),
+        count(group.moves_with_kv),
     )
 
 
@@ -229,7 +300,7 @@ def _changes(group: GroupSummary) -> tuple[int, int]:
 
 
 def _walked(group: GroupSummary) -> tuple[str, ...]:
-    less, more = map(figures.count, _changes(group))
+    less, more = map(count, _changes(group))
     return (f"{less} / {more}",)
 
 
@@ -241,8 +312,8 @@ def bounds_table(run: RunSummary) -> str:
         mean_s = None if arm.all.tpot_s is None else arm.all.tpot_s.mean
         for name, bound_s in arm.bounds.items():
             over = mean_s / bound_s if mean_s is not None and bound_s > 0 else None
-            values = (figures.milliseconds(bound_s), figures.milliseconds(mean_s))
-            rows.append((arm.arm, name, *values, figures.times(over)))
+            values = (milliseconds(bound_s), milliseconds(mean_s))
+            rows.append((arm.arm, name, *values, times(over)))
             ours.append(is_ours(arm.arm))
     caption = "How far from the limit: mean time per token against analytic lower bounds."
     return table(caption, header, rows, ours, texts=(1,)) if rows else ""
@@ -259,8 +330,8 @@ def groups_table(run: RunSummary) -> str:
             group = arm.groups.get(name)
             if group is None:
                 continue
-            ended = (figures.count(group.requests), figures.count(group.failed))
-            joules = (figures.number(of(group)) for of in borne.values())
+            ended = (count(group.requests), count(group.failed))
+            joules = (number(of(group)) for of in borne.values())
             rows.append((name, arm.arm, *ended, *_times(group), *_work(group), *joules))
             ours.append(is_ours(arm.arm))
     caption = "Groups of devices."
@@ -278,8 +349,8 @@ def verifiers_table(run: RunSummary) -> str:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
         left += max(0, len(busiest) - ROWS_SHOWN)
         for one in busiest[:ROWS_SHOWN]:
-            load = (figures.percent(one.utilisation), figures.count(one.passes))
-            sizes = (figures.number(one.rows_per_pass), figures.number(one.sessions_per_pass))
+            load = (percent(one.utilisation), count(one.passes))
+            sizes = (number(one.rows_per_pass), number(one.sessions_per_pass))
             waits = _queue(None if arm.all.acceptance is None else one.queue_s)
             idle = _idle(one) if powered else ()
             rows.append((one.name, arm.arm, *load, *sizes, *waits, *idle))
@@ -300,7 +371,7 @@ def verifiers_table(run: RunSummary) -> str:
 
 
 def _idle(one: VerifierSummary) -> tuple[str, ...]:
-    return tuple(figures.number(value) for value in (one.idle_s, one.idle_j, one.energy_j))
+    return tuple(number(value) for value in (one.idle_s, one.idle_j, one.energy_j))
 
 
 def _queue(spread: Spread | None) -> tuple[str, str]:
@@ -317,7 +388,7 @@ def requests_table(arm: ArmSummary) -> str:
     rows = [
         (
             *_request(row),
-            *(figures.number(of(row)) for of in borne.values()),
+            *(number(of(row)) for of in borne.values()),
             row.failed or _NOT_FAILED,
         )
         for row in arm.rows[:ROWS_SHOWN]
@@ -334,11 +405,11 @@ def requests_table(arm: ArmSummary) -> str:
 def _request(row: RequestRow) -> tuple[str, ...]:
     return (
         row.device,
-        row.verifier or figures.MISSING,
-        figures.number(row.started_s),
-        figures.milliseconds(row.ttft_s),
-        figures.milliseconds(row.tpot_s),
-        figures.count(row.tokens),
-        figures.number(row.tokens_per_pass),
-        figures.percent(row.acceptance),
+        row.verifier or MISSING,
+        number(row.started_s),
+        milliseconds(row.ttft_s),
+        milliseconds(row.tpot_s),
+        count(row.tokens),
+        number(row.tokens_per_pass),
+        percent(row.acceptance),
     )

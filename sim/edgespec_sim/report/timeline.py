@@ -25,12 +25,91 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from edgespec_sim.report.trace_lines import DEVICE, Line, fed_by
+from edgespec.core.protocol.messages import Commit, Draft, Received
+
+# --- lines of a trace (``telemetry/trace.py``) as plain dicts, one at a time -------------------
+
+
+Line = dict[str, Any]
+DEVICE: Final = "device"
+VERIFIER: Final = "verifier"
+_COMMIT_NUMBERS: Final = (
+    *("accepted", "stale", "queue_us", "verify_us"),
+    *("rows", "echo", "held_us"),
+)
+_FARTHEST_S: Final = 1e12
+_KEYS: Final = ("at_s", "side", "session", "kind", "name")
+
+
+class TraceLineError(ValueError):
+    """A trace cannot be read; the message names the file, the line and what is wrong."""
+
+
+def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
+    """All lines, file by file. A last line that was cut off is left out, as by a run that was
+    killed. Raises ``TraceLineError``, ``OSError``."""
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if not text.endswith("\n"):
+                    try:
+                        json.loads(text)
+                    except ValueError:
+                        break
+                yield _parsed(path, number, text)
+
+
+def _parsed(path: Path, number: int, text: str) -> Line:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise TraceLineError(f"{path}:{number}: not a line of a trace: {error}") from error
+    if not isinstance(line, dict):
+        raise TraceLineError(f"{path}:{number}: a line of a trace is an object")
+    for key in _KEYS:
+        if key not in line:
+            raise TraceLineError(f"{path}:{number}: a line of a trace has {key!r}")
+    at_s, side = line["at_s"], line["side"]
+    timed = isinstance(at_s, int | float) and abs(at_s) <= _FARTHEST_S
+    if not timed or side not in (DEVICE, VERIFIER):
+        where = f"at_s {at_s!r} on side {side!r}"
+        raise TraceLineError(f"{path}:{number}: {where} is no place in a run")
+    for key in ("session", "name"):
+        if not isinstance(line[key], str):
+            raise TraceLineError(f"{path}:{number}: {key} is {line[key]!r}, but must be text")
+    return line
+
+
+def sized(message: Line) -> Draft | Received | Commit | None:
+    """A message as its core class, to be sized; None for those that travel once a stream, whose
+    size says more about the prompt than about the way of decoding. A commit's reason to finish is
+    left out."""
+    match message["name"]:
+        case "Draft":
+            return Draft(
+                message["first_node_id"],
+                tuple(message["parents"]),
+                tuple(message["tokens"]),
+                message["base_position"],
+                message["base_hash"],
+            )
+        case "Received":
+            return Received(message["position"], message["echo"])
+        case "Commit":
+            return Commit(
+                message["position"],
+                tuple(message["tokens"]),
+                *(message[key] for key in _COMMIT_NUMBERS),
+            )
+        case _:
+            return None
+
 
 # --- the parts of a timeline, and how spans that overlap share a lane --------------------------
 
@@ -131,7 +210,7 @@ class DeviceSpans:
                 self._ended, self._waiting_since = False, at_s
             case "StartStep":
                 self._stall(session, at_s)
-                self._step = (at_s, fed_by(line))
+                self._step = (at_s, len(line["feed"]))
             case "StepDone" | "StepFailed":
                 self._step_over(line)
             case "Transmit" if line["message"]["name"] == "Draft":
@@ -167,8 +246,7 @@ class DeviceSpans:
     def _step_over(self, line: Line) -> None:
         if self._step is not None:
             start_s, fed = self._step
-            answers = (line.get("candidates", ()), *line.get("others", ()))
-            args: Args = {"fed": fed, "guesses": sum(len(one) for one in answers)}
+            args: Args = {"fed": fed, "guesses": len(line.get("candidates", ()))}
             name = "draft step" if line["name"] == "StepDone" else "failed step"
             span = Span(line["session"], Lane.DRAFT, start_s, line["at_s"], name, args)
             self.spans.append(span)

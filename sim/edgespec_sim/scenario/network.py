@@ -184,25 +184,14 @@ class RadioSection:
 
     area_m: float = 1000.0
     """Side of the square in which all is; the stations stand on a grid in it."""
-    carrier_ghz: float = 3.5
     bandwidth_mhz: float = 10.0
     """Of each base station, each way; its devices share the airtime. All use the same band."""
     device_dbm: float = 20.0
     """What a device radiates while it sends; its amplifier draws more (``radio_network.py``)."""
-    station_dbm: float = 33.0
-    interference: bool = True
-    """Other cells' senders count as noise for as long as they send."""
     load: float = 0.0
     """Share of every cell's airtime that others use, each way, in [0, 0.95]."""
-    access_ms: float = 8.0
-    """Round trip on the air without a queue: 4 ms each way (3GPP TR 38.913, 7.5, eMBB)."""
     speed_m_per_s: float = 1.5
     """Random waypoint, each leg at half to one and a half times this; 0: nobody moves."""
-    step_s: float = 1.0
-    """How often gains are computed anew."""
-    gains: str = ""
-    """An .npz file of gains (``radio.RecordedGains``), of a ray tracer for one, in place of the
-    3GPP model: one row a step."""
     handover: CellHandoverSection | None = None
     """None: a phone is in the cell of the verifier that it uses."""
     power_control: PowerControlSection | None = None
@@ -210,14 +199,10 @@ class RadioSection:
 
     def __post_init__(self) -> None:
         bounded("area_m", self.area_m, 10.0, 1e5)
-        bounded("carrier_ghz", self.carrier_ghz, 0.5, 100.0)
         bounded("bandwidth_mhz", self.bandwidth_mhz, 0.1, 1000.0)
         bounded("device_dbm", self.device_dbm, -20.0, 40.0)
-        bounded("station_dbm", self.station_dbm, -20.0, 60.0)
         bounded("load", self.load, 0.0, 0.95)
-        bounded("access_ms", self.access_ms, 0.0, _HOUR_MS)
         bounded("speed_m_per_s", self.speed_m_per_s, 0.0, 100.0)
-        bounded("step_s", self.step_s, 0.1, 60.0)
 
     def check_ways(
         self, ways: Mapping[str, Sequence[str]], links: Mapping[str, LinkSection]

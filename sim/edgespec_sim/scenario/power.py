@@ -49,10 +49,6 @@ GPU_POWERS: Final = {
 # figures in watts were found that could be cited, so there is no such radio here.
 
 
-TRANSMIT_FACTOR: Final = 2.6
-"""Joules that a handset's amplifier draws a joule radiated, as in arXiv 2511.01695."""
-
-
 @dataclass(frozen=True, slots=True)
 class RadioPower:
     """Powers in watts, above a radio that is off."""

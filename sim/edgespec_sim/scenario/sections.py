@@ -56,8 +56,6 @@ class ArrivalsSection:
     """poisson: requests a second, of all devices together."""
     rates: tuple[float, ...] = ()
     """diurnal: requests a second at 0 h, 1 h, ... 23 h; a line between, and the day begins anew."""
-    from_h: float = 0.0
-    """diurnal: the hour of the day at which the world begins."""
     compress: float = 1.0
     """diurnal: seconds of the day that one second of the world stands for. Rates stay as they
     are: 24 h in 24 minutes have a sixtieth of the requests."""
@@ -86,7 +84,6 @@ class ArrivalsSection:
             bounded("rates", rate, 0.0, MOST_PER_S)
         if self.rates and not any(self.rates):
             raise ValueError("rates are all 0, but one of them must be above it")
-        bounded("from_h", self.from_h, 0.0, float(HOURS))
         bounded("compress", self.compress, 1.0, 86_400.0)
         bounded("speed", self.speed, 1e-3, 1e4)
 
@@ -110,7 +107,7 @@ class ArrivalsSection:
         """Requests a second (poisson and diurnal)."""
         if self.kind is ArrivalKind.POISSON:
             return self.rate
-        hour = (self.from_h + now_s * self.compress / 3600.0) % HOURS
+        hour = (now_s * self.compress / 3600.0) % HOURS
         low = int(hour) % HOURS
         share = hour - int(hour)
         return (1.0 - share) * self.rates[low] + share * self.rates[(low + 1) % HOURS]
@@ -181,9 +178,6 @@ def window_s(duration_s: float, warm_up_s: float) -> float:
 # other programs and memory.
 
 
-MOST_ROWS = 100_000
-
-
 @dataclass(frozen=True, slots=True)
 class ConditionSection:
     """What holds from ``at_s`` on. What is left out stays as the row before said, or is not known;
@@ -210,13 +204,8 @@ class ConditionsSection:
     """A course of conditions, and the memory budget that the device's governor keeps. It governs
     the arm ``edgespec``; the others draft as their papers say."""
 
-    course: tuple[ConditionSection, ...] = ()
+    course: tuple[ConditionSection, ...]
     """Rows in order of time, the first of them at 0; the last one holds to the end."""
-    file: str = ""
-    """The same, recorded: CSV with a header of ``at_s`` and any of the other names."""
-    spread_s: float = 0.0
-    """Device i of the group meets everything i times so much later, and the first row until then.
-    """
     budget_mib: float | None = None
     """What the process may hold; null: no budget. ``resident_mib`` of the course counts in it."""
     window: int = 4096
@@ -225,26 +214,15 @@ class ConditionsSection:
     """What those of one token take: 28 layers of 8 heads of 128 in float16, as Qwen3-0.6B has."""
 
     def __post_init__(self) -> None:
-        if bool(self.course) == bool(self.file):
-            said = "both are given" if self.file else "neither is given"
-            raise ValueError(f"conditions take either course or file, but {said}")
-        check_order(self.course)
-        bounded("spread_s", self.spread_s, 0.0, 1e6)
+        if not self.course or self.course[0].at_s != 0.0:
+            raise ValueError("course must begin with a row at_s 0")
+        for before, after in itertools.pairwise(self.course):
+            if after.at_s <= before.at_s:
+                raise ValueError(f"course has {after.at_s:g} s behind {before.at_s:g} s")
         bounded("window", self.window, SMALLEST_WINDOW, 1 << 20)
         bounded("token_kib", self.token_kib, 1e-3, 1e5)
         if self.budget_mib is not None:
             bounded("budget_mib", self.budget_mib, 1.0, 1e6)
-
-
-def check_order(course: tuple[ConditionSection, ...]) -> None:
-    """Raises ``ValueError`` unless rows begin at 0 and each is later than the one before."""
-    if len(course) > MOST_ROWS:
-        raise ValueError(f"course has {len(course)} rows, but at most {MOST_ROWS} go")
-    if course and course[0].at_s != 0.0:
-        raise ValueError(f"course begins at {course[0].at_s:g} s, but must begin at 0")
-    for before, after in itertools.pairwise(course):
-        if after.at_s <= before.at_s:
-            raise ValueError(f"course has {after.at_s:g} s behind {before.at_s:g} s")
 
 
 _MINUTE_MS = 60_000.0
@@ -336,25 +314,18 @@ class DeviceSection:
     """Power while a draft step runs, in watts, above idle."""
     policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
-    radio_w: float = 0.0
-    """Power while sending; taken where no ``radio_power`` is named."""
     radio_power: str = ""
     """lte or wifi: what the radio takes in each of its states (``radio_power.py``). Without it, or
     without ``draft_w``, no energy is reported."""
-    battery_j: float | None = None
-    """Charge at the start; a device that has used it up goes on without drafting."""
     conditions: ConditionsSection | None = None
-    """Battery, heat, other programs and memory over time; null: they are not looked at."""
+    """Other programs and memory over time; null: they are not looked at."""
 
     def __post_init__(self) -> None:
         bounded("count", self.count, 1, MAX_DEVICES)
         bounded("draft_w", self.draft_w, 0.0, 1000.0)
-        bounded("radio_w", self.radio_w, 0.0, 100.0)
         if self.radio_power and self.radio_power not in RADIOS:
             known = ", ".join(RADIOS)
             raise ValueError(f"radio_power is {self.radio_power!r}, but must be one of {known}")
-        if self.battery_j is not None:
-            bounded("battery_j", self.battery_j, 0.0, 1e9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,22 +76,14 @@ class StagesSection:
     jitter_ms: float = 0.0
     """Mean of an exponential extra delay of each pass on each link."""
     stragglers: float = 0.0
-    """Share of the passes of each node that take ``straggle_factor`` times as long."""
-    straggle_factor: float = 4.0
+    """Share of the passes of each node that take four times as long."""
     rtt_matrix: str = ""
-    """An archive of RTT matrices: its first slice takes the place of ``link_ms``, half each way."""
-    nodes_at: tuple[int, ...] = ()
-    """Which rows of the matrix the nodes are (from 0), in order; empty: the first ones."""
+    """An archive of RTT matrices: the first rows of its first slice are the nodes, and take the
+    place of ``link_ms``, half each way."""
 
     def __post_init__(self) -> None:
         bounded("jitter_ms", self.jitter_ms, 0.0, _MINUTE_MS)
         bounded("stragglers", self.stragglers, 0.0, 0.5)
-        bounded("straggle_factor", self.straggle_factor, 1.0, 1000.0)
-        if self.nodes_at and (not self.rtt_matrix or len(self.nodes_at) != self.nodes):
-            raise ValueError(
-                f"nodes_at names {len(self.nodes_at)} rows of the matrix {self.rtt_matrix!r},"
-                f" but it takes a matrix, and as many rows as nodes, {self.nodes}"
-            )
         bounded("nodes", self.nodes, 1, 128)
         bounded("link_ms", self.link_ms, 0.0, _MINUTE_MS)
         bounded("slots", self.slots, 1, 128)
@@ -135,10 +127,6 @@ class VerifierSection:
     max_sessions: int = 64
     max_rows_per_pass: int = 1024
     max_rows_per_session: int = 512
-    restarts_at_s: tuple[float, ...] = ()
-    """The process dies there, and every session with it; lost nodes are in ``stages``."""
-    restart_s: float = 5.0
-    """Until it can be reached again."""
     gpu_power: str = ""
     """h200, h100, a100-80g or l4: published powers of each machine (``gpu_power.py``)."""
     busy_w: float = 0.0
@@ -152,9 +140,6 @@ class VerifierSection:
         bounded("max_sessions", self.max_sessions, 1, MAX_DEVICES)
         bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 20)
         bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 20)
-        for at_s in self.restarts_at_s:
-            bounded("restarts_at_s", at_s, 0.0, 1e6)
-        bounded("restart_s", self.restart_s, 0.0, 1e6)
         bounded("busy_w", self.busy_w, 0.0, 1e6)
         if self.gpu_power and self.gpu_power not in GPU_POWERS:
             known = ", ".join(GPU_POWERS)
@@ -317,6 +302,7 @@ def _log_normal(deviation: float) -> tuple[float, ...]:
 
 
 _POINTS = 101
+_STRAGGLE_FACTOR = 4.0
 
 
 def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
@@ -329,11 +315,10 @@ def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
     if not path.is_file():
         raise TraceError(f"{section.rtt_matrix}: no such file in {folder}")
     matrix = slices(path, path.read_bytes())[0][1]
-    rows = section.nodes_at or tuple(range(section.nodes))
-    if max(rows) >= len(matrix):
-        raise TraceError(f"{path}: node {max(rows)} is asked for, but it has {len(matrix)}")
+    if section.nodes > len(matrix):
+        raise TraceError(f"{path}: {section.nodes} nodes are asked for, but it has {len(matrix)}")
     delays_s = []
-    for here, there in itertools.pairwise(rows):
+    for here, there in itertools.pairwise(range(section.nodes)):
         rtt_s = float(matrix[here, there])
         if rtt_s <= 0.0:
             raise TraceError(f"{path}: from node {here} to {there} nothing was measured")
@@ -348,7 +333,7 @@ def straggling(law: TimeLaw, section: StagesSection) -> TimeLaw:
     slow = round(section.stragglers * (_POINTS - 1))
     usual = [_at(law.spread, index / (_POINTS - 1)) for index in range(_POINTS - slow)]
     late = [_at(law.spread, index / max(1, slow - 1)) for index in range(slow)]
-    spread = sorted([*usual, *(section.straggle_factor * one for one in late)])
+    spread = sorted([*usual, *(_STRAGGLE_FACTOR * one for one in late)])
     return replace(law, spread=tuple(spread))
 
 

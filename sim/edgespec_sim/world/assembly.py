@@ -8,135 +8,34 @@ the others. Worlds with several shards are played one by one and added up.
 from __future__ import annotations
 
 import gc
-import heapq
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, RunAhead
+from edgespec_sim.run_summary import (
+    LinkLoad,
+    VerifierSummary,
+)
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.association import DeviceView
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.radio import Change
-from edgespec_sim.run_summary import (
-    Interruption,
-    LinkLoad,
-    Series,
-    Station,
-    VerifierSummary,
-    Watched,
-    WatchedRequest,
-)
 from edgespec_sim.scenario.network import Sessions
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
 from edgespec_sim.world.conservation import ArrivalWatch, Conservation
-from edgespec_sim.world.governors import course_of
-from edgespec_sim.world.meters import MeteredStream, Meters, RequestRecord, never_begun
+from edgespec_sim.world.governors import ConditionCourse
+from edgespec_sim.world.meters import MeteredStream, Meters, never_begun
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import Cells
 from edgespec_sim.world.site import Hardware, Powered, Site, SiteCounters, build_site, charge
-from edgespec_sim.world.surrounding import FixedAssociation, Surrounding
+from edgespec_sim.world.surrounding import Surrounding
 from edgespec_sim.world.user import User, UserSettings
-
-# --- what one device of a world goes through ---------------------------------------------------
-# sampled while the world is played, for pictures.
-# Nothing here touches the world: samples are taken between events, and no die is cast. What is
-# kept is bounded however long the world lasts.
-
-
-MOST: Final = 300
-"""Requests, and interruptions, that are kept."""
-MOST_WATCHED: Final = 6
-"""Devices of a world, of which a page tells of one: it is to have a request that counts."""
-ROUND_TRIP: Final = "round trip of the network"
-QUEUE: Final = "wait for a pass"
-
-
-class Watch:
-    """``sample`` is called at the end of each step of the run."""
-
-    def __init__(self, user: User, scenario: Scenario, network: Network) -> None:
-        self.user, self._scenario, self._network = user, scenario, network
-        self._round_trips_ms: list[float | None] = []
-        self._queues_ms: list[float | None] = []
-        self._session: DraftSession | None = None
-        self._waited: tuple[float, int] = (0.0, 0)
-        self.moved: list[Interruption] = []
-        """Changes of cell, and of what the device may draft, as they happen."""
-
-    def sample(self, now_s: float) -> None:
-        user = self.user
-        group, site = user.settings.group, user.site
-        rtt_s = (
-            None
-            if site is None
-            else self._network.ways.round_trip_s(group, user.number, site.name, now_s)
-        )
-        self._round_trips_ms.append(None if rtt_s is None else 1e3 * rtt_s)
-        self._queues_ms.append(self._queue_ms())
-
-    def _queue_ms(self) -> float | None:
-        """The mean wait of the passes since the last sample, of one session."""
-        device = self.user.device
-        if device is None:
-            return None
-        counters = device.session.counters
-        before_s, before = self._waited if device.session is self._session else (0.0, 0)
-        self._session = device.session
-        self._waited = (counters.queue_s, counters.passes)
-        passes = counters.passes - before
-        if passes <= 0 or not counters.tried:  # without drafts nothing waits
-            return None
-        return 1e3 * (counters.queue_s - before_s) / passes
-
-    def result(self, records: Sequence[RequestRecord]) -> Watched:
-        user, duration_s = self.user, self._scenario.duration_s
-        requests = [_request(one) for one in records if one.device == user.name]
-        told = self._network.interruptions(user.settings.group, user.number)
-        told += self.moved + _restarts(self._scenario)
-        told = sorted((one for one in told if one.start_s < duration_s), key=lambda o: o.start_s)
-        step_s = duration_s / max(1, len(self._round_trips_ms))
-        return Watched(
-            device=user.name,
-            requests=tuple(requests[:MOST]),
-            series=(
-                Series(ROUND_TRIP, "ms", step_s, tuple(self._round_trips_ms)),
-                Series(QUEUE, "ms", step_s, tuple(self._queues_ms)),
-            ),
-            interruptions=tuple(told[:MOST]),
-            left_out=max(0, len(requests) - MOST) + max(0, len(told) - MOST),
-        )
-
-
-def _request(record: RequestRecord) -> WatchedRequest:
-    first_s = None if record.ttft_s is None else record.started_s + record.ttft_s
-    return WatchedRequest(record.started_s, first_s, record.ended_s, record.verifier, record.tokens)
-
-
-def _restarts(scenario: Scenario) -> list[Interruption]:
-    """Of verifiers, and of nodes that hold a part of one."""
-    told = []
-    for name, section in scenario.verifiers.items():
-        told += [
-            Interruption(at_s, at_s + section.restart_s, f"{name} restarts")
-            for at_s in section.restarts_at_s
-        ]
-        stages = section.stages
-        if stages is not None:
-            told += [
-                Interruption(at_s, at_s + stages.reroute_s, f"{name} loses a node")
-                for at_s in stages.lost_at_s
-            ]
-    return told
-
 
 # --- what becomes of a running session whose phone changes its cell ----------------------------
 # The session stays with its verifier, over the backhaul, or moves to the new cell's. To move, the
@@ -174,11 +73,10 @@ class HandingOver:
         cells: Cells,
         sites: Sequence[tuple[Site, Hardware]],
         users: Sequence[User],
-        noticed: Callable[[User, str], None],
         now_s: Callable[[], float],
     ) -> None:
         self._network, self._cells, self._sites, self._users = network, cells, sites, users
-        self._noticed, self._now_s = noticed, now_s
+        self._now_s = now_s
         cells.changed = self._changed
 
     def _changed(self, change: Change) -> None:
@@ -186,16 +84,13 @@ class HandingOver:
         device, old = user.device, user.site
         site, hardware = self._sites[change.new]
         if device is None or old is None:
-            self._noticed(user, "handover")
             return
         user.handed.handovers += 1
         how = Sessions.STAY
-        if site is not old and site.reachable and not hardware.sliced and _has_room(site):
+        if site is not old and site.reachable and _has_room(site):
             how = self._how(user, old, site, hardware)
-        if how is Sessions.STAY:
-            self._noticed(user, "handover")
-            return
-        self._move(user, old, site, hardware, how)
+        if how is not Sessions.STAY:
+            self._move(user, old, site, hardware, how)
 
     def _how(self, user: User, old: Site, site: Site, hardware: Hardware) -> Sessions:
         wanted = self._cells.section.sessions
@@ -235,7 +130,6 @@ class HandingOver:
             user.handed.with_kv += 1
         else:
             user.handed.recomputed += 1
-        self._noticed(user, "session moved")
         user.move_to(site, ready_s)
 
 
@@ -257,15 +151,6 @@ class WorldOutcome:
     meters: Meters
     verifiers: list[VerifierSummary]
     links: tuple[LinkLoad, ...] = ()
-    watches: tuple[Watched, ...] = ()
-    """Of the devices that a page may tell of, the same in every arm."""
-    stations: tuple[Station, ...] = ()
-
-    @property
-    def watched(self) -> Watched | None:
-        """The first of them that has a request that counts, or the first."""
-        asked = (one for one in self.watches if one.requests)
-        return next(asked, self.watches[0] if self.watches else None)
 
 
 class World:
@@ -290,11 +175,8 @@ class World:
             seed,
             surrounding.folder,
             audited=surrounding.checks,
-            allocation=surrounding.allocation,
         )
         self._association = surrounding.association
-        if surrounding.allocation is not None:
-            self._association = FixedAssociation(surrounding.allocation.verifiers)
         self._tracer, self._traced = tracer, traced
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
         self.sites: list[tuple[Site, Hardware]] = [
@@ -316,15 +198,12 @@ class World:
         self._before = [SiteCounters() for _ in self.sites]
         self._after = self._before
         """What verifiers had done when the requests that count began, and ended, to come."""
-        self._watches: list[Watch] = []
-        """Of the devices that a page may tell of; there are none before it runs."""
         if self.network.cells is not None:
             HandingOver(
                 self.network,
                 self.network.cells,
                 self.sites,
                 self.users,
-                self._handed,
                 lambda: self.queue.now,
             )
 
@@ -341,17 +220,16 @@ class World:
                 source=self.surrounding.source,
                 reconnect=_RECONNECT,
                 eos_token_ids=frozenset(target_info.eos_token_ids),
+                air=self.scenario.radio is not None,
                 course=None
                 if section.conditions is None
-                else course_of(section.conditions, self.surrounding.folder),
+                else ConditionCourse(section.conditions.course),
             )
             for index in range(section.count):
                 name = self.scenario.device_name(group, index)
                 number = len(users)
                 user_seed = f"{seed}/user/{number}"
-                users.append(
-                    User(self.queue, name, number, settings, self, self.meters, user_seed, index)
-                )
+                users.append(User(self.queue, name, number, settings, self, self.meters, user_seed))
         return users
 
     def _make_reception(self, seed: str) -> Reception | None:
@@ -374,9 +252,7 @@ class World:
         if len(sites) == 1:
             return sites[0]
         step_s = user.settings.step.seconds(1)
-        battery = user.settings.section.battery_j
-        share = 1.0 if battery is None or user.battery_j is None else user.battery_j / battery
-        view = DeviceView(user.name, step_s, battery_share=share)
+        view = DeviceView(user.name, step_s)
         links = [self.network.view(user.settings.group, user.number, site.name) for site in sites]
         views = [site.view for site in sites]
         (index,) = self._association.assign([view], views, [links])
@@ -396,18 +272,6 @@ class World:
         self.network.connections.watch(user.settings.group, user.number, stream)
         return stream, rtt_s
 
-    def place_m(self, user: User) -> tuple[float, float] | None:
-        return self.network.place_m(user.number)
-
-    def _handed(self, user: User, what: str) -> None:
-        cells, now_s = self.network.cells, self.queue.now
-        for watch in self._watches:
-            if user is watch.user and cells is not None:
-                watch.moved.append(Interruption(now_s, now_s + cells.gap_s, what))
-
-    def _governed(self, watch: Watch, what: str) -> None:
-        watch.moved.append(Interruption(self.queue.now, self.queue.now, what))
-
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < self._traced else None
 
@@ -424,8 +288,6 @@ class World:
             for step in range(1, _MAX_PROGRESS_STEPS + 1):
                 now_s = duration_s * step / _MAX_PROGRESS_STEPS
                 self.meters.events += self.queue.run(now_s)
-                for watch in self._watches:
-                    watch.sample(now_s)
                 progress(now_s)
             self._after, links = self._counters(), self.network.loads()
             self._drain()
@@ -441,8 +303,6 @@ class World:
             self.meters,
             [one.told(self._verifier(index)) for index, one in enumerate(powered)],
             links,
-            tuple(watch.result(self.meters.records) for watch in self._watches),
-            self.network.stations,
         )
 
     def _start(self) -> None:
@@ -453,23 +313,6 @@ class World:
         else:
             for user in self.users:
                 user.start()
-        watched = self._watched_users()
-        self._watches = [Watch(user, self.scenario, self.network) for user in watched]
-        for watch in self._watches:
-            if (governors := watch.user.governors) is not None:
-                governors.on_change = partial(self._governed, watch)
-
-    def _watched_users(self) -> list[User]:
-        """The first one, and those whose requests will count soonest, whatever the arm."""
-        if self.reception is not None:
-            counting = (one for one in self.reception.arrivals if self.counts(one.at_s))
-            soonest = [self.users[one.device] for one in itertools.islice(counting, MOST_WATCHED)]
-        else:
-            warm_up_s = self.scenario.warm_up_s
-            soonest = heapq.nsmallest(
-                MOST_WATCHED, self.users, key=lambda user: (user.first_s < warm_up_s, user.first_s)
-            )
-        return list(dict.fromkeys((self.users[0], *soonest)))[:MOST_WATCHED]
 
     def _warm(self) -> None:
         self._before = self._counters()

@@ -7,10 +7,8 @@ the course's memory. Nothing is drawn.
 from __future__ import annotations
 
 import bisect
-import csv
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
@@ -22,13 +20,10 @@ from edgespec.device.drafters.token_cache import DraftWindow
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import (
-    MOST_ROWS,
     ConditionSection,
     ConditionsSection,
-    check_order,
 )
 from edgespec_sim.sessions import SimulatedDevice
-from edgespec_sim.traces.network_trace import TraceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +110,9 @@ class WindowedDrafter:
 
 
 # --- a device's conditions over time -----------------------------------------------------------
-# stated in a scenario, or recorded in a file.
-# Rows hold until the next one; a cell that is empty holds what the row before said.
+# rows hold until the next one; what a row does not say is as the row before said.
 
 
-MAX_BYTES: Final = 64 << 20
-_NAMES: Final = tuple(field.name for field in fields(ConditionSection))
 _MIB_BYTES: Final = 1 << 20
 
 
@@ -145,64 +137,15 @@ class ConditionCourse:
         return self._rows[max(0, bisect.bisect_right(self._times_s, now_s) - 1)]
 
 
-def course_of(section: ConditionsSection, folder: Path) -> ConditionCourse:
-    """``folder`` is where relative file names start. Raises ``TraceError``."""
-    if not section.file:
-        return ConditionCourse(section.course)
-    return ConditionCourse(read_course(folder / section.file))
-
-
-def read_course(path: Path) -> tuple[ConditionSection, ...]:
-    """Raises ``TraceError`` that names file, line and what is wrong."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise TraceError(f"{path}: {size} bytes, but at most {MAX_BYTES} are read")
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = tuple(_rows(csv.reader(file), path))
-        check_order(rows)
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from error
-    except TraceError:
-        raise
-    except (csv.Error, ValueError) as error:
-        raise TraceError(f"{path}: {error}") from error
-    if not rows:
-        raise TraceError(f"{path}: no conditions in it")
-    return rows
-
-
-def _rows(lines: Iterator[list[str]], path: Path) -> Iterator[ConditionSection]:
-    header = [name.strip() for name in next(lines, [])]
-    unknown = [name for name in header if name not in _NAMES]
-    if unknown or "at_s" not in header or len(set(header)) != len(header):
-        said, known = ", ".join(header), ", ".join(_NAMES)
-        raise TraceError(f"{path}: columns are {said}, but must be at_s and some of {known}")
-    for count, cells in enumerate((one for one in lines if one), start=1):
-        where = f"{path}: row {count}"
-        if count > MOST_ROWS:
-            raise TraceError(f"{path}: more than {MOST_ROWS} rows, the limit")
-        if len(cells) != len(header):
-            raise TraceError(f"{where}: {len(cells)} cells, but the header has {len(header)}")
-        try:
-            named = zip(header, cells, strict=True)
-            given: dict[str, Any] = {name: float(cell) for name, cell in named if cell.strip()}
-            yield ConditionSection(**given)
-        except (TypeError, ValueError) as error:
-            raise TraceError(f"{where}: {error}") from error
-
-
 def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
     """Each with what the rows before it said and it does not."""
     held: dict[str, Any] = {}
     for row in rows:
-        told = {name: getattr(row, name) for name in _NAMES}
-        held |= {name: value for name, value in told.items() if value is not None}
+        held |= {name: value for name, value in asdict(row).items() if value is not None}
         yield ConditionSection(**held)
 
 
 _MIB, _KIB = 1 << 20, 1 << 10
-LESS_MEMORY, MORE_MEMORY = "the draft gets less memory", "the draft gets more memory"
 
 
 @dataclass(slots=True)
@@ -215,20 +158,17 @@ class Walked:
 
 
 class Governors:
-    """Of one device. ``drafter`` is the one to draft with. ``on_change`` hears each change,
-    in words for a reader."""
+    """Of one device. ``drafter`` is the one to draft with."""
 
     def __init__(
         self,
         queue: EventQueue,
         section: ConditionsSection,
         course: ConditionCourse,
-        late_s: float,
         drafter: Drafter,
     ) -> None:
         self.walked = Walked()
-        self.on_change: Callable[[str], None] = lambda what: None
-        self._queue, self._course, self._late_s = queue, course, late_s
+        self._queue, self._course = queue, course
         self._tracer: Tracer | None = None
         self._key = ""
         self._rows: WindowedDrafter | None = None
@@ -268,14 +208,9 @@ class Governors:
             rows,
             rows,
             guard,
-            lambda: self._course.resident_bytes(self._now_s) + rows.held_bytes,
+            lambda: self._course.resident_bytes(self._queue.now) + rows.held_bytes,
             lambda: self._queue.now,
         )
-
-    @property
-    def _now_s(self) -> float:
-        """On the course's clock."""
-        return max(0.0, self._queue.now - self._late_s)
 
     def _restricted(self, window: int, width: int) -> None:
         now = Restriction(window, width)
@@ -285,9 +220,6 @@ class Governors:
             self.walked.tightened += 1
         else:
             self.walked.loosened += 1
-        self._note(LESS_MEMORY if less else MORE_MEMORY, DraftRestricted(window, width))
-
-    def _note(self, what: str, line: object) -> None:
-        self.on_change(what)
         if self._tracer is not None:
+            line = DraftRestricted(window, width)
             self._tracer.record(self._queue.now, "device", self._key, "event", line)

@@ -73,8 +73,6 @@ class RequestRecord:
     walked: Walked = field(default_factory=Walked)
     ended_s: float = 0.0
     """Or the world's end."""
-    place_m: tuple[float, float] | None = None
-    """Where it was asked."""
     pace_s: float | None = None
     """As ``tpot_s``, also of a request that the world's end cut off: so far."""
     energy_known: bool = False
@@ -267,7 +265,6 @@ class Meters:
 
 
 def _row(one: RequestRecord) -> RequestRow:
-    x_m, y_m = one.place_m or (None, None)
     return RequestRow(
         one.device,
         one.verifier,
@@ -278,8 +275,6 @@ def _row(one: RequestRecord) -> RequestRow:
         _ratio(one.counters.committed, one.counters.passes),
         one.counters.acceptance,
         one.failed or ("" if one.complete else "the world ended first"),
-        x_m=x_m,
-        y_m=y_m,
         verifier_j=one.verifier_j,
         verifier_idle_j=one.verifier_idle_j,
     )

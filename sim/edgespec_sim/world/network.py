@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
 
-from edgespec.core.link_model import LinkModel, LinkSettings, OutageSchedule, SharedQueue
 from edgespec_sim.association import LinkView
+from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
 from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection
-from edgespec_sim.run_summary import Interruption, LinkLoad, Station
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.sessions import FixedDelay, Stream
@@ -34,8 +34,7 @@ from edgespec_sim.traces.generators import generate
 from edgespec_sim.traces.network_trace import NetworkTrace, TraceStatistics
 from edgespec_sim.world.conservation import AuditedLoadedQueue, AuditedQueue
 from edgespec_sim.world.meters import Sending
-from edgespec_sim.world.radio_network import Cells, RadioNetwork
-from edgespec_sim.world.surrounding import Allocation
+from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
 
 # --- how busy a link of a scenario was, from the time for which messages occupied its queues ---
 
@@ -98,8 +97,6 @@ def number_of(seed: str) -> int:
 # outages and handovers, drawn once, before anything moves.
 
 
-OUTAGE, HANDOVER = "outage", "handover"
-_MOST = 1000
 Gaps = tuple[tuple[float, float], ...]
 
 
@@ -125,27 +122,6 @@ class Weather:
             if handover.gap_ms:
                 gaps += [(at_s, at_s + handover.gap_ms / 1e3) for at_s in times_s]
         return cls(tuple(times_s), _joined(gaps))
-
-    def interruptions(self, section: LinkSection) -> list[Interruption]:
-        """As a reader is told: outages apart from handovers, each with its gap."""
-        told = [Interruption(one.at_s, one.at_s + one.for_s, OUTAGE) for one in section.outages]
-        gap_s = section.handover.gap_ms / 1e3 if section.handover is not None else 0.0
-        return told + [Interruption(at_s, at_s + gap_s, HANDOVER) for at_s in self.handovers_s]
-
-
-def recorded_outages(
-    schedule: OutageSchedule | None, offset_s: float, until_s: float
-) -> list[Interruption]:
-    """Those of a trace that repeats, entered ``offset_s`` into it; at most a thousand."""
-    told: list[Interruption] = []
-    at_s = 0.0
-    while schedule is not None and schedule.intervals_s and at_s < until_s and len(told) < _MOST:
-        found = schedule.next_after(at_s + offset_s)
-        if found is None or found[0] - offset_s >= until_s:
-            break
-        told.append(Interruption(max(0.0, found[0] - offset_s), found[1] - offset_s, OUTAGE))
-        at_s = max(found[1] - offset_s, at_s + 1e-6)
-    return told
 
 
 def _joined(gaps: list[tuple[float, float]]) -> Gaps:
@@ -266,22 +242,6 @@ class LinkInstances:
             self._weather[number] = Weather.of(self.section, self._duration_s, seed)
         return self._weather[number]
 
-    # --- what a reader is told -------------------------------------------------------------
-
-    def round_trip_s(self, number: int, now_s: float) -> float:
-        """Now, without queues and jitter."""
-        if self._traced is None:
-            return self.section.rtt_ms / 1e3
-        at_s = now_s + self._offset_s(number)
-        return self._traced.up_delay.at(at_s) + self._traced.down_delay.at(at_s)
-
-    def interruptions(self, number: int) -> list[Interruption]:
-        told = self._weather_of(number).interruptions(self.section)
-        if self._traced is not None:
-            offset_s = self._offset_s(number)
-            told += recorded_outages(self._traced.outages, offset_s, self._duration_s)
-        return told
-
     def load(self, name: str) -> LinkLoad | None:
         """None where the capacity is not known, or nothing was sent."""
         traced = self._traced
@@ -362,14 +322,6 @@ class Ways:
         down_s = sum(self._links[name].least_ways_s[1] for name in names)
         return fixed_s + up_s, fixed_s + down_s
 
-    def round_trip_s(self, group: str, number: int, verifier: str, now_s: float) -> float:
-        """Of a small message there and back now, without queues, jitter and loss."""
-        fixed_s = 2 * self.fixed_s + self._access_s
-        fixed_s += self._backhaul_rtt_s(number, verifier)
-        return fixed_s + sum(
-            self._links[name].round_trip_s(number, now_s) for name in self.links(group, verifier)
-        )
-
     def sending(self, group: str, number: int, verifier: str) -> Callable[[int], Sending]:
         """What a message of a size makes the device's radio do."""
         if self._radio is not None:
@@ -407,8 +359,7 @@ class Ways:
     @property
     def _access_s(self) -> float:
         """Round trip on the air, if there is any."""
-        radio = self._scenario.radio
-        return 0.0 if radio is None else radio.access_ms / 1e3
+        return 0.0 if self._scenario.radio is None else ACCESS_S
 
 
 # --- which device is connected to which verifier, and what ends a connection -------------------
@@ -485,7 +436,6 @@ class Network:
         folder: FilePath,
         *,
         audited: bool = False,
-        allocation: Allocation | None = None,
     ) -> None:
         self._queue, self._scenario = queue, scenario
         self._stations = {
@@ -496,7 +446,7 @@ class Network:
                 for number in range(section.count)
             )
         }
-        self._radio = self._make_radio(seed, folder, audited, allocation)
+        self._radio = self._make_radio(seed, audited)
         self.cells = self._make_cells(audited)
         """With handover: which cell each device is in."""
         self._links = {
@@ -534,13 +484,6 @@ class Network:
         """What a device could know of its way to that verifier."""
         return self.ways.view(group, number, verifier)
 
-    # --- what a reader is told -------------------------------------------------------------
-
-    def interruptions(self, group: str, number: int) -> list[Interruption]:
-        """Of a device's own links."""
-        path = self._scenario.devices[group].path
-        return [one for name in path for one in self._links[name].interruptions(number)]
-
     def loads(self) -> tuple[LinkLoad, ...]:
         duration_s = self._scenario.duration_s
         loads = [link.load(name) for name, link in self._links.items()]
@@ -549,17 +492,6 @@ class Network:
         if self.cells is not None:
             loads += self.cells.loads(duration_s)
         return tuple(load for load in loads if load is not None)
-
-    def place_m(self, number: int) -> tuple[float, float] | None:
-        return None if self._radio is None else self._radio.place_m(number)
-
-    @property
-    def stations(self) -> tuple[Station, ...]:
-        """Empty without radio."""
-        if self._radio is None:
-            return ()
-        places = self._radio.stations_m.tolist()
-        return tuple(Station(name, *places[index]) for name, index in self._stations.items())
 
     # --- parts -----------------------------------------------------------------------------
 
@@ -620,26 +552,17 @@ class Network:
             return None
         return Cells(self._queue, self._radio, radio.handover, self._stations, audited=audited)
 
-    def _make_radio(
-        self, seed: str, folder: FilePath, audited: bool, allocation: Allocation | None
-    ) -> RadioNetwork | None:
+    def _make_radio(self, seed: str, audited: bool) -> RadioNetwork | None:
         scenario = self._scenario
         if scenario.radio is None:
             return None
-        names = [
-            scenario.device_name(group, number)
-            for group, section in scenario.devices.items()
-            for number in range(section.count)
-        ]
-        shares = allocation.bandwidth if allocation is not None else {}
+        devices = sum(section.count for section in scenario.devices.values())
         return RadioNetwork(
             self._queue,
             scenario.radio,
-            len(names),
+            devices,
             len(self._stations),
             f"{seed}/radio",
-            folder,
-            bandwidth={number: shares[name] for number, name in enumerate(names) if name in shares},
             audited=audited,
         )
 

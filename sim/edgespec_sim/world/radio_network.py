@@ -1,11 +1,11 @@
 """The air between moving devices and the base stations at which verifiers stand.
 
-Theory of operation. Every ``step_s`` devices move, gains are drawn anew and each (device, station)
+Theory of operation. Every second devices move, gains are drawn anew and each (device, station)
 pair gets a rate each way: the band times log2(1 + SINR), within what modulation can do. A cell has
 one queue each way, of *airtime*: a message occupies it for its bits over its sender's rate, so a
 device at the edge of a cell takes time from all others in it, and nobody gets the band for free.
 Others' traffic takes its share of that time evenly, so a message of ours takes so much longer to
-get through. With bandwidth shares a device has a slice, and a queue, of its own instead.
+get through.
 
 Interference follows what is sent: a station, or a device of another cell, counts as noise for the
 share of the last step in which it sent, plus ``load`` (whose uplink comes from where the devices
@@ -19,7 +19,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 
 import numpy as np
 
@@ -30,12 +29,9 @@ from edgespec_sim.links.radio import (
     Attachment,
     Change,
     Floats,
-    Gains,
     PowerControl,
     RandomWaypoint,
-    RecordedGains,
     UmiGains,
-    UmiSettings,
     UplinkPower,
 )
 from edgespec_sim.run_summary import LinkLoad
@@ -51,13 +47,19 @@ NOISE_DBM_HZ = -174.0
 # Receivers' noise figures, 3GPP TR 38.802, table A.2.1-1.
 STATION_NOISE_DB, DEVICE_NOISE_DB = 5.0, 9.0
 
+ACCESS_S = 8e-3
+"""Round trip on the air without a queue: 4 ms each way (3GPP TR 38.913, 7.5, eMBB)."""
+_STATION_DBM = 33.0
+_STEP_S = 1.0
+"""How often gains are computed anew."""
+
 # A queue of airtime holds nanoseconds where others hold bytes.
 _TICKS_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Of one device at one station, now. Rates are of the device's part of the band."""
+    """Of one device at one station, now."""
 
     snr_db: float
     """What the device hears: signal to interference and noise."""
@@ -70,9 +72,6 @@ class Signal:
 
 
 class RadioNetwork:
-    """``bandwidth`` is a share for each device that has one, by number. Raises ``ValueError`` about
-    recorded gains that are not there or of another shape."""
-
     def __init__(
         self,
         queue: EventQueue,
@@ -80,13 +79,10 @@ class RadioNetwork:
         devices: int,
         stations: int,
         seed: str,
-        folder: FilePath,
         *,
-        bandwidth: Mapping[int, float] | None = None,
         audited: bool = False,
     ) -> None:
-        self._queue, self._section = queue, section
-        self._bandwidth, self._audited = bandwidth or {}, audited
+        self._queue, self._section, self._audited = queue, section, audited
         number = random.Random(seed).getrandbits(32)
         walk_rng, gains_rng = np.random.default_rng(number).spawn(2)
         self.stations_m = grid_m(stations, section.area_m)
@@ -97,31 +93,24 @@ class RadioNetwork:
             side_m=section.area_m,
             speed_m_s=(0.5 * speed, 1.5 * speed) if speed else (1.0, 1.0),
         )
-        self._gains: Gains = (
-            _recorded(section.gains, folder)
-            if section.gains
-            else UmiGains(gains_rng, devices, stations, UmiSettings(section.carrier_ghz))
-        )
+        self._gains = UmiGains(gains_rng, devices, stations)
         self.serving = np.full(devices, -1)
         """The station that each device used last; -1: none yet."""
         self.on_change: Callable[[Change], None] = lambda change: None
         """Hears of each device that goes to another cell, with ``handover``."""
         self._attachment: Attachment | None = None
-        self._queues: dict[tuple[bool, int, int], SharedQueue] = {}
+        self._queues: dict[tuple[bool, int], SharedQueue] = {}
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
         """Time on the air within this step."""
         self._power = UplinkPower(
-            _control_of(section),
-            section.device_dbm,
-            section.bandwidth_mhz * 1e6,
-            np.array([self._share(device) for device in range(devices)]),
+            _control_of(section), section.device_dbm, section.bandwidth_mhz * 1e6
         )
         self._density = np.ones((devices, stations))
         """Of a device's signal to a station, over that of full power on the whole band."""
         self._up = self._down = np.zeros((devices, stations))
         self._up_snr_db = self._snr_db = np.zeros((devices, stations))
         self._step(np.zeros(devices))
-        self._queue.after(section.step_s, self._advance)
+        self._queue.after(_STEP_S, self._advance)
 
     # --- what the network asks -------------------------------------------------------------
 
@@ -129,10 +118,10 @@ class RadioNetwork:
         """Up and down, for one stream of a device that now uses that station."""
         if self._attachment is None:
             self.serving[device] = station
-        one_way_s = self._section.access_ms / 2e3
+        one_way_s = ACCESS_S / 2.0
         settings = LinkSettings(one_way_s=one_way_s)
-        up = LinkModel(settings, self._queue_of(False, device, station))
-        down = LinkModel(settings, self._queue_of(True, device, station))
+        up = LinkModel(settings, self._queue_of(False, station))
+        down = LinkModel(settings, self._queue_of(True, station))
         stretch = 1.0 / (1.0 - self._section.load)
         return (
             _Air(up, lambda size: self._send_s(device, station, size), stretch),
@@ -140,7 +129,7 @@ class RadioNetwork:
         )
 
     def signal(self, device: int, station: int) -> Signal:
-        share = self._share(device) * (1.0 - self._section.load)
+        share = 1.0 - self._section.load
         return Signal(
             float(self._snr_db[device, station]),
             share * float(self._up[device, station]),
@@ -150,24 +139,18 @@ class RadioNetwork:
         )
 
     def sending(self, device: int, station: int, size_bytes: int) -> Sending:
-        """What a message of that size makes the device's radio do now. With a slice it sends for
-        longer, at its share of the power: told is the time on the whole band."""
-        airtime_s = self._share(device) * self._seconds(self._up, device, station, size_bytes)
+        """What a message of that size makes the device's radio do now."""
+        airtime_s = self._seconds(self._up, device, station, size_bytes)
         full_w = _watts(self._section.device_dbm)
         return Sending(airtime_s, full_w * self._dense(device, station) * airtime_s)
-
-    def place_m(self, device: int) -> tuple[float, float]:
-        """Where it is, as of the last step."""
-        x_m, y_m = self._walk.positions_m[device].tolist()
-        return x_m, y_m
 
     def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
         """Of the air of each station, in their order: others' part of the airtime comes first."""
         sent_s = dict.fromkeys(
             ((down, cell) for down in (False, True) for cell in range(len(names))), 0.0
         )
-        for (down, station, device), queue in self._queues.items():
-            sent_s[down, station] += queue.sent_s * (self._share(device) if device >= 0 else 1.0)
+        for key, queue in self._queues.items():
+            sent_s[key] += queue.sent_s
         return [
             LinkLoad(
                 f"air of {name}",
@@ -187,32 +170,27 @@ class RadioNetwork:
 
     def _send_s(self, device: int, station: int, size_bytes: int) -> float:
         airtime_s = self._seconds(self._up, device, station, size_bytes)
-        self._device_s[device] += airtime_s * self._share(device)
+        self._device_s[device] += airtime_s
         return airtime_s
 
     def _receive_s(self, device: int, station: int, size_bytes: int) -> float:
         airtime_s = self._seconds(self._down, device, station, size_bytes)
-        self._station_s[station] += airtime_s * self._share(device)
+        self._station_s[station] += airtime_s
         return airtime_s
 
     def _seconds(self, rates: Floats, device: int, station: int, size_bytes: int) -> float:
         bits = (size_bytes + FRAMING_BYTES) * 8
-        return bits / (self._share(device) * float(rates[device, station]))
+        return bits / float(rates[device, station])
 
     def _dbm(self, device: int, station: int) -> float:
-        ratio = self._share(device) * self._dense(device, station)
+        ratio = self._dense(device, station)
         return self._section.device_dbm + 10.0 * math.log10(ratio)
 
     def _dense(self, device: int, station: int) -> float:
         return float(self._density[device, station])
 
-    def _share(self, device: int) -> float:
-        """Of its cell's band."""
-        return self._bandwidth.get(device, 1.0)
-
-    def _queue_of(self, down: bool, device: int, station: int) -> SharedQueue:
-        owner = device if device in self._bandwidth else -1
-        key = down, station, owner
+    def _queue_of(self, down: bool, station: int) -> SharedQueue:
+        key = down, station
         if key not in self._queues:
             make = AuditedQueue if self._audited else SharedQueue
             self._queues[key] = make(8.0 * _TICKS_PER_S)
@@ -220,9 +198,9 @@ class RadioNetwork:
 
     def _advance(self) -> None:
         section = self._section
-        gone_m = self._walk.advance(section.step_s) if section.speed_m_per_s else np.zeros(0)
+        gone_m = self._walk.advance(_STEP_S) if section.speed_m_per_s else np.zeros(0)
         changes = self._step(gone_m if gone_m.size else np.zeros(len(self.serving)))
-        self._queue.after(section.step_s, self._advance)
+        self._queue.after(_STEP_S, self._advance)
         for change in changes:
             self.on_change(change)
 
@@ -244,18 +222,15 @@ class RadioNetwork:
         changes = self._attach(gains)
         self._density = self._power.measure(gains)
         band_hz = section.bandwidth_mhz * 1e6
-        device_w, station_w = _watts(section.device_dbm), _watts(section.station_dbm)
+        device_w, station_w = _watts(section.device_dbm), _watts(_STATION_DBM)
         noise_w = _watts(NOISE_DBM_HZ) * band_hz
         up_noise_w = noise_w * 10.0 ** (STATION_NOISE_DB / 10.0)
         down_noise_w = noise_w * 10.0 ** (DEVICE_NOISE_DB / 10.0)
-        up_w: Floats = np.zeros_like(gains)
-        down_w: Floats = np.zeros_like(gains)
-        if section.interference:
-            sends = np.minimum(self._device_s / section.step_s, 1.0)
-            radiates = np.minimum(section.load + self._station_s / section.step_s, 1.0)
-            up_w = device_w * _uplink_noise(gains, self._density, self.serving, sends, section.load)
-            heard = gains * radiates
-            down_w = station_w * (heard.sum(axis=1, keepdims=True) - heard)
+        sends = np.minimum(self._device_s / _STEP_S, 1.0)
+        radiates = np.minimum(section.load + self._station_s / _STEP_S, 1.0)
+        up_w = device_w * _uplink_noise(gains, self._density, self.serving, sends, section.load)
+        heard = gains * radiates
+        down_w = station_w * (heard.sum(axis=1, keepdims=True) - heard)
         up = device_w * gains * self._density / (up_noise_w + up_w)
         down = station_w * gains / (down_noise_w + down_w)
         self._up, self._down = (band_hz * _bits_per_hz(snr) for snr in (up, down))
@@ -283,12 +258,6 @@ def _control_of(section: RadioSection) -> PowerControl | None:
     if control is None:
         return None
     return PowerControl(control.p0_dbm, control.alpha, control.filter_k)
-
-
-def _recorded(name: str, folder: FilePath) -> Gains:
-    if not (folder / name).is_file():
-        raise ValueError(f"radio.gains is {name!r}, but there is no such file in {folder}")
-    return RecordedGains.load(folder / name)
 
 
 def grid_m(count: int, side_m: float) -> Floats:

@@ -20,6 +20,13 @@ from edgespec.config.loading import dump_config
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec_sim.run_summary import (
+    ArmSummary,
+    Attainment,
+    LinkLoad,
+    RunSummary,
+    VerifierSummary,
+)
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.association import association_policy
 from edgespec_sim.event_queue import EventQueue
@@ -30,14 +37,6 @@ from edgespec_sim.planning.replication import (
     ratio_interval,
     share_interval,
     speedup,
-)
-from edgespec_sim.run_summary import (
-    ArmSummary,
-    Attainment,
-    LinkLoad,
-    RunSummary,
-    VerifierSummary,
-    Watched,
 )
 from edgespec_sim.scenario.sections import (
     DeviceSection,
@@ -362,12 +361,10 @@ def summarise(
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
     speedups = _speedups(worlds)
     attained = {arm: attainment(scenario, mine, len(seeds)) for arm, mine in worlds.items()}
-    watched = _watched_device([mine[0].watches for mine in worlds.values()])
     arms = []
     for arm in scenario.arms:
         value, interval = speedups.get(arm, (None, None))
         summary = _arm_summary(scenario, folder, arm, worlds[arm], len(seeds))
-        told = next((one for one in worlds[arm][0].watches if one.device == watched), None)
         ends = (interval.low, interval.high) if interval is not None else None
         arms.append(
             replace(
@@ -375,7 +372,6 @@ def summarise(
                 speedup=value,
                 speedup_interval=ends,
                 attainment=attained[arm],
-                watched=told,
             )
         )
     return RunSummary(
@@ -390,16 +386,7 @@ def summarise(
         notes=(*notes, *notes_of(scenario), *losses, *service_notes(scenario, arms)),
         environment=environment or {},
         seeds=len(seeds),
-        stations=outcomes[0][1].stations,
     )
-
-
-def _watched_device(worlds: Sequence[Sequence[Watched]]) -> str:
-    """The device to tell of in every arm: with requests that count in as many arms as can be, and
-    the first of those. ``worlds``: what each arm's first world watched."""
-    asked = [one.device for watches in worlds for one in watches if one.requests]
-    devices = dict.fromkeys(one.device for watches in worlds for one in watches)
-    return max(devices, key=asked.count, default="")
 
 
 _Speedup = tuple[float | None, Interval | None]

@@ -2,16 +2,15 @@
 
 Theory of operation. A site holds one engine, or, when the target's layers lie on several nodes, one
 engine for each pass that may be under way at once (as pipeline-parallel servers do it): sessions
-are dealt out to the engines, whose passes follow one another through the same stages. Where compute
-is given out in slices, each device has an engine of its own. A restart forgets every session;
-devices come back with what they hold and the engine feeds it anew.
+are dealt out to the engines, whose passes follow one another through the same stages. A restart
+forgets every session; devices come back with what they hold and the engine feeds it anew.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +38,6 @@ from edgespec_sim.world.surrounding import Surrounding
 # A device notices within a few seconds (docs/measurements.md: 3 to 4 s) when nothing says so; a
 # process that dies resets its connections at once.
 _NOTICE_S = 0.05
-REQUEST_MARK = "#"
-"""In a session id: behind the device's name, before the number of its request."""
 
 
 @dataclass(slots=True)
@@ -117,7 +114,7 @@ class Machine:
 
 class Site:
     """``accept`` takes a stream; ``reachable`` is False while the process is down. There is an
-    engine for each of ``computes``; devices in ``engine_of`` have the one of that index."""
+    engine for each of ``computes``."""
 
     def __init__(
         self,
@@ -129,18 +126,15 @@ class Site:
         computes: tuple[Compute, ...],
         pass_s: float,
         session_s: float,
-        engine_of: Mapping[str, int],
         tracer: Tracer | None = None,
     ) -> None:
         self.name, self.section, self.restarts = name, section, 0
         self._queue, self._limits, self._tracer = queue, limits, tracer
         self._source, self._computes = source, computes
-        self.pass_s, self._session_s, self._engine_of = pass_s, session_s, engine_of
+        self.pass_s, self._session_s = pass_s, session_s
         self._down_until_s = 0.0
         self._next = 0
         self._servers = self._start()
-        for at_s in section.restarts_at_s:
-            queue.at(at_s, partial(self.restart, section.restart_s))
 
     @property
     def reachable(self) -> bool:
@@ -167,10 +161,6 @@ class Site:
             if key in server.engine.sessions:
                 server.accept(stream)
                 return
-        given = self._engine_of.get(key.partition(REQUEST_MARK)[0])
-        if given is not None:
-            self._servers[given].accept(stream)
-            return
         self._next = (self._next + 1) % len(self._servers)
         self._servers[self._next].accept(stream)
 
@@ -200,14 +190,12 @@ class Site:
 
 
 # --- what the verifiers of a scenario run on ---------------------------------------------------
-# a machine, slices of one, or layers over several nodes.
-# On one machine passes run one after another. When it is sliced, each device has a machine of its
-# own that is slower by its share. When the layers lie on N nodes (arXiv 2511.11733), a pass goes
-# through N machines with a link between neighbours, each node works on one pass at a time, and as
-# many passes as there are slots are under way at once.
-# A node that is lost takes its layers' part of every cache with it. The product's engine has no
-# word for half a cache, so it starts anew when the way around stands; devices resume with what
-# they hold and are fed again. Passes that were on their way end nowhere.
+# a machine, or layers over several nodes. On one machine passes run one after another. When the
+# layers lie on N nodes (arXiv 2511.11733), a pass goes through N machines with a link between
+# neighbours, each node works on one pass at a time, and as many passes as there are slots are under
+# way at once. A node that is lost takes its layers' part of every cache with it. The product's
+# engine has no word for half a cache, so it starts anew when the way around stands; devices resume
+# with what they hold and are fed again. Passes that were on their way end nowhere.
 
 
 LawOfShare = Callable[[float], TimeLaw]
@@ -218,10 +206,9 @@ _ROWS_PER_SESSION = 4
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The machines of one verifier: ``sliced`` among devices, or one behind another."""
+    """The machines of one verifier, one behind another."""
 
     nodes: tuple[Machine, ...]
-    sliced: bool = False
 
     @property
     def machines(self) -> int:
@@ -248,14 +235,8 @@ class Hardware:
     @property
     def counters(self) -> SiteCounters:
         """Passes are counted once, however many nodes they go through; ``busy_s`` is of all."""
-        counted = self.nodes if self.sliced else self.nodes[:1]
-        counters = [node.counters for node in counted]
-        return SiteCounters(
-            passes=sum(one.passes for one in counters),
-            rows=sum(one.rows for one in counters),
-            sessions=sum(one.sessions for one in counters),
-            busy_s=sum(node.counters.busy_s for node in self.nodes),
-        )
+        busy_s = sum(node.counters.busy_s for node in self.nodes)
+        return replace(self.nodes[0].counters, busy_s=busy_s)
 
 
 class Stages:
@@ -381,17 +362,10 @@ def build_site(
     law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
     charges = section.power_busy_w > 0.0
     ground = _Ground(queue, name, law_of_share, seed, surrounding.checks, charges)
-    allocation = surrounding.allocation
-    slices = allocation.slices_of(name) if allocation is not None else {}
     law = law_of_share(1.0)
     computes: tuple[Compute, ...]
     pass_s, stages = law.seconds(1), None
-    if slices:
-        nodes = tuple(
-            ground.machine(device, law_of_share(1.0 / share)) for device, share in slices.items()
-        )
-        computes = nodes
-    elif section.stages is not None:
+    if section.stages is not None:
         stages, nodes = _stages(ground, section.stages, surrounding.folder)
         computes, pass_s = (stages,) * section.stages.slots, stages.pass_s
     else:
@@ -406,13 +380,12 @@ def build_site(
         computes,
         pass_s,
         max(0.0, law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1)),
-        {device: index for index, device in enumerate(slices)},
         tracer,
     )
     if stages is not None and section.stages is not None:
         for at_s in section.stages.lost_at_s:
             queue.at(at_s, partial(_lose, site, stages, section.stages.reroute_s))
-    return site, Hardware(nodes, sliced=bool(slices))
+    return site, Hardware(nodes)
 
 
 def _stages(

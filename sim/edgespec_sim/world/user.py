@@ -3,8 +3,7 @@
 In an open loop it does not think: it serves the requests that come (``arrivals.py``).
 
 Theory of operation. Each question is one ``DraftSession`` on the device's drafter. Before it opens,
-the association policy chooses the verifier from what is known at that moment. A device whose
-battery is used up goes on without drafting: that is slower, and nothing else.
+the association policy chooses the verifier from what is known at that moment.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.power import RADIOS, TRANSMIT_FACTOR, RadioMeter
+from edgespec_sim.scenario.power import RADIOS, RadioMeter
 from edgespec_sim.scenario.sections import DeviceSection
 from edgespec_sim.sessions import SimulatedDevice
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
@@ -34,7 +33,7 @@ from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
 from edgespec_sim.world.arrivals import Arrival, drawn_length
 from edgespec_sim.world.governors import ConditionCourse, Governors, Walked
 from edgespec_sim.world.meters import MAX_ROWS, Handed, MeteredStream, Meters, RequestRecord
-from edgespec_sim.world.site import REQUEST_MARK, Site
+from edgespec_sim.world.site import Site
 
 # Requests of different users never meet: each has this many numbers of its own.
 REQUESTS_PER_USER = 1 << 20
@@ -48,9 +47,6 @@ class Surroundings(Protocol):
 
     def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
         """A stream and its set-up time; None while the site is down."""
-
-    def place_m(self, user: User) -> tuple[float, float] | None:
-        """Where it is now; None in a world without places."""
 
     def tracer(self, user: User) -> Tracer | None: ...
 
@@ -70,14 +66,15 @@ class UserSettings:
     source: TokenSource
     reconnect: ReconnectPolicy
     eos_token_ids: frozenset[int]
+    air: bool = False
+    """Whether its first hop is a radio's."""
     course: ConditionCourse | None = None
     """Of the section's conditions."""
 
 
 class User:
     """``start`` once, or ``serve`` what comes; ``finish`` when the world ends, to count what is
-    under way. ``on_free`` hears, in an open loop, that the next request may come. ``index`` is its
-    number within its group."""
+    under way. ``on_free`` hears, in an open loop, that the next request may come."""
 
     def __init__(
         self,
@@ -88,12 +85,10 @@ class User:
         surroundings: Surroundings,
         meters: Meters,
         seed: str,
-        index: int = 0,
     ) -> None:
         self.name, self.number, self.settings = name, number, settings
         self.site: Site | None = None
         self.device: SimulatedDevice | None = None
-        self.battery_j = settings.section.battery_j
         self.drafting_s = self.airtime_s = 0.0
         """Of all its requests."""
         power = RADIOS.get(settings.section.radio_power)
@@ -106,9 +101,7 @@ class User:
         # Costs have dice of their own: the questions are the same whatever the arm.
         self._cost_dice = random.Random(f"{seed}/cost") if len(settings.step.spread) > 1 else None
         self._drafter: Drafter = settings.source.drafter()
-        self._late_s = 0.0
-        """How much later than the first device of its group it meets its conditions."""
-        self.governors = self._make_governors(index)
+        self.governors = self._make_governors()
         self._prices: dict[str, RowPrice] = {}
         """What each verifier last asked for a row."""
         self._learned = Learned()
@@ -119,7 +112,6 @@ class User:
         self.cut_off = False
         """Whether the world ended before its last request."""
         self._asked = 0
-        self._place_m: tuple[float, float] | None = None
         self.handed = Handed()
         """Of the request that runs, or of the last one."""
         self.key = ""
@@ -130,14 +122,13 @@ class User:
         self._request: Request | None = None
         self._streams: list[MeteredStream] = []
 
-    def _make_governors(self, index: int) -> Governors | None:
+    def _make_governors(self) -> Governors | None:
         section, course = self.settings.section.conditions, self.settings.course
         if section is None or course is None:
             return None
-        self._late_s = index * section.spread_s
         if self.settings.arm is not Arm.EDGESPEC:
             return None
-        governors = Governors(self._queue, section, course, self._late_s, self._drafter)
+        governors = Governors(self._queue, section, course, self._drafter)
         self._drafter = governors.drafter
         return governors
 
@@ -175,7 +166,6 @@ class User:
         self._request = source.request(number, prompt_length, max_tokens)
         self._asked += 1
         self.asked_s, self._begun_s = asked_s, self._queue.now
-        self._place_m = self._surroundings.place_m(self)
         self._streams = []
         self.handed, self._ready_s = Handed(), 0.0
         self.site = site = self._surroundings.choose(self)
@@ -183,9 +173,8 @@ class User:
         policy = named_policy(section.policy) if arm is Arm.EDGESPEC else None
         settings = arm_settings(arm, self.settings.gamma, policy)
         governors = self.governors
-        key = f"{self.name}{REQUEST_MARK}{self._asked}"
+        key = f"{self.name}#{self._asked}"
         self.key, self.run_ahead = key, settings.run_ahead
-        drafts = arm.drafts and (self.battery_j is None or self.battery_j > 0.0)
         request = Open(
             session_id=key,
             model="",
@@ -194,7 +183,7 @@ class User:
             sampling=self._request.sampling,
             run_ahead=settings.run_ahead,
             rule=rule_of(source),
-            drafting=drafts,
+            drafting=arm.drafts,
         )
         session = DraftSession(
             request,
@@ -223,7 +212,7 @@ class User:
         chance = self._cost_dice.random() if self._cost_dice else 0.5
         course, slowdown = self.settings.course, 1.0
         if course is not None:
-            slowdown = course.slowdown(max(0.0, self._queue.now - self._late_s))
+            slowdown = course.slowdown(self._queue.now)
         if self.governors is not None:
             kept, fed = self.governors.step_of(kept, fed)
             if not fed:
@@ -296,8 +285,6 @@ class User:
         times_s = delivery.times_s[:count]
         pace_s = (times_s[-1] - times_s[0]) / (count - 1) if count > 1 else None
         energy_j = self._energy_j(device)
-        if self.battery_j is not None:
-            self.battery_j = max(0.0, self.battery_j - energy_j)
         counts = self._surroundings.counts(self.asked_s)
         self._meters.delivered(times_s, counts=counts)
         self._meters.was_active(self.asked_s, self._queue.now)
@@ -317,7 +304,7 @@ class User:
             down_bytes=sum(stream.down_bytes for stream in self._streams),
             energy_j=energy_j,
             session=self.key,
-            radiated_j=None if self._place_m is None else self._radiated_j,
+            radiated_j=self._radiated_j if self.settings.air else None,
             energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
             mismatches=self._mismatches(tokens),
             lossy=isinstance(self.settings.source, LossySource),
@@ -325,7 +312,6 @@ class User:
             ended_s=self._queue.now,
             handed=self.handed,
             walked=Walked() if self.governors is None else self.governors.ended(),
-            place_m=self._place_m,
             failed=ended.why if isinstance(ended, Fail) else "",
             waited_s=self._begun_s - self.asked_s,
         )
@@ -339,7 +325,7 @@ class User:
         self.airtime_s += airtime_s
         drafting_j = section.draft_w * device.drafting_s
         if self.radio is None:
-            return drafting_j + section.radio_w * airtime_s + TRANSMIT_FACTOR * self._radiated_j
+            return drafting_j
         return drafting_j + self.radio.take(self._queue.now)
 
     @property
@@ -350,10 +336,7 @@ class User:
         """What the radio took since the last answer: its tail, and idling."""
         if self.radio is None or self._last is None:
             return
-        taken_j = self.radio.take(self._queue.now)
-        self._last.energy_j += taken_j
-        if self.battery_j is not None:
-            self.battery_j = max(0.0, self.battery_j - taken_j)
+        self._last.energy_j += self.radio.take(self._queue.now)
 
     def _mismatches(self, tokens: list[int]) -> int:
         """Tokens that are not the target's own: of its text, or under a relaxed rule, where one

@@ -1,8 +1,8 @@
-"""Soft actor-critic (Haarnoja et al., 2018) for many agents with one shared actor.
+"""Multi-agent soft actor-critic (Haarnoja et al., 2018) on the paper's environment and reward.
 
-Twin centralised critics, the smaller of the two counts; target critics follow slowly; the entropy
-temperature is tuned to a target entropy. The discount is low: shares settle within their slot, and
-only the association carries over to the next one, through the queues.
+One shared actor, an agent a server. Twin centralised critics, the smaller of the two counts; target
+critics follow slowly; the entropy temperature is tuned to a target entropy. Torch is needed here
+and nowhere else: what is learned runs in ``methods.Actor``.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import copy
 from collections import deque
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, Final
 
 import numpy as np
 import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from pettingzoo import ParallelEnv
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from edgespec_uara.cost import CostModel, Terms, Weights, device_costs, uniform, weighted
+from edgespec_uara.cost import CostModel, PaperCost, objective, uniform, weighted
 from edgespec_uara.methods import (
     FEATURES,
     PAIR_ACTIONS,
     SERVER_ACTIONS,
     USED_SPAN,
     WEIGHT_SPAN,
+    Steps,
     action_weights,
     best_gain,
-    greedy_with_search,
     pair_features,
     two_phase_matching,
-    views,
 )
-from edgespec_uara.network import FEATURES as VIEW_FEATURES
-from edgespec_uara.network import Layer, LearnedAssociation
-from edgespec_uara.network import pair_features as view_features
 from edgespec_uara.world import Floats, Ints, UaraSettings, UaraWorld
 
 # --- actor and critic over lists of devices of any length --------------------------------------
@@ -88,7 +88,7 @@ class Actions:
 
 
 class TorchActor(nn.Module):
-    """The shared actor. ``policy.Actor`` computes the same means from the same arrays."""
+    """The shared actor. ``methods.Actor`` computes the same means from the same arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,27 +164,11 @@ def _two_layers(inputs: int, outputs: int) -> nn.Sequential:
 
 
 # --- experience --------------------------------------------------------------------------------
-# scenes (one slot, as the agents saw it) and the worlds that they come from.
-# Training worlds vary in everything that the sweep varies and more: devices per server, band per
-# server, transmit power, w. Associations vary too (matched, by gain, at random, disturbed), so
-# that the shares learned do not rest on one way of associating.
-# The paper's reward is the cost of a reference over ours. In training it is taken an agent at a
-# time, as a bounded logarithm (which tames ratios of a thousand), without the constants that no
-# share can change, and over the *same* association with even shares: a random association is a
-# reference too noisy to learn a percent from, and none of this moves the best action.
-
-
-EPISODE_SLOTS = 5
-SERVERS, DEVICES_PER_SERVER = (2, 7), (1.5, 45.0)
-DEVICES_MAX = 120
-REWARD_SCALE, REWARD_LIMIT = 5.0, 6.0
-PAPER_SERVERS = (4, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Devices at their servers: features (M, F), association (M,), number of servers. Servers
-    without devices are left out, the others numbered anew."""
+    """Devices at their servers: features (M, F), association (M,), number of servers."""
 
     features: Floats
     association: Ints
@@ -193,11 +177,8 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What the agents did in a scene, what it earned, and what they saw next.
-
-    An agent is a server with devices. ``next_agent`` is its number in the next scene, or -1 when
-    it has no device there or the episode ended.
-    """
+    """What the agents did in a scene, what it earned, and what they saw next. ``next_agent`` is
+    each one's number in the next scene, or -1 when the episode ended."""
 
     scene: Scene
     pairs: Floats
@@ -224,20 +205,6 @@ class Replay:
         return [self._kept[index] for index in self._rng.integers(len(self._kept), size=count)]
 
 
-def random_settings(rng: np.random.Generator) -> UaraSettings:
-    """A world of few servers whose bands are those of the paper's 4 to 20."""
-    servers = int(rng.integers(*SERVERS, endpoint=True))
-    low, high = np.log(DEVICES_PER_SERVER)
-    wanted = servers * np.exp(rng.uniform(low, high))
-    share = servers / rng.uniform(*PAPER_SERVERS)
-    return UaraSettings(
-        devices=int(np.clip(wanted, 2, DEVICES_MAX)),
-        servers=servers,
-        bandwidth_hz=10e6 * share,
-        energy_weight=float(rng.uniform(20.0, 100.0)),
-    )
-
-
 def layout_of(scenes: list[Scene]) -> tuple[torch.Tensor, Layout]:
     """Features of all rows, and who belongs where."""
     offsets = np.cumsum([0, *(scene.servers for scene in scenes)])
@@ -248,72 +215,6 @@ def layout_of(scenes: list[Scene]) -> tuple[torch.Tensor, Layout]:
     return torch.from_numpy(features.astype(np.float32)), layout
 
 
-class Rollout:
-    """Plays episodes without end."""
-
-    def __init__(self, costs: tuple[CostModel, ...], seed: int) -> None:
-        self._costs = costs
-        self._rng = np.random.default_rng(seed)
-        self._dice = torch.Generator().manual_seed(seed)
-
-    def episode(self, actor: TorchActor) -> list[Transition]:
-        """Transitions of one world."""
-        world = UaraWorld(random_settings(self._rng), int(self._rng.integers(2**31)))
-        cost = self._costs[self._rng.integers(len(self._costs))]
-        slots = [self._slot(world, cost, actor) for _ in range(EPISODE_SLOTS)]
-        transitions = []
-        for index, (scene, agents, pairs, servers, rewards) in enumerate(slots):
-            last = index + 1 == len(slots)
-            following, next_agents = slots[index if last else index + 1][:2]
-            there = np.full(agents.max() + 1 if last else world.settings.servers, -1)
-            if not last:
-                there[next_agents] = np.arange(len(next_agents))
-            found = np.full(len(agents), -1) if last else there[agents]
-            transitions.append(Transition(scene, pairs, servers, rewards, following, found))
-        return transitions
-
-    def _slot(
-        self, world: UaraWorld, cost: CostModel, actor: TorchActor
-    ) -> tuple[Scene, Ints, Floats, Floats, Floats]:
-        """Scene, the agents' servers, actions of pairs and servers, rewards."""
-        terms = cost.terms(world.snapshot)
-        association = self._associate(terms, world.snapshot.gains)
-        agents, renumbered = np.unique(association, return_inverse=True)
-        features = pair_features(terms)[np.arange(terms.devices), association]
-        scene = Scene(features, renumbered, len(agents))
-        pairs, servers = self._act(scene, actor)
-        own = action_weights(pairs, servers)
-        ones = np.ones_like(terms.constant)
-        used = np.ones(terms.servers)
-        used[agents] = own.used
-        decision = weighted(
-            Weights(ones * own.bandwidth[:, None], ones * own.compute[:, None], used), association
-        )
-        fixed = terms.constant[np.arange(terms.devices), association]
-        ours = np.bincount(renumbered, device_costs(terms, decision) - fixed)
-        even = np.bincount(renumbered, device_costs(terms, uniform(terms, association)) - fixed)
-        world.advance(association)
-        rewards = np.clip(REWARD_SCALE * np.log(even / ours), -REWARD_LIMIT, REWARD_LIMIT)
-        return scene, agents, pairs, servers, rewards
-
-    def _act(self, scene: Scene, actor: TorchActor) -> tuple[Floats, Floats]:
-        with torch.no_grad():
-            actions = actor.sample(*layout_of([scene]), self._dice)
-        return actions.pairs.double().numpy(), actions.servers.double().numpy()
-
-    def _associate(self, terms: Terms, gains: Floats) -> Ints:
-        way = self._rng.random()
-        chance = self._rng.integers(terms.servers, size=terms.devices)
-        if way < 0.15:
-            return chance
-        association = best_gain(gains)
-        if way < 0.3:
-            return association
-        association = two_phase_matching(terms, Weights.even(terms), association).association
-        disturbed = self._rng.random(terms.devices) < self._rng.choice([0.0, 0.0, 0.1])
-        return np.where(disturbed, chance, association)
-
-
 @dataclass(frozen=True, slots=True)
 class LearnerSettings:
     """Of one training."""
@@ -321,10 +222,11 @@ class LearnerSettings:
     actor_rate: float = 3e-4
     critic_rate: float = 1e-3
     temperature_rate: float = 1e-3
-    discount: float = 0.1
+    discount: float = 0.9
+    """The paper gives none; with 0.9 a reward three slots ahead still counts three quarters."""
     follow: float = 0.01
     """How far the target critics move towards the critics, an update."""
-    batch: int = 24
+    batch: int = 8
     """Scenes an update."""
     target_entropy: float = -9.0
     """Of an agent: two dimensions a device and one of its own, each narrow at the end."""
@@ -414,7 +316,7 @@ class Learner:
                     old.lerp_(new, self._settings.follow)
 
     def arrays(self) -> dict[str, Floats]:
-        """The actor as ``policy.Actor`` takes it."""
+        """The actor as ``methods.Actor`` takes it."""
         state = self.actor.state_dict()
         return {name: tensor.double().numpy().copy() for name, tensor in state.items()}
 
@@ -435,86 +337,215 @@ def _step(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
     optimiser.step()
 
 
-# --- teach ``LearnedAssociation`` what greedy search with optimal shares would do --------------
-# Imitation, device after device: the teacher's association of a world is walked through in order,
-# each server counting those of the teacher's devices that came before, and the network's scores
-# are pushed (softmax cross-entropy) towards the teacher's server. It sees only what an agent
-# would.
+# --- the slot game as a PettingZoo environment, an agent a server ------------------------------
+# A step is a slot: actions become weights of bandwidth and compute (``methods.action_weights``),
+# the two-phase matching associates devices under them, shares and cost follow, the world moves
+# on.
+# Reward, for all agents the same: cost of random association with uniform shares, divided by
+# ours. Higher is better, 1 is no better than random. (The paper prints "divided by that of
+# random", which would reward cost.) The observation holds the paper's state: positions, gains,
+# task, battery, queue.
+# Agents are servers, not devices: a share is a server's to give, so each agent's action is
+# feasible by itself (a softmax over its devices), whereas devices would have to agree on a sum.
 
 
-HIDDEN_WIDTH = 24
-LESSON_DEVICES, LESSON_SERVERS = (20, 181), (3, 21)
-LEARNING_RATE, PASSES, BATCH = 3e-3, 60, 256
+Observation = NDArray[np.float32]
+SLOTS = 10
+"""Of an episode."""
+PAIR_COLUMNS, DEVICE_COLUMNS, SERVER_COLUMNS = 7, 5, 4
+_LIMIT = 20.0
+_SEEDS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """Features (M, E, F) of each device's choice, and the teacher's choice (M,)."""
+class Outcome:
+    """One slot, played."""
 
-    features: Floats
-    chosen: Ints
+    cost: float
+    reference: float
+    """Of random association and uniform shares."""
 
-
-def lesson(seed: int, cost: CostModel) -> Lesson:
-    rng = np.random.default_rng(seed)
-    settings = UaraSettings(
-        devices=int(rng.integers(*LESSON_DEVICES)), servers=int(rng.integers(*LESSON_SERVERS))
-    )
-    now = UaraWorld(settings, int(rng.integers(2**31))).snapshot
-    chosen = greedy_with_search(cost.terms(now)).association
-    seen, counts = views(now), [0] * settings.servers
-    features = []
-    for device, row, server in zip(seen.devices, seen.links, chosen.tolist(), strict=True):
-        pairs = zip(seen.verifiers, row, counts, strict=True)
-        features.append([view_features(device, *pair) for pair in pairs])
-        counts[server] += 1
-    return Lesson(np.array(features), chosen)
+    @property
+    def reward(self) -> float:
+        return self.reference / self.cost
 
 
-def distil(worlds: int, seed: int, cost: CostModel) -> tuple[LearnedAssociation, float]:
-    """The network, and how often it names the teacher's server."""
-    one_thread()
-    torch.manual_seed(seed)
-    features, mask, chosen = _stacked([lesson(seed + index, cost) for index in range(worlds)])
-    network = nn.Sequential(
-        nn.Linear(len(VIEW_FEATURES), HIDDEN_WIDTH), nn.ReLU(),
-        nn.Linear(HIDDEN_WIDTH, HIDDEN_WIDTH), nn.ReLU(),
-        nn.Linear(HIDDEN_WIDTH, 1),
-    )  # fmt: skip
-    optimiser = torch.optim.Adam(network.parameters(), LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, PASSES)
-    for _ in range(PASSES):
-        for rows in torch.randperm(len(chosen)).split(BATCH):
-            scores = network(features[rows])[..., 0].masked_fill(mask[rows], -1e9)
-            loss = F.cross_entropy(scores, chosen[rows])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-        schedule.step()
-    with torch.no_grad():
-        guesses = network(features)[..., 0].masked_fill(mask, -1e9).argmax(dim=1)
-    agreement = float((guesses == chosen).float().mean())
-    return LearnedAssociation(_layers(network)), agreement
+class SlotGame:
+    """World, cost model and the dice of the reference."""
+
+    def __init__(
+        self,
+        settings: UaraSettings,
+        cost: CostModel,
+        seed: int,
+        steps: Steps = Steps.SWAPS_AND_MOVES,
+    ) -> None:
+        self._cost, self._steps = cost, steps
+        self._dice = np.random.default_rng([seed, 1])
+        self.world = UaraWorld(settings, seed)
+        self.slot = 0
+
+    def observe(self) -> Observation:
+        """(E, M + 1, columns): for each server a row a device, then a row for itself."""
+        now, terms = self.world.snapshot, self._cost.terms(self.world.snapshot)
+        devices, servers = terms.constant.shape
+        columns = PAIR_COLUMNS + DEVICE_COLUMNS
+        seen = np.zeros((servers, devices + 1, columns))
+        seen[:, :devices, :6] = pair_features(terms).transpose(1, 0, 2)
+        seen[:, :devices, 6] = np.log10(np.maximum(now.gains.T, 1e-20)) / 10.0 + 1.0
+        rows = seen[:, :devices, PAIR_COLUMNS:]
+        rows[:, :, :2] = now.devices_m / now.settings.side_m
+        rows[:, :, 2] = now.battery_percent / 100.0
+        rows[:, :, 3] = np.log10(now.draft_flop) - 11.0
+        rows[:, :, 4] = np.log10(now.upload_bits) - 4.0
+        whole = seen[:, devices, :SERVER_COLUMNS]
+        whole[:, :2] = now.servers_m / now.settings.side_m
+        whole[:, 2] = np.log10(now.server_flops) - 13.0
+        whole[:, 3] = now.queue_slots
+        return np.clip(seen, -_LIMIT, _LIMIT).astype(np.float32)
+
+    def play(self, actions: Floats) -> Outcome:
+        """``actions`` (E, 2 M + 1): every device's bandwidth, every one's compute, band used."""
+        now = self.world.snapshot
+        terms = self._cost.terms(now)
+        devices = terms.devices
+        pairs = np.stack([actions[:, :devices].T, actions[:, devices:-1].T], axis=-1)
+        weights = action_weights(pairs, actions[:, -1:])
+        matched = two_phase_matching(terms, weights, best_gain(now.gains), self._steps)
+        decision = weighted(weights, matched.association)
+        chance = self._dice.integers(terms.servers, size=devices)
+        reference = objective(terms, uniform(terms, chance))
+        self.world.advance(decision.association)
+        self.slot += 1
+        return Outcome(objective(terms, decision), reference)
 
 
-def _stacked(lessons: list[Lesson]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of all devices, padded to the most servers; the mask is True on padding."""
-    most = max(one.features.shape[1] for one in lessons)
-    features, mask = [], []
-    for one in lessons:
-        missing = most - one.features.shape[1]
-        features.append(np.pad(one.features, ((0, 0), (0, missing), (0, 0))))
-        mask.append(np.broadcast_to(np.arange(most) >= most - missing, (len(one.chosen), most)))
-    joined = torch.from_numpy(np.concatenate(features).astype(np.float32))
-    chosen = torch.from_numpy(np.concatenate([one.chosen for one in lessons]))
-    return joined, torch.from_numpy(np.concatenate(mask)), chosen
+def observation_space(rows: int) -> spaces.Space[Any]:
+    shape = (rows, PAIR_COLUMNS + DEVICE_COLUMNS)
+    return spaces.Box(-_LIMIT, _LIMIT, shape, np.float32)
 
 
-def _layers(network: nn.Sequential) -> list[Layer]:
-    layers = []
-    for module in network:
-        if isinstance(module, nn.Linear):
-            rows = module.weight.detach().double().numpy().round(5).tolist()
-            bias = module.bias.detach().double().numpy().round(5).tolist()
-            layers.append(Layer(tuple(map(tuple, rows)), tuple(bias)))
-    return layers
+class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
+    """An agent a server, all acting at once, all rewarded alike. ``steps``: how devices are matched
+    under the agents' weights; the paper's way is ``Steps.SWAPS``."""
+
+    metadata: dict[str, Any] = {"name": "edgespec_uara_v0", "render_modes": []}  # noqa: RUF012
+
+    def __init__(
+        self,
+        settings: UaraSettings | None = None,
+        cost: CostModel | None = None,
+        steps: Steps = Steps.SWAPS_AND_MOVES,
+    ) -> None:
+        self._settings = settings or UaraSettings()
+        self._cost, self._steps = cost or PaperCost(), steps
+        self.possible_agents = [f"server_{index}" for index in range(self._settings.servers)]
+        self.agents: list[str] = []
+        self.render_mode = None
+        seen = observation_space(self._settings.devices + 1)
+        acts = spaces.Box(-1.0, 1.0, (2 * self._settings.devices + 1,), np.float32)
+        self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
+        self.action_spaces = dict.fromkeys(self.possible_agents, acts)
+        self._seeds = np.random.default_rng()
+        self._game: SlotGame | None = None
+
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        return self.action_spaces[agent]
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Observation], dict[str, dict[str, Any]]]:
+        if seed is not None:
+            self._seeds = np.random.default_rng(seed)
+        self.agents = list(self.possible_agents)
+        seed = int(self._seeds.integers(_SEEDS))
+        self._game = SlotGame(self._settings, self._cost, seed, self._steps)
+        return self._observe(self._game), {agent: {} for agent in self.agents}
+
+    def step(
+        self, actions: dict[str, Observation]
+    ) -> tuple[
+        dict[str, Observation],
+        dict[str, float],
+        dict[str, bool],
+        dict[str, bool],
+        dict[str, dict[str, Any]],
+    ]:
+        if self._game is None:
+            raise RuntimeError("reset() comes before step()")
+        joint = np.stack([actions[agent] for agent in self.agents]).astype(np.float64)
+        outcome = self._game.play(joint)
+        agents, over = self.agents, self._game.slot >= SLOTS
+        seen = self._observe(self._game)
+        if over:
+            self.agents = []
+        return (
+            seen,
+            dict.fromkeys(agents, outcome.reward),
+            dict.fromkeys(agents, False),
+            dict.fromkeys(agents, over),
+            {agent: {"cost": outcome.cost} for agent in agents},
+        )
+
+    def _observe(self, game: SlotGame) -> dict[str, Observation]:
+        return dict(zip(self.possible_agents, game.observe(), strict=True))
+
+
+DEVICES: Final = (30, 60)
+SERVERS: Final = (4, 8)
+"""Of the paper's sweep those that a core can train on: rows are devices times servers."""
+
+
+class PaperRollout:
+    """Plays episodes of ``ServersEnv`` without end."""
+
+    def __init__(self, cost: CostModel, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._dice = torch.Generator().manual_seed(seed)
+        self._envs = {
+            (devices, servers): ServersEnv(
+                UaraSettings(devices=devices, servers=servers), cost, Steps.SWAPS
+            )
+            for devices in DEVICES
+            for servers in SERVERS
+        }
+
+    def episode(self, actor: TorchActor) -> list[Transition]:
+        """Transitions of one world."""
+        size = int(self._rng.choice(DEVICES)), int(self._rng.choice(SERVERS))
+        env = self._envs[size]
+        seen, _ = env.reset(seed=int(self._rng.integers(2**31)))
+        scene, transitions = _scene(seen), []
+        while env.agents:
+            pairs, servers = self._act(scene, actor)
+            seen, rewards, _, over, _ = env.step(_joint(list(env.agents), pairs, servers))
+            following = _scene(seen)
+            last = all(over.values())
+            agents = np.full(scene.servers, -1) if last else np.arange(scene.servers)
+            paid = np.array(list(rewards.values()))
+            transitions.append(Transition(scene, pairs, servers, paid, following, agents))
+            scene = following
+        return transitions
+
+    def _act(self, scene: Scene, actor: TorchActor) -> tuple[Floats, Floats]:
+        with torch.no_grad():
+            actions = actor.sample(*layout_of([scene]), self._dice)
+        return actions.pairs.double().numpy(), actions.servers.double().numpy()
+
+
+def _scene(seen: dict[str, Observation]) -> Scene:
+    """Rows server by server, all devices at each; what the policy reads of the observation."""
+    rows = np.stack([one[:-1, :FEATURES] for one in seen.values()])
+    servers, devices = rows.shape[:2]
+    flat: Floats = rows.reshape(servers * devices, FEATURES).astype(np.float64)
+    return Scene(flat, np.repeat(np.arange(servers), devices), servers)
+
+
+def _joint(agents: list[str], pairs: Floats, servers: Floats) -> dict[str, Observation]:
+    """Actions by agent: every device's bandwidth, every one's compute, the band used."""
+    by_agent = pairs.reshape(len(agents), -1, 2).transpose(0, 2, 1).reshape(len(agents), -1)
+    joint = np.concatenate([by_agent, servers], axis=1).astype(np.float32)
+    return dict(zip(agents, joint, strict=True))
