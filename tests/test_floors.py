@@ -136,7 +136,7 @@ FLOORS = (
         (CORE, TELEMETRY, CONFIG, ARMS, GUARDED, *TOYS),
         HEAVY | REAL_WORLD,
     ),
-    # Training alone needs torch; a trained policy runs in numpy, or in plain Python.
+    # Training alone needs torch; a trained policy runs in numpy.
     Floor("edgespec_uara.masac", (CORE, "edgespec_sim", "edgespec_uara"), HEAVY - {"torch"}),
     Floor("edgespec_uara", (CORE, ARMS, "edgespec_sim"), HEAVY),
     Floor("edgespec.__main__", ("edgespec.cli", "edgespec_sim.commands"), HEAVY),

@@ -28,18 +28,13 @@ from edgespec_sim.run_summary import (
     PACE,
     ArmSummary,
     GroupSummary,
-    Interruption,
     LinkLoad,
     RequestRow,
     RunSummary,
     Series,
-    Station,
     VerifierSummary,
-    Watched,
-    WatchedRequest,
     spread_of,
 )
-from edgespec_sim.traces.network_trace import NetworkTrace, describe
 
 ARMS = ("target-only", "vanilla", "pearl", "windowed", "edgespec")
 _TPOT_S = (0.0421, 0.0713, 0.0384, 0.0262, 0.0182)
@@ -121,12 +116,11 @@ def _group(arm: str, tpots: list[float], per_pass: float) -> GroupSummary:
 
 
 def pictured() -> RunSummary:
-    """Two of the arms with all that pictures are made of: places, a watched device, links."""
+    """Two of the arms with all that pictures are made of."""
     run = five_arms()
     base, ours = run.arms[0], run.arms[4]
-    stations = (Station("edge-1", 100.0, 100.0), Station("edge-2", 300.0, 100.0))
     arms = tuple(_pictured(arm, index) for index, arm in enumerate((base, ours)))
-    return replace(run, arms=arms, stations=stations, seeds=4)
+    return replace(run, arms=arms, seeds=4)
 
 
 def _pictured(arm: ArmSummary, index: int) -> ArmSummary:
@@ -139,25 +133,8 @@ def _pictured(arm: ArmSummary, index: int) -> ArmSummary:
         tuple(None if value is None else value - 2.0 for value in levels),
         tuple(None if value is None else value + 2.0 for value in levels),
     )
-    requests = tuple(
-        WatchedRequest(10.0 * i, 10.0 * i + 0.2, 10.0 * i + 4.0 - index, "edge-1", 64)
-        for i in range(5)
-    )
-    watched = Watched(
-        "laptop 1",
-        requests,
-        (
-            Series("round trip of the network", "ms", 10.0, (40.0, 41.0, None, 60.0, 40.0, 40.0)),
-            Series("wait for a pass", "ms", 10.0, (None, 2.0 + index, 3.0, 4.0, 1.0, 0.5)),
-        ),
-        (Interruption(12.0, 13.5, "outage"), Interruption(30.0, 30.06, "handover")),
-    )
-    rows = tuple(
-        replace(row, x_m=60.0 * place, y_m=30.0 * place, verifier="edge-2")
-        for place, row in enumerate(arm.rows)
-    )
     links = (LinkLoad("access", 0.2 + 0.1 * index, 0.1),)
-    return replace(arm, series=(pace, *arm.series), watched=watched, rows=rows, links=links)
+    return replace(arm, series=(pace, *arm.series), links=links)
 
 
 def asked_alike() -> dict[str, Timeline]:
@@ -218,18 +195,3 @@ def made_up_sweep() -> list[tuple[dict[str, int], RunSummary]]:
         for rtt_ms in (10, 40, 160)
         for devices in (1, 10)
     ]
-
-
-def made_up_trace() -> dict[str, object]:
-    """What ``trace inspect`` computes of a made-up trace."""
-    rtts_s = tuple(0.04 + 0.001 * (row * 17 % 23) for row in range(600))
-    trace = NetworkTrace(
-        name="a walk",
-        source="made up",
-        time_s=tuple(0.1 * row for row in range(600)),
-        rtt_s=rtts_s,
-        duration_s=60.0,
-        loss=tuple(0.01 * (row % 3) for row in range(600)),
-        outages_s=((20.0, 21.5),),
-    )
-    return describe(trace, buckets=100)

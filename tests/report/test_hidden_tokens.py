@@ -19,7 +19,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.telemetry.trace import TOKEN_FIELDS, HiddenTokens, TraceFile, Tracer
 from edgespec_sim.report.summarise import summarise
-from edgespec_sim.report.trace_lines import read_lines
+from edgespec_sim.report.timeline import read_lines
 from tests.report.samples import agent_config
 from tests.shell.live_verifier import serving
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from edgespec_sim.report.timeline import Clocks, Lane, Span, build_timeline, rows_apart
-from edgespec_sim.report.trace_lines import Line
+from edgespec_sim.report.timeline import Clocks, Lane, Line, Span, build_timeline, rows_apart
 
 
 def device(at_s: float, name: str, **fields: Any) -> Line:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,17 +14,31 @@ from pathlib import Path
 
 import pytest
 
-from edgespec_sim.report import figures
-from edgespec_sim.report.document import LIBRARY, arms_csv, requests_csv
-from edgespec_sim.report.page import RunNotFound, headline, render, report_on, write_report
-from edgespec_sim.report.plots import answer_plot
-from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
+from edgespec_sim.report import tables
+from edgespec_sim.report.document import (
+    LIBRARY,
+    Document,
+    ReportError,
+    arms_csv,
+    requests_csv,
+    write_page,
+)
+from edgespec_sim.report.page import (
+    RunNotFound,
+    asked,
+    first_question,
+    first_questions,
+    headline,
+    render,
+    report_on,
+    write_report,
+)
+from edgespec_sim.report.plots import answer_plot, lanes_plot, pace_plot, sessions_of
+from edgespec_sim.report.sweep_page import answer, render_sweep, sweep_csv, winner, with_unit
 from edgespec_sim.report.tables import arms_table
 from edgespec_sim.report.timeline import Lane, Span, Timeline
-from edgespec_sim.report.timeline_plot import timeline_plots
-from edgespec_sim.report.trace_page import render_trace
-from edgespec_sim.run_summary import RunSummary
-from tests.report.samples import ARMS, five_arms, made_up_sweep, made_up_trace
+from edgespec_sim.run_summary import RunSummary, read_summary
+from tests.report.samples import ARMS, asked_alike, five_arms, made_up_sweep, pictured
 
 EVIL = "<script>alert('x')</script>&\"</script>"
 VOID = {"meta", "link", "br"}
@@ -61,7 +76,6 @@ class Page(HTMLParser):
 PAGES: dict[str, Callable[[], str]] = {
     "run": lambda: render(five_arms()),
     "sweep": lambda: render_sweep(made_up_sweep(), "household"),
-    "trace": lambda: render_trace(made_up_trace()),
 }
 
 
@@ -83,7 +97,7 @@ def test_the_arms_stand_beside_each_other_with_ours_marked() -> None:
         assert f">{arm}" in row
         assert ('class="ours"' in row) == (arm == "edgespec")
     assert "2.31×" in rows[-1]
-    assert figures.MISSING in rows[0], "target-only has no acceptance"
+    assert tables.MISSING in rows[0], "target-only has no acceptance"
 
 
 def test_the_headline_names_the_best_arm_and_whose_it_is() -> None:
@@ -137,23 +151,13 @@ def test_a_run_in_which_nothing_worked_has_a_page() -> None:
     assert "script" not in page.tags, "no plot, no plotly"
 
 
-def test_a_run_of_one_request_shows_its_gaps_in_place_of_distributions() -> None:
-    run = five_arms()
-    one = replace(run.arms[4], all=replace(run.arms[4].all, requests=1), verifiers=(), series=())
-    html = render(replace(run, arms=(one,)))
-    assert html.count('id="plot-') == 3, "wasted work, energy, and the gaps"
-    assert "Time per output token (TPOT)" not in html
-    assert "Gaps between deliveries by arm" in html
-
-
 def test_sessions_whose_device_was_traced_are_drawn_first() -> None:
     spans = [Span(f"served {i}", Lane.PASS, 0.1 * i, 0.1 * i + 0.05, "pass") for i in range(5)]
     alone = Timeline(tuple(span.session for span in spans), tuple(spans), (), {})
-    assert ["served 2" in plot.label for plot in timeline_plots(alone)] == [False, False, True]
+    assert [*sessions_of(alone)] == ["served 0", "served 1", "served 2"]
     drafting = Span("traced", Lane.DRAFT, 1.0, 1.1, "draft step")
     both = replace(alone, sessions=(*alone.sessions, "traced"), spans=(*spans, drafting))
-    [plot] = timeline_plots(both)
-    assert "traced" in plot.label
+    assert [*sessions_of(both)] == ["traced"]
 
 
 def test_csv_is_what_a_csv_reader_reads() -> None:
@@ -210,10 +214,10 @@ def test_how_sure_a_speed_up_is_stands_beside_it() -> None:
     run = sure(five_arms())
     assert "2.31× (2.08–2.54)" in arms_table(run)
     assert "(95 % interval 2.08 to 2.54)" in headline(run)
-    assert figures.seeds(run) == "seeds 1 to 12"
+    assert tables.seeds_played(run) == "seeds 1 to 12"
     alone = replace(five_arms(), seed=3, simulated=True)
     assert "one seed: nobody knows how sure that is" in headline(alone)
-    assert figures.seeds(alone) == "seed 3"
+    assert tables.seeds_played(alone) == "seed 3"
 
 
 def test_a_sweep_draws_intervals_as_bands() -> None:
@@ -227,26 +231,105 @@ def test_a_sweep_draws_intervals_as_bands() -> None:
     assert float(rows[-1]["speedup_low"]) < float(rows[-1]["speedup"])
 
 
+def test_the_first_screen_says_what_was_asked_and_draws_the_answer() -> None:
+    run = pictured()
+    html = render(run)
+    first = html.split("<h2>")[0]
+    assert asked(run).endswith(
+        "with the same questions and the same dice: target-only or edgespec?"
+    )
+    assert "Asked: which way of decoding is fastest here" in first
+    assert "2.31× as fast" in first
+    assert first.count('id="plot-') == 1
+    assert "<details" not in html[: html.index("<h2>Arms</h2>")]
+
+
+def test_the_time_per_token_has_bands_a_base_and_a_bound() -> None:
+    figure = pace_plot(pictured())
+    assert figure is not None
+    bands = [trace for trace in figure.data if trace.get("fill") == "toself"]
+    lines = {trace["name"]: trace for trace in figure.data if "name" in trace}
+    assert len(bands) == 2
+    assert lines["target-only"]["y"][3] is None, "nothing came in that step"
+    assert lines["target-only"]["x"][0] == 5.0, "the middle of a step"
+    bound = max(pictured().arms[1].bounds.values())
+    assert lines["bound of edgespec"]["y"] == [1e3 * bound] * 2
+    assert lines["bound of edgespec"]["line"]["dash"] == "dot"
+    assert "95 % intervals over 4 seeds" in figure.caption
+    assert pace_plot(five_arms()) is None, "a real run, or an old one"
+
+
+def test_one_question_is_drawn_for_each_arm_from_its_asking() -> None:
+    sessions = {arm: next(iter(sessions_of(one).values())) for arm, one in asked_alike().items()}
+    figure = lanes_plot(sessions, "The same question")
+    assert figure is not None
+    names = [trace["name"] for trace in figure.data]
+    assert names == ["target-only: pass", "target-only: stall", "edgespec: draft", "edgespec: pass"]
+    assert all(min(trace["base"]) == 0.0 for trace in figure.data)
+    assert "target-only 1.20 s, edgespec 600 ms" in figure.caption
+    assert lanes_plot({}, "Nothing") is None
+    html = render(pictured(), None, asked_alike())
+    assert html.split("<h2>")[0].count('id="plot-') == 2, "lanes, and time per token"
+
+
+def certainly(run: RunSummary, low: float, high: float) -> RunSummary:
+    """The last arm with that interval, those between it and the first with one below."""
+    base, *between, last = run.arms
+    under = [replace(arm, speedup_interval=(0.5 * low, 0.9 * low)) for arm in between]
+    return replace(run, arms=(base, *under, replace(last, speedup_interval=(low, high))))
+
+
+def test_who_wins_and_how_sure_that_is() -> None:
+    run = five_arms()
+    unsure, certain = winner(run), winner(certainly(run, 1.2, 3.0))
+    assert unsure is not None
+    assert certain is not None
+    assert (unsure.arm.arm, unsure.sure, certain.sure) == ("edgespec", False, True)
+    slow = replace(run, arms=run.arms[:2])
+    base, surely = winner(slow), winner(certainly(slow, 0.5, 0.7))
+    assert base is not None
+    assert surely is not None
+    assert (base.arm.arm, base.sure, surely.sure) == ("target-only", False, True)
+    assert winner(replace(run, arms=run.arms[:1])) is None
+    above_one = [replace(arm, speedup_interval=(1.2, 3.0)) for arm in run.arms[1:]]
+    close = winner(replace(run, arms=(run.arms[0], *above_one)))
+    assert close is not None
+    assert not close.sure, "faster than target-only for sure, but perhaps not than the others"
+
+
+def test_a_sweep_says_which_arm_wins_where() -> None:
+    points = [(varied, certainly(run, 1.2, 3.0)) for varied, run in made_up_sweep()]
+    points[0] = (points[0][0], replace(points[0][1], arms=points[0][1].arms[:2]))
+    told = answer(points)
+    assert told.startswith("edgespec (ours) is fastest at 5 of 6 points (5 of them surely)")
+    assert "target-only is fastest at 1 of 6" in told
+    html = render_sweep(points, "household")
+    assert "Asked: which way of decoding is fastest where, over rtt_ms and devices?" in html
+    assert html.count(">yes<") == 5
+    assert html.count(">?<") == 1
+    assert (with_unit("a.up_mbps"), with_unit("seed")) == ("a.up_mbps, Mbit/s", "seed")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (figures.number(None), "–"),
-        (figures.number(float("nan")), "–"),
-        (figures.number(0), "0"),
-        (figures.number(0.012345), "0.0123"),
-        (figures.number(18.249), "18.2"),
-        (figures.number(-4.5), "-4.50"),
-        (figures.number(1234567.8), "1,234,568"),
-        (figures.milliseconds(0.0182), "18.2"),
-        (figures.percent(0.71), "71 %"),
-        (figures.percent(0.0123), "1.2 %"),
-        (figures.times(2.313), "2.31×"),
-        (figures.times(1234.5), "1,234×"),
-        (figures.duration(0.25), "250 ms"),
-        (figures.duration(60.0), "60.0 s"),
-        (figures.duration(600.0), "10.0 min"),
-        (figures.duration(86400.0), "24.0 h"),
-        (figures.shortened("a" * 40), "a" * 27 + "…"),
+        (tables.number(None), "–"),
+        (tables.number(float("nan")), "–"),
+        (tables.number(0), "0"),
+        (tables.number(0.012345), "0.0123"),
+        (tables.number(18.249), "18.2"),
+        (tables.number(-4.5), "-4.50"),
+        (tables.number(1234567.8), "1,234,568"),
+        (tables.milliseconds(0.0182), "18.2"),
+        (tables.percent(0.71), "71 %"),
+        (tables.percent(0.0123), "1.2 %"),
+        (tables.times(2.313), "2.31×"),
+        (tables.times(1234.5), "1,234×"),
+        (tables.duration(0.25), "250 ms"),
+        (tables.duration(60.0), "60.0 s"),
+        (tables.duration(600.0), "10.0 min"),
+        (tables.duration(86400.0), "24.0 h"),
+        (tables.shortened("a" * 40), "a" * 27 + "…"),
     ],
 )
 def test_numbers_have_few_digits(text: str, expected: str) -> None:
@@ -276,3 +359,48 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         report_on([tmp_path / name for name in "abc"])
     with pytest.raises(ValueError, match="without points"):
         render_sweep([])
+
+
+def test_pages_of_a_folder_share_one_library(tmp_path: Path) -> None:
+    page = Document("one")
+    write_page(tmp_path / "plain.html", page.html())
+    assert [path.name for path in tmp_path.iterdir()] == ["plain.html"]
+    figure = answer_plot(five_arms())
+    assert figure is not None
+    page.figure(figure)
+    write_page(tmp_path / "one.html", page.html())
+    library = tmp_path / LIBRARY
+    before = library.read_text(encoding="utf-8")
+    library.touch()
+    first = library.stat()
+    write_page(tmp_path / "two.html", page.html())
+    assert library.stat().st_mtime_ns == first.st_mtime_ns, "it was there"
+    library.write_text("of another version", encoding="utf-8")
+    write_page(tmp_path / "two.html", page.html())
+    assert library.read_text(encoding="utf-8") == before
+    assert (tmp_path / "two.html").stat().st_size < 0.1e6
+
+
+def test_without_plotly_a_page_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    figure = answer_plot(five_arms())
+    assert figure is not None
+    page = Document("one")
+    page.figure(figure)
+    with pytest.raises(ReportError, match=r"need plotly: pip install 'edgespec\[sim\]'"):
+        write_page(tmp_path / "one.html", page.html())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_summary_keeps_what_is_drawn(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(pictured().to_json(), encoding="utf-8")
+    assert read_summary(tmp_path / "summary.json") == pictured()
+    write_report(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 1.5e6
+    assert first_questions(tmp_path) == {}
+    place = first_question(tmp_path, "vanilla")
+    place.parent.mkdir()
+    place.touch()
+    assert first_questions(tmp_path) == {"vanilla": place}

@@ -28,13 +28,15 @@ from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import (
     Clocks,
     Lane,
+    Line,
     Span,
     Timeline,
+    TraceLineError,
     build_timeline,
     perfetto_json,
+    read_lines,
     rows_apart,
 )
-from edgespec_sim.report.trace_lines import Line, TraceLineError, read_lines
 from tests.report.samples import SAMPLED, agent_config, traced_run
 from tests.shell.live_verifier import GatedTarget, serving
 

@@ -21,8 +21,7 @@ from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.report.summarise import DeviceTally
-from edgespec_sim.report.timeline import DeviceSpans
-from edgespec_sim.report.trace_lines import read_lines
+from edgespec_sim.report.timeline import DeviceSpans, read_lines
 from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 
 

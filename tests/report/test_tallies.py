@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.core.protocol.messages import Commit, Draft, Received
 from edgespec_sim.report.summarise import summarise
-from edgespec_sim.report.trace_lines import Line
+from edgespec_sim.report.timeline import Line
 from edgespec_sim.run_summary import GroupSummary
 from edgespec_sim.wire_size import message_bytes
 

@@ -108,11 +108,11 @@ def test_plan_memory_prints_terms_whose_sum_is_the_peak() -> None:
 
 
 def test_plan_memory_as_json_says_the_same() -> None:
-    result = call("plan", "memory", "--memory-budget", "4GiB", "--width", "1", "--json")
+    result = call("plan", "memory", "--memory-budget", "4GiB", "--json")
     found = json.loads(result.stdout)
     assert found["predicted_bytes"] == sum(found["terms"].values())
     assert found["predicted_bytes"] + found["margin_bytes"] <= found["budget_bytes"] == 4096 * MIB
-    assert found["width"] == 1
+    assert found["width"] >= 1
     assert found["terms"]["keys and values"] > 0
 
 

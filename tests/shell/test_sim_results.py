@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from edgespec_sim.commands import run
 from edgespec_sim.commands.main import app
-from edgespec_sim.commands.pool import Workers
-from edgespec_sim.commands.run import _how_long
-from edgespec_sim.commands.simulate import Ask, Point, play_seeds
-from edgespec_sim.planning.replication import FIRST
+from edgespec_sim.commands.play import Ask, Point, Workers, play_seeds
+from edgespec_sim.replication import FIRST
 from edgespec_sim.run_summary import read_summary
 from edgespec_sim.scenario.sections import load_scenario
 
@@ -24,10 +23,15 @@ SHORT = {
     "devices.laptop.workload.output_tokens": 20,
 }
 TWO_ARMS = (
-    *("--processes", "1", "--set", "arms=[target-only, edgespec]", "--set", "duration_s=2"),
+    *("--set", "arms=[target-only, edgespec]", "--set", "duration_s=2"),
     *("--set", "devices.laptop.workload.output_tokens=20"),
 )
 runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "default_processes", lambda: 1)
 
 
 def sim(*arguments: str) -> str:
@@ -39,9 +43,11 @@ def sim(*arguments: str) -> str:
 # --- seeds ------------------------------------------------------------------------------------
 
 
-def test_a_run_plays_seeds_until_the_speed_up_is_known(tmp_path: Path) -> None:
-    sure = ("--within", "60", "--max-seconds", "3600")
-    said = sim("run", "single-device", *sure, "--out", str(tmp_path), *TWO_ARMS)
+def test_a_run_plays_seeds_until_the_speed_up_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ask, "of", lambda *given: Ask(1, None, 0.6, 3600.0))
+    said = sim("run", "single-device", "--out", str(tmp_path), *TWO_ARMS)
     summary = read_summary(tmp_path / "summary.json")
     assert summary.seeds >= FIRST
     ours = summary.arms[1]
@@ -151,32 +157,6 @@ def test_what_run_refuses_scenario_refuses_in_the_same_words(setting: str, said:
     assert results[0].exit_code == results[1].exit_code
 
 
-# --- whole traces -----------------------------------------------------------------------------
-
-
-def test_a_replay_plays_all_of_a_trace_and_says_so(tmp_path: Path) -> None:
-    trace = tmp_path / "ride.csv"
-    rows = "".join(f"{time_s},{40 + time_s}\n" for time_s in range(0, 8))
-    trace.write_text(f"time_s,rtt_ms\n{rows}", encoding="utf-8")
-    out = tmp_path / "all"
-    said = sim("replay", str(trace), "--seed", "1", "--out", str(out))
-    whole = read_summary(out / "summary.json")
-    assert "Played: the whole trace" in said
-    assert 7.0 <= whole.duration_s <= 8.0
-    part = sim("replay", str(trace), "--seed", "1", "--seconds", "1.5")
-    assert "Played: the first 1.50 s of" in part
-    assert "as --seconds asked for" in part
-
-
-def test_of_a_very_long_trace_an_hour_is_played_and_named(tmp_path: Path) -> None:
-    trace = tmp_path / "days.csv"
-    trace.write_text("time_s,rtt_ms\n0,40\n86400,50\n", encoding="utf-8")
-    played_s, said = _how_long(str(trace), None)
-    assert played_s == 3600.0
-    assert "the first 60.0 min of 48.0 h" in said  # A row holds as long as the one before.
-    assert _how_long(str(trace), 7000.0)[0] == 7000.0
-
-
 # --- no lost result ---------------------------------------------------------------------------
 
 
@@ -198,10 +178,8 @@ def test_the_report_of_a_trace_does_not_replace_a_runs(tmp_path: Path) -> None:
         result = runner.invoke(app, ["report", *arguments])
         assert result.exit_code == 1
         assert "holds another run (single-device, seed 2 and on: 1 played)" in result.output
-        assert "--force" in result.output
     kept = json.loads((other / "summary.json").read_text(encoding="utf-8"))
     assert kept["seed"] == 2
-    sim("report", str(run / "trace.jsonl"), "--out", str(other), "--force")
     sim("report", str(other))
 
 
@@ -210,11 +188,7 @@ def test_a_run_does_not_overwrite_another_one(tmp_path: Path) -> None:
     again = ("run", "single-device", "--out", str(out), *TWO_ARMS)
     sim(*again, "--seed", "1")
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    replay = ("replay", "generate:lte", "--seconds", "1", "--seed", "1", "--out", str(out))
-    for arguments in ((*again, "--seed", "2"), replay):
-        result = runner.invoke(app, arguments)
-        assert result.exit_code == 1
-        assert "holds another run (single-device, seed 1 and on: 1 played)" in result.output
-        assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
-    sim(*again, "--seed", "2", "--force")
-    assert read_summary(out / "summary.json").seed == 2
+    result = runner.invoke(app, (*again, "--seed", "2"))
+    assert result.exit_code == 1
+    assert "holds another run (single-device, seed 1 and on: 1 played)" in result.output
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before

@@ -157,11 +157,11 @@ def test_poisson_rate() -> None:
 
 def test_a_day_in_24_minutes() -> None:
     rates = tuple(2.0 + 10.0 * (8 <= hour < 20) for hour in range(24))
-    day = ArrivalsSection(ArrivalKind.DIURNAL, rates=rates, from_h=6.0, compress=60.0)
+    day = ArrivalsSection(ArrivalKind.DIURNAL, rates=rates, compress=60.0)
     world = replace(WORLD, duration_s=24 * 60.0, arrivals=day, drain_s=0.0)
     hours = [0] * 24
     for one in listed(world):
-        hours[int(6 + one.at_s / 60.0) % 24] += 1
+        hours[int(one.at_s / 60.0) % 24] += 1
     for hour, came in enumerate(hours):
         expected = 60.0 * (rates[hour] + rates[(hour + 1) % 24]) / 2.0
         assert came == pytest.approx(expected, abs=5 * math.sqrt(expected))

@@ -12,7 +12,7 @@ import statistics
 
 import pytest
 
-from edgespec_sim.planning.replication import quantile_interval, share_interval
+from edgespec_sim.replication import quantile_interval, share_interval
 
 
 def studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:

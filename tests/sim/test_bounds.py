@@ -20,7 +20,7 @@ from edgespec.core.link_model import LinkSettings
 from edgespec.core.ports import Drafter, ModelInfo, TargetModel
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec_sim.planning.bounds import (
+from edgespec_sim.bounds import (
     ONE_PASS_A_TOKEN,
     PERFECT_DRAFTS,
     ROUND_TRIP_PER_MISS,

@@ -50,7 +50,7 @@ ROUGH = replace(
         "lte": LinkSection(trace="generate:lte", trace_spread_s=5.0),
     },
     devices={"laptop": DeviceSection(count=3, path=("lte", "wan"), workload=WORK)},
-    verifiers={"server": VerifierSection(count=2, restarts_at_s=(3.0,), restart_s=0.5)},
+    verifiers={"server": VerifierSection(count=2)},
 )
 
 
@@ -144,23 +144,6 @@ def test_energy_is_reported_where_all_of_it_is_known() -> None:
         partly = run(replace(SMALL, devices={"laptop": less}, arms=(Arm.EDGESPEC,)))
         assert partly.arms[0].all.energy_j_per_token is None
         assert any("not reported" in note for note in partly.notes)
-
-
-def test_a_device_without_charge_goes_on_without_drafts() -> None:
-    device = replace(SMALL.devices["laptop"], draft_w=10.0, battery_j=0.0)
-    scenario = replace(SMALL, devices={"laptop": device}, arms=(Arm.EDGESPEC,))
-    (arm,) = run(scenario).arms
-    assert arm.all.tokens > 50
-    assert arm.all.wasted_per_token == 0.0
-
-
-def test_a_restart_loses_no_token() -> None:
-    verifier = VerifierSection(restarts_at_s=(1.0, 2.5), restart_s=0.4)
-    scenario = replace(SMALL, verifiers={"server": verifier}, arms=(Arm.EDGESPEC,))
-    (arm,) = run(scenario).arms
-    assert arm.all.reconnects > 0
-    assert arm.all.failed == 0
-    assert arm.all.mismatches == 0
 
 
 def test_layers_on_several_nodes_cost_their_links() -> None:

@@ -35,7 +35,6 @@ WORLD = Scenario(
             count=3,
             path=("wan",),
             draft_w=10.0,
-            radio_w=1.0,
             workload=WorkloadSection(
                 prompt_tokens=16, output_tokens=64, think_s=0.1, start_within_s=0.1
             ),

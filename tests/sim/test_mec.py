@@ -1,7 +1,8 @@
-"""Moving devices, base stations and shared air.
+"""Moving devices, base stations, shared air, phones that change cells and control their power.
 
-Oracles: Shannon's formula and airtime by hand, gains that the test writes itself, and the laws of
-``conservation.py`` with planted faults.
+Oracles: Shannon's formula and airtime by hand, 3GPP TS 38.331 and 38.213 by hand, delays added up
+by hand, gains that the test writes itself, and the laws of ``conservation.py`` with planted faults;
+tokens are judged against the target.
 """
 
 from __future__ import annotations
@@ -9,33 +10,44 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
+from edgespec_sim.association import association_policy
 from edgespec.core.link_model import SharedQueue
-from edgespec_sim.association import (
-    DeviceView,
-    LinkView,
-    VerifierView,
-    association_policy,
-)
+from edgespec.core.protocol.work import PassRequest
+from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.network import FRAMING_BYTES, LinkSection, RadioSection
-from edgespec_sim.scenario.power import TRANSMIT_FACTOR
+from edgespec_sim.links.radio import LEAST_DBM, RESOURCE_BLOCK_HZ, Attachment, Change
+from edgespec_sim.scenario.network import (
+    FRAMING_BYTES,
+    BackhaulSection,
+    CellHandoverSection,
+    LinkSection,
+    PowerControlSection,
+    RadioSection,
+    Sessions,
+)
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
     Scenario,
+    TokensFrom,
+    TokensSection,
     VerifierSection,
     WorkloadSection,
     load_scenario,
 )
+from edgespec_sim.world import radio_network
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.conservation import ConservationError
+from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import (
+    ACCESS_S,
     DEVICE_NOISE_DB,
     LEAST_BITS_PER_HZ,
     MOST_BITS_PER_HZ,
@@ -43,11 +55,13 @@ from edgespec_sim.world.radio_network import (
     RadioNetwork,
 )
 from edgespec_sim.world.run import token_source
-from edgespec_sim.world.surrounding import Allocation, FixedAssociation, Surrounding
+from edgespec_sim.world.site import Machine
+from edgespec_sim.world.surrounding import Surrounding
 
 HERE = Path()
+STEP_S = 0.5
 WORK = WorkloadSection(prompt_tokens=16, output_tokens=30, think_s=0.3, start_within_s=0.5)
-RADIO = RadioSection(area_m=400.0, bandwidth_mhz=1.0, step_s=0.5)
+RADIO = RadioSection(area_m=400.0, bandwidth_mhz=1.0)
 MEC = Scenario(
     name="mec",
     duration_s=5.0,
@@ -62,30 +76,38 @@ MEC = Scenario(
 )
 
 
-def run(
-    scenario: Scenario,
-    arm: Arm = Arm.EDGESPEC,
-    allocation: Allocation | None = None,
-    folder: Path = HERE,
-) -> WorldOutcome:
-    surrounding = Surrounding(
-        token_source(scenario, 1, HERE),
-        association_policy(scenario.association),
-        folder,
-        allocation=allocation,
-    )
+@pytest.fixture(autouse=True)
+def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radio_network, "_STEP_S", STEP_S)
+
+
+def written(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
+    """Gains of (device, station) are these, slot after slot, from the start again."""
+
+    class Written:
+        def __init__(self, *sizes: object) -> None:
+            self._slots = cycle(slots)
+
+        def next(self, *places: object) -> np.ndarray:
+            return np.array(next(self._slots))
+
+    monkeypatch.setattr(radio_network, "UmiGains", Written)
+
+
+def run(scenario: Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
+    policy = association_policy(scenario.association)
+    surrounding = Surrounding(token_source(scenario, 1, HERE), policy, HERE)
     return World(scenario, arm, "1", surrounding).run()
 
 
 def air(
-    gains: list[list[float]], tmp_path: Path, **changes: object
+    monkeypatch: pytest.MonkeyPatch, gains: list[list[float]], **changes: object
 ) -> tuple[EventQueue, RadioNetwork]:
     """One network whose gains stay as they are given."""
-    np.savez(tmp_path / "gains.npz", gains=np.array([gains]))
-    section = replace(RADIO, gains="gains.npz", **changes)  # type: ignore[arg-type]
+    written(monkeypatch, gains)
+    section = replace(RADIO, **changes)  # type: ignore[arg-type]
     queue = EventQueue()
-    network = RadioNetwork(queue, section, len(gains), len(gains[0]), "1", tmp_path, audited=True)
-    return queue, network
+    return queue, RadioNetwork(queue, section, len(gains), len(gains[0]), "1", audited=True)
 
 
 def rate(watts: float, gain: float, figure_db: float, other_w: float = 0.0) -> float:
@@ -101,9 +123,9 @@ DEVICE_W, STATION_W = 0.1, 10.0**0.3
 # --- the air --------------------------------------------------------------------------------
 
 
-def test_rates_are_shannons_within_what_modulation_can_do(tmp_path: Path) -> None:
+def test_rates_are_shannons_within_what_modulation_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     gains = [[3e-12, 1e-5], [1e-19, 5e-13]]
-    _, network = air(gains, tmp_path, interference=False)
+    _, network = air(monkeypatch, gains)
     for device, row in enumerate(gains):
         for station, gain in enumerate(row):
             signal = network.signal(device, station)
@@ -117,29 +139,29 @@ def test_rates_are_shannons_within_what_modulation_can_do(tmp_path: Path) -> Non
     assert network.signal(1, 0).up_bits_per_s == 1e6 * LEAST_BITS_PER_HZ
 
 
-def test_a_cells_devices_share_its_airtime(tmp_path: Path) -> None:
+def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two devices send at once; the second waits until the first, which is slow, is through."""
     gains = [[2e-14], [1e-9]]
-    queue, network = air(gains, tmp_path, interference=False)
+    queue, network = air(monkeypatch, gains)
     (slow, _), (fast, _) = network.hop(0, 0), network.hop(1, 0)
     bits = (400 + FRAMING_BYTES) * 8
     slow_s = bits / rate(DEVICE_W, 2e-14, STATION_NOISE_DB)
     fast_s = bits / (1e6 * MOST_BITS_PER_HZ)
-    access_s = RADIO.access_ms / 2e3
+    access_s = ACCESS_S / 2
     assert slow.arrival(queue.now, 400) == pytest.approx(slow_s + access_s, abs=2e-9)
     assert fast.arrival(queue.now, 400) == pytest.approx(slow_s + fast_s + access_s, abs=4e-9)
     assert slow_s > 5 * fast_s
 
 
-def test_other_cells_are_noise_for_as_long_as_they_send(tmp_path: Path) -> None:
+def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 1 sends in cell 1 for an eighth of a step; cell 0 hears it the step after."""
     gains = [[1e-12, 1e-15], [2e-12, 1e-9]]
-    queue, network = air(gains, tmp_path)
+    queue, network = air(monkeypatch, gains)
     quiet = network.signal(0, 0)
     up, down = network.hop(1, 1)
-    size_bytes = round(RADIO.step_s / 8 * 1e6 * MOST_BITS_PER_HZ / 8) - FRAMING_BYTES
+    size_bytes = round(STEP_S / 8 * 1e6 * MOST_BITS_PER_HZ / 8) - FRAMING_BYTES
     up.arrival(queue.now, size_bytes)
-    queue.run(1.5 * RADIO.step_s)
+    queue.run(1.5 * STEP_S)
     noisy = network.signal(0, 0)
     expected = rate(DEVICE_W, 1e-12, STATION_NOISE_DB, DEVICE_W * 2e-12 / 8)
     assert noisy.up_bits_per_s == pytest.approx(expected, rel=1e-3)
@@ -148,10 +170,10 @@ def test_other_cells_are_noise_for_as_long_as_they_send(tmp_path: Path) -> None:
     assert network.signal(1, 0).up_bits_per_s == pytest.approx(
         rate(DEVICE_W, 2e-12, STATION_NOISE_DB)
     )
-    queue.run(2.5 * RADIO.step_s)
+    queue.run(2.5 * STEP_S)
     assert network.signal(0, 0) == quiet
     down.arrival(queue.now, size_bytes)
-    queue.run(3.5 * RADIO.step_s)
+    queue.run(3.5 * STEP_S)
     heard = rate(STATION_W, 1e-12, DEVICE_NOISE_DB, STATION_W * 1e-15 / 8)
     assert network.signal(0, 0).down_bits_per_s == pytest.approx(heard, rel=1e-3)
 
@@ -172,48 +194,25 @@ def test_equal_seeds_give_equal_worlds() -> None:
     assert run(MEC).meters.records == run(MEC).meters.records
 
 
-def test_a_token_takes_its_way_through_the_air(tmp_path: Path) -> None:
+def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device, one station, plain streaming: TTFT is connecting, the request's airtime, the
     pass, the commit's airtime, and the access delay of each way."""
-    np.savez(tmp_path / "gains.npz", gains=np.array([[[1e-9]]]))
+    written(monkeypatch, [[1e-9]])
     scenario = replace(
         MEC,
-        radio=replace(RADIO, gains="gains.npz"),
         devices={"phone": DeviceSection(workload=replace(WORK, start_within_s=0.0))},
         verifiers={"near": VerifierSection(pass_time=CostSection(ms=20.0))},
         links={},
         message_ms=0.0,
     )
-    record = run(scenario, Arm.TARGET_ONLY, folder=tmp_path).meters.records[0]
+    record = run(scenario, Arm.TARGET_ONLY).meters.records[0]
     per_byte_s = 8.0 / (1e6 * MOST_BITS_PER_HZ)
-    access_s = RADIO.access_ms / 1e3
+    access_s = ACCESS_S
     assert record.ttft_s is not None
     on_air_s = record.ttft_s - access_s - access_s - 0.020
     assert on_air_s > 2 * FRAMING_BYTES * per_byte_s
     assert on_air_s < (2 * FRAMING_BYTES + 400) * per_byte_s
     assert record.tpot_s == pytest.approx(0.020, rel=1e-3)
-
-
-def test_energy_is_what_is_radiated_over_the_airtime(tmp_path: Path) -> None:
-    """A device that hears its station 100 times weaker, but still at the highest rate, pays the
-    same; one at the lowest rate pays for 126 times the airtime."""
-    spent = []
-    for gain in (1e-7, 1e-9, 1e-19):
-        np.savez(tmp_path / "gains.npz", gains=np.array([[[gain]]]))
-        scenario = replace(
-            MEC,
-            duration_s=20.0,
-            radio=replace(RADIO, gains="gains.npz"),
-            devices={"phone": DeviceSection(workload=replace(WORK, requests=1))},
-            verifiers={"near": VerifierSection()},
-            links={},
-        )
-        (record,) = run(scenario, Arm.TARGET_ONLY, folder=tmp_path).meters.records
-        spent.append(record.energy_j)
-    assert spent[0] == spent[1]
-    assert spent[2] / spent[0] == pytest.approx(MOST_BITS_PER_HZ / LEAST_BITS_PER_HZ, rel=0.2)
-    watts = TRANSMIT_FACTOR * DEVICE_W
-    assert FRAMING_BYTES * 8 / (1e6 * MOST_BITS_PER_HZ) * watts < spent[0] < watts * 0.05
 
 
 def test_devices_choose_anew_as_they_move() -> None:
@@ -225,80 +224,6 @@ def test_devices_choose_anew_as_they_move() -> None:
         for device in {one.device for one in records}
     }
     assert max(map(len, used.values())) > 1
-
-
-# --- decisions made before ------------------------------------------------------------------
-
-NAMES = [f"phone-{index + 1}" for index in range(6)]
-PLACES = dict(zip(NAMES, ["near"] * 3 + ["far-1"] * 2 + ["far-2"], strict=True))
-SHARES = dict(zip(NAMES, [0.5, 0.3, 0.2, 0.6, 0.4, 1.0], strict=True))
-
-
-def test_a_fixed_association_is_followed() -> None:
-    for record in run(MEC, allocation=Allocation(PLACES)).meters.records:
-        assert record.verifier == PLACES[record.device]
-
-
-def test_a_device_whose_verifier_is_down_goes_to_the_nearest_other() -> None:
-    policy = FixedAssociation({"phone": "gone"})
-    views = [VerifierView(name, 0.02, 0, 8) for name in ("a", "b")]
-    links = [[LinkView(0.03), LinkView(0.01)]]
-    assert policy.assign([DeviceView("phone", 0.01)], views, links) == (1,)
-
-
-def test_a_slice_of_compute_is_one_s_own_and_slower_by_its_share() -> None:
-    """Plain streaming: each device's token takes 20 ms or 12 ms over its share; nobody batches."""
-    scenario = replace(MEC, radio=replace(RADIO, bandwidth_mhz=50.0))
-    outcome = run(scenario, Arm.TARGET_ONLY, Allocation(PLACES, compute=SHARES))
-    for record in outcome.meters.records:
-        if record.tpot_s is not None:
-            pass_s = 0.020 if record.verifier == "near" else 0.012
-            assert record.tpot_s == pytest.approx(pass_s / SHARES[record.device], rel=0.02)
-    assert all(one.sessions_per_pass == 1.0 for one in outcome.verifiers)
-
-
-def test_a_slice_of_the_band_is_slower_by_its_share(tmp_path: Path) -> None:
-    gains = np.full((6, 3), 1e-9)
-    np.savez(tmp_path / "gains.npz", gains=gains[None])
-    radio = replace(RADIO, bandwidth_mhz=0.1, gains="gains.npz", interference=False)
-    scenario = replace(MEC, radio=radio)
-    surrounding = Surrounding(
-        token_source(scenario, 1, HERE),
-        association_policy("random"),
-        tmp_path,
-        allocation=Allocation(PLACES, bandwidth=SHARES),
-    )
-    world = World(scenario, Arm.EDGESPEC, "1", surrounding)
-    network = world.network
-    rates = {
-        name: network.view("phone", index, PLACES[name]).up_bits_per_s
-        for index, name in enumerate(NAMES)
-    }
-    assert rates == pytest.approx({name: SHARES[name] * 1e5 * MOST_BITS_PER_HZ for name in NAMES})
-    # Slices do not wait for one another.
-    first, second = (network.route("phone", index, "near")[0] for index in (0, 1))
-    arrived: dict[int, float] = {}
-    queue = world.queue
-
-    def arrive(index: int) -> None:
-        arrived[index] = queue.now
-
-    for index, path in enumerate((first, second)):
-        path.send(400, partial(arrive, index))
-    queue.run(0.4)
-    fixed_s = RADIO.access_ms / 2e3 + scenario.message_ms / 1e3
-    for index, name in enumerate(NAMES[:2]):
-        on_air_s = (400 + FRAMING_BYTES) * 8 / rates[name]
-        assert arrived[index] == pytest.approx(on_air_s + fixed_s, abs=1e-7)
-
-
-def test_an_allocation_gives_nothing_twice() -> None:
-    with pytest.raises(ValueError, match=r"near gives 1\.5 of its compute"):
-        Allocation({"a": "near", "b": "near"}, compute={"a": 1.0, "b": 0.5})
-    with pytest.raises(ValueError, match=r"bandwidth of a is 0.0, but must be in \(0, 1\]"):
-        Allocation({"a": "near"}, bandwidth={"a": 0.0})
-    with pytest.raises(ValueError, match="compute: 'b' has a share or a verifier"):
-        Allocation({"a": "near"}, compute={"a": 0.5, "b": 0.5})
 
 
 # --- laws, and sections ---------------------------------------------------------------------
@@ -320,14 +245,6 @@ def test_the_air_is_the_first_hop() -> None:
         RadioSection(load=0.99)
 
 
-def test_recorded_gains_have_to_be_there_and_of_the_right_shape(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"radio\.gains is 'rays\.npz', but there is no such file"):
-        run(replace(MEC, radio=replace(RADIO, gains="rays.npz")))
-    np.savez(tmp_path / "rays.npz", gains=np.ones((1, 2, 3)))
-    with pytest.raises(ValueError, match=r"recorded gains are of shape \(2, 3\), not \(6, 3\)"):
-        run(replace(MEC, radio=replace(RADIO, gains="rays.npz")), folder=tmp_path)
-
-
 def test_the_bundled_scenario_is_played() -> None:
     bundled = load_scenario("mec")
     assert bundled.radio is not None
@@ -335,3 +252,241 @@ def test_the_bundled_scenario_is_played() -> None:
     assert whole.tokens > 50
     assert whole.mismatches == 0
     assert whole.energy_j_per_token is None  # No powers of a 5G radio.
+
+
+# --- cells -----------------------------------------------------------------------------------
+
+NEAR, FAR = 1e-9, 1e-12
+"""30 dB apart, and both far above what the best modulation needs."""
+
+
+def cellular(
+    monkeypatch: pytest.MonkeyPatch,
+    handover: CellHandoverSection,
+    phones: int = 2,
+    **changes: object,
+) -> Scenario:
+    """Two stations and phones that are in cell 0 for two steps, in cell 1 for two, and so on; all
+    ask at once and for as long as the world lasts."""
+    slots = [[[NEAR, FAR]] * phones] * 2 + [[[FAR, NEAR]] * phones] * 2
+    written(monkeypatch, *slots)
+    radio = RadioSection(area_m=400.0, speed_m_per_s=0.0, handover=handover)
+    work = WorkloadSection(prompt_tokens=20, output_tokens=120, think_s=0.05, start_within_s=0.01)
+    scenario = Scenario(
+        name="cells",
+        duration_s=3.2,
+        tokens=TokensSection(source=TokensFrom.TOY),
+        association="listed",
+        radio=radio,
+        devices={"phone": DeviceSection(count=phones, workload=work)},
+        verifiers={
+            "a": VerifierSection(pass_time=CostSection(ms=20.0, row_ms=0.5)),
+            "b": VerifierSection(pass_time=CostSection(ms=20.0, row_ms=0.5)),
+        },
+    )
+    return replace(scenario, **changes)  # type: ignore[arg-type]
+
+
+def section(sessions: Sessions, **changes: object) -> CellHandoverSection:
+    plain = CellHandoverSection(sessions=sessions, filter_k=0)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+# --- which cell -------------------------------------------------------------------------------
+
+
+def test_a_phone_changes_when_another_cell_is_clearly_stronger() -> None:
+    """k = 4 gives the newest measurement half the weight: 0, then 3 dB of a lead of 6, then 4.5."""
+    here, lead = np.array([[1.0, 1.0]]), np.array([[1.0, 10.0**0.6]])
+    attachment = Attachment(here, margin_db=3.1, filter_k=4)
+    assert attachment.cells.tolist() == [0]
+    assert attachment.measure(lead) == []
+    assert attachment.measure(lead) == [Change(0, 0, 1)]
+    assert attachment.cells.tolist() == [1]
+    assert attachment.measure(lead) == [], "it is there"
+
+
+def test_another_cells_verifier_is_behind_the_backhaul(monkeypatch: pytest.MonkeyPatch) -> None:
+    handover = section(Sessions.STAY, backhaul=BackhaulSection(rtt_ms=30.0, mbps=8.0))
+    scenario = cellular(monkeypatch, handover, message_ms=0.0)
+    queue = EventQueue()
+    network = Network(queue, scenario, "1", HERE, audited=True)
+    own, other = (network.view("phone", 0, name).rtt_s for name in ("a", "b"))
+    assert other - own == pytest.approx(0.030)
+    arrived: dict[str, float] = {}
+
+    def note(name: str) -> None:
+        arrived[name] = queue.now
+
+    for device, name in enumerate(("a", "b")):
+        up, _, _ = network.route("phone", device, name)
+        up.send(1000, partial(note, name))
+    queue.run(0.4)
+    # 1 ms on the line; phone 1 sends behind phone 0, in the same cell.
+    air_s = (1000 + 84) * 8 / (10e6 * 7.4063)
+    assert arrived["b"] - arrived["a"] == pytest.approx(0.015 + 0.001 + air_s, abs=1e-6)
+
+
+# --- what becomes of a session ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sessions", "arm"),
+    [
+        *((sessions, Arm.EDGESPEC) for sessions in Sessions),
+        (Sessions.RECOMPUTE, Arm.TARGET_ONLY),
+        (Sessions.KV, Arm.VANILLA),
+    ],
+)
+def test_the_text_is_the_targets_own_through_every_handover(
+    monkeypatch: pytest.MonkeyPatch, arm: Arm, sessions: Sessions
+) -> None:
+    outcome = run(cellular(monkeypatch, section(sessions)), arm)
+    whole = outcome.meters.whole()
+    assert (whole.mismatches, whole.failed) == (0, 0)
+    assert whole.handovers >= 4
+    moves = {
+        Sessions.RECOMPUTE: whole.moves_recomputed,
+        Sessions.KV: whole.moves_with_kv,
+    }
+    if sessions in moves:
+        assert moves[sessions] >= 2
+        assert sum(moves.values()) == moves[sessions]
+        assert whole.reconnects == moves[sessions]
+    elif sessions is Sessions.STAY:
+        assert sum(moves.values()) == 0
+        assert {one.verifier for one in outcome.meters.records} == {"a"}, "the first listed"
+
+
+def test_equal_seeds_give_equal_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = cellular(monkeypatch, section(Sessions.CHEAPEST))
+    first, second = (run(scenario, Arm.EDGESPEC) for _ in range(2))
+    assert first.meters == second.meters
+
+
+def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streaming at 20 ms a token: the longest gap is the gap, and a pass and a bit."""
+    scenario = cellular(monkeypatch, section(Sessions.STAY, gap_ms=400.0))
+    gaps_s = run(scenario, Arm.TARGET_ONLY).meters.gaps_s
+    assert 0.4 < max(gaps_s) < 0.4 + 0.045
+    assert sum(gap_s > 0.1 for gap_s in gaps_s) <= 12, "one a change and phone"
+
+
+@pytest.mark.parametrize(
+    ("backhaul", "kv_bytes", "expected"),
+    [
+        (BackhaulSection(rtt_ms=0.0), 131_072, (0, 0)),
+        (BackhaulSection(rtt_ms=400.0, mbps=1e5), 1, (0, 1)),
+        (BackhaulSection(rtt_ms=400.0, mbps=1.0), 1 << 20, (1, 0)),
+    ],
+    ids=["near", "far, small cache", "far, large cache"],
+)
+def test_the_cheapest_way_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    backhaul: BackhaulSection,
+    kv_bytes: int,
+    expected: tuple[int, int],
+) -> None:
+    """Stop-and-wait pays the backhaul at each round: stay where it costs nothing; else move, with
+    the cache if the line carries it sooner than a pass over the prefix takes."""
+    handover = section(Sessions.CHEAPEST, backhaul=backhaul, kv_bytes_per_token=kv_bytes)
+    verifiers = {
+        name: VerifierSection(pass_time=CostSection(ms=20.0, row_ms=4.0)) for name in ("a", "b")
+    }
+    scenario = cellular(monkeypatch, handover, 1, duration_s=1.3, verifiers=verifiers)
+    whole = run(scenario, Arm.VANILLA).meters.whole()
+    moved = (whole.moves_recomputed, whole.moves_with_kv)
+    assert tuple(min(1, count) for count in moved) == expected
+
+
+def test_what_came_with_the_cache_costs_no_rows() -> None:
+    """50 positions came: a pass in two parts over 60 computes the last ten."""
+    queue = EventQueue()
+    law = TimeLaw(((1, 0.001), (2, 0.002)))
+    machines = [Machine(queue, law, "1"), Machine(queue, law, "1")]
+    machines[0].brought["s"] = 50
+    parts = (
+        PassRequest("s", 0, tuple(range(40)), sample=False),
+        PassRequest("s", 40, tuple(range(20))),
+    )
+    for machine in machines:
+        for part in parts:
+            machine.run((part,), lambda: None)
+    assert [machine.counters.rows for machine in machines] == [10, 60]
+    assert machines[0].brought == {}
+
+
+def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="mbps"):
+        BackhaulSection(mbps=0.0)
+    behind = {"a": VerifierSection(path=("metro",)), "b": VerifierSection()}
+    for link in (LinkSection(rtt_ms=5.0, loss=0.01), LinkSection(trace="generate:wifi")):
+        with pytest.raises(ValueError, match=r"verifiers.a lies behind 'metro'.* no loss and no"):
+            cellular(monkeypatch, section(Sessions.STAY), links={"metro": link}, verifiers=behind)
+    with pytest.raises(ValueError, match="sessions"):
+        load_scenario("mec", {"radio.handover.sessions": "sometimes"})
+    found = load_scenario("mec", {"radio.handover.sessions": "kv"}).radio
+    assert found is not None
+    assert found.handover is not None
+    assert found.handover.sessions is Sessions.KV
+
+
+# --- power -----------------------------------------------------------------------------------
+
+CONTROL = PowerControlSection(p0_dbm=-90.0, alpha=0.8)
+BLOCKS_DB = 10.0 * math.log10(1e6 / RESOURCE_BLOCK_HZ)
+
+
+@pytest.mark.parametrize(
+    ("loss_db", "dbm"),
+    [
+        (100.0, -90.0 + BLOCKS_DB + 80.0),  # -2.6 dBm
+        (125.0, -90.0 + BLOCKS_DB + 100.0),
+        (150.0, 20.0),  # the most that it can
+        (40.0, LEAST_DBM),
+    ],
+)
+def test_power_follows_the_path_loss(
+    loss_db: float, dbm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, network = air(monkeypatch, [[10.0 ** (-loss_db / 10.0)]], power_control=CONTROL)
+    assert network.signal(0, 0).sends_dbm == pytest.approx(dbm, abs=1e-9)
+
+
+def test_the_station_hears_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, network = air(monkeypatch, [[1e-10]], power_control=CONTROL)
+    noise_dbm = -174.0 + 60.0 + STATION_NOISE_DB
+    sent_dbm = -90.0 + BLOCKS_DB + 0.8 * 100.0
+    signal = network.signal(0, 0)
+    assert signal.up_snr_db == pytest.approx(sent_dbm - 100.0 - noise_dbm)
+    expected = 1e6 * math.log2(1.0 + 10.0 ** (signal.up_snr_db / 10.0))
+    assert signal.up_bits_per_s == pytest.approx(expected)
+
+
+def test_what_is_radiated_is_power_times_time_on_the_air(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both arrive at the highest rate, so power alone tells them apart."""
+    spent = []
+    for control in (None, replace(CONTROL, p0_dbm=-80.0)):
+        written(monkeypatch, [[1e-6]])
+        radio = RadioSection(area_m=400.0, power_control=control)
+        work = WorkloadSection(prompt_tokens=16, output_tokens=20, requests=1, start_within_s=0.0)
+        scenario = Scenario(
+            name="air",
+            duration_s=4.0,
+            tokens=TokensSection(source=TokensFrom.TOY),
+            radio=radio,
+            devices={"phone": DeviceSection(workload=work)},
+            verifiers={"near": VerifierSection(pass_time=CostSection(ms=20.0))},
+        )
+        (record,) = run(scenario).meters.records
+        assert record.radiated_j is not None
+        spent.append(record.radiated_j)
+    blocks_db = 10.0 * math.log10(10e6 / RESOURCE_BLOCK_HZ)
+    density = 10.0 ** ((-80.0 + blocks_db + 0.8 * 60.0 - 20.0) / 10.0)
+    assert spent[1] / spent[0] == pytest.approx(density, rel=1e-6)
+    assert spent[0] > 0.1 * FRAMING_BYTES * 8 / (10e6 * 7.4063)
+
+
+def test_a_share_of_the_path_loss_is_one_of_3gpps() -> None:
+    with pytest.raises(ValueError, match=r"alpha is 0.75, but must be one of 0, 0.4"):
+        PowerControlSection(alpha=0.75)

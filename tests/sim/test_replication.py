@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from edgespec_sim.planning.replication import (
+from edgespec_sim.replication import (
     FIRST,
     MOST_SEEDS,
     Interval,

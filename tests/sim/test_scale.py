@@ -17,7 +17,7 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.association import association_policy
-from edgespec_sim.commands.simulate import Ask, simulate
+from edgespec_sim.commands.play import Ask, simulate
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import Scenario, load_scenario
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from edgespec_sim.links.radio import (
-    RandomWaypoint,
-    RecordedGains,
-    UmiGains,
-    UmiSettings,
-    los_probability,
-    path_loss_db,
-)
-
-SETTINGS = UmiSettings(carrier_ghz=3.5)
+from edgespec_sim.links.radio import RandomWaypoint, UmiGains, los_probability, path_loss_db
 
 
 @pytest.mark.parametrize(
@@ -31,7 +20,7 @@ SETTINGS = UmiSettings(carrier_ghz=3.5)
     ],
 )
 def test_path_loss_is_the_reports(distance_m: float, sight: bool, loss_db: float) -> None:
-    found = path_loss_db(SETTINGS, np.array([distance_m]), np.array([sight]))
+    found = path_loss_db(np.array([distance_m]), np.array([sight]))
     assert found[0] == pytest.approx(loss_db, abs=2e-3)
 
 
@@ -43,34 +32,15 @@ def test_line_of_sight_is_certain_near_by() -> None:
 def test_gains_have_the_models_mean_and_spread() -> None:
     """Far enough out that nothing is in sight: 7.82 dB of shadowing and Rayleigh's 5.57 dB."""
     rng = np.random.default_rng(0)
-    field = UmiGains(rng, 4000, 2, SETTINGS)
+    field = UmiGains(rng, 4000, 2)
     devices = np.tile([900.0, 0.0], (4000, 1))
     gains_db = 10 * np.log10(field.next(devices, np.zeros((2, 2)), np.zeros(4000)))
-    loss = path_loss_db(SETTINGS, np.array([900.0]), np.array([False]))[0]
+    loss = path_loss_db(np.array([900.0]), np.array([False]))[0]
     # E[10 log10 of an exponential] = -2.507 dB; 2 % are in sight and gain some.
     assert gains_db.mean() == pytest.approx(-loss - 2.507, abs=0.9)
     assert gains_db.std() == pytest.approx(np.hypot(7.82, 5.57), rel=0.08)
     shared = np.corrcoef(gains_db[:, 0], gains_db[:, 1])[0, 1]
     assert shared == pytest.approx(0.5 * 7.82**2 / (7.82**2 + 5.57**2), abs=0.08)
-
-
-def test_recorded_gains_play_in_turn(tmp_path: Path) -> None:
-    gains = np.arange(12.0).reshape(3, 2, 2)
-    np.savez(tmp_path / "gains.npz", gains=gains)
-    played = RecordedGains.load(tmp_path / "gains.npz")
-    place = np.zeros((2, 2))
-    for slot in (0, 1, 2, 0):
-        assert np.array_equal(played.next(place, place, np.zeros(2)), gains[slot])
-    with pytest.raises(ValueError, match=r"\(2, 2\), not \(3, 2\)"):
-        played.next(np.zeros((3, 2)), place, np.zeros(3))
-
-
-@pytest.mark.parametrize(
-    "gains", [np.ones((2, 2)), -np.ones((1, 2, 2)), np.full((1, 1, 1), np.inf)]
-)
-def test_recorded_gains_that_cannot_be_are_refused(gains: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="gains"):
-        RecordedGains(gains)
 
 
 def test_devices_walk_at_their_speed_and_stay_inside() -> None:

@@ -10,12 +10,10 @@ COMMANDS = {
     "list": "edgespec_sim.commands.run:list_scenarios",
     "scenario": "edgespec_sim.commands.run:scenario",
     "sweep": "edgespec_sim.commands.sweep:sweep",
-    "replay": "edgespec_sim.commands.run:replay",
     "report": "edgespec_sim.commands.run:report",
     "plan": "edgespec_sim.commands.plan:plan",
     "profile": "edgespec.cli.profile:profile",
-    "mean-field": "edgespec_sim.commands.mean_field:mean_field",
-    "trace": "edgespec_sim.commands.trace:app",
+    "trace": "edgespec_sim.commands.trace:trace",
 }
 app = lazy_app("edgespec-sim", COMMANDS)
 
@@ -31,7 +29,7 @@ def main() -> None:
 
     [bold]Choose[/]     edgespec-sim list
 
-    [bold]Replay[/]     edgespec-sim replay generate:starlink --out runs/starlink
+    [bold]Replay[/]     edgespec-sim run replay --set links.network.trace=generate:starlink
 
     [bold]Compare[/]    edgespec-sim sweep household --vary tokens.acceptance=0.6,0.8 --out runs/x
     """

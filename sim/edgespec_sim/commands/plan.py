@@ -1,36 +1,42 @@
 """``edgespec plan``: which way of decoding suits a link, how many verifiers users need, and what
-memory a draft would take.
+memory a draft would take, all before anything is installed.
 
-All before anything is installed; the others stand in ``plan_capacity.py`` and ``plan_memory.py``.
+What a plan of memory holds counts in its answer, so nothing of the simulator is imported here.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.cli.entry import lazy_app
 from edgespec.cli.running import EXIT_CODES, reported
 from edgespec.config import ConfigError, DraftSection
-from edgespec.core.device.memory import AUTO, MIB, KvType
+from edgespec.core.device.memory import AUTO, MIB
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.device.build import BUNDLED, load_tokenizer
-from edgespec_sim.commands.plan_capacity import capacity
 
 if TYPE_CHECKING:
     from edgespec.core.device.memory import DraftVariant, MemoryPlan, MemoryQuestion
-    from edgespec_sim.planning.link import LinkAdvice
-    from edgespec_sim.run_summary import RunSummary
+
+plan = lazy_app(
+    "plan",
+    {
+        "link": "edgespec_sim.commands.plan_link:link",
+        "capacity": "edgespec_sim.commands.plan_capacity:capacity",
+        "memory": "edgespec_sim.commands.plan:memory",
+    },
+)
 
 
-# --- ``edgespec plan memory`` ------------------------------------------------------------------
-# what a draft would take, and what a budget would buy.
+@plan.callback(epilog=EXIT_CODES)
+def main() -> None:
+    """Plan a deployment: a link or its verifiers in virtual time, or a device's memory."""
 
 
 Drafts = Annotated[
@@ -49,7 +55,6 @@ Budget = Annotated[
         help="Of the whole process: 600MiB, 25% of the machine, or auto: what is free",
     ),
 ]
-MAX_WIDTH, MAX_TEXT = 16, 1 << 20
 _SPREAD_BYTES = 6 << 20
 """What a start holds more than this command at most, so a budget that it takes is enough."""
 
@@ -57,19 +62,6 @@ _SPREAD_BYTES = 6 << 20
 def memory(
     drafts: Drafts = None,
     memory_budget: Budget = AUTO,
-    width: Annotated[
-        int, typer.Option("--width", min=1, max=MAX_WIDTH, help="Guesses a step, at most")
-    ] = DEFAULT_WIDTH,
-    window: Annotated[
-        int, typer.Option("--window", min=0, max=MAX_TEXT, help="Tokens held at most; 0: all")
-    ] = 0,
-    threads: Annotated[
-        int, typer.Option("--threads", min=0, max=64, help="0: the plan chooses")
-    ] = 0,
-    bits: Annotated[int, typer.Option("--bits", help="Of what would be exported")] = 4,
-    kv_type: Annotated[
-        KvType | None, typer.Option("--kv-type", help="Of what would be exported")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Say how much memory a draft takes, term by term, and what a budget buys.
@@ -84,22 +76,15 @@ def memory(
     with reported():
         references = drafts or [BUNDLED]
         try:
-            section = DraftSection(
-                model=references[0],
-                threads=threads,
-                bits=bits,
-                kv_type=kv_type,
-                window=window,
-                memory_budget=memory_budget,
-            )
+            section = DraftSection(model=references[0], memory_budget=memory_budget)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        variants, question = _measured(section, references, width)
+        variants, question = _measured(section, references)
         _answer(variants, question, as_json)
 
 
 def _measured(
-    section: DraftSection, references: list[str], width: int
+    section: DraftSection, references: list[str]
 ) -> tuple[tuple[DraftVariant, ...], MemoryQuestion]:
     """What there is to choose from, and the question. All drafts of a target have its tokenizer,
     so the first one's is loaded, with what the commands that draft load."""
@@ -111,7 +96,7 @@ def _measured(
     variants = tuple(
         variant for reference in references for variant in variants_of(section, reference)
     )
-    question = question_of(section, width)
+    question = question_of(section, DEFAULT_WIDTH)
     del tokenizer
     return variants, replace(question, runtime_bytes=question.runtime_bytes + _SPREAD_BYTES)
 
@@ -160,148 +145,3 @@ def _plain_memory(plan: MemoryPlan, changes: tuple[str, ...]) -> dict[str, Any]:
         "budget_bytes": plan.budget_bytes,
         "traded": list(changes),
     }
-
-
-plan = typer.Typer(
-    name="plan",
-    no_args_is_help=True,
-    help="Plan a deployment before anything runs.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EXIT_CODES,
-)
-
-
-@plan.callback()
-def main() -> None:
-    """Plan a deployment: a link or its verifiers in virtual time, or a device's memory."""
-
-
-plan.command(name="memory", epilog=EXIT_CODES)(memory)
-
-plan.command(name="capacity", epilog=EXIT_CODES)(capacity)
-
-
-@plan.command(epilog=EXIT_CODES)
-def link(
-    rtt_ms: Annotated[float, typer.Option("--rtt-ms", help="Round trip of the link")] = 50.0,
-    draft_ms: Annotated[float, typer.Option("--draft-ms", help="One draft step")] = 8.0,
-    pass_ms: Annotated[float, typer.Option("--pass-ms", help="One pass of the target")] = 25.0,
-    acceptance: Annotated[
-        float,
-        typer.Option("--acceptance", help="Share of first guesses that are right, 0.01 to 0.99"),
-    ] = 0.8,
-    jitter_ms: Annotated[
-        float, typer.Option("--jitter-ms", help="Mean extra delay of each direction")
-    ] = 0.0,
-    loss: Annotated[float, typer.Option("--loss", help="Share of packets that are lost")] = 0.0,
-    up_mbps: Annotated[float, typer.Option("--up-mbps", help="Uplink; 0: without limit")] = 0.0,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Play this one alone")] = None,
-    max_seconds: Annotated[
-        float, typer.Option("--max-seconds", min=1.0, help="Play no further seed after so long")
-    ] = 30.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
-) -> None:
-    """Say which way of decoding suits a link, and why.
-
-    Plays every way in virtual time, as `edgespec-sim run` would: nothing is connected or loaded.
-    Seeds are played until every speed is known within 5 %, or the time is up.
-
-    [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]
-    """
-    with reported():
-        from edgespec_sim.commands.pool import default_processes
-        from edgespec_sim.commands.simulate import Ask, Point, play_seeds, summary_of
-        from edgespec_sim.planning.bounds import Costs
-        from edgespec_sim.planning.link import advise, break_even_s, link_scenario
-        from edgespec_sim.planning.replication import WITHIN
-
-        try:
-            scenario = link_scenario(
-                rtt_ms=rtt_ms,
-                draft_ms=draft_ms,
-                pass_ms=pass_ms,
-                acceptance=acceptance,
-                jitter_ms=jitter_ms,
-                loss=loss,
-                up_mbps=up_mbps,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        ask = Ask.of(seed, None, 100 * WITHIN, max_seconds)
-        point = Point("link", scenario, Path())
-        play_seeds([point], ask, default_processes(), quiet=as_json)
-        worlds = {arm: [o for one, o in point.outcomes if one is arm] for arm in scenario.arms}
-        totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
-        texts = [ranks for one in worlds[scenario.arms[0]] for ranks in one.meters.ranks]
-        costs = Costs(rtt_ms / 1e3, draft_ms / 1e3, pass_ms / 1e3)
-        pays_below_s = break_even_s(costs, texts, acceptance)
-        summary = summary_of(point, ask)
-        found = advise(summary, totals, costs, pays_below_s)
-    if as_json:
-        typer.echo(json.dumps(_plain(summary, found), indent=2))
-    else:
-        _show(summary, found)
-
-
-def _show(summary: RunSummary, found: LinkAdvice) -> None:
-    from edgespec_sim.commands.simulate import show
-
-    show(summary)
-    flags = _flags(found)
-    typer.echo(f"take: {found.take.value}\n{found.reason}")
-    typer.echo(f"flags: {flags}" if flags else "flags: none, it is the default")
-    for line in _break_even(found):
-        typer.echo(line)
-
-
-def _flags(found: LinkAdvice) -> str:
-    from edgespec_sim.planning.link import FLAGS
-
-    return FLAGS[found.take]
-
-
-def _break_even(found: LinkAdvice) -> list[str]:
-    waiting_s, drafting_s = found.waiting_pays_below_s, found.drafting_pays_below_s
-    lines = []
-    if waiting_s is None:
-        lines.append("Stop-and-wait is slower than plain streaming at any round trip.")
-    else:
-        lines.append(
-            "Stop-and-wait is as fast as plain streaming at a round trip of"
-            f" {waiting_s * 1e3:.0f} ms."
-        )
-    if drafting_s is not None and not math.isinf(drafting_s):
-        lines.append(f"Beyond {drafting_s * 1e3:.0f} ms no policy can gain 3 % with these drafts.")
-    return lines
-
-
-def _plain(summary: RunSummary, found: LinkAdvice) -> dict[str, Any]:
-    """JSON has no infinity: "at any round trip" is null with ``drafting_can_pay`` true."""
-    drafting_s = found.drafting_pays_below_s
-    return {
-        "settings": summary.settings["yaml"],
-        "source": summary.tokens_from,
-        "seeds": summary.seeds,
-        "arms": {
-            arm.arm: {
-                "tpot_ms": None if arm.all.tpot_s is None else 1e3 * arm.all.tpot_s.mean,
-                "speed_up": arm.speedup,
-                "speed_up_interval": arm.speedup_interval,
-                "tokens_per_pass": arm.all.tokens_per_pass,
-                "wasted_per_token": arm.all.wasted_per_token,
-                "up_bytes_per_token": arm.all.up_bytes_per_token,
-                "bound_ms": 1e3 * max(arm.bounds.values()),
-            }
-            for arm in summary.arms
-        },
-        "take": found.take.value,
-        "flags": _flags(found),
-        "reason": found.reason,
-        "waiting_pays_below_ms": _milliseconds(found.waiting_pays_below_s),
-        "drafting_can_pay": drafting_s is not None,
-        "drafting_pays_below_ms": _milliseconds(drafting_s),
-    }
-
-
-def _milliseconds(time_s: float | None) -> float | None:
-    return None if time_s is None or math.isinf(time_s) else round(time_s * 1e3, 3)

@@ -1,4 +1,13 @@
-"""``edgespec plan capacity``: how many verifiers, and which arm, keep what was promised."""
+"""``edgespec plan capacity``: how many verifiers, and which arm, keep what was promised.
+
+Theory of operation. One search for each arm, played by events. Small, short worlds propose: from
+some sessions a verifier on, the number of verifiers is halved while the objectives are met, or
+doubled until they are, and bisected. Then the number itself and one less are played: all verifiers
+with all users, or, where these are too many, a few of them with their part of the load. Where
+events contradict, the number moves; seeds are added while an interval holds an objective, until the
+time is up. A request that has a verifier to itself and misses an objective misses it on any number
+of verifiers, and the terms of ``bounds.py`` say why.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +15,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -18,17 +28,484 @@ from rich.table import Table
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError
+from edgespec_sim.bounds import lower_bounds
+from edgespec_sim.commands.play import Task, Workers, default_processes, parse_settings
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.scenario.sections import (
+    MAX_DEVICES,
+    ArrivalKind,
+    ArrivalsSection,
+    AtDevice,
+    CostSection,
+    DeviceSection,
+    Scenario,
+    SloSection,
+    TokensFrom,
+    load_scenario,
+    scenario_path,
+)
+from edgespec_sim.scenario.verifiers import MODELS, Operation, law_of, measured
+from edgespec_sim.world.assembly import WorldOutcome
+from edgespec_sim.world.meters import RequestRecord
+from edgespec_sim.world.network import Network
+from edgespec_sim.world.run import Job, check, clusters, p95
 
-if TYPE_CHECKING:
-    from edgespec_sim.planning.capacity import ArmPlan, CapacityPlan, CapacityQuestion, Observed
-    from edgespec_sim.scenario.sections import Scenario
-    from edgespec_sim.world.assembly import WorldOutcome
-    from edgespec_sim.world.run import Job
+_ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC)
+_MODEL: Final = "llama-3.1-70b-fp8"
+MOST_VERIFIERS: Final = 10_000
+# Devices of an open loop: so many that a request hardly ever finds its device busy.
+_DEVICES_A_RATE, _LEAST_DEVICES = 60.0, 64
+# Requests' times before those that count: nobody is served at the start; and of the window.
+_WARM_UP_CYCLES, _CYCLES = 2.0, (2.0, 30.0)
+_MOST_ROUNDS: Final = 32
+_FIRST_SESSIONS: Final = 16.0
+"""A verifier's, to begin the search with."""
+_SMALL, _LARGE = (12.0, 60.0), (64.0, 600.0)
+"""Sessions under way in a world, and seconds of sessions in its window."""
+Triple = tuple[float, float, float]
+Play = Callable[[str, Sequence[Job], float], list[WorldOutcome]]
+"""What is being done, the worlds, and until when; outcomes in their order. Raises
+``TimeoutError``."""
 
-_ARMS = "target-only,edgespec"
-_LINK = "network"
-_LINES_EVERY_S = 10.0
-"""Of progress, where there is no terminal."""
+
+# --- what a GPU costs an hour and what it holds ------------------------------------------------
+# List prices for one GPU on demand, in US dollars, without tax, storage and egress; they change and
+# differ by a factor of three between providers. Memory is the data sheet's.
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    price_per_hour: float
+    source: str
+    """With the date on which it said so."""
+    memory_bytes: float
+
+
+_HYPERSTACK: Final = "Hyperstack, on demand (hyperstack.cloud/gpu-pricing), 2026-08-26"
+GPUS: Final = {
+    "h200": Gpu(3.99, _HYPERSTACK, 141e9),
+    "h100": Gpu(3.20, _HYPERSTACK, 80e9),
+    "a100-80g": Gpu(1.60, _HYPERSTACK, 80e9),
+    "rtx-4090": Gpu(0.29, "OpenRelay (openrelay.inc/gpu-pricing-calculator), 2026-09-20", 24e9),
+}
+"""By the names of ``verifiers.MACHINES``; ``h100`` and ``a100-80g`` are the SXM ones."""
+_USABLE: Final = 0.9
+"""Of the memory: room for activations, the runtime and fragmentation."""
+
+
+def model_and_gpu(named: str) -> tuple[str, str]:
+    """``h100`` or ``llama-3.1-8b-bf16@h100``. Raises ``ValueError`` that names the known ones."""
+    model, _, gpu = named.rpartition("@")
+    if gpu not in GPUS:
+        raise ValueError(f"gpu is {gpu!r}, but must be one of {', '.join(GPUS)}")
+    if (model or _MODEL) not in MODELS:
+        raise ValueError(f"model is {model!r}, but must be one of {', '.join(MODELS)}")
+    return model or _MODEL, gpu
+
+
+def sessions_that_fit(model_name: str, gpu_name: str, tokens: float) -> int:
+    """Sessions of so many cached tokens beside the weights. Raises ``ValueError`` where none
+    fits."""
+    gpu, model = GPUS[gpu_name], MODELS[model_name]
+    weights = model.parameters * model.weight_bytes
+    fit = int((_USABLE * gpu.memory_bytes - weights) / (model.context_bytes * tokens))
+    if fit < 1:
+        raise ValueError(
+            f"the weights of {model_name} take {weights / 1e9:.0f} GB and a session of"
+            f" {tokens:.0f} tokens {model.context_bytes * tokens / 1e9:.2f} GB, but of the"
+            f" {gpu.memory_bytes / 1e9:.0f} GB of {gpu_name} at most {_USABLE:.0%} are to be used"
+        )
+    return fit
+
+
+# --- the question ---------------------------------------------------------------------------
+
+
+def mean_tokens(section: DeviceSection) -> float:
+    """Of an answer: the log-normal spread leaves the median where it is and moves the mean."""
+    load = section.workload
+    return load.output_tokens * math.sqrt(1.0 + load.length_spread**2)
+
+
+def dealt(weights: dict[str, float], size: int) -> dict[str, int]:
+    """``size`` devices in the proportion of ``weights`` (largest remainders), empty groups out."""
+    total = sum(weights.values())
+    exact = {group: size * weight / total for group, weight in weights.items()}
+    counts = {group: int(share) for group, share in exact.items()}
+    by_rest = sorted(exact, key=lambda group: counts[group] - exact[group])
+    for group in by_rest[: size - sum(counts.values())]:
+        counts[group] += 1
+    return {group: count for group, count in counts.items() if count}
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityQuestion:
+    """How many verifiers, and which arm, keep ``slo`` for the users of ``scenario``, or for
+    ``rate`` requests a second of theirs? Raises ``ValueError`` for what cannot be answered."""
+
+    scenario: Scenario
+    """One kind of verifier; its ``count`` does not matter."""
+    slo: SloSection
+    arms: tuple[Arm, ...]
+    folder: Path
+    rate: float | None = None
+    """None: a closed loop of the scenario's devices."""
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        if not self.slo.given:
+            raise ValueError("no objective is given: a plan needs --ttft-p95 or --tpot-p95")
+        if len(scenario.verifiers) != 1:
+            kinds = ", ".join(scenario.verifiers)
+            raise ValueError(f"verifiers are {kinds}, but a plan of capacity takes one kind")
+        if scenario.radio is not None:
+            raise ValueError("the scenario has a radio, but a plan of capacity takes wired links")
+        if scenario.tokens.source is TokensFrom.TAPE:
+            raise ValueError("tokens.source is tape, but a plan needs process or toy")
+        if self.rate is not None:
+            ArrivalsSection(rate=self.rate)
+
+    @property
+    def kind(self) -> str:
+        return next(iter(self.scenario.verifiers))
+
+    @property
+    def users(self) -> int:
+        return sum(section.count for section in self.scenario.devices.values())
+
+    @property
+    def cycle_s(self) -> float:
+        """About what a request takes, only to choose how long to look: 20 ms a token or so."""
+        return 0.5 + 0.02 * max(map(mean_tokens, self.scenario.devices.values()))
+
+    @property
+    def active(self) -> float:
+        """Sessions under way on all verifiers together, about."""
+        if self.rate is not None:
+            return self.rate * self.cycle_s
+        think_s = max(one.workload.think_s for one in self.scenario.devices.values())
+        return self.users * self.cycle_s / (self.cycle_s + think_s)
+
+    @property
+    def most(self) -> int:
+        """Verifiers, so many that requests hardly ever meet."""
+        return max(1, min(MOST_VERIFIERS, math.ceil(max(self.users, 4.0 * self.active))))
+
+    def world(self, number: int, sessions: float, session_seconds: float) -> Scenario:
+        """As many of ``number`` verifiers as hold so many sessions, with their part of the load and
+        near the long run from the start, for so many seconds of sessions."""
+        scenario, arrivals = self.scenario, None
+        each = max(self.active / number, 1e-3)
+        played = max(1, min(number, math.ceil(sessions / each)))
+        part = played / number
+        if self.rate is None:
+            count = max(1, round(self.users * part))
+        else:
+            arrivals = ArrivalsSection(ArrivalKind.POISSON, self.rate * part, at=AtDevice.FREE)
+            count = math.ceil(self.rate * part * _DEVICES_A_RATE) + _LEAST_DEVICES
+        if count > MAX_DEVICES:
+            raise ValueError(f"a world of {count} devices is asked for, the limit is {MAX_DEVICES}")
+        weights = {name: float(section.count) for name, section in scenario.devices.items()}
+        cycle_s = self.cycle_s
+        low, high = (cycles * cycle_s for cycles in _CYCLES)
+        window_s = min(max(session_seconds / (played * each), low), high)
+        return replace(
+            scenario,
+            slo=self.slo,
+            arrivals=arrivals,
+            warm_up_s=_WARM_UP_CYCLES * cycle_s,
+            duration_s=_WARM_UP_CYCLES * cycle_s + window_s,
+            drain_s=cycle_s,
+            devices={
+                name: replace(
+                    scenario.devices[name],
+                    count=count,
+                    workload=replace(scenario.devices[name].workload, start_thinking=True),
+                )
+                for name, count in dealt(weights, count).items()
+            },
+            verifiers={self.kind: replace(scenario.verifiers[self.kind], count=played)},
+        )
+
+
+# --- what events say ------------------------------------------------------------------------
+
+
+class Meets(Enum):
+    """Whether objectives are met, as far as an interval decides it."""
+
+    YES = "yes"
+    LIKELY = "likely"
+    UNLIKELY = "unlikely"
+    NO = "no"
+
+    @property
+    def by_value(self) -> bool:
+        return self in (Meets.YES, Meets.LIKELY)
+
+    @property
+    def decided(self) -> bool:
+        return self in (Meets.YES, Meets.NO)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Of one arm on so many verifiers. Triples are a value and its 95 % interval, in seconds."""
+
+    verifiers: int
+    played: int
+    """Of them, with their part of the load."""
+    seeds: int
+    requests: int
+    unfinished: int
+    """That had no second token when the world ended."""
+    ttft_p95_s: Triple
+    tpot_p95_s: Triple
+    utilisation: float
+    meets: Meets
+
+
+def judged(
+    slo: SloSection, number: int, scenario: Scenario, outcomes: Sequence[WorldOutcome]
+) -> Observed:
+    """What worlds of ``scenario``, which stands for so many verifiers, say of the objectives."""
+    groups = clusters(scenario, outcomes)
+    ttft = p95(groups, _ttft_s) or (math.inf,) * 3
+    tpot = p95(groups, _tpot_s) or (math.inf,) * 3
+    busy = [one.utilisation for outcome in outcomes for one in outcome.verifiers]
+    return Observed(
+        verifiers=number,
+        played=len(outcomes[0].verifiers),
+        seeds=len(outcomes),
+        requests=sum(map(len, groups)),
+        unfinished=sum(one.pace_s is None for group in groups for one in group),
+        ttft_p95_s=ttft,
+        tpot_p95_s=tpot,
+        utilisation=sum(busy) / len(busy),
+        meets=_meets((ttft, slo.ttft_s), (tpot, slo.tpot_s)),
+    )
+
+
+def _ttft_s(one: RequestRecord) -> float | None:
+    """Of a request that never got there, without end."""
+    return math.inf if one.ttft_s is None else one.ttft_s
+
+
+def _tpot_s(one: RequestRecord) -> float | None:
+    """So far, of a request that the world's end cut off; without end, of one that never got
+    there."""
+    if one.failed or (one.pace_s is None and not one.complete):
+        return math.inf
+    return one.pace_s
+
+
+def _meets(*pairs: tuple[Triple, float]) -> Meets:
+    """Of each a value with its interval, and its objective."""
+    if all(triple[2] <= limit for triple, limit in pairs):
+        return Meets.YES
+    if any(triple[1] > limit for triple, limit in pairs):
+        return Meets.NO
+    within = all(triple[0] <= limit for triple, limit in pairs)
+    return Meets.LIKELY if within else Meets.UNLIKELY
+
+
+# --- the search -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Search:
+    """The numbers of verifiers of one arm that were played, and which to play next."""
+
+    arm: Arm
+    first: int
+    """The number to begin with."""
+    most: int
+    proposed: dict[int, bool] = field(default_factory=dict)
+    """By small worlds: whether a number meets the objectives."""
+    observed: dict[int, Observed] = field(default_factory=dict)
+    alone: Observed | None = None
+    """On ``most`` verifiers."""
+
+    @property
+    def never(self) -> bool:
+        return self.alone is not None and self.alone.meets is Meets.NO
+
+    def to_propose(self) -> int | None:
+        """The number for the next small world; None: there is a proposal, or nothing will do."""
+        if not self.proposed:
+            return self.first
+        low, high = self._bracket()
+        if high is None:
+            return None if low == self.most else min(2 * low, self.most)
+        if low == 0:
+            return high // 2 if high > 1 else None
+        return (low + high) // 2 if high > 1.2 * low + 1 else None
+
+    def _bracket(self) -> tuple[int, int | None]:
+        low = max((n for n, good in self.proposed.items() if not good), default=0)
+        return low, min((n for n, good in self.proposed.items() if good and n > low), default=None)
+
+    @property
+    def candidate(self) -> int:
+        """The least number that meets the objectives, as far as is known."""
+        first = self._bracket()[1] or self.first
+        low = max((n for n, one in self.observed.items() if not one.meets.by_value), default=0)
+        high = min(
+            (n for n, one in self.observed.items() if one.meets.by_value and n > low), default=None
+        )
+        if high is None:
+            return first if low < first else low + max(1, low - first + 1)
+        if high - low > 1:
+            step = max(1, first - high + 1)
+            return (low + high) // 2 if low else max(1, high - step)
+        return high
+
+    def wanted(self) -> list[int]:
+        """Numbers of verifiers to play (once more); none: all is decided."""
+        if self.never:
+            return []
+        near = [one for one in (self.candidate, self.candidate - 1) if one >= 1]
+        new = [one for one in near if one not in self.observed]
+        return new or [one for one in near if not self.observed[one].meets.decided]
+
+    @property
+    def confirmed(self) -> bool:
+        """Events say that so many meet the objectives and one less does not."""
+        found = self.candidate
+        return found in self.observed and (found == 1 or found - 1 in self.observed)
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Numbers that the intervals of the events leave open."""
+        found = self.candidate
+        fail = [n for n, one in self.observed.items() if one.meets is Meets.NO and n < found]
+        good = [n for n, one in self.observed.items() if one.meets is Meets.YES and n >= found]
+        low = max(fail, default=max(1, found - 1) - 1) + 1
+        return min(low, found), min(good, default=found + 1)
+
+
+class Planner:
+    """Answers one question; ``play`` plays worlds, ``at_once`` of them beside one another."""
+
+    def __init__(self, question: CapacityQuestion, play: Play, at_once: int = 1) -> None:
+        self._question, self._play, self._at_once = question, play, at_once
+        first = min(question.most, max(1, round(question.active / _FIRST_SESSIONS)))
+        self.searches = [Search(arm, first, question.most) for arm in question.arms]
+        self._worlds: dict[tuple[Arm, int], list[WorldOutcome]] = {}
+
+    def search(self, until_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        """Proposals take as long as they take; no event is played after ``until_s``."""
+        while asked := [(s, n) for s in self.searches if (n := s.to_propose()) is not None]:
+            self._propose(asked)
+        rounds, round_s = 0, 0.0
+        while wanted := [(s, n) for s in self.searches for n in s.wanted()]:
+            began_s = now_s()
+            if rounds == _MOST_ROUNDS or began_s + round_s > until_s:
+                return
+            try:
+                self._events(wanted, until_s)
+            except TimeoutError:
+                return  # what the quick worlds of the round say is not used: they would be first
+            rounds, round_s = rounds + 1, now_s() - began_s
+
+    def _propose(self, asked: Sequence[tuple[Search, int]]) -> None:
+        question = self._question
+        worlds = [question.world(number, *_SMALL) for _, number in asked]
+        jobs = [
+            self._job(search.arm, world, 1)
+            for (search, _), world in zip(asked, worlds, strict=True)
+        ]
+        outcomes = self._play("small worlds", jobs, math.inf)
+        for (search, number), world, outcome in zip(asked, worlds, outcomes, strict=True):
+            found = judged(question.slo, number, world, [outcome])
+            search.proposed[number] = found.meets.by_value
+            if number == search.most:  # a value alone forbids nothing
+                search.alone = found
+                search.proposed[number] = found.meets is not Meets.NO
+
+    def _events(self, wanted: Sequence[tuple[Search, int]], until_s: float) -> None:
+        question = self._question
+        seeds = max(1, self._at_once // len(wanted))
+        worlds = {number: question.world(number, *_LARGE) for _, number in wanted}
+        keys = [(search.arm, number) for search, number in wanted for _ in range(seeds)]
+        done = {key: len(self._worlds.get(key, ())) for key in keys}
+        jobs = [
+            self._job(arm, worlds[number], 1 + done[arm, number] + index % seeds)
+            for index, (arm, number) in enumerate(keys)
+        ]
+        named = " and ".join(map(str, sorted(worlds)))
+        outcomes = self._play(f"{named} verifiers, by events", jobs, until_s)
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self._worlds.setdefault(key, []).append(outcome)
+        for search, number in wanted:
+            mine = self._worlds[search.arm, number]
+            search.observed[number] = judged(question.slo, number, worlds[number], mine)
+
+    def _job(self, arm: Arm, world: Scenario, seed: int) -> Job:
+        return Job(replace(world, arms=(arm,)), arm, 0, seed, self._question.folder, checks=False)
+
+    @property
+    def best(self) -> Search | None:
+        """Fewest verifiers; of equal ones the least time a token."""
+
+        def cost(one: Search) -> tuple[int, float]:
+            mine = one.observed.get(one.candidate)
+            return one.candidate, math.inf if mine is None else mine.tpot_p95_s[0]
+
+        possible = [one for one in self.searches if not one.never]
+        return min(possible, key=cost, default=None)
+
+
+# --- which term forbids an objective, whatever the number of verifiers? ------------------------
+
+
+def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
+    """``alone``: of so many verifiers that hardly two requests meet. No further verifier shortens
+    the links, draft steps and passes that such a request waits for."""
+    if question.active > alone.verifiers:
+        each = question.active / alone.verifiers
+        return (
+            f"even {alone.verifiers} verifiers are too few for this load: each would have"
+            f" {each:.0f} requests at once"
+        )
+    scenario, slo, folder = question.scenario, question.slo, question.folder
+    network = Network(EventQueue(), scenario, "limits", folder)
+    verifier = scenario.verifier_name(question.kind, 0)
+    rtt_s = max(network.view(group, 0, verifier).rtt_s for group in scenario.devices)
+    steps = [law_of(one.draft, Operation.DRAFT_STEP, folder) for one in scenario.devices.values()]
+    step_s = max(law.seconds(1) for law in steps)
+    passes = scenario.verifiers[question.kind].pass_time
+    law = law_of(passes, Operation.TARGET_PASS, folder)
+    parts = []
+    if alone.tpot_p95_s[0] > slo.tpot_s:
+        acceptance = scenario.tokens.acceptance or 0.7
+        bounds = lower_bounds(
+            arm.value, rtt_s=rtt_s, step_s=step_s, pass_s=law.seconds(1), acceptance=acceptance
+        )
+        name, bound_s = max(bounds.items(), key=lambda one: one[1])
+        drafting = f"a round trip {_ms(rtt_s)}, a draft step {_ms(step_s)}, " if arm.drafts else ""
+        parts.append(
+            f"TPOT p95 is to be {_ms(slo.tpot_s)} at most, but is {_ms(alone.tpot_p95_s[0])} for"
+            f" requests that have a verifier to themselves: the bound '{name}' alone is"
+            f" {_ms(bound_s)} on the mean ({drafting}a pass {_ms(law.seconds(1))},"
+            f" {measured(passes)})"
+        )
+    if alone.ttft_p95_s[0] > slo.ttft_s:
+        prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
+        parts.append(
+            f"TTFT p95 is to be {_ms(slo.ttft_s)} at most, but is {_ms(alone.ttft_p95_s[0])} for"
+            " requests that have a verifier to themselves: connecting, and the prompt and its"
+            f" answer, take a round trip of {_ms(rtt_s)} each, a pass over {prompt} prompt tokens"
+            f" {_ms(law.seconds(max(1, prompt)))}"
+        )
+    return "; ".join(parts)
+
+
+def _ms(time_s: float) -> str:
+    return f"{1e3 * time_s:.1f} ms"
+
+
+# --- the command ----------------------------------------------------------------------------
 
 
 def capacity(
@@ -46,259 +523,145 @@ def capacity(
         float | None,
         typer.Option("--tpot-p95", metavar="MS", help="95 % take at most so long a token"),
     ] = None,
-    gpu: Annotated[str, typer.Option("--gpu", help="h200, h100, a100-80g, rtx-4090")] = "h200",
-    model: Annotated[
-        str, typer.Option("--model", help="Its pass on the GPU is computed from data sheets")
-    ] = "llama-3.1-70b-fp8",
-    pass_profile: Annotated[
-        Path | None,
-        typer.Option("--profile", metavar="FILE", help="Measured passes (`edgespec profile`)"),
-    ] = None,
-    cost_per_hour: Annotated[
-        float | None, typer.Option("--cost-per-hour", min=0.0, help="Of one verifier, in $")
-    ] = None,
-    rtt_ms: Annotated[
-        float | None, typer.Option("--rtt-ms", help="Round trip of all users")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option("--link", help="wifi, lte, 5g, starlink, broadband, wan, or a trace file"),
-    ] = None,
-    arms: Annotated[str, typer.Option("--arms", help="Ways of decoding to choose from")] = _ARMS,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            metavar="[MODEL@]GPU",
+            help="h200, h100, a100-80g or rtx-4090; passes are computed from data sheets",
+        ),
+    ] = "h200",
     scenario: Annotated[
         str, typer.Option("--scenario", help="Where users, links and drafts are taken from")
     ] = "laptop-floor",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of it")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The first one")] = 1,
     max_seconds: Annotated[
-        float,
-        typer.Option("--max-seconds", min=1.0, help="Play no events after so long"),
+        float, typer.Option("--max-seconds", min=1.0, help="Play no events after so long")
     ] = 60.0,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Side by side \\[default: all cores]")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
     """Say how many verifiers keep objectives of service, with which arm, at what cost an hour.
 
-    The averages of small worlds name a number (mean field); that number and one below are then
-    played event by event with the product's own sessions. Nothing is connected or loaded.
+    Small worlds propose a number for each arm; that number and one below are then played event by
+    event with the product's own sessions. Nothing is connected or loaded.
 
     [bold]Users who think[/]   edgespec plan capacity --users 200 --tpot-p95 40 --ttft-p95 1000
 
     [bold]Requests a second[/] edgespec plan capacity --rate 12 --tpot-p95 40 --gpu h100
 
-    [bold]Other users[/]       edgespec plan capacity --users 500 --tpot-p95 30 --link lte
-    --set devices.laptop.workload.think_s=60 --set tokens.acceptance=0.7
+    [bold]Other users[/]       edgespec plan capacity --users 500 --tpot-p95 30
+    --set devices.laptop.workload.think_s=60 --set links.office.rtt_ms=40
 
-    An objective that no number of verifiers keeps is answered with the term that forbids it.
+    Passes that `edgespec profile` measured are taken with --set
+    verifiers.h200.pass_time.profile=FILE. An objective that no number of verifiers keeps is
+    answered with the term that forbids it.
     """
     with reported():
         began_s = time.monotonic()
         try:
-            price, source = _price(gpu, cost_per_hour)
-            question = _question(
-                _scenario(scenario, settings, users, gpu, model, pass_profile, rtt_ms, link),
-                rate, ttft_p95, tpot_p95, _arms(arms), users, scenario, seed,
-            )  # fmt: skip
+            model, named = model_and_gpu(gpu)
+            given = parse_settings(settings or ())
+            question = CapacityQuestion(
+                scenario_for(scenario, given, users, model, named),
+                SloSection(ttft_p95, tpot_p95),
+                load_scenario(scenario, given).arms if "arms" in given else _ARMS,
+                scenario_path(scenario).parent,
+                rate,
+            )
+            if (rate is None) == (users is None):
+                said = "both" if rate is not None else "neither"
+                raise ValueError(f"give --users or --rate: {said} of them is given")
+            check(replace(question.scenario, arms=question.arms), question.folder)
         except ConfigError:
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        found = _search(question, processes, began_s, max_seconds)
-        took_s = time.monotonic() - began_s
+        cores = default_processes()
+        with Workers(cores, lines_every_s=10.0) as workers:
+
+            def play(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+                tasks = [Task(doing, job) for job in jobs]
+                outcomes = dict(workers.play(tasks, doing, until_s))
+                return [outcomes[index] for index in range(len(tasks))]
+
+            planner = Planner(question, play, cores)
+            planner.search(began_s + max_seconds)
     if as_json:
-        typer.echo(json.dumps(_plain(question, found, price, source, took_s), indent=2))
+        typer.echo(json.dumps(_plain(question, planner, GPUS[named]), indent=2))
     else:
-        _show(question, found, gpu, price, source)
-        say(f"answered in {took_s:.0f} s")
+        _show(question, planner, named)
+        say(f"answered in {time.monotonic() - began_s:.0f} s")
 
 
-# --- the question ---------------------------------------------------------------------------
-
-
-def _arms(names: str) -> tuple[Arm, ...]:
-    known = {arm.value: arm for arm in Arm}
-    found = []
-    for name in (part.strip() for part in names.split(",")):
-        if name not in known:
-            raise ValueError(f"arms has {name!r}, but must be of {', '.join(known)}")
-        found.append(known[name])
-    return tuple(dict.fromkeys(found))
-
-
-def _price(gpu: str, given: float | None) -> tuple[float, str]:
-    from edgespec_sim.planning.capacity import gpu_named
-
-    known = gpu_named(gpu)
-    if given is not None:
-        return given, "--cost-per-hour"
-    return known.price_per_hour, f"{known.source}, {known.date}"
-
-
-def _scenario(
-    name: str,
-    settings: Sequence[str] | None,
-    users: int | None,
-    gpu: str,
-    model: str,
-    profile: Path | None,
-    rtt_ms: float | None,
-    link: str | None,
+def scenario_for(
+    name: str, settings: dict[str, object], users: int | None, model: str, gpu: str
 ) -> Scenario:
-    """The scenario with the users, the links and the verifier that were asked for."""
-    from edgespec_sim.commands.simulate import parse_settings
-    from edgespec_sim.planning.capacity import sessions_that_fit
-    from edgespec_sim.planning.mean_field import dealt
-    from edgespec_sim.scenario.sections import CostSection, load_scenario
-
-    loaded = load_scenario(name, parse_settings(settings or ()))
+    """The scenario with the users and the verifier that were asked for."""
+    loaded = load_scenario(name, settings)
     devices = dict(loaded.devices)
     if users is not None:
         counts = dealt({group: float(one.count) for group, one in devices.items()}, users)
         devices = {group: replace(devices[group], count=count) for group, count in counts.items()}
-    links = dict(loaded.links)
-    if rtt_ms is not None or link is not None:
-        links = {_LINK: _link(rtt_ms, link)}
-        devices = {group: replace(one, path=(_LINK,)) for group, one in devices.items()}
     lengths = [
         (one.workload.prompt_tokens + one.workload.output_tokens)
         * math.sqrt(1.0 + one.workload.length_spread**2)
         for one in devices.values()
     ]
     most = sessions_that_fit(model, gpu, max(lengths))
-    if profile is None:
-        passes = CostSection(roofline=f"{model}@{gpu}")
-    else:
-        passes = CostSection(profile=str(profile.absolute()))
+    passes = CostSection(roofline=f"{model}@{gpu}")
     verifiers = {
-        kind: replace(one, count=1, pass_time=passes, max_sessions=most)
+        kind: replace(
+            one,
+            count=1,
+            pass_time=one.pass_time if one.pass_time.profile else passes,
+            max_sessions=most,
+        )
         for kind, one in loaded.verifiers.items()
     }
-    return replace(
-        loaded, shards=1, arrivals=None, devices=devices, links=links, verifiers=verifiers
-    )
-
-
-def _link(rtt_ms: float | None, link: str | None) -> Any:
-    from edgespec_sim.scenario.network import LinkSection
-
-    if link is None:
-        return LinkSection(rtt_ms=rtt_ms or 0.0)
-    trace = link if Path(link).is_file() else f"generate:{link}"
-    # Users do not all see the same weather.
-    return LinkSection(trace=trace, rtt_ms=rtt_ms or 0.0, trace_spread_s=7.0)
-
-
-def _question(
-    of: Scenario,
-    rate: float | None,
-    ttft_p95: float | None,
-    tpot_p95: float | None,
-    arms: tuple[Arm, ...],
-    users: int | None,
-    scenario: str,
-    seed: int,
-) -> CapacityQuestion:
-    from edgespec_sim.planning.capacity import CapacityQuestion
-    from edgespec_sim.scenario.sections import SloSection, scenario_path
-    from edgespec_sim.world.run import check
-
-    if (rate is None) == (users is None):
-        said = "both" if rate is not None else "neither"
-        raise ValueError(f"give --users or --rate: {said} of them is given")
-    folder = scenario_path(scenario).parent
-    check(replace(of, arms=arms), folder)
-    return CapacityQuestion(of, SloSection(ttft_p95, tpot_p95), arms, folder, seed, rate)
-
-
-def _search(
-    question: CapacityQuestion, processes: int | None, began_s: float, max_seconds: float
-) -> CapacityPlan:
-    from edgespec_sim.commands.pool import Task, Workers, default_processes
-    from edgespec_sim.planning.capacity import CapacityPlanner, confirm
-
-    ends_s: list[float] = []
-    cores = processes or default_processes()
-    with Workers(cores, lines_every_s=_LINES_EVERY_S) as workers:
-
-        def played(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
-            tasks = [Task(doing, job) for job in jobs]
-            outcomes = dict(workers.play(tasks, doing, until_s))
-            return [outcomes[index] for index in range(len(tasks))]
-
-        def averages(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
-            """However long they take: without them there is no answer."""
-            return played(doing, jobs, math.inf)
-
-        def events(doing: str, jobs: Sequence[Job]) -> list[WorldOutcome]:
-            return played(doing, jobs, began_s + max_seconds)
-
-        def more(rounds: int) -> bool:
-            """Whether another round, as long as those before it, ends in time."""
-            ends_s.append(time.monotonic())
-            round_s = (ends_s[-1] - ends_s[0]) / rounds if rounds else 0.0
-            return not rounds or ends_s[-1] + round_s - began_s <= max_seconds
-
-        planner = CapacityPlanner(question, averages)
-        arms = planner.by_mean_field()
-        return confirm(planner, question, arms, events, more, at_once=cores)
+    return replace(loaded, shards=1, arrivals=None, devices=devices, verifiers=verifiers)
 
 
 # --- the answer -----------------------------------------------------------------------------
 
 
-def _show(
-    question: CapacityQuestion, found: CapacityPlan, gpu: str, price: float, source: str
-) -> None:
+def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    price = GPUS[gpu].price_per_hour
+    best = planner.best
     table = Table(box=None, pad_edge=False)
-    for name in ("arm", gpu.upper(), "TTFT p95 ms", "TPOT p95 ms", "busy", "$/h", "by"):
-        table.add_column(name, justify="left" if name in ("arm", "by") else "right", no_wrap=True)
-    for one in found.arms:
-        table.add_row(*_predicted_row(one, price))
-    for observed in found.observed.values():
-        best = observed.verifiers == found.verifiers
-        assert found.arm is not None
-        table.add_row(*_observed_row(found.arm, observed, price), style="bold" if best else None)
+    for name in ("arm", gpu.upper(), "TTFT p95 ms", "TPOT p95 ms", "busy", "$/h", "requests"):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    for search in planner.searches:
+        for number, one in sorted(search.observed.items()):
+            taken = search is best and number == search.candidate
+            table.add_row(*_row(search.arm, one, price), style="bold" if taken else None)
     console.print(table)
-    console.print("in brackets: 95 % intervals; events: requests that counted", style="dim")
-    for one in found.arms:
-        if one.why:
-            console.print(f"\n{one.arm.value}: {one.why}", soft_wrap=True)
-    if found.arm is None:
+    console.print("all by events; in brackets: 95 % intervals", style="dim")
+    for search in planner.searches:
+        if search.alone is not None and search.never:
+            why = why_never(question, search.arm, search.alone)
+            console.print(f"\n{search.arm.value}: {why}", soft_wrap=True)
+        elif not search.confirmed:
+            console.print(f"\n{search.arm.value}: {_not_confirmed(search)}", soft_wrap=True)
+    if best is None:
         console.print("\n[bold]take:[/] nothing: no number of verifiers meets the objectives")
         return
-    low, high = found.interval
+    low, high = best.interval
     sure = f"95 %: {low}" if low == high else f"95 %: {low} to {high}"
     console.print(
-        f"\n[bold]take:[/] {found.arm.value} on {found.verifiers} {gpu.upper()} ({sure}),"
-        f" ${found.verifiers * price:.2f} an hour"
+        f"\n[bold]take:[/] {best.arm.value} on {best.candidate} {gpu.upper()} ({sure}),"
+        f" ${best.candidate * price:.2f} an hour"
     )
-    console.print(_because(question, found), soft_wrap=True)
-    console.print(f"${price:.2f} a GPU and hour: {source}", style="dim", soft_wrap=True)
-    console.print(f"passes: {_passes(question)}", style="dim", soft_wrap=True)
+    if best.confirmed:
+        console.print(_because(question, best), soft_wrap=True)
+    console.print(f"${price:.2f} a GPU and hour: {GPUS[gpu].source}", style="dim", soft_wrap=True)
+    passes = measured(question.scenario.verifiers[question.kind].pass_time)
+    console.print(f"passes: {passes}", style="dim", soft_wrap=True)
 
 
-def _passes(question: CapacityQuestion) -> str:
-    from edgespec_sim.scenario.verifiers import measured
-
-    return measured(question.scenario.verifiers[question.kind].pass_time)
-
-
-def _predicted_row(one: ArmPlan, price: float) -> tuple[str, ...]:
-    assert one.predicted is not None
-    found = one.predicted
-    count = "none" if one.verifiers is None else str(one.verifiers)
-    cost = "-" if one.verifiers is None else f"{one.verifiers * price:.2f}"
-    by = "a verifier a request" if one.verifiers is None else "mean field"
-    ttft, tpot = f"{1e3 * found.ttft_p95_s:.0f}", f"{1e3 * found.tpot_p95_s:.1f}"
-    return one.arm.value, count, ttft, tpot, f"{found.utilisation:.0%}", cost, by
-
-
-def _observed_row(arm: Arm, one: Observed, price: float) -> tuple[str, ...]:
+def _row(arm: Arm, one: Observed, price: float) -> tuple[str, ...]:
     part = "" if one.played == one.verifiers else f" at {one.played} of them"
     return (
         arm.value,
@@ -307,23 +670,31 @@ def _observed_row(arm: Arm, one: Observed, price: float) -> tuple[str, ...]:
         _triple(one.tpot_p95_s, 1),
         f"{one.utilisation:.0%}",
         f"{one.verifiers * price:.2f}",
-        f"events, {one.requests}{part}",
+        f"{one.requests}{part}",
     )
 
 
-def _triple(found: tuple[float, float, float], digits: int) -> str:
+def _triple(found: Triple, digits: int) -> str:
     value, low, high = ("never" if math.isinf(one) else f"{1e3 * one:.{digits}f}" for one in found)
     return f"{value} ({low}-{high})"
 
 
-def _because(question: CapacityQuestion, found: CapacityPlan) -> str:
+def _not_confirmed(search: Search) -> str:
+    left = [n for n in (search.candidate, search.candidate - 1) if n and n not in search.observed]
+    named = " and ".join(map(str, left))
+    return (
+        f"not confirmed: the time was up before {named} verifiers were played; --max-seconds gives"
+        " it more"
+    )
+
+
+def _because(question: CapacityQuestion, search: Search) -> str:
     """One or two sentences: what decided."""
-    if not found.confirmed:
-        return f"not confirmed: {found.why_not}; --max-seconds gives it more"
-    mine, below = found.observed[found.verifiers], found.observed.get(found.verifiers - 1)
+    found = search.candidate
+    mine, below = search.observed[found], search.observed.get(found - 1)
     sure = "" if mine.meets.decided else ", though an interval reaches beyond them"
-    verb = "meets" if found.verifiers == 1 else "meet"
-    text = f"{found.verifiers} {verb} the objectives{sure}"
+    verb = "meets" if found == 1 else "meet"
+    text = f"{found} {verb} the objectives{sure}"
     if below is None:
         return f"{text}, and fewer there are not"
     missed = [
@@ -338,47 +709,44 @@ def _because(question: CapacityQuestion, found: CapacityPlan) -> str:
     return f"{text}; {below.verifiers} would have a {' and a '.join(missed)}{sure}"
 
 
-def _plain(
-    question: CapacityQuestion, found: CapacityPlan, price: float, source: str, took_s: float
-) -> dict[str, Any]:
+def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:
     """JSON has no infinity: "never" is null."""
+    best = planner.best
     return {
         "users": question.users if question.rate is None else None,
         "rate": question.rate,
         "ttft_p95_ms": question.slo.ttft_p95_ms,
         "tpot_p95_ms": question.slo.tpot_p95_ms,
-        "take": None if found.arm is None else found.arm.value,
-        "verifiers": found.verifiers if found.arm is not None else None,
-        "verifiers_interval": list(found.interval) if found.arm is not None else None,
-        "confirmed": found.confirmed,
-        "why_not_confirmed": found.why_not,
-        "cost_per_hour": round(found.verifiers * price, 4) if found.arm is not None else None,
-        "price": {"per_verifier_and_hour": price, "source": source},
+        "take": best and best.arm.value,
+        "verifiers": best and best.candidate,
+        "verifiers_interval": best and list(best.interval),
+        "confirmed": best is not None and best.confirmed,
+        "cost_per_hour": best and round(best.candidate * gpu.price_per_hour, 4),
+        "price": {"per_verifier_and_hour": gpu.price_per_hour, "source": gpu.source},
         "arms": [
             {
                 "arm": one.arm.value,
-                "verifiers": one.verifiers,
-                "ttft_p95_ms": one.predicted and _milliseconds(one.predicted.ttft_p95_s),
-                "tpot_p95_ms": one.predicted and _milliseconds(one.predicted.tpot_p95_s),
-                "why": one.why,
+                "verifiers": None if one.never else one.candidate,
+                "confirmed": not one.never and one.confirmed,
+                "why": why_never(question, one.arm, one.alone) if one.never and one.alone else "",
+                "events": [_plain_observed(one.observed[n]) for n in sorted(one.observed)],
             }
-            for one in found.arms
+            for one in planner.searches
         ],
-        "events": [
-            {
-                "verifiers": one.verifiers,
-                "played": one.played,
-                "seeds": one.seeds,
-                "requests": one.requests,
-                "unfinished": one.unfinished,
-                "ttft_p95_ms": [_milliseconds(end) for end in one.ttft_p95_s],
-                "tpot_p95_ms": [_milliseconds(end) for end in one.tpot_p95_s],
-                "utilisation": round(one.utilisation, 4),
-                "meets": one.meets.value,
-            }
-            for one in found.observed.values()
-        ],
-        "seconds": round(took_s, 1),
+    }
+
+
+def _plain_observed(one: Observed) -> dict[str, Any]:
+    return {
+        "verifiers": one.verifiers,
+        "played": one.played,
+        "seeds": one.seeds,
+        "requests": one.requests,
+        "unfinished": one.unfinished,
+        "ttft_p95_ms": [_milliseconds(end) for end in one.ttft_p95_s],
+        "tpot_p95_ms": [_milliseconds(end) for end in one.tpot_p95_s],
+        "utilisation": round(one.utilisation, 4),
+        "meets": one.meets.value,
     }
 
 

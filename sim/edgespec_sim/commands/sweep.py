@@ -18,22 +18,20 @@ import yaml
 
 from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
-from edgespec_sim.commands.pool import default_processes
-from edgespec_sim.commands.simulate import (
+from edgespec_sim.commands.play import (
     SECONDS,
     SUMMARY,
     Ask,
     Point,
-    SeedOption,
     SeedsOption,
+    SettingsOption,
     TimeOption,
-    WithinOption,
+    default_processes,
     parse_settings,
     play_seeds,
     show,
     summary_of,
 )
-from edgespec_sim.planning.replication import WITHIN
 from edgespec_sim.report.document import write_page
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
 from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
@@ -77,16 +75,9 @@ def sweep(
         typer.Option(metavar="KEY=V1,V2,...", help="A key and its values; repeat for a grid"),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Points, sweep.html and sweep.csv")],
-    seed: SeedOption = None,
     seeds: SeedsOption = None,
-    within: WithinOption = 100 * WITHIN,
     max_seconds: TimeOption = SECONDS,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key")
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Side by side \\[default: all cores]")
-    ] = None,
+    settings: SettingsOption = None,
 ) -> None:
     """Play a scenario over a grid of settings; run it again to go on where it stopped.
 
@@ -97,7 +88,7 @@ def sweep(
     """
     with reported():
         folder = scenario_path(scenario).parent
-        ask = Ask.of(seed, seeds, within, max_seconds)
+        ask = Ask.of(None, seeds, max_seconds)
         grid = _grid(scenario, vary, ask, parse_settings(settings or ()), out)
         finished = {index: done for index, one in enumerate(grid) if (done := one.done())}
         if finished:
@@ -105,7 +96,7 @@ def sweep(
         missing = [index for index in range(len(grid)) if index not in finished]
         for index in missing:
             check(grid[index].scenario, folder)
-        finished |= _play(grid, missing, folder, processes or default_processes())
+        finished |= _play(grid, missing, folder)
         pairs = [(grid[index].varied, finished[index]) for index in sorted(finished)]
         write_page(out / "sweep.html", render_sweep(pairs, grid[0].scenario.name))
         (out / "sweep.csv").write_text(sweep_csv(pairs), encoding="utf-8", newline="")
@@ -134,9 +125,7 @@ def _grid(
     return points
 
 
-def _play(
-    grid: Sequence[GridPoint], missing: Sequence[int], folder: Path, processes: int
-) -> dict[int, RunSummary]:
+def _play(grid: Sequence[GridPoint], missing: Sequence[int], folder: Path) -> dict[int, RunSummary]:
     """Each point's summary is written as soon as it has all its seeds."""
     if not missing:
         return {}
@@ -150,7 +139,7 @@ def _play(
         done.outcomes.clear()
         _write(grid[index], summary)
 
-    play_seeds(list(points.values()), ask, processes, finish)
+    play_seeds(list(points.values()), ask, default_processes(), finish)
     return summaries
 
 

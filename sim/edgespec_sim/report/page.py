@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.run_summary import ArmSummary, RunSummary, SummaryError, read_summary
 from edgespec_sim.report import plots, tables
 from edgespec_sim.report.document import Document, Figure, arms_csv, requests_csv, write_page
 from edgespec_sim.report.summarise import summarise
@@ -22,6 +21,7 @@ from edgespec_sim.report.timeline import (
     perfetto_json,
     read_lines,
 )
+from edgespec_sim.run_summary import ArmSummary, RunSummary, SummaryError, read_summary
 
 # Less than this is what an estimate finds between two clocks that are one.
 _CLOCKS_APART_S: Final = 5e-3
@@ -238,50 +238,49 @@ def first_questions(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted((folder / FIRST_QUESTIONS).glob("*.jsonl"))}
 
 
-def write_report(folder: Path, out: Path | None = None, *, force: bool = False) -> list[Path]:
+def write_report(folder: Path, out: Path | None = None) -> list[Path]:
     """The files of the run in ``folder``, written to ``out`` or beside it; their paths.
 
     Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``, and
-    ``ResultInTheWay`` unless ``force`` is given.
+    ``ResultInTheWay``.
     """
     summary, trace = folder / SUMMARY, folder / TRACE
     if not summary.is_file() and not trace.is_file():
         raise RunNotFound(f"{folder}: holds neither {SUMMARY} nor {TRACE}")
     traces = [trace] if trace.is_file() else []
     run = read_summary(summary) if summary.is_file() else _summed_up(traces, folder.name)
-    if out is not None and out.resolve() != folder.resolve() and not force:
+    if out is not None and out.resolve() != folder.resolve():
         refuse_to_replace(out)
     return _write(run, traces, out or folder)
 
 
-def report_on(paths: Sequence[Path], out: Path | None = None, *, force: bool = False) -> list[Path]:
+def report_on(paths: Sequence[Path], out: Path | None = None) -> list[Path]:
     """Like ``write_report``, of a folder, of a summary, or of one or two traces of a real run
     (the device's, the verifier's), next to the first of them unless ``out`` says otherwise. Of the
     trace in a run's folder the report goes into a folder of its own there."""
     first = paths[0]
     if len(paths) == 1 and first.is_dir():
-        return write_report(first, out, force=force)
+        return write_report(first, out)
     for path in paths:
         if not path.is_file():
             raise RunNotFound(f"{path}: no such file")
     if len(paths) == 1 and first.suffix == ".json":
-        return _report_on_summary(first, out, force)
+        return _report_on_summary(first, out)
     if len(paths) > _BOTH_MAX:
         raise RunNotFound(f"{len(paths)} traces, but a report is on {_BOTH_MAX} at most")
     if out is None:
         out = first.parent
-        if (out / SUMMARY).is_file() and not force:
+        if (out / SUMMARY).is_file():
             out = out / f"{first.stem}-report"
-    if not force:
-        refuse_to_replace(out)
+    refuse_to_replace(out)
     name = first.stem if len(paths) == 1 else "run"
     return _write(_summed_up(paths, name), paths, out)
 
 
-def _report_on_summary(file: Path, out: Path | None, force: bool) -> list[Path]:
+def _report_on_summary(file: Path, out: Path | None) -> list[Path]:
     run, folder = read_summary(file), out or file.parent
     own = (folder / SUMMARY).resolve() == file.resolve()
-    if not own and not force:
+    if not own:
         refuse_to_replace(folder)
     beside = file.parent / TRACE
     return _write(run, [beside] if beside.is_file() else [], folder)
@@ -296,9 +295,7 @@ def refuse_to_replace(out: Path) -> None:
         what = f"{run.name}, seed {run.seed} and on: {run.seeds} played"
     except SummaryError:
         what = f"an unreadable {SUMMARY}"
-    raise ResultInTheWay(
-        f"{out}: holds another run ({what}); name another folder, or --force to replace it"
-    )
+    raise ResultInTheWay(f"{out}: holds another run ({what}); name another folder, or remove it")
 
 
 def _summed_up(traces: Sequence[Path], name: str) -> RunSummary:

@@ -13,10 +13,10 @@ from html import escape
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.run_summary import PACE, ArmSummary, RunSummary, Series
 from edgespec_sim.report.document import Figure
 from edgespec_sim.report.tables import duration, is_ours, shortened
 from edgespec_sim.report.timeline import Lane, Mark, Span, Timeline, rows_apart
+from edgespec_sim.run_summary import PACE, ArmSummary, RunSummary, Series
 
 BASE_COLOR: Final = "#8a929c"
 OURS_COLOR: Final = "#d55e00"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from edgespec.core.protocol.messages import FinishReason
+from edgespec_sim.report.timeline import DEVICE, Line, sized
 from edgespec_sim.run_summary import (
     ArmSummary,
     GroupSummary,
@@ -22,7 +23,6 @@ from edgespec_sim.run_summary import (
     VerifierSummary,
     spread_of,
 )
-from edgespec_sim.report.timeline import DEVICE, Line, sized
 from edgespec_sim.wire_size import message_bytes
 
 # -----------------------------------------------------------------------------------------------

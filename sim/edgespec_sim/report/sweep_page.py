@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.report.document import Document, Figure, csv_text
 from edgespec_sim.report.plots import axis, band, colors, label, layout
 from edgespec_sim.report.tables import count, is_ours, milliseconds, number, percent, speedup, table
+from edgespec_sim.run_summary import ArmSummary, RunSummary
 
 # --- which arm wins where ----------------------------------------------------------------------
 # in a sentence, and as a column of the table.

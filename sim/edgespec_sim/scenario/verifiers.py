@@ -14,7 +14,7 @@ from typing import Final
 from edgespec.core.protocol.checks import bounded
 from edgespec.telemetry.cost_profile import CostProfile, TimeLaw, read_profile
 from edgespec_sim.scenario.power import GPU_POWERS
-from edgespec_sim.traces.network_trace import TraceError
+from edgespec_sim.traces.network_trace import TraceError, file_named
 from edgespec_sim.traces.rtt_matrix import slices
 
 MAX_DEVICES = 1_000_000
@@ -271,7 +271,7 @@ def law_of(section: CostSection, operation: Operation, folder: Path, share: floa
 def profile_named(name: str, folder: Path) -> CostProfile:
     """A bundled profile by its name, or a file. Raises ``ProfileError``."""
     bundled = files("edgespec_sim") / "data" / "profiles" / f"{name}.json"
-    return read_profile(Path(str(bundled)) if bundled.is_file() else folder / name)
+    return read_profile(Path(str(bundled)) if bundled.is_file() else file_named(name, folder))
 
 
 def measured(section: CostSection) -> str:
@@ -310,8 +310,7 @@ def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
     RTT in the first slice of the matrix. Raises ``TraceError`` or ``OSError``."""
     if not section.rtt_matrix:
         return (section.link_ms / 1e3,) * (section.nodes - 1)
-    beside = folder / section.rtt_matrix
-    path = beside if beside.is_file() else Path(section.rtt_matrix)
+    path = file_named(section.rtt_matrix, folder)
     if not path.is_file():
         raise TraceError(f"{section.rtt_matrix}: no such file in {folder}")
     matrix = slices(path, path.read_bytes())[0][1]

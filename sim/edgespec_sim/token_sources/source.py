@@ -41,6 +41,7 @@ from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy
 from edgespec.telemetry.match_tape import MatchTape, TapeError, ranks_along, read_tape
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
+from edgespec_sim.traces.network_trace import file_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +352,7 @@ _FOLDER = "data/tapes"
 
 def tape_named(name: str, folder: Path = Path()) -> MatchTape:
     """The tape in a file, looked for in ``folder``, or a bundled one. Raises ``TapeError``."""
-    path = folder / name
+    path = file_named(name, folder)
     if path.is_file():
         return read_tape(path)
     tapes = resources.files("edgespec_sim").joinpath(_FOLDER)

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,12 @@ MAX_ROWS: Final = 1_000_000
 
 class TraceError(ValueError):
     """A trace cannot be used; the message names the file, the line or row, and what is wrong."""
+
+
+def file_named(name: str, folder: Path) -> Path:
+    """Beside the scenario, or where the command was called."""
+    beside = folder / name
+    return beside if beside.is_file() else Path(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevice, Scenario
-from edgespec_sim.traces.network_trace import TraceError
+from edgespec_sim.traces.network_trace import TraceError, file_named
 from edgespec_sim.world.conservation import ArrivalWatch
 
 # --- recorded arrivals -------------------------------------------------------------------------
@@ -215,9 +215,7 @@ def _times(
     section: ArrivalsSection, until_s: float, dice: random.Random, folder: Path
 ) -> Iterator[tuple[float, int | None, int | None]]:
     if section.kind is ArrivalKind.RECORDED:
-        beside = folder / section.file
-        recorded = read_arrivals(beside if beside.is_file() else Path(section.file))
-        for one in recorded:
+        for one in read_arrivals(file_named(section.file, folder)):
             at_s = one.time_s / section.speed
             if at_s > until_s:
                 return

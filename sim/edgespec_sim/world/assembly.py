@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.bench.arms import Arm
+from edgespec_sim.association import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
+from edgespec.telemetry.trace import Tracer
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.radio import Change
 from edgespec_sim.run_summary import (
     LinkLoad,
     VerifierSummary,
 )
-from edgespec.telemetry.trace import Tracer
-from edgespec_sim.association import DeviceView
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.radio import Change
 from edgespec_sim.scenario.network import Sessions
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of

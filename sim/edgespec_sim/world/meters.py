@@ -19,7 +19,7 @@ from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Commit, Downlink, Open, Uplink
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
-from edgespec_sim.planning.replication import Total, mean_interval, ratio_interval
+from edgespec_sim.replication import Total, mean_interval, ratio_interval
 from edgespec_sim.run_summary import PACE, GroupSummary, RequestRow, Series, Spread, spread_of
 from edgespec_sim.scenario.network import FRAMING_BYTES
 from edgespec_sim.scenario.power import RadioMeter

@@ -22,16 +22,16 @@ from pathlib import Path as FilePath
 
 from edgespec_sim.association import LinkView
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
 from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection
+from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.sessions import FixedDelay, Stream
 from edgespec_sim.traces.formats import read_trace
 from edgespec_sim.traces.generators import generate
-from edgespec_sim.traces.network_trace import NetworkTrace, TraceStatistics
+from edgespec_sim.traces.network_trace import NetworkTrace, TraceStatistics, file_named
 from edgespec_sim.world.conservation import AuditedLoadedQueue, AuditedQueue
 from edgespec_sim.world.meters import Sending
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
@@ -81,8 +81,7 @@ def trace_of(
         kind = section.trace.removeprefix(_GENERATE)
         trace = generate(kind, number_of(seed), max(60.0, min(2 * duration_s, 3600.0)))
     else:
-        beside = folder / section.trace
-        trace = read_trace(beside if beside.is_file() else FilePath(section.trace))
+        trace = read_trace(file_named(section.trace, folder))
     if section.rtt_ms:
         trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
     return trace

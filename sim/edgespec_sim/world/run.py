@@ -17,26 +17,26 @@ from typing import assert_never
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import dump_config
+from edgespec_sim.association import association_policy
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.telemetry.trace import Tracer
+from edgespec_sim.bounds import RunLengths, lower_bounds
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.replication import (
+    Interval,
+    quantile_interval,
+    ratio_interval,
+    share_interval,
+    speedup,
+)
 from edgespec_sim.run_summary import (
     ArmSummary,
     Attainment,
     LinkLoad,
     RunSummary,
     VerifierSummary,
-)
-from edgespec.telemetry.trace import Tracer
-from edgespec_sim.association import association_policy
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.planning.bounds import RunLengths, lower_bounds
-from edgespec_sim.planning.replication import (
-    Interval,
-    quantile_interval,
-    ratio_interval,
-    share_interval,
-    speedup,
 )
 from edgespec_sim.scenario.sections import (
     DeviceSection,
