@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.association import association_policy
 from edgespec.core.link_model import SharedQueue
 from edgespec.core.protocol.work import PassRequest
 from edgespec.telemetry.cost_profile import TimeLaw
+from edgespec_sim.association import association_policy
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.radio import LEAST_DBM, RESOURCE_BLOCK_HZ, Attachment, Change
 from edgespec_sim.scenario.network import (

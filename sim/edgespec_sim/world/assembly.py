@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.association import DeviceView
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.telemetry.trace import Tracer
@@ -176,7 +175,6 @@ class World:
             surrounding.folder,
             audited=surrounding.checks,
         )
-        self._association = surrounding.association
         self._tracer, self._traced = tracer, traced
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
         self.sites: list[tuple[Site, Hardware]] = [
@@ -251,12 +249,9 @@ class World:
         sites = [site for site, _ in self.sites if site.reachable] or [s for s, _ in self.sites]
         if len(sites) == 1:
             return sites[0]
-        step_s = user.settings.step.seconds(1)
-        view = DeviceView(user.name, step_s)
         links = [self.network.view(user.settings.group, user.number, site.name) for site in sites]
         views = [site.view for site in sites]
-        (index,) = self._association.assign([view], views, [links])
-        return sites[index]
+        return sites[self.surrounding.association(user.name, views, links)]
 
     def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
         if not site.reachable:

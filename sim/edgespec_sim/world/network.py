@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
 
-from edgespec_sim.association import LinkView
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec_sim.association import LinkView
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Link, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
 from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection

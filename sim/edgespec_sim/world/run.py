@@ -17,11 +17,11 @@ from typing import assert_never
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import dump_config
-from edgespec_sim.association import association_policy
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.association import association_policy
 from edgespec_sim.bounds import RunLengths, lower_bounds
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.replication import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec_sim.association import AssociationPolicy
+from edgespec_sim.association import Choice
 from edgespec_sim.token_sources.source import TokenSource
 
 
@@ -14,7 +14,7 @@ class Surrounding:
     """The token source, the association and the checks that all arms of a comparison share."""
 
     source: TokenSource
-    association: AssociationPolicy
+    association: Choice
     folder: Path
     """Where relative file names of the scenario start."""
     checks: bool = True
