@@ -32,24 +32,33 @@ from edgespec.wire.tokenizer_lending import (
 )
 from edgespec.wire.wire_limits import ProtocolViolation
 
-# When a call that is refused hears of it: later, the more of one payer's are.
-#
-# A refusal costs the event loop some 0.4 ms, so who is refused at once and asks again in a loop
-# could fill it. Each refused call is held for half a second and, where many of one payer's are
-# held, for so long that ``PER_S`` of them end a second. Held calls cost memory only. Beyond
-# ``MAX_HELD`` they are refused at once again: that takes a client with as many calls open at the
-# same time.
-
 FIRST_S: Final = 0.5
 PER_S: Final = 20.0
 LAST_S: Final = 10.0
 MAX_HELD: Final = 512
 """Of one payer."""
 MAX_HELD_IN_ALL: Final = 4_096
+_LAST_WORDS_S: Final = 0.5
+_HINT: Final = "EDGESPEC_API_KEY or the file that api_key_file names holds it on the device"
+NO_KEY: Final = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
+WRONG_KEY: Final = Fault(
+    FaultCode.UNAUTHENTICATED, f"this verifier does not know the key, or not any more; {_HINT}"
+)
+# A tokenizer of 11 MB travels as 3 MB, which is 24 parts. All peers together are sent at most
+# 8 MiB a second, one peer 4.
+TOKENIZER_LIMITS: Final = CallLimits(
+    peer_rate=32.0, peer_burst=64.0, total_rate=64.0, total_burst=128.0, max_wait_s=2.0
+)
+_LOG = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Counts by any name for whom the refused calls are."""
+    """When a call that is refused is told, by whose it is: later, the more of one payer's are held.
+
+    A refusal costs the event loop some 0.4 ms, so who is refused at once and asks again in a loop
+    could fill it. Each refused call is held for half a second and, where many of one payer's are
+    held, for so long that ``PER_S`` of them end a second. Held calls cost memory only. Beyond
+    ``MAX_HELD`` they are refused at once again: that takes as many calls open at the same time."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
@@ -57,7 +66,6 @@ class Refusals:
 
     @property
     def held(self) -> int:
-        """Calls that are held now."""
         return self._total
 
     async def hold(
@@ -142,20 +150,13 @@ class SideServices(grpc.aio.ServerInterceptor):
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._one(handler.unary_unary), *parts)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._many(handler.unary_stream), *parts)
+            return grpc.unary_stream_rpc_method_handler(self._one(handler.unary_stream), *parts)
         return grpc.stream_stream_rpc_method_handler(self._each(handler.stream_stream), *parts)
 
     def _one(self, answer: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         async def in_turn(request: Any, context: Any) -> Any:
             await self._line.turn(context)
             return await answer(request, context)
-
-        return in_turn
-
-    def _many(self, answer: Callable[[Any, Any], Any]) -> Any:
-        async def in_turn(request: Any, context: Any) -> None:
-            await self._line.turn(context)
-            await answer(request, context)
 
         return in_turn
 
@@ -172,24 +173,12 @@ class SideServices(grpc.aio.ServerInterceptor):
         return in_turn
 
 
-# Who is let in: the key that a call shows, looked at before anything of it is read.
-#
-# A call shows its key as ``authorization: Bearer KEY`` in its metadata. One without the right key
-# hears UNAUTHENTICATED after a while, the later the more of them its peer makes (``Refusals``).
-# They count for nothing else: who guesses keys takes no place, and no turn in a line, of those who
-# have one.
+class Authenticator:
+    """Looks at the key that a call shows as ``authorization: Bearer KEY``, before anything of it is
+    read; ``authenticate`` None lets everybody in.
 
-
-_LAST_WORDS_S: Final = 0.5
-_HINT: Final = "EDGESPEC_API_KEY or the file that api_key_file names holds it on the device"
-NO_KEY = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
-WRONG_KEY = Fault(
-    FaultCode.UNAUTHENTICATED, f"this verifier does not know the key, or not any more; {_HINT}"
-)
-
-
-class Door:
-    """``authenticate`` None lets everybody in."""
+    One without the right key is refused after a while (``Refusals``) and counts for nothing else:
+    who guesses keys takes no place, and no turn in a line, of those who have one."""
 
     def __init__(self, authenticate: Authenticate | None) -> None:
         self._authenticate = authenticate
@@ -197,7 +186,6 @@ class Door:
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether who calls has to show one."""
         return self._authenticate is not None
 
     def credential(self, key: str) -> Credential | None:
@@ -228,35 +216,28 @@ def shown_key(context: Any) -> str:
     return key.strip() if scheme.lower() == KEY_SCHEME.lower() else ""
 
 
-# Answers to ``Tokenizer``: the texts that a device needs which has no tokenizer of its own.
-#
-# The files are read and packed once, in a thread, when the first device asks; again, if they could
-# not be read then. A part is a slice of what is held, so that a call costs little; how often one
-# peer may call is bounded as for ``Info``.
-
-_LOG = logging.getLogger(__name__)
 _Found = dict[str, PackedFile] | str
 """The files by name, or why there are none."""
 LoadTexts = Callable[[], Sequence[PackedFile]]
 """Blocking; raises ``ValueError`` or ``OSError`` saying why there is nothing to send."""
-# A tokenizer of 11 MB travels as 3 MB, which is 24 parts. All peers together are sent at most
-# 8 MiB a second, one peer 4.
-TOKENIZER_LIMITS: Final = CallLimits(
-    peer_rate=32.0, peer_burst=64.0, total_rate=64.0, total_burst=128.0, max_wait_s=2.0
-)
 
 
 class TokenizerAnswers:
-    """Answers each caller that is let in, in its turn. ``load`` None: there is nothing to send."""
+    """Answers each caller that is let in, in its turn. ``load`` None: there is nothing to send.
 
-    def __init__(self, load: LoadTexts | None, line: CallLine, door: Door) -> None:
-        self._load, self._line, self._door = load, line, door
+    The files are read and packed once, in a thread, when the first device asks; again, if they
+    could not be read then."""
+
+    def __init__(
+        self, load: LoadTexts | None, line: CallLine, authenticator: Authenticator
+    ) -> None:
+        self._load, self._line, self._authenticator = load, line, authenticator
         self._loading: asyncio.Task[tuple[_Found, bool]] | None = None
 
     async def answer(self, request: bytes, context: Any) -> bytes:
         """The encoded reply to one call."""
-        if (credential := self._door.credential(shown_key(context))) is None:
-            await self._door.turn_away(context)
+        if (credential := self._authenticator.credential(shown_key(context))) is None:
+            await self._authenticator.turn_away(context)
         await self._line.turn(context, credential)
         found = await self._texts()
         if isinstance(found, str):

@@ -42,7 +42,7 @@ from edgespec.wire.callers import (
     TOKENIZER_LIMITS,
     WRONG_KEY,
     CallLine,
-    Door,
+    Authenticator,
     LoadTexts,
     Refusals,
     SideServices,
@@ -59,20 +59,6 @@ from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 LAST_WORDS_S = 0.5
 """For the last faults to leave before the connections are cut."""
-# Who may hold a stream: a bounded table of slots that one peer or one key cannot fill alone.
-#
-# Theory of operation. A stream takes a slot when it comes and gives it back when it ends. It is
-# *idle* until its Open has arrived. There are ``max_streams`` slots. A stream counts for its
-# owners: the peer it comes from and, where keys are asked for, the credential of its key. One owner
-# may hold a share of the slots; a credential with a limit of sessions no more than twice these and
-# ``SPARE_STREAMS``, since a device may come back before its last stream is known to be dead.
-#
-# When a new stream finds no slot, an idle one has to leave in its favour: the oldest one of the
-# owner that has reached its bound, else the oldest one of the peer that has most idle streams.
-# Where no such stream is idle the new one is refused.
-#
-# Invariants: at most ``max_streams`` streams hold a slot, and no owner more than its bound; a
-# stream whose Open has arrived never loses its slot to another.
 SPARE_STREAMS: Final = 8
 _KEY: Final = "key "
 _S = TypeVar("_S", bound=Hashable)
@@ -89,14 +75,22 @@ class Entry(Generic[_S]):
 
 
 class StreamSlots(Generic[_S]):
-    """Slots for ``max_streams`` streams; one owner holds at most ``peer_share`` of them, and at
-    least one. Raises ``ValueError`` for a share outside (0, 1]."""
+    """A bounded table of ``max_streams`` slots that one peer or one key cannot fill alone.
+
+    A stream takes a slot when it comes and gives it back when it ends; it is *idle* until its Open
+    has arrived. It counts for its owners: the peer it comes from and, where keys are asked for, the
+    credential of its key. One owner holds at most the share ``peer_share`` of the slots, and at
+    least one; a credential with a limit of sessions no more than twice these and ``SPARE_STREAMS``,
+    since a device may come back before its last stream is known to be dead.
+
+    When a new stream finds no slot, an idle one has to leave in its favour: the oldest one of the
+    owner that has reached its bound, else the oldest one of the peer that has most idle streams.
+    Where no such stream is idle the new one is refused. So a stream whose Open has arrived never
+    loses its slot to another."""
 
     def __init__(self, max_streams: int, peer_share: float) -> None:
-        if max_streams < 1:
-            raise ValueError(f"max_streams is {max_streams}, but must be at least 1")
-        if not 0.0 < peer_share <= 1.0:
-            raise ValueError(f"peer_share is {peer_share}, but must be in (0, 1]")
+        assert max_streams > 0
+        assert 0.0 < peer_share <= 1.0
         self.max_streams = max_streams
         self.peer_streams = max(1, math.floor(max_streams * peer_share))
         self._owners_of: dict[_S, tuple[str, ...]] = {}
@@ -237,7 +231,7 @@ class GrpcServer:
         self._options = server_options(self._limits, keepalive or Keepalive())
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
-        self._door = Door(authenticate)
+        self._authenticator = Authenticator(authenticate)
         self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
         self._stalled_s, self._texts = stalled_s, texts
@@ -253,29 +247,21 @@ class GrpcServer:
         self._told: VerifierInfo | None = None
         self._answer = b""
         self._draining = False
-        self._port = 0
-
-    @property
-    def port(self) -> int:
+        self.port = 0
         """The port listened on; 0 before ``start`` and for unix sockets."""
-        return self._port
 
     async def start(self) -> None:
         """Listen and report SERVING. Raises ``OSError`` naming an address that cannot be had."""
         clock = asyncio.get_running_loop().time
         uplink = self._uplink_limits or UplinkLimits()
-        if not self._door.asks_for_keys:
+        if not self._authenticator.asks_for_keys:
             uplink = without_keys(uplink)
         self._uplink = UplinkBudget(uplink, clock(), self._waits)
         self._opens = CallBudget(self._open_limits, clock())
         self._questions = CallLine(self._info_limits, clock)
         self._tokenizers = TokenizerAnswers(
-            self._texts, CallLine(TOKENIZER_LIMITS, clock), self._door
+            self._texts, CallLine(TOKENIZER_LIMITS, clock), self._authenticator
         )
-        self._port = await self._listen()
-
-    async def _listen(self) -> int:
-        """Listen and report SERVING; the port, 0 for a unix socket."""
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
@@ -294,12 +280,11 @@ class GrpcServer:
         reflection.enable_server_reflection(
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-        port = self._bind(server)
+        self.port = self._bind(server)
         await server.start()
         self._server = server
         for service in ("", SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        return port
 
     def _bind(self, server: grpc.aio.Server) -> int:
         reason = "no reason given"
@@ -316,8 +301,8 @@ class GrpcServer:
 
     async def _answer_info(self, _request: bytes, context: Any) -> bytes:
         """The reply to one call of ``Info``, which is encoded again only when it would differ."""
-        if (credential := self._door.credential(shown_key(context))) is None:
-            await self._door.turn_away(context)
+        if (credential := self._authenticator.credential(shown_key(context))) is None:
+            await self._authenticator.turn_away(context)
         await self._questions.turn(context, credential)
         if (info := self._info()) != self._told:
             self._told, self._answer = info, encode_info(info, self._limits)
@@ -368,9 +353,11 @@ class GrpcServer:
         # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
         address = str(context.peer())
         key = shown_key(context)
-        if (credential := self._door.credential(key)) is None:
+        if (credential := self._authenticator.credential(key)) is None:
             self._refused(FaultCode.UNAUTHENTICATED)
-            await self._door.turn_away(context, lambda fault: encode_downlink(fault, self._limits))
+            await self._authenticator.turn_away(
+                context, lambda fault: encode_downlink(fault, self._limits)
+            )
         peer = caller(host := peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(FaultCode.OVERLOADED)
@@ -464,7 +451,7 @@ class GrpcServer:
         fault: Fault | None = None
         try:
             # The key may have been revoked while the stream stood in line.
-            if self._door.credential(key) is None:
+            if self._authenticator.credential(key) is None:
                 fault = WRONG_KEY
             else:
                 await self._serve(stream)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.wire.callers import TOKENIZER_LIMITS, CallLine, Door, TokenizerAnswers
+from edgespec.wire.callers import TOKENIZER_LIMITS, CallLine, Authenticator, TokenizerAnswers
 from edgespec.wire.tokenizer_lending import PackedFile, TextFileError, decode_list, encode_request
 
 FILE = PackedFile.of("tokenizer.json", b"{}")
@@ -38,7 +38,7 @@ def _answers(*attempts: Exception | Sequence[PackedFile]) -> TokenizerAnswers:
             raise now
         return now
 
-    return TokenizerAnswers(load, CallLine(TOKENIZER_LIMITS, lambda: 0.0), Door(None))
+    return TokenizerAnswers(load, CallLine(TOKENIZER_LIMITS, lambda: 0.0), Authenticator(None))
 
 
 async def test_files_that_could_not_be_read_once_are_read_again() -> None:
