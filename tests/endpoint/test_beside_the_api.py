@@ -56,13 +56,3 @@ async def test_texts_are_tokenized_and_back() -> None:
             assert (await ask(live, path, data)).status == 400, (path, data)
         long = await ask(live, "/tokenize", {"prompt": "a" * (5 << 20)})
         assert long.status == 413
-
-
-async def test_a_status_belongs_to_one_agent() -> None:
-    """Two endpoints in one process count apart."""
-    async with over_toy(shows_status=True) as one, over_toy(shows_status=True) as other:
-        await ask(one, "/v1/completions", {"prompt": "abc", "max_tokens": 3})
-        found = [
-            (await ask(each, "/status.json")).json["totals"]["tokens"] for each in (one, other)
-        ]
-    assert found == [3, 0]

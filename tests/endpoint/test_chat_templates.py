@@ -172,18 +172,6 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         read_chat_templates(tmp_path, config)
 
 
-def test_tools_choose_their_template(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    named = [
-        {"name": "default", "template": "plain"},
-        {"name": "tool_use", "template": "with {{ tools[0].function.name }}"},
-    ]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    tokenizer = TextTokenizer(tmp_path)
-    assert tokenizer.render_chat([USER]) == "plain"
-    assert tokenizer.render_chat([USER], tools=TOOLS) == "with weather"
-
-
 def test_the_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     tokenizer = TextTokenizer(tmp_path)

@@ -36,10 +36,6 @@ async def test_the_turns_of_a_chat_are_one_conversation() -> None:
     assert len(first) == 16
 
 
-async def test_a_chat_without_a_user_has_one_too() -> None:
-    assert (await handed(CHAT, {"messages": [SYSTEM]}))[0]
-
-
 async def test_a_key_names_it_and_texts_of_one_request_share_it() -> None:
     named = await handed(
         CHAT,
@@ -50,19 +46,3 @@ async def test_a_key_names_it_and_texts_of_one_request_share_it() -> None:
     assert named[0] == named[1] == named[2] != named[3]
     assert await handed(COMPLETION, {"prompt": "abc", "prompt_cache_key": "mine"}) == named[:1]
     assert "mine" not in named[0]
-
-
-async def test_of_a_completion_the_agent_tells_it_by_its_beginning() -> None:
-    assert await handed(
-        COMPLETION, {"prompt": "abc"}, {"prompt": "abc", "prompt_cache_key": ""}
-    ) == [
-        "",
-        "",
-    ]
-
-
-async def test_a_key_that_is_no_text_is_refused() -> None:
-    async with over_script(ScriptedAgent(["a"])) as live:
-        reply = await ask(live, COMPLETION, {"prompt": "abc", "prompt_cache_key": 7})
-    assert reply.status == 400
-    assert reply.json["error"]["param"] == "prompt_cache_key"

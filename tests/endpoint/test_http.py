@@ -155,43 +155,7 @@ async def test_a_full_queue_is_a_429_and_the_rest_is_served_in_order() -> None:
         assert live.endpoint.admission.running == 0
 
 
-async def test_who_leaves_the_queue_makes_room() -> None:
-    held = Held()
-    settings = EndpointSection(max_concurrent=1, max_queue=1)
-    agent = ScriptedAgent(["a", "b"], between=held)
-    async with over_script(agent, settings=settings) as live:
-        first = asyncio.create_task(ask(live, PATH, HELLO))
-        await held.reached.wait()
-        _, writer = await asyncio.open_connection("127.0.0.1", live.port)
-        writer.write(request_bytes(PATH, json.dumps(HELLO).encode()))
-        await until(lambda: live.endpoint.admission.waiting == 1)
-        writer.transport.abort()
-        await until(lambda: live.endpoint.admission.waiting == 0)
-        held.gate.set()
-        assert (await first).status == 200
-
-
 # --- gaps, and verifiers that are away -------------------------------------------------------
-
-
-async def test_a_stream_with_nothing_to_say_is_kept_alive() -> None:
-    held = Held()
-    settings = EndpointSection(keep_alive_s=0.02)
-    agent = ScriptedAgent(["a", "b"], between=held)
-    async with over_script(agent, settings=settings) as live:
-        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
-        raw = await reader.readuntil(b": keep-alive\n\n")
-        raw += await reader.readuntil(b": keep-alive\n\n")
-        held.gate.set()
-        reply = parse_reply(raw + await reader.read())
-        writer.close()
-    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-    events = events_of(reply.body)
-    assert events.count(": keep-alive") >= 2
-    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
-    assert "".join(texts) == "ab"
-    assert events[-1] == "[DONE]"
 
 
 async def test_a_stream_that_waits_for_its_turn_is_kept_alive() -> None:
@@ -286,44 +250,6 @@ async def test_what_fails_in_the_middle_is_told_in_the_stream() -> None:
         assert live.endpoint.counts.requests[PATH, "cut"] == 1
 
 
-async def test_of_several_texts_one_that_fails_ends_the_others() -> None:
-    calls = 0
-
-    async def fail(place: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("broken")
-        await asyncio.Event().wait()
-
-    agent = ScriptedAgent(["a"], between=fail)
-    async with over_script(agent) as live:
-        reply = await ask(live, PATH, {**HELLO, "n": 2})
-        assert reply.status == 500
-        assert agent.closed == 2
-        assert live.endpoint.admission.running == 0
-
-
-async def test_a_stop_lets_streams_end_and_then_tells_them() -> None:
-    held = Held()
-    settings = EndpointSection(max_concurrent=1)
-    agent = ScriptedAgent(["a", "b"], between=held)
-    async with over_script(agent, settings=settings) as live:
-        streams = asyncio.create_task(ask(live, PATH, {**HELLO, "stream": True}))
-        await held.reached.wait()
-        waits = asyncio.create_task(ask(live, PATH, HELLO))
-        await until(lambda: live.endpoint.admission.waiting == 1)
-        stop = asyncio.create_task(live.server.stop(0.05))
-        refused = await waits
-        assert (refused.status, refused.error["code"]) == (503, "shutting_down")
-        events = events_of((await streams).body)
-        assert events[0]["choices"][0]["text"] == "a"
-        assert events[-1]["error"]["code"] == "shutting_down"
-        await stop
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", live.port)
-
-
 async def test_a_stop_waits_for_what_ends_soon() -> None:
     held = Held()
     async with over_script(ScriptedAgent(["a", "b"], between=held)) as live:
@@ -337,18 +263,6 @@ async def test_a_stop_waits_for_what_ends_soon() -> None:
         held.gate.set()
         assert events_of((await streams).body)[-1] == "[DONE]"
         await stop
-
-
-async def test_a_client_that_reads_nothing_is_let_go() -> None:
-    agent = ScriptedAgent(["x" * 100_000] * 400)
-    settings = EndpointSection(write_within_s=0.1)
-    async with over_script(agent, settings=settings) as live:
-        _, writer = await asyncio.open_connection("127.0.0.1", live.port, limit=1024)
-        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
-        await until(lambda: agent.prompts)
-        await until(lambda: live.endpoint.active == 0)
-        await until(lambda: live.endpoint.counts.requests[PATH, "gone"] == 1)
-        writer.transport.abort()
 
 
 async def test_a_generation_cancelled_on_the_device_is_no_answer() -> None:

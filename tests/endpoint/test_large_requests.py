@@ -7,19 +7,14 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edgespec import models
-from edgespec.config import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint import app, service
 from edgespec.endpoint.request_json import MAX_VALUES, ApiError, read_object
 from edgespec.endpoint.requests import chat_request, completion_request
 from edgespec.models.chat_template import MAX_MESSAGES
-from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     ScriptedAgent,
@@ -33,35 +28,6 @@ from tests.endpoint.live_endpoint import (
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WITHIN_S = 60
 USER = {"role": "user", "content": "hi"}
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "path", "data"),
-    [
-        (app, "read_object", TEXT, {"prompt": "abc"}),
-        (service, "completion_request", TEXT, {"prompt": "abc"}),
-        (service, "chat_request", CHAT, {"messages": [USER]}),
-    ],
-)
-async def test_others_are_answered_while_a_request_is_read(
-    place: Any, name: str, path: str, data: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads, another_was_answered = asyncio.Event(), threading.Event()
-    loop, read = asyncio.get_running_loop(), getattr(place, name)
-
-    def slowly(*arguments: Any) -> Any:
-        loop.call_soon_threadsafe(reads.set)
-        assert another_was_answered.wait(WITHIN_S)
-        return read(*arguments)
-
-    async with over_script(ScriptedAgent(["a"])) as live:
-        monkeypatch.setattr(place, name, slowly)
-        asked = asyncio.create_task(ask(live, path, data))
-        async with asyncio.timeout(WITHIN_S):
-            await reads.wait()
-            assert (await ask(live, "/version")).status == 200
-            another_was_answered.set()
-            assert (await asked).status in (200, 400)  # the toy has no chat template
 
 
 def message(read: Callable[[], object]) -> str:
@@ -143,36 +109,6 @@ async def test_half_a_surrogate_pair_in_a_name_is_a_mistake_of_the_client() -> N
                 await asyncio.sleep(0)
 
 
-async def test_a_full_queue_is_told_before_the_prompt_is_read() -> None:
-    read: list[str] = []
-    gate = asyncio.Event()
-
-    class Counting(ToyTokenizer):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-            read.append(text)
-            return super().encode(text)
-
-    async def between(place: int) -> None:
-        await gate.wait()
-
-    settings = EndpointSection(max_concurrent=1, max_queue=0)
-    agent = ScriptedAgent(["a"], between=between)
-    async with over_script(agent, Counting(), settings=settings) as live:
-        first = asyncio.create_task(ask(live, TEXT, {"prompt": "abc"}))
-        async with asyncio.timeout(WITHIN_S):
-            while not live.endpoint.active:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        late = await ask(live, TEXT, {"prompt": "def"})
-        assert (late.status, late.error["code"]) == (429, "queue_full")
-        gate.set()
-        assert (await first).status == 200
-    assert read == ["abc"]
-
-
-def _bundled() -> TextTokenizer:
-    return TextTokenizer(Path(models.__file__).parent / "bundled" / "target")
-
-
 class _Pieces(ToyTokenizer):
     """Notes how much it is given at once."""
 
@@ -224,28 +160,3 @@ async def test_large_requests_become_tokens_one_after_the_other() -> None:
         replies = await asyncio.gather(*(ask(live, TEXT, text) for _ in range(8)))
         assert [one.status for one in replies] == [200] * 8
     assert most == 1
-
-
-def test_other_threads_run_while_a_text_is_tokenized() -> None:
-    """The library's own thread releases the interpreter: what a thread counts meanwhile goes on."""
-    tokenizer, text = _bundled(), "a quick brown fox " * 100_000
-    turns, over = 0, threading.Event()
-
-    def work() -> None:
-        tokenizer.encode(text)
-        over.set()
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    while not over.wait(0.001):
-        turns += 1
-    worker.join()
-    assert turns > 20  # held all the while, there would be a few before it and one after it
-
-
-def test_a_text_has_the_tokens_that_the_library_gives_it_alone() -> None:
-    tokenizer = _bundled()
-    for text in ("", " ", "héllo \U0001f600 wörld\n\n  x", "<|endoftext|>a"):
-        for special in (False, True):
-            alone = tokenizer._tokenizer.encode(text, add_special_tokens=special).ids
-            assert tokenizer.encode(text, add_special_tokens=special) == alone

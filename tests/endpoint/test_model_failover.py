@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from openai import APIError, APIStatusError, NotFoundError
+from openai import NotFoundError
 
 from edgespec.core.association.candidates import CLOSED
 from edgespec.core.association.policies import Association
@@ -25,7 +25,6 @@ from tests.endpoint.test_models import (
     POETRY,
     SQL,
     completed,
-    over_adapters,
     text,
     text_of,
 )
@@ -78,48 +77,6 @@ async def behind_a_gate(*targets: Any, **more: Any) -> AsyncIterator[tuple[Live,
         yield live, gate, ports
 
 
-async def test_a_verifier_that_comes_back_with_other_adapters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    both = AdaptedToy({"sql": SQL}), AdaptedToy({"poetry": POETRY})
-    async with behind_a_gate(*both) as (live, gate, ports):
-        assert await text(live, "sql") == IN_SQL
-        gate.kill()
-        gate.port = ports[1]
-        # Known to the endpoint, and gone: the verifier says so.
-        gone = await ask(live, PATH, {**ASKED, "model": "sql"})
-        assert (gone.status, gone.error["code"], gone.error["param"]) == (
-            404,
-            "model_not_found",
-            "model",
-        )
-        assert "this verifier serves 'toy', 'poetry'" in gone.error["message"]
-        # Not known to the endpoint, and there: it asks before it says no.
-        monkeypatch.setattr("edgespec.endpoint.models._NEW_S", 0.0)  # as after a second
-        assert await text(live, "poetry") == text_of(POETRY)
-        listed = (await ask(live, "/v1/models")).json["data"]
-        assert [one["id"] for one in listed] == ["toy", "poetry"]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_adapter_that_vanishes_in_mid_text_ends_it_with_its_reason(stream: bool) -> None:
-    held = Held()
-    both = held.target, AdaptedToy({"poetry": POETRY})
-    async with behind_a_gate(*both) as (live, gate, ports):
-        asked = {**ASKED, "model": "sql", "stream": stream}
-        task = asyncio.create_task(ask(live, PATH, asked))
-        await held.fail_over(live, gate, ports[1])
-        reply = await task
-    if stream:
-        assert reply.status == 200
-        *events, last = [event for event in events_of(reply.body) if isinstance(event, dict)]
-        said = "".join(event["choices"][0]["text"] for event in events)
-        assert IN_SQL.startswith(said)
-        assert last["error"]["code"] == "model_not_found"
-    else:
-        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
-
-
 async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
     """The verifier came back with a newer adapter: what was begun is not mixed with it."""
     held = Held()
@@ -138,16 +95,6 @@ async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
         "the verifier serves 'sql' (sql-on-newer) now, but the text was begun by 'sql' (sql-on-toy)"
     )
     assert why in last["error"]["message"]
-
-
-async def test_a_verifier_that_names_no_adapters_has_its_model() -> None:
-    """As those of earlier versions: they leave the field out."""
-    async with over_adapters(AdaptedToy({})) as live, live.client() as client:
-        assert [one.id async for one in client.models.list()] == ["toy"]
-        assert (await completed(client, "toy")).choices[0].text == OWN
-        with pytest.raises(NotFoundError, match="'sql' does not exist here; this is 'toy'"):
-            await completed(client, "sql")
-        assert "adapters" not in (await ask(live, "/health")).json["verifiers"][0]
 
 
 # --- several verifiers ------------------------------------------------------------------------
@@ -207,42 +154,3 @@ async def test_a_text_goes_on_where_the_same_adapter_is() -> None:
         stats = live.endpoint.agent.stats
         assert stats is not None
         assert stats.verifiers == (addresses[0], addresses[3])
-
-
-async def test_where_the_only_one_with_the_adapter_is_away_the_others_serve_on() -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        plain, _ = await stack.enter_async_context(serving(AdaptedToy({})))
-        address, _ = await stack.enter_async_context(serving(AdaptedToy({"sql": SQL})))
-        port = int(address.rpartition(":")[2])
-        gate = await stack.enter_async_context(Gate(port))
-        live = await stack.enter_async_context(
-            over_verifiers(
-                plain,
-                gate.address,
-                association=Association.LISTED,
-                failover=STEADY,
-                reconnect=HASTY,
-            )
-        )
-        gate.kill()
-        away = await ask(live, PATH, {**ASKED, "model": "sql"})
-        assert (away.status, away.error["code"]) == (503, "verifier_unavailable")
-        assert gate.address in away.error["message"]
-        assert await text(live, "toy") == OWN
-        gate.port = port
-        assert await text(live, "sql") == IN_SQL
-
-
-async def test_a_client_reads_the_error_of_a_stream_as_such() -> None:
-    """What the fake says once its adapter has gone, told by OpenAI's own client."""
-    held = Held()
-    both = held.target, AdaptedToy({})
-    async with behind_a_gate(*both) as (live, gate, ports), live.client() as client:
-        stream = await completed(client, "sql", stream=True)
-        await anext(aiter(stream))
-        await held.fail_over(live, gate, ports[1])
-        with pytest.raises(APIError) as caught:
-            async for _ in stream:
-                pass
-        assert not isinstance(caught.value, APIStatusError)
-        assert caught.value.code == "model_not_found"

@@ -30,15 +30,6 @@ def told(model: ModelInfo, *adapters: ModelInfo) -> VerifierInfo:
     return VerifierInfo(model, Limits(context_length=0), 0, 8, 0, adapters)
 
 
-def test_what_is_asked_of_a_verifier() -> None:
-    found = models(told(BASE, ADAPTER))
-    assert found.choose("").asked == ""
-    assert found.choose("edgespec").asked == ""
-    assert found.choose("base").asked == "base"
-    assert found.choose("sql").asked == "sql"
-    assert models().choose("sql") == Chosen("sql", None)
-
-
 def test_one_model_by_two_names_is_asked_for_by_none() -> None:
     """So that a text can go on where it is called otherwise; not where it is another model."""
     twin = replace(BASE, name="twin")
@@ -61,18 +52,6 @@ def test_an_endpoint_held_to_one_name_answers_by_no_other() -> None:
         with pytest.raises(ApiError, match="'base' does not exist here; this is 'sql'"):
             one.choose("base")
     assert models(only="sql").choose("sql") == Chosen("sql", None)
-
-
-def test_an_adapter_may_be_called_as_the_alias() -> None:
-    """What is listed can be asked for."""
-    found = models(told(BASE, replace(ADAPTER, name="edgespec")))
-    assert found.choose("edgespec").asked == "edgespec"
-    assert found.choose("").asked == ""
-
-
-def test_one_name_for_a_model_and_an_adapter_is_listed_once() -> None:
-    found = models(told(BASE, ADAPTER), told(replace(BASE, name="sql", fingerprint="fp-x")))
-    assert [(one.name, one.parent) for one in found.listed] == [("base", None), ("sql", "base")]
 
 
 def test_what_has_another_vocabulary_cannot_be_asked_for() -> None:

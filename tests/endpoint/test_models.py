@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -112,39 +111,6 @@ async def test_requests_beside_each_other_take_the_models_they_name(engine: str)
         assert len(set(marks.values())) == 3
 
 
-async def test_chats_streams_and_scores_are_the_adapters() -> None:
-    async with over_adapters() as live, live.client() as client:
-        stream = await completed(client, "sql", stream=True, logprobs=2)
-        chunks = [chunk async for chunk in stream]
-        assert {chunk.model for chunk in chunks} == {"sql"}
-        assert "".join(chunk.choices[0].text for chunk in chunks) == IN_SQL
-        scored = await completed(client, "sql", logprobs=2)
-        tokens = [one for chunk in chunks if (one := chunk.choices[0].logprobs) is not None]
-        streamed = [score for one in tokens for score in one.token_logprobs]
-        assert streamed == scored.choices[0].logprobs.token_logprobs
-        plain = await completed(client, "toy", logprobs=2)
-        assert plain.choices[0].logprobs.token_logprobs != streamed
-        chats = [
-            await client.chat.completions.create(
-                model=name, messages=[{"role": "user", "content": "hi"}], max_tokens=30
-            )
-            for name in ("toy", "sql")
-        ]
-    assert [chat.model for chat in chats] == ["toy", "sql"]
-    said = [chat.choices[0].message.content for chat in chats]
-    assert said[0] != said[1]
-
-
-async def test_an_adapter_keeps_a_constraint() -> None:
-    async with over_adapters() as live:
-        asked = {"prompt": PROMPT, "regex": "[a-e]{6,9}", "max_tokens": 20, "model": "sql"}
-        found = [(await ask(live, PATH, {**asked, "model": name})).json for name in ("sql", "toy")]
-    texts = [one["choices"][0]["text"] for one in found]
-    assert all(re.fullmatch("[a-e]{6,9}", one) for one in texts), texts
-    assert texts[0] != texts[1]
-    assert [one["choices"][0]["finish_reason"] for one in found] == ["stop", "stop"]
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_an_unknown_name_is_the_error_that_clients_know(path: str) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else ASKED
@@ -156,20 +122,6 @@ async def test_an_unknown_name_is_the_error_that_clients_know(path: str) -> None
             assert (error["code"], error["param"]) == ("model_not_found", "model")
             assert error["type"] == "not_found_error"
             assert error["message"].endswith("here; there are 'toy', 'sql', 'poetry'")
-
-
-async def test_metrics_tell_models_apart_and_clients_make_no_labels() -> None:
-    async with over_adapters() as live:
-        await text(live, "sql")
-        await ask(live, PATH, {**ASKED, "model": "sequel"})
-        await ask(live, PATH, {**ASKED, "max_tokens": 7})
-        lines = (await ask(live, "/metrics")).body.decode().splitlines()
-    found = {line for line in lines if "{model=" in line}
-    prefix = "edgespec_endpoint_"
-    for name, answers, tokens in (("toy", 1, 7), ("sql", 1, 40), ("poetry", 0, 0)):
-        assert f'{prefix}answers_total{{model="{name}"}} {answers:.1f}' in found
-        assert f'{prefix}completion_tokens_total{{model="{name}"}} {tokens:.1f}' in found
-    assert not [line for line in lines if "sequel" in line]
 
 
 def test_names_in_metrics_are_bounded() -> None:

@@ -3,7 +3,6 @@ specification, and for scores what ``Agent.generate`` says itself."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import pytest_asyncio
 
 from edgespec.api import connect
-from edgespec.config import EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.requests import seed_of
 from edgespec.models.toy import ToyTokenizer
@@ -110,49 +108,6 @@ async def test_several_prompts_and_n(client: Any) -> None:
     assert done.usage.prompt_tokens == len(PROMPT) + 3
 
 
-async def test_a_stop_string_over_several_tokens(client: Any) -> None:
-    whole = said(PROMPT, max_tokens=40)
-    stop = whole[10:14]
-    expected = whole[: whole.index(stop)]
-    asked: Any = {"model": "toy", "prompt": PROMPT, "max_tokens": 40, "stop": ["never", stop]}
-    asked["temperature"] = 0
-    done = await client.completions.create(**asked)
-    assert (done.choices[0].text, done.choices[0].finish_reason) == (expected, "stop")
-    streamed = [chunk async for chunk in await client.completions.create(stream=True, **asked)]
-    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
-    assert streamed[-1].choices[0].finish_reason == "stop"
-
-
-async def test_a_seed_makes_a_text_repeatable(client: Any) -> None:
-    # Two draws of 24 tokens would be the same text once in some ten thousand times.
-    asked: Any = {"model": "toy", "prompt": PROMPT, "temperature": 1.0, "max_tokens": 64}
-    first, second = [await client.completions.create(**asked) for _ in range(2)]
-    assert first.choices[0].text != second.choices[0].text
-    drawn = ours(first)["seed"]
-    again = await client.completions.create(seed=drawn, **asked)
-    assert again.choices[0].text == first.choices[0].text
-    assert first.choices[0].text == said(PROMPT, temperature=1.0, max_tokens=64, seed=drawn)
-
-
-def ours(done: Any) -> dict[str, Any]:
-    """Our extension of ``usage``."""
-    found: dict[str, Any] = done.usage.model_extra["edgespec"]
-    return found
-
-
-async def test_usage_says_how_much_was_drafted(client: Any) -> None:
-    async with asyncio.timeout(60.0):
-        found = {"accepted_tokens": 0}
-        while not found["accepted_tokens"]:  # passes of no time leave drafts little of it
-            done = await client.completions.create(
-                model="toy", prompt=PROMPT, max_tokens=200, extra_body={"ignore_eos": True}
-            )
-            found = ours(done)
-            assert found["drafted_tokens"] >= found["accepted_tokens"]
-            assert 0 < found["verifier_passes"] <= 200
-            assert found["reconnects"] == 0
-
-
 @pytest.mark.parametrize(
     ("given", "extra", "sampling"),
     [
@@ -226,23 +181,6 @@ async def test_logprobs_of_completions(client: Any) -> None:
     assert plain.choices[0].logprobs is None
 
 
-async def test_a_chat_may_fill_the_context(client: Any) -> None:
-    done = await client.chat.completions.create(
-        model="toy", messages=MESSAGES, extra_body={"ignore_eos": True}
-    )
-    assert done.usage is not None
-    assert done.usage.total_tokens == 4096
-    assert done.choices[0].finish_reason == "length"
-
-
-async def test_models(client: Any) -> None:
-    (model,) = [one async for one in client.models.list()]
-    assert model.id == "toy"
-    assert (await client.models.retrieve("edgespec")).id == "toy"
-    with pytest.raises(openai.NotFoundError, match="'other' does not exist here; this is 'toy'"):
-        await client.models.retrieve("other")
-
-
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
@@ -312,22 +250,3 @@ async def test_nobody_there_is_a_503_that_says_when_to_come_back() -> None:
                 await client.completions.create(model="any", prompt="a", stream=stream)
             assert error.value.status_code == 503
             assert error.value.response.headers["retry-after"] == "5"
-
-
-async def test_a_key() -> None:
-    async with over_toy(key="right") as live:
-        async with live.client("wrong") as client:
-            with pytest.raises(openai.AuthenticationError, match="not the right one"):
-                await client.completions.create(model="toy", prompt="a", max_tokens=2)
-        async with live.client("right") as client:
-            done = await client.completions.create(model="toy", prompt="a", max_tokens=2)
-            assert done.usage is not None
-
-
-async def test_more_texts_than_may_run_are_named() -> None:
-    async with (
-        over_toy(settings=EndpointSection(max_concurrent=2)) as live,
-        live.client() as client,
-    ):
-        with pytest.raises(openai.BadRequestError, match="4 texts, but a request may ask for"):
-            await client.completions.create(model="toy", prompt=["a", "b"], n=2)

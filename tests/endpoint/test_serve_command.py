@@ -200,12 +200,6 @@ def test_settings_that_cannot_be(given: tuple[str, str], message: str) -> None:
     assert message in done.stderr.replace("\n", " ")
 
 
-def test_help_teaches() -> None:
-    shown = call("--help").stdout
-    for word in ("http://127.0.0.1:7421/v1", "--key-file", "--allow-origin", "Exit codes"):
-        assert word in shown
-
-
 def test_where_the_key_comes_from(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("from-file\n")

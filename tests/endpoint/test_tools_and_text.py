@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.endpoint.models import VerifierWatch
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, tool_format, tool_reader
@@ -168,18 +167,6 @@ async def test_tool_calls_at_once_and_streamed(tmp_path: Path) -> None:
     assert "weather" not in TextTokenizer(tmp_path).decode(agent.prompts[-1])
 
 
-async def test_a_mark_that_is_a_special_token_is_seen(tmp_path: Path) -> None:
-    template = "[TOOL_CALLS]{{ tools }}{{ messages[0].content }}"
-    tokenizer = chat_tokenizer(tmp_path, template, ["[TOOL_CALLS]"])
-    mark = tokenizer.special_id("[TOOL_CALLS]")
-    assert mark is not None
-    agent = ScriptedAgent(["", MISTRAL.removeprefix("[TOOL_CALLS]")], ids=[mark, 1])
-    async with over_script(agent, tokenizer) as found:
-        (choice,) = (await ask(found, CHAT, request())).json["choices"]
-    assert choice["message"]["content"] is None
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
-
-
 SPOKEN = f"I look.\n{CALL}\n{CALL}!"
 CUT = CALL[: CALL.index("}\n")]
 
@@ -305,13 +292,3 @@ async def test_characters_and_stop_strings_over_tokens(
     assert done["text"] == "".join(parts) == expected
     assert done["finish_reason"] == "stop"
     assert not any(REPLACEMENT in part for part in parts)
-
-
-async def test_the_text_is_what_the_agent_says(tmp_path: Path) -> None:
-    async with saying(TextTokenizer(write_tokenizer(tmp_path)), TEXT, (2,)) as found:
-        params = SamplingParams(max_tokens=200, stop=("Ω",))
-        chunks = [chunk async for chunk in found.endpoint.agent.generate("a", params)]
-        asked = {"prompt": "a", "max_tokens": 200, "stop": "Ω"}
-        done = (await ask(found, "/v1/completions", asked)).json
-    assert done["choices"][0]["text"] == "".join(chunk.text for chunk in chunks)
-    assert done["usage"]["completion_tokens"] == sum(len(chunk.tokens) for chunk in chunks)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from edgespec.config import AgentConfig, DraftSection, LinkSection, PolicySection
+from edgespec.config import AgentConfig, DraftSection, PolicySection
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters, LinkDown
 from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
@@ -88,37 +86,6 @@ async def test_counts_are_those_of_the_generations() -> None:
     assert found.tokens_per_s > 0
 
 
-async def test_a_running_generation_is_listed_and_its_events_follow_one_another() -> None:
-    changes = {"link": LinkSection(rtt_ms=5.0), "policy": PolicySection(run_ahead=RunAhead.NEVER)}
-    async with serving() as (address, _), agent_for(address, **changes) as agent:
-        source = StatusSource(agent, (address,))
-        chunks = agent.generate(SECRET, replace(PARAMS, max_tokens=2000))
-        seen = 0
-        async for chunk in chunks:
-            if (seen := seen + len(chunk.tokens)) >= COUNT:
-                break
-        found = source.snapshot()
-        (one,) = found.generations
-        assert (one.link, one.verifier) == ("streaming", address)
-        assert one.tokens >= seen  # more may have come since the reader took his last chunk
-        assert one.drafting
-        verifier = found.verifier
-        assert verifier is not None
-        assert verifier.state is VerifierState.SERVING
-        assert verifier.rtt_s is not None
-        assert verifier.rtt_s >= 0.005
-        await chunks.aclose()
-        after = source.snapshot(found.last_event)
-        assert source.snapshot(after.last_event).events == ()
-    numbers = [event.number for event in (*found.events, *after.events)]
-    assert numbers == list(range(1, len(numbers) + 1))
-    kinds = {event.kind for event in found.events}
-    assert kinds == set(EventKind)
-    commits = [e.count for e in (*found.events, *after.events) if e.kind is EventKind.COMMIT]
-    assert sum(commits) >= seen
-    assert after.totals.cancelled == 1
-
-
 async def test_no_text_is_in_it() -> None:
     async with serving() as (address, _), agent_for(address) as agent:
         await text_of(agent)
@@ -169,35 +136,6 @@ def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_m
         assert after.at_s - after.took_s == pytest.approx(before.at_s)
 
 
-def test_an_entry_that_was_given_away_stays_as_it_is_and_one_of_several_texts_names_none() -> None:
-    activity = Activity()
-    activity.note(1.0, 1, EventKind.SEND, 1)
-    (first,), _ = activity.events_after(0)
-    activity.note(1.001, 1, EventKind.SEND, 2)
-    activity.note(1.002, 2, EventKind.SEND, 4)
-    activity.note(1.003, 1, EventKind.LINK, 0)
-    activity.note(1.003, 1, EventKind.LINK, 1)
-    (second, *links), _ = activity.events_after(first.number)
-    assert (first.count, second.count, second.events) == (1, 6, 2)
-    assert (first.generation, second.generation) == (1, 0)
-    assert [link.count for link in links] == [0, 1]
-
-
-async def test_how_long_a_verifier_serves_does_not_depend_on_who_looks(gone: str) -> None:
-    """One verifier, and one of two: the first look is after two texts."""
-    async with serving() as (address, _):
-        for addresses in (address, (address, gone)):
-            async with agent_for(addresses) as agent:
-                await text_of(agent)
-                between = agent.activity.clock()
-                await text_of(agent)
-                asked = (address, gone) if isinstance(addresses, tuple) else (address,)
-                found = StatusSource(agent, asked).snapshot()
-                (one,) = (each for each in found.verifiers if each.address == address)
-                assert one.since_s is not None
-                assert found.clock_s - one.since_s < between
-
-
 async def test_a_verifier_that_is_away_is_a_state(gone: str) -> None:
     async with agent_for(gone, reconnect=QUICK) as agent:
         source = StatusSource(agent, (gone,))
@@ -235,17 +173,6 @@ async def test_a_text_that_loses_its_link_speaks_for_itself_alone() -> None:
         await chunks.aclose()
 
 
-async def test_an_idle_verifier_is_asked_and_ready() -> None:
-    async with serving() as (address, _), agent_for(address) as agent:
-        source = StatusSource(agent, (address,))
-        await source.ask()
-        (ready,) = source.snapshot().verifiers
-        assert (ready.state, ready.model, ready.sessions) == (VerifierState.READY, "toy", 0)
-        assert ready.rtt_s is not None
-        assert source.ask_soon() is None, "it was asked just now"
-        await source.close()
-
-
 async def test_of_several_verifiers_each_has_a_state(gone: str) -> None:
     async with serving() as (here, _), agent_for((gone, here)) as agent:
         source = StatusSource(agent, (gone, here))
@@ -255,33 +182,6 @@ async def test_of_several_verifiers_each_has_a_state(gone: str) -> None:
         states = {one.address: one.state for one in source.snapshot().verifiers}
         assert states == {gone: VerifierState.AWAY, here: VerifierState.READY}
         await source.close()
-
-
-async def test_any_thread_may_ask_while_generations_run() -> None:
-    stop, looked, found, failed = threading.Event(), threading.Event(), [0], list[BaseException]()
-
-    def look(source: StatusSource) -> None:
-        try:
-            while not stop.is_set():
-                json.dumps(source.snapshot().as_json())
-                looked.set()
-                found[0] += 1
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            looked.set()
-
-    async with serving() as (address, _), agent_for(address) as agent:
-        thread = threading.Thread(target=look, args=(StatusSource(agent, (address,)),))
-        thread.start()
-        try:
-            await asyncio.to_thread(looked.wait)
-            await asyncio.gather(*(text_of(agent) for _ in range(4)))
-        finally:
-            stop.set()
-            await asyncio.to_thread(thread.join)
-    assert not failed
-    assert found[0] > 0
 
 
 def judged(**changes: object) -> tuple[bool | None, str]:

@@ -22,7 +22,6 @@ from edgespec.wire import certificates
 from edgespec.wire.tls import (
     TlsFileError,
     channel_credentials,
-    handshake_failure,
     load_server_identity,
 )
 from tests.shell.pki import Pki
@@ -201,13 +200,3 @@ def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
 
 
 # --- what a handshake says ---------------------------------------------------------------------
-
-
-def test_other_failures_are_left_as_they_are() -> None:
-    for details in (
-        "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
-        "Socket closed",
-        "CERTIFICATE_VERIFY_FAILED, says a verifier",
-        "",
-    ):
-        assert handshake_failure(details, tls=True, certificate_shown=False) is None

@@ -204,14 +204,6 @@ def _decodes_or_refuses(decode: Callable[[bytes, WireLimits], object], payload: 
         decode(payload, LIMITS)
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=300)
-def test_random_bytes_decode_or_are_refused(payload: bytes) -> None:
-    _decodes_or_refuses(decode_uplink, payload)
-    _decodes_or_refuses(decode_downlink, payload)
-    _decodes_or_refuses(decode_info, payload)
-
-
 @given(
     UPLINK.map(lambda message: encode_uplink(message, LIMITS))
     | DOWNLINK.map(lambda message: encode_downlink(message, LIMITS)),

@@ -10,7 +10,6 @@ import pytest
 from edgespec.core.ports import DeviceStream, LinkError, Transport
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.wire.directory import (
-    FRESH_S,
     KEEP_S,
     MAX_ADDRESSES,
     VerifierDirectory,
@@ -69,25 +68,6 @@ async def test_each_address_of_a_name_is_a_verifier_and_shows_the_names_certific
     }
 
 
-async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() -> None:
-    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2"])
-    directory = resolver.directory("pool:1")
-    first = await directory.find()
-    await directory.find()
-    assert resolver.asked == 1
-    resolver.names["pool"], resolver.now = ["10.0.0.2", "10.0.0.3"], FRESH_S + 0.1
-    assert made(await directory.find()) == made(first)
-    found = await directory.find(fresh=True)
-    assert list(found) == ["pool:1 (10.0.0.2)", "pool:1 (10.0.0.3)"]
-    assert found["pool:1 (10.0.0.2)"] is first["pool:1 (10.0.0.2)"]
-    resolver.now += KEEP_S + 1.0
-    del resolver.names["pool"]  # the resolver fails: what was found before stands
-    assert list(await directory.find()) == list(found)
-    assert resolver.asked == 3
-    await directory.close()
-    assert all(one.closed for one in {**first, **found}.values() if isinstance(one, Made))
-
-
 class Busy(Made):
     """It knows whether it is in use."""
 
@@ -129,11 +109,6 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     assert len(directory._transports) == 2
     await directory.close()
     assert all(one.closed for one in (second, third, again))
-
-
-async def test_a_name_that_nobody_knows_stands_for_itself() -> None:
-    found = await Resolver().directory("nowhere:7420").find()
-    assert made(found) == {"nowhere:7420": ("nowhere:7420", "")}
 
 
 async def test_a_name_with_many_addresses_is_cut() -> None:

@@ -97,12 +97,6 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr == "error: the verifier at gpu-box:7420 says NOT_SERVING\n"
 
 
-async def test_an_unknown_service_is_said_by_name() -> None:
-    async with served() as (server, _):
-        with pytest.raises(LinkError, match=r"no health from .*: NOT_FOUND"):
-            await ask_health(f"127.0.0.1:{server.port}", "no.such.Service", timeout_s=PATIENCE_S)
-
-
 async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     async with served() as (server, _):

@@ -23,9 +23,7 @@ from edgespec.cli.device import greet
 from edgespec.config import (
     AgentConfig,
     ConfigError,
-    LimitsSection,
     PacingSection,
-    VerifierConfig,
 )
 from edgespec.config.common import SetupError
 from edgespec.config.key_file import KeyEntry, KeyFile, save_keys
@@ -198,27 +196,6 @@ async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
         assert not isinstance(await stream.receive(), Fault)
         await mine.close()
         await other.close()
-
-
-async def test_a_refusal_says_when_to_come_back_in_its_metadata() -> None:
-    config = VerifierConfig(
-        model="toy", port=0, limits=LimitsSection(max_sessions=1, peer_share=0.001)
-    )
-    async with serving(config=config) as (address, _):
-        first = connect(address)
-        stream = await first.connect()
-        await stream.send(Open("one", "", "", (1, 2, 3)))
-        await stream.receive()
-        async with grpc.aio.insecure_channel(address) as channel:
-            call: Any = channel.stream_stream("/edgespec.v1.Verifier/Speculate", None, None)()
-            assert await call.read() is not grpc.aio.EOF  # the fault
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call.read()
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            trailing = dict(await call.trailing_metadata())
-            assert trailing["retry-after"] == "1"
-            assert trailing["grpc-retry-pushback-ms"] == "1000"
-        await first.close()
 
 
 # --- where a key may go ------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import time
 import urllib.error
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened, RunAhead
+from edgespec.core.protocol.messages import Commit, Fault, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent, connect
@@ -73,37 +72,6 @@ async def test_the_counts_are_those_of_the_devices() -> None:
     assert seen.models == {"toy"}
 
 
-async def test_guesses_of_the_verifier_are_counted_apart() -> None:
-    async with watched(replace(QUIET, server_drafts=True)) as found:
-        async with build_agent(config(found.address, "none")) as agent:
-            count, counters = await generated(agent, GREEDY)
-        seen = await found.scrape()
-        drafted = found.verifier.engine.server_drafted_tokens
-    assert seen.value("server_drafted_tokens_total") == drafted > 0
-    assert seen.value("generation_tokens_total") == count
-    assert seen.value(NODES) == counters.rows == 0
-
-
-async def test_times_are_counted_once_for_each_stream_token_and_pass() -> None:
-    async with watched(ACKNOWLEDGED) as found:
-        async with build_agent(config(found.address, "none")) as agent:
-            begun_s = time.monotonic()
-            count, counters = await generated(agent, GREEDY)
-            took_s = time.monotonic() - begun_s
-        seen = await found.scrape()
-        engine_passes = found.verifier.engine.passes
-    assert seen.value("time_to_first_token_seconds_count") == 1
-    assert seen.value("inter_token_latency_seconds_count") == count - 1
-    assert seen.value("pass_seconds_count") == seen.value("pass_rows_count") == engine_passes
-    assert seen.value("pass_tokens_sum") == count
-    assert seen.value("pass_rows_sum") == len(IDS) + count - 1
-    assert seen.value("run_ahead_tokens_total") == count
-    assert 1 <= seen.value("rtt_seconds_count") <= count
-    for name in ("time_to_first_token", "inter_token_latency", "pass"):
-        assert 0 < seen.value(f"{name}_seconds_sum") <= took_s, name
-    assert counters.rows == seen.value(NODES) == 0
-
-
 async def test_bytes_and_messages_are_those_of_the_wire() -> None:
     async with watched(ACKNOWLEDGED) as found:
         transport = connect(found.address)
@@ -147,27 +115,6 @@ async def test_who_runs_who_waits_and_what_is_held() -> None:
     assert during.value("generation_tokens_total") == 0
 
 
-async def test_a_full_cache_shows_in_evictions_and_preemptions() -> None:
-    limits = LimitsSection(max_cached_tokens=80)
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    settings = VerifierConfig(model="toy", limits=limits)
-    target = GatedTarget(load_target(settings), 0)
-    async with watched(settings, target) as found:
-        agents = [build_agent(config(found.address, "none")) for _ in range(3)]
-        texts = asyncio.gather(*(collect(agent, params) for agent in agents))
-        await until(lambda: len(found.verifier.engine.sessions) == 3)
-        target.gate.set()  # none ends before the last one begins
-        await texts
-        for agent in agents:
-            await agent.close()
-        seen = await _ended(found)
-        evictions = found.verifier.engine.keeper.evictions
-    assert seen.value("evictions_total") == evictions > 0
-    assert 0 < seen.value("preemptions_total") <= evictions
-    assert seen.value("generation_tokens_total") == 3 * 40
-    assert seen.value("kv_cache_usage_perc") == 0
-
-
 # --- how streams end ------------------------------------------------------------------------
 
 
@@ -175,51 +122,6 @@ async def _ended(found: Watched) -> Scrape:
     """Once the verifier has let go of every stream and session."""
     await until(lambda: not (found.verifier.engine.sessions or found.verifier._streams))
     return await found.scrape()
-
-
-async def test_every_refusal_has_its_reason() -> None:
-    async with watched(VerifierConfig(model="toy", limits=LimitsSection(max_sessions=1))) as found:
-        for name, vocabulary in (("no such model", ""), ("", "other"), ("toi", "")):
-            transport = connect(found.address)
-            stream = await transport.connect()
-            await stream.send(Open("s", name, vocabulary, IDS))
-            assert isinstance(await stream.receive(), Fault)
-            await transport.close()
-        transport = connect(found.address)
-        first, second = await transport.connect(), await transport.connect()
-        await first.send(Open("a", "", "", IDS, sampling=SamplingParams(max_tokens=1000)))
-        assert isinstance(await first.receive(), Opened)
-        await second.send(Open("b", "", "", IDS))
-        fault = await second.receive()
-        assert isinstance(fault, Fault)
-        assert fault.code is FaultCode.OVERLOADED
-        await first.send(Cancel())
-        seen = await _ended(found)
-        await transport.close()
-    assert seen.labels("requests_rejected_total") == {
-        "unknown_model": 2,
-        "vocabulary_mismatch": 1,
-        "overloaded": 1,
-    }
-    assert seen.labels("requests_finished_total") == {"cancelled": 1}
-
-
-async def test_a_broken_link_a_stop_and_a_resync_have_their_reasons() -> None:
-    limits = LimitsSection(lease_s=0.0)
-    async with watched(VerifierConfig(model="toy", limits=limits)) as found:
-        transport = connect(found.address)
-        stream = await transport.connect()
-        await stream.send(Open("a", "", "", IDS, sampling=SamplingParams(max_tokens=4000)))
-        assert isinstance(await stream.receive(), Opened)
-        await stream.close()
-        await transport.close()
-        async with build_agent(config(found.address)) as agent:
-            stopping = SamplingParams(max_tokens=4000, stop=(" ",), ignore_eos=True)
-            await collect(agent, stopping)
-        seen = await _ended(found)
-    finished = seen.labels("requests_finished_total")
-    assert finished["lost"] + finished["cancelled"] == 2
-    assert finished["lost"] >= 1
 
 
 async def test_a_resumed_stream_is_not_counted_again() -> None:
@@ -305,12 +207,6 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         text = f"cannot serve metrics on 127.0.0.1:{port}: .*choose another with --metrics-port"
         with pytest.raises(SetupError, match=text):
             Watching(VerifierConfig(metrics_port=port))
-
-
-async def test_without_a_port_nothing_is_counted() -> None:
-    found = Watching(TOY)
-    assert found.watch is None
-    assert found.metrics_port is None
 
 
 async def test_a_verifier_that_stops_has_finished_its_streams() -> None:

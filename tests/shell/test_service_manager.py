@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
@@ -80,12 +79,6 @@ async def test_a_watched_service_shows_that_it_lives(tmp_path: Path) -> None:
 )
 async def test_a_service_that_nobody_watches_is_silent(environment: dict[str, str]) -> None:
     await ServiceManager(environment).keep_alive()
-
-
-def test_without_a_manager_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        ServiceManager({}).ready("ready")
-    assert not caplog.records
 
 
 def test_a_manager_that_is_gone_is_logged_once(

@@ -17,9 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from edgespec.cli.main import app
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
@@ -142,54 +140,6 @@ async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> Non
         assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
 
 
-async def test_what_the_drain_cannot_wait_for_resumes_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with daemon(*VERY_SLOW, "--set", "drain_s=0.2") as (address, process):
-        device = agent(address, "", monkeypatch)
-        chunks = device.generate(PROMPT, LONG)
-        first = await anext(chunks)
-        process.send_signal(signal.SIGTERM)
-        await said(process, "1 of them are told to resume elsewhere")
-        assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
-    with daemon("--port", address.rpartition(":")[2]):
-        async with device:
-            assert [*first.tokens, *await tokens_of(chunks)] == EXPECTED
-
-
-async def test_a_key_can_be_revoked_during_a_drain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "keys.yaml"
-    keys = keys_in(path, "good", "bad")
-    with daemon("--pass-ms", "40", "--keys", str(path)) as (address, process):
-        good, bad = (agent(address, keys[name], monkeypatch) for name in ("good", "bad"))
-        async with good, bad:
-            ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, ENDLESS)
-            first = await anext(ours)
-            await anext(theirs)
-            process.send_signal(signal.SIGTERM)
-            await said(process, "may go on for 30 s")
-            save_keys(path, KeyFile({"good": load_keys(path).keys["good"]}))
-            process.send_signal(signal.SIGHUP)
-            with pytest.raises(GenerationError, match="was revoked"):
-                await tokens_of(theirs)
-            assert [*first.tokens, *await tokens_of(ours)] == EXPECTED
-        assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
-
-
-async def test_a_second_request_ends_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    with daemon(*VERY_SLOW) as (address, process):
-        async with agent(address, "", monkeypatch) as device:
-            chunks = device.generate(PROMPT, LONG)
-            await anext(chunks)
-            process.send_signal(signal.SIGINT)
-            await said(process, "may go on for 30 s")
-            process.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(process.wait, WITHIN_S) == 130
-            await chunks.aclose()
-
-
 @contextlib.contextmanager
 def on_a_terminal(*options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """The daemon as the leader of a terminal's session; the terminal's other end."""
@@ -260,27 +210,3 @@ def test_insecure_is_a_word_that_opens_any_address() -> None:
         assert "ready on 0.0.0.0:" in one.stdout.readline()
         one.send_signal(signal.SIGTERM)
         assert one.wait(WITHIN_S) == 0
-
-
-def test_commands_take_ca_certificate_and_key_from_files(tmp_path: Path) -> None:
-    pki, path = Pki(tmp_path), tmp_path / "keys.yaml"
-    (tmp_path / "one.key").write_text(keys_in(path, "one")["one"])
-    options = ("--tls-cert", pki.path("server.pem"), "--tls-key", pki.path("server.key"))
-    guards = ("--set", f"tls.client_ca={pki.path('ca.pem')}", "--keys", str(path))
-    shown = (
-        *("--set", f"tls.client_cert={pki.path('device.pem')}"),
-        *("--set", f"tls.client_key={pki.path('device.key')}"),
-    )
-    mine = ("--ca", pki.path("ca.pem"), *shown, "--set", f"api_key_file={tmp_path / 'one.key'}")
-    with daemon(*options, *guards) as (address, _):
-        text = call("generate", PROMPT, "--verifier", address, "--draft", "toy", "-n", "20", *mine)
-        ids = toy_text(ToyTokenizer().encode(PROMPT), SamplingParams(max_tokens=20))
-        assert text.stdout == ToyTokenizer().decode(ids) + "\n"
-        plain = call("generate", PROMPT, "--verifier", address, "--draft", "toy")
-        assert plain.exit_code == 1
-        assert "it may want TLS: --ca FILE, or --set tls.enabled=true" in plain.stderr
-        assert "start one" not in plain.stderr
-
-
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import re
-import shutil
 import threading
 import urllib.request
 from dataclasses import replace
@@ -21,7 +20,6 @@ from edgespec.core.protocol.messages import Draft
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.device.status import StatusSource
-from edgespec.endpoint import app
 from edgespec.endpoint.app import rendered_page
 from edgespec.verifier.build import load_target
 from tests.report.test_report_pages import BROWSER, DARK
@@ -121,56 +119,6 @@ async def test_the_page_runs_its_own_script_only() -> None:
     assert headers["content-security-policy"] == policy
     assert headers["x-content-type-options"] == "nosniff"
     assert body == text
-
-
-# A page without a browser: every element takes what is put there; then two polls are shown, of
-# which the second has lost seven entries, and a third one later than the picture is long.
-_IN_NODE = """
-const at = {};
-const any = new Proxy(function () {}, { get: (_, name) =>
-  name === Symbol.toPrimitive ? () => 0 : any, apply: () => any, set: () => true });
-const element = () => ({ classList: any, style: {}, getContext: () => pen, dataset: {},
-  setAttribute() {}, replaceChildren() {}, append() {}, addEventListener() {},
-  clientWidth: 900, clientHeight: 200 });
-const filled = [], pen = new Proxy({}, { get: (_, name) => name === "fillRect" ?
-  (...box) => filled.push(box) : () => {}, set: () => true });
-globalThis.document = { getElementById: id => at[id] ||= element(), hidden: true,
-  createElement: element, querySelector: element, documentElement: element() };
-globalThis.getComputedStyle = () => ({ getPropertyValue: () => "red" });
-globalThis.devicePixelRatio = 1;
-globalThis.addEventListener = () => {};
-globalThis.matchMedia = element;
-globalThis.setTimeout = () => {};
-SCRIPT
-const polled = (clock_s, last_event, lost_events, ...times) => {
-  filled.length = 0;
-  show({ ...JSON.parse(process.argv[1]), clock_s, last_event, lost_events, events: times.map(
-    at_s => ({ kind: "commit", at_s, took_s: 0, count: 3, accepted: 1, events: 3 })) });
-  return [at.lost.textContent, filled.filter(box => box[3] === 180).length,
-    at.acceptance.textContent];
-};
-console.log(JSON.stringify([polled(100, 2, 0, 98.5, 99.5), polled(103, 10, 7, 102),
-  polled(113, 11, 0, 112.5)]));
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node to run the page's script")
-async def test_the_page_shades_what_it_does_not_know() -> None:
-    script = (Path(app.__file__).parent / "status" / "page.js").read_text()
-    async with serving() as (address, _):
-        async with build_agent(AgentConfig(verifier=address, draft=DraftSection("toy"))) as agent:
-            shown = StatusSource(agent, (address,)).snapshot().as_json()
-    node = await asyncio.create_subprocess_exec(
-        *("node", "-e", _IN_NODE.replace("SCRIPT", script), json.dumps(shown)),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(WITHIN_S):
-        out, _ = await node.communicate()
-    assert json.loads(out) == [
-        ["", 0, "–"],
-        ["7 entries are lost: the shaded time is not known.", 1, "–"],
-        ["", 0, "–"],
-    ]
 
 
 @browser

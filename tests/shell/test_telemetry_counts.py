@@ -84,12 +84,6 @@ def test_a_round_trip_is_that_of_the_commit_acknowledged() -> None:
     assert (sum(scene.meter.rtt_s.counts), scene.meter.rtt_s.total) == (1, 15.0 - 12.0)
 
 
-def test_a_stream_that_resumes_has_no_first_token() -> None:
-    scene = Scene(committed=(9,))
-    scene.commit(11.0, Commit(4, (5,)))
-    assert sum(scene.meter.ttft_s.counts) == 0
-
-
 def test_streams_end_once_for_one_reason() -> None:
     cancelled, lost, faulted = Scene(), Scene(), Scene()
     cancelled.meter.observe(ee.StreamMessage(7, Draft(1, (0,), (4,))), (), 10.5)

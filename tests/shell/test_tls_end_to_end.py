@@ -39,14 +39,6 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return Pki(tmp_path_factory.mktemp("pki"))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_the_text_is_the_same_over_tls(pki: Pki, host: str) -> None:
-    async with serving(config=verifier_config(pki.server())) as (address, _):
-        port = address.rpartition(":")[2]
-        async with build_agent(device_config(f"{host}:{port}", pki.device())) as agent:
-            assert await collect(agent) == EXPECTED
-
-
 async def test_the_text_is_the_same_over_mutual_tls(pki: Pki) -> None:
     async with serving(config=verifier_config(pki.server(mutual=True))) as (address, _):
         async with build_agent(device_config(address, pki.device(shown=True))) as agent:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.wire.callers import TOKENIZER_LIMITS, CallLine, Authenticator, TokenizerAnswers
+from edgespec.wire.callers import TOKENIZER_LIMITS, Authenticator, CallLine, TokenizerAnswers
 from edgespec.wire.tokenizer_lending import PackedFile, TextFileError, decode_list, encode_request
 
 FILE = PackedFile.of("tokenizer.json", b"{}")

@@ -10,7 +10,6 @@ import pytest
 
 from edgespec.core.protocol.messages import Commit, Open
 from edgespec.telemetry.trace import TraceFile
-from tests.shell.scripted_verifier import TEXT, agent, generate, loopback, streaming
 
 FULL = Path("/dev/full")
 
@@ -43,17 +42,6 @@ def test_a_disk_that_is_full_at_the_end_is_told_too(
         trace.close()
         trace.record(2.0, "device", "s", "event", Commit(2, (1,)))
     assert len(caplog.records) == 1
-
-
-async def test_a_generation_does_not_notice_a_full_disk(
-    full: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens = TEXT.encode("a long text " * 40)
-    with TraceFile(full) as trace:
-        async with agent(loopback(streaming(tokens)), tracer=trace) as one:
-            chunks = [chunk async for chunk in generate(one, len(tokens))]
-    assert [token for chunk in chunks for token in chunk.tokens] == tokens
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_a_secret_is_not_traced(tmp_path: Path) -> None:

@@ -49,20 +49,6 @@ async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:
         await transport.connect()
 
 
-async def test_another_service_on_the_port_is_not_worth_a_retry() -> None:
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    transport = GrpcTransport(f"127.0.0.1:{port}")
-    with pytest.raises(LinkError, match="UNIMPLEMENTED") as caught:
-        await transport.info()
-    assert not caught.value.retryable
-    with pytest.raises(LinkError, match="UNIMPLEMENTED"):
-        await (await transport.connect()).receive()
-    await transport.close()
-    await server.stop(None)
-
-
 async def test_health_is_reported_and_ends_before_the_service() -> None:
     async with served() as (server, transport):
         channel = grpc.aio.insecure_channel(transport.address)
@@ -84,17 +70,6 @@ async def test_health_is_reported_and_ends_before_the_service() -> None:
         watch.cancel()
         await channel.close(None)
         await asyncio.wait_for(stopping, PATIENCE_S)
-
-
-async def test_a_stop_without_grace_tells_the_devices_why() -> None:
-    async with served() as (server, transport):
-        stream = await opened(transport)
-        stopping = asyncio.ensure_future(server.stop())
-        assert await stream.receive() == STOPPING
-        with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
-            await stream.receive()
-        assert caught.value.retryable
-        await stopping
 
 
 async def test_reflection_lists_the_service() -> None:

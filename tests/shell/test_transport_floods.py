@@ -36,7 +36,6 @@ from tests.shell.echo_verifier import (
     INFO,
     OPEN,
     PATIENCE_S,
-    STOPPING,
     echo,
     opened,
     served,
@@ -48,8 +47,6 @@ SLOW = UplinkLimits(message_rate=1e-3, message_burst=4.0)
 CALLS = CallLimits(
     peer_rate=50.0, peer_burst=1.0, total_rate=100.0, total_burst=50.0, max_wait_s=5.0
 )
-NEVER = replace(CALLS, peer_rate=1e-4, max_wait_s=1e6)
-"""In this test's time only the first call of a peer gets out of the line."""
 
 
 @asynccontextmanager
@@ -115,24 +112,6 @@ async def test_what_waits_for_the_budget_arrives_whole_and_in_order() -> None:
             await stream.send(Draft(1 + token, (0,), (token,), 3, 9))
         received = [await stream.receive() for _ in range(50)]
         assert received == [Commit(3 + n, (n,), 1) for n in range(50)]
-
-
-async def test_commits_earn_a_stream_its_messages() -> None:
-    """A device that waits for each commit is never slowed, whatever the base rate."""
-    earning = replace(SLOW, earned_message_rate=1e9, earned_node_rate=1e9)
-    async with served(uplink=earning) as (_, transport):
-        stream = await opened(transport)
-        for _ in range(100):
-            assert await asyncio.wait_for(works(stream), PATIENCE_S)
-
-
-async def test_a_stream_that_waits_for_its_budget_hears_of_its_end() -> None:
-    async with served(echo, uplink=SLOW) as (server, transport):
-        stream = await opened(transport)
-        for position in range(20):
-            await stream.send(Draft(1 + position, (), ()))
-        await asyncio.wait_for(server.stop(), PATIENCE_S)
-        assert "UNAVAILABLE" in str(await asyncio.wait_for(_end(stream), PATIENCE_S))
 
 
 # --- slots ----------------------------------------------------------------------------------
@@ -239,12 +218,6 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
 # --- opens and questions --------------------------------------------------------------------
 
 
-async def test_streams_over_the_rate_wait_for_their_turn() -> None:
-    async with served(opens=CALLS) as (_, transport):
-        streams = await asyncio.gather(*(opened(transport) for _ in range(10)))
-        assert all([await works(stream) for stream in streams])
-
-
 async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() -> None:
     rate = 1e-3
     calls = replace(CALLS, peer_rate=rate)
@@ -263,30 +236,6 @@ async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() 
         # A turn takes 1000 s, less the time since the first one.
         assert 1 / rate - PATIENCE_S < float(told[1]) <= 1 / rate
         assert await works(first)
-
-
-async def test_a_stream_in_the_line_hears_that_the_verifier_stops() -> None:
-    async with served(opens=NEVER) as (server, transport):
-        await opened(transport)
-        waiting = await transport.connect()
-        await waiting.send(OPEN)
-        await transport.info()  # answered after the stream before it has come to the line
-        stopping = asyncio.ensure_future(server.stop())
-        fault = await asyncio.wait_for(waiting.receive(), PATIENCE_S)
-        assert fault == STOPPING
-        await stopping
-
-
-async def test_a_device_that_leaves_the_line_takes_no_slot() -> None:
-    calls = replace(CALLS, peer_rate=2.0)
-    async with served(opens=calls, max_streams=1) as (_, transport):
-        first = await opened(transport)
-        async with raw_call(transport) as call:
-            await call.wait_for_connection()
-            call.cancel()
-        await first.send(Cancel())
-        assert isinstance(await first.receive(), Commit)
-        assert await asyncio.wait_for(works(await opened(transport)), PATIENCE_S)
 
 
 async def test_info_is_encoded_when_it_changes_and_refused_beyond_the_line(
@@ -341,23 +290,6 @@ async def test_health_and_reflection_are_asked_in_the_same_line() -> None:
 
 
 # --- ends -----------------------------------------------------------------------------------
-
-
-async def test_a_half_closed_stream_gets_the_status_of_its_fault() -> None:
-    """The fault is still on its way when the device says that it sends no more."""
-    fault = Fault(FaultCode.UNKNOWN_MODEL, "no such model")
-
-    async def refuse(stream: VerifierStream) -> None:
-        await stream.receive()
-        with pytest.raises(LinkError, match="sends no more"):
-            await stream.receive()
-        await stream.send(fault)
-
-    async with served(refuse) as (_, transport), raw_call(transport) as call:
-        await call.write(encode_uplink(OPEN))
-        await call.done_writing()
-        assert b"no such model" in await call.read()
-        assert await call.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_an_open_beyond_the_context_is_refused_in_words_about_tokens() -> None:

@@ -16,8 +16,6 @@ from edgespec.core.protocol.messages import (
     Draft,
     Fault,
     FaultCode,
-    FinishReason,
-    Limits,
     Open,
     Opened,
     Received,
@@ -26,23 +24,9 @@ from edgespec.wire.codec import encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.shaped import TrafficMeter
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
-from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, echo, opened, served, works
+from tests.shell.echo_verifier import OPEN, PATIENCE_S, echo, opened, served, works
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
-
-
-async def test_a_generation_passes_and_ends() -> None:
-    async with served() as (_, transport):
-        stream = await opened(transport)
-        await stream.send(Draft(1, (0, 1), (7, 8), 3, 9))
-        assert await stream.receive() == Commit(3, (7, 8), 2)
-        await stream.send(Cancel())
-        assert await stream.receive() == Commit(5, (), finish=FinishReason.CANCELLED)
-        with pytest.raises(LinkError, match=r"127.0.0.1:\d+ ended the stream"):
-            await stream.receive()
-        with pytest.raises(LinkError, match="ended the stream"):
-            await stream.send(Cancel())
-        await stream.close()
 
 
 async def test_a_transport_knows_whether_it_is_in_use() -> None:
@@ -64,11 +48,6 @@ async def test_a_transport_knows_whether_it_is_in_use() -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not is_idle(transport):  # noqa: ASYNC110 # of things that have no event
                 await asyncio.sleep(0)
-
-
-async def test_info_names_the_model() -> None:
-    async with served() as (_, transport):
-        assert await transport.info() == INFO
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -288,25 +267,6 @@ async def test_a_fault_reaches_a_device_that_is_sending() -> None:
                 await stream.receive()
             assert not caught.value.retryable
             await stream.close()
-
-
-async def test_the_verifier_learns_that_a_device_left() -> None:
-    ended: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
-
-    async def watch(stream: VerifierStream) -> None:
-        await stream.receive()
-        await stream.send(Opened(Limits(), "toy", 3))
-        try:
-            await stream.receive()
-        except LinkError as error:
-            ended.set_result(error)
-
-    async with served(watch) as (_, transport):
-        stream = await opened(transport)
-        await stream.close()
-        error = await asyncio.wait_for(ended, PATIENCE_S)
-        assert "device at ipv4:127.0.0.1" in str(error)
-        assert error.retryable
 
 
 async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wait(
