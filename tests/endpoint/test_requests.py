@@ -27,17 +27,22 @@ from edgespec.endpoint.requests import (
 )
 from edgespec.endpoint.service import Answer, Endpoint
 from edgespec.models.toy import ToyTokenizer
-from tests.endpoint.live_endpoint import ScriptedAgent
+from tests.endpoint.live_endpoint import ScriptedAgent, ask, over_script
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+
 WORDS = st.sampled_from(["user", "system", "tool", "auto", "function", "text", "a", "", "\ud800"])
+
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5)
+
 KEYS = st.sampled_from(
     "role content type text function name arguments parameters tool_calls id strict 5 -1 x".split()
 )
+
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4)
 )
+
 OTHERS = [
     *sorted(IGNORED | set(NEUTRAL)),
     *("guided_json", "guided_choice", "guided_regex", "structured_outputs", "reasoning_effort"),
@@ -96,6 +101,7 @@ def test_what_asks_for_nothing_passes_and_what_asks_is_named(name: str) -> None:
 
 
 SCHEMA: dict[str, Any] = {"type": "object"}
+
 AS_JSON = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}')
 
 
@@ -163,3 +169,46 @@ def test_defaults_are_the_devices() -> None:
     other = completion_request({"prompt": "a", "temperature": 0, "seed": -1}, own, 8)
     assert (other.sampling.temperature, other.sampling.seed) == (0.0, (1 << 64) - 1)
     assert asked.max_tokens is None
+
+
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def user(text: object) -> dict[str, object]:
+    return {"role": "user", "content": text}
+
+
+async def handed(path: str, *asked: dict[str, Any]) -> list[str]:
+    agent = ScriptedAgent(["a"])
+    async with over_script(agent) as live:
+        for one in asked:
+            assert (await ask(live, path, one)).status == 200
+    return agent.conversations
+
+
+async def test_the_turns_of_a_chat_are_one_conversation() -> None:
+    answer = {"role": "assistant", "content": "a"}
+    first, later, other_system, other = await handed(
+        CHAT_PATH,
+        {"messages": [SYSTEM, user("Hi")]},
+        {"messages": [SYSTEM, user([{"type": "text", "text": "Hi"}]), answer, user("And?")]},
+        {"messages": [user("Hi")]},
+        {"messages": [SYSTEM, user("Ho")]},
+    )
+    assert first == later
+    assert len({first, other_system, other}) == 3
+    assert len(first) == 16
+
+
+async def test_a_key_names_it_and_texts_of_one_request_share_it() -> None:
+    named = await handed(
+        CHAT_PATH,
+        {"messages": [user("Hi")], "prompt_cache_key": "mine", "n": 2},
+        {"messages": [user("Ho")], "prompt_cache_key": "mine"},
+        {"messages": [user("Ho")], "prompt_cache_key": "yours"},
+    )
+    assert named[0] == named[1] == named[2] != named[3]
+    assert await handed(COMPLETION_PATH, {"prompt": "abc", "prompt_cache_key": "mine"}) == named[:1]
+    assert "mine" not in named[0]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import (
+    MAX_COMMIT_TOKENS,
     Cancel,
     Commit,
     Downlink,
@@ -43,7 +44,7 @@ from edgespec.wire.codec import (
     payload_bytes,
 )
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+from edgespec.wire.wire_limits import ContextExceeded, ProtocolViolation, WireLimits
 
 LIMITS = WireLimits(
     max_prompt_tokens=64,
@@ -53,10 +54,15 @@ LIMITS = WireLimits(
     max_commit_tokens=16,
     vocabulary_size=32000,
 )
+
 UINT32 = st.integers(0, 2**32 - 1)
+
 TOKEN = st.integers(0, 31999)
+
 NAME = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
+
 SHARE = st.floats(0.0, 1.0, exclude_min=True)
+
 PENALTY = st.floats(-100.0, 100.0)
 
 
@@ -91,6 +97,7 @@ def commits(draw: st.DrawFn) -> Commit:
 
 # A full context travels as a full output.
 FINISHES = [reason for reason in FinishReason if reason is not FinishReason.CONTEXT]
+
 SAMPLING = st.builds(
     SamplingParams,
     temperature=st.floats(0.0, 100.0),
@@ -106,6 +113,7 @@ SAMPLING = st.builds(
     max_tokens=st.integers(1, 1 << 20),
     ignore_eos=st.booleans(),
 )
+
 OPEN = st.builds(
     Open,
     session_id=NAME.filter(bool),
@@ -118,14 +126,18 @@ OPEN = st.builds(
     drafting=st.booleans(),
     session_secret=st.binary(max_size=64),
 )
+
 UPLINK: st.SearchStrategy[Uplink] = st.one_of(
     drafts(),
     st.builds(Received, position=UINT32, echo=st.integers(0, 2**64 - 1)),
     st.just(Cancel()),
     OPEN,
 )
+
 SECONDS = st.floats(0.0, 1e9)
+
 BOUNDS = st.builds(Limits, UINT32, UINT32, UINT32, UINT32, SECONDS)
+
 MODEL = st.builds(
     ModelInfo,
     NAME,
@@ -194,9 +206,6 @@ def test_stop_strings_stay_on_the_device() -> None:
     decoded = decode_uplink(encode_uplink(message))
     assert isinstance(decoded, Open)
     assert decoded.sampling == SamplingParams()
-
-
-# --- hostile bytes --------------------------------------------------------------------------
 
 
 def _decodes_or_refuses(decode: Callable[[bytes, WireLimits], object], payload: bytes) -> None:
@@ -353,12 +362,13 @@ def test_limits_have_to_be_positive() -> None:
         WireLimits(max_draft_nodes=0)
 
 
-# --- what a token costs ---------------------------------------------------------------------
-
 # A vocabulary of 150 000, a generation deep into its text, a pass of some 30 ms.
 CHAIN = Draft(first_node_id=5000, parents=(4999, 5000), tokens=(149_000, 148_000))
+
 RUN_AHEAD = Commit(4000, (149_000,), verify_us=31_000)
+
 CORRECTION = Commit(4000, (149_000,), stale=1, queue_us=17_000, verify_us=31_000, rows=2)
+
 ECHOED = Commit(4000, (149_000,), verify_us=31_000, echo=100, held_us=17_000)
 
 
@@ -386,3 +396,65 @@ def test_a_chain_sends_no_parents() -> None:
         payload_bytes(CHAIN) == payload_bytes(dataclasses.replace(CHAIN, parents=(4999, 4999))) - 4
     )
     assert payload_bytes(CHAIN) == 13
+
+
+def open_bytes(**fields: Any) -> bytes:
+    defaults: dict[str, Any] = {"version": 1, "session_id": "s", "prompt": [1]}
+    return pb.DeviceMessage(open=pb.Open(**{**defaults, **fields})).SerializeToString()
+
+
+def test_a_commit_may_hold_as_many_tokens_as_one_resume_is_sent_in() -> None:
+    full = Commit(7, tuple(range(MAX_COMMIT_TOKENS)))
+    assert decode_downlink(encode_downlink(full)) == full
+    with pytest.raises(ProtocolViolation, match="has 4097 entries, but must have 0 to 4096"):
+        encode_downlink(Commit(7, (1,) * (MAX_COMMIT_TOKENS + 1)))
+
+
+def test_a_commit_may_be_empty_to_say_that_the_verifier_is_at_work() -> None:
+    for commit in (Commit(7, ()), Commit(7, (), stale=3, echo=9, held_us=5)):
+        assert decode_downlink(encode_downlink(commit)) == commit
+
+
+@pytest.mark.parametrize("prompt_length", [1025, 60_000])
+def test_an_open_beyond_the_context_is_refused_by_its_count(
+    prompt_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = WireLimits.for_context(1024)
+    monkeypatch.setattr("edgespec.wire.codec.check_tokens", _never)
+    with pytest.raises(ContextExceeded, match=f"{prompt_length} tokens .* context is 1024"):
+        decode_uplink(open_bytes(prompt=[7] * prompt_length), limits)
+    with pytest.raises(ContextExceeded, match="1025 tokens"):
+        decode_uplink(open_bytes(prompt=[7] * 1024, committed=[7]), limits)
+
+
+def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    payload = open_bytes(prompt=[7] * 300_000)
+    monkeypatch.setattr("edgespec.wire.codec.pb", None)  # nothing can be parsed
+    with pytest.raises(ProtocolViolation, match=r"is 300013, but must be in \[0, 262144\]"):
+        decode_uplink(payload, WireLimits.for_context(1024))
+
+
+def test_the_longest_open_of_a_context_fits() -> None:
+    longest = Open(
+        "s" * 128,
+        "m" * 256,
+        "v" * 256,
+        (150_000,) * 131_071,
+        (150_000,),
+        SamplingParams(logit_bias=dict.fromkeys(range(1024), 0.5)),
+        session_secret=b"x" * 64,
+    )
+    limits = WireLimits.for_context(131_072)
+    assert decode_uplink(encode_uplink(longest, limits), limits) == longest
+
+
+def _never(*_: object) -> tuple[int, ...]:
+    raise AssertionError("tokens were decoded")
+
+
+def test_a_secret_is_in_no_repr() -> None:
+    message = Open("s", "", "", (1,), session_secret=b"hush")
+    assert "hush" not in repr(message)
+    assert message != dataclasses.replace(message, session_secret=b"")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import re
 import socket
+import threading
+import time
 import urllib.error
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +20,18 @@ from edgespec.config import LimitsSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.protocol.messages import Commit, Fault, Open, Opened, RunAhead
+from edgespec.core.protocol.messages import Commit, Fault, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent, connect
+from edgespec.telemetry import metrics_server
 from edgespec.telemetry.metric_table import Kind
-from edgespec.telemetry.metrics_server import METRICS, PREFIX
+from edgespec.telemetry.metrics_server import METRICS, PREFIX, MetricsServer
+from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.build import load_target
+from tests.core.fixed_text import MODEL
 from tests.shell.live_verifier import GatedTarget
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
@@ -30,12 +39,18 @@ from tests.shell.watched_verifier import QUIET, Scrape, Watched, fetch, watched
 from tests.sources import ROOT
 
 TOY = QUIET
+
 # It waits for an acknowledgement now and then, so it has heard some when a text is complete.
 ACKNOWLEDGED = replace(QUIET, limits=LimitsSection(max_unreceived=8))
+
 IDS = tuple(PROMPT_IDS)
+
 DRAFTS = "spec_decode_num_drafts_total"
+
 NODES = "spec_decode_num_draft_tokens_total"
+
 ACCEPTED = "spec_decode_num_accepted_tokens_total"
+
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 
 
@@ -115,9 +130,6 @@ async def test_who_runs_who_waits_and_what_is_held() -> None:
     assert during.value("generation_tokens_total") == 0
 
 
-# --- how streams end ------------------------------------------------------------------------
-
-
 async def _ended(found: Watched) -> Scrape:
     """Once the verifier has let go of every stream and session."""
     await until(lambda: not (found.verifier.engine.sessions or found.verifier._streams))
@@ -150,9 +162,6 @@ async def test_a_resumed_stream_is_not_counted_again() -> None:
     finished = seen.labels("requests_finished_total")
     assert sum(finished.values()) == 3
     assert finished["length"] >= 2
-
-
-# --- labels, names and the server -----------------------------------------------------------
 
 
 async def test_nothing_that_devices_send_makes_a_new_series() -> None:
@@ -223,3 +232,73 @@ async def test_a_verifier_that_stops_has_finished_its_streams() -> None:
         await until(lambda: not found.verifier._streams)
         seen = await found.scrape()
     assert seen.labels("requests_finished_total") == {"shutting_down": 1}
+
+
+WITHIN_S = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    engine = VerifyEngine(MODEL, Limits(), EngineLimits())
+    found = MetricsServer("127.0.0.1", 0)
+    found.start(Watch(), engine, "m", "1")
+    yield found
+    found.close()
+
+
+def answers(port: int) -> bool:
+    """Whether the process says that it is there."""
+    caller = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN_S)
+    try:
+        caller.request("GET", "/healthz")
+        return caller.getresponse().read() == b"ok\n"
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        caller.close()
+
+
+def until_it_answers(port: int) -> None:
+    end = time.monotonic() + WITHIN_S
+    while not answers(port):
+        assert time.monotonic() < end
+
+
+def test_callers_for_whom_there_is_no_thread_take_no_place(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(2 * metrics_server._MAX_CALLERS):
+            assert not answers(server.port)
+    until_it_answers(server.port)
+
+
+def test_callers_that_ask_a_byte_at_a_time_are_hung_up_on(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "_DONE_WITHIN_S", 0.5)
+    over = threading.Event()
+    with contextlib.ExitStack() as stack:
+        places = range(metrics_server._MAX_CALLERS)
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in places
+        ]
+
+        def drip() -> None:
+            while not over.wait(0.02):
+                for one in slow:
+                    with contextlib.suppress(OSError):
+                        one.send(b"G")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            until_it_answers(server.port)
+        finally:
+            over.set()
+            dripping.join()

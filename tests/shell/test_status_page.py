@@ -8,11 +8,17 @@ import json
 import re
 import threading
 import urllib.request
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
 from edgespec.core.device.events import Transmit
@@ -20,15 +26,50 @@ from edgespec.core.protocol.messages import Draft
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.device.status import StatusSource
-from edgespec.endpoint.app import rendered_page
+from edgespec.endpoint.app import rendered_page, status_routes
 from edgespec.verifier.build import load_target
 from tests.report.test_report_pages import BROWSER, DARK
 from tests.shell.live_verifier import GatedTarget, serving
-from tests.shell.status_server import status_page
+
+
+def _asking(app: ASGIApp, key: str) -> ASGIApp:
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        shown = Headers(scope=scope).get("authorization")
+        fine = scope["path"] == "/" or shown == f"Bearer {key}"
+        await (app if fine else Response(status_code=401))(scope, receive, send)
+
+    return guard
+
+
+@contextlib.asynccontextmanager
+async def status_page(source: StatusSource, key: str = "") -> AsyncIterator[str]:
+    """Yields the address of the page, with a slash at its end; with a ``key`` its numbers are for
+    those who show it."""
+    app: ASGIApp = Starlette(routes=status_routes(source))
+    if key:
+        app = _asking(app, key)
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    serving = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            assert not serving.done(), "the server did not start"
+            await asyncio.sleep(0)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.should_exit = True
+        await serving
+        await source.close()
+
 
 PROMPT = "quixotic zephyr"
+
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
 WITHIN_S = 120.0
+
 browser = pytest.mark.skipif(
     BROWSER is None, reason="no Chromium on the path to look at pages with"
 )

@@ -21,11 +21,12 @@ from edgespec.core.protocol.messages import (
     VerifierInfo,
 )
 from edgespec.wire.codec import payload_bytes
-from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
+from edgespec.wire.shaped import Pipe, ShapedTransport, ThreadPacer, TrafficMeter
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.loopback import LoopbackTransport
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
+
 UP_S, DOWN_S = 0.030, 0.070
 
 
@@ -243,9 +244,6 @@ async def test_a_message_over_a_bound_is_not_sent() -> None:
     await transport.close()
 
 
-# --- the real pacer -------------------------------------------------------------------------
-
-
 class HeldClock:
     """The real clock, but it stands still until ``let_go``, however long that takes."""
 
@@ -295,3 +293,29 @@ async def test_a_waiter_that_gave_up_harms_nobody() -> None:
     impatient.cancel()
     await pacer.wait_until(soon_s + 0.01)
     pacer.close()
+
+
+async def test_a_sender_waits_while_nobody_reads() -> None:
+    pipe: Pipe[int] = Pipe(2)
+    senders = [asyncio.ensure_future(pipe.put(n)) for n in range(4)]
+    done, waiting = await asyncio.wait(senders, timeout=0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [sender.done() for sender in senders] == [True, True, False, False]
+    senders[2].cancel()
+    assert [await pipe.get(), await pipe.get(), await pipe.get()] == [0, 1, 3]
+    pipe.end("over")
+    with pytest.raises(LinkError, match="over"):
+        await pipe.put(5)
+    assert len(done | waiting) == 4
+
+
+async def test_a_pipe_ends_after_the_data_that_came_before() -> None:
+    pipe: Pipe[int] = Pipe(4)
+    await pipe.put(1)
+    pipe.end("first reason", retryable=False)
+    pipe.end("second reason")
+    assert await pipe.get() == 1
+    with pytest.raises(LinkError, match="first reason") as caught:
+        await pipe.get()
+    assert not caught.value.retryable
