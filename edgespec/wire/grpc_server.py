@@ -41,8 +41,8 @@ from edgespec.core.verifier.traffic_budget import (
 from edgespec.wire.callers import (
     TOKENIZER_LIMITS,
     WRONG_KEY,
-    CallLine,
     Authenticator,
+    CallLine,
     LoadTexts,
     Refusals,
     SideServices,
