@@ -1,25 +1,27 @@
 """A device without a tokenizer takes the verifier's, and nothing that was not announced.
 
-Oracle: the files in the model's folder, and the text that a device with that folder gets.
-"""
+Oracle: the files in the model's folder, and the text that a device with that folder gets; the bytes
+that a verifier packed, and the bounds that the messages name."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 import os
-import random
 import re
 import signal
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.api import connect
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.config.common import SetupError
@@ -27,14 +29,28 @@ from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.credential import Credential
-from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.agent import GenerationError
 from edgespec.device.borrowed_tokenizer import _place, with_tokenizer
 from edgespec.device.borrowing_agent import BorrowingAgent
-from edgespec.device.build import build_agent, load_tokenizer
-from edgespec.models.folders import Role, model_info, resolve_model, vocabulary_fingerprint
+from edgespec.device.build import build_agent
+from edgespec.models.folders import vocabulary_fingerprint
 from edgespec.verifier.build import packed_texts
+from edgespec.wire.callers import TOKENIZER_LIMITS, Authenticator, CallLine, TokenizerAnswers
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.tokenizer_lending import PART_BYTES, PackedFile, TextFile, TokenizerFetch
+from edgespec.wire.tokenizer_lending import (
+    MAX_TEXT_BYTES,
+    PackedFile,
+    TextFile,
+    TextFileError,
+    TokenizerFetch,
+    check_entries,
+    decode_list,
+    decode_request,
+    encode_list,
+    encode_part,
+    encode_request,
+    unpacked,
+)
 from tests.endpoint.live_endpoint import exchange, request_bytes
 from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate
@@ -84,20 +100,6 @@ def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, c
     assert talk.exit_code == 0, talk.output
     assert "fetching the tokenizer of tiny" in talk.stderr
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-
-
-@pytest.mark.parametrize("draft", ["none", "lookup"])
-async def test_the_python_api_fetches_it_too(address: str, model: Path, draft: str) -> None:
-    params = SamplingParams(max_tokens=12)
-
-    async def text(agent: Agent) -> str:
-        async with agent:
-            return "".join([chunk.text async for chunk in agent.generate("the quick", params)])
-
-    expected = await text(connect(address, draft="none", tokenizer=str(model)))
-    agent = connect(address, draft=draft)
-    assert await text(agent) == expected
-    assert (agent.drafter is None) == (draft == "none")
 
 
 PATIENT = ReconnectPolicy(give_up_first_s=WITHIN_S, first_s=0.01, longest_s=0.05)
@@ -255,15 +257,6 @@ async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
             await known.close()
 
 
-async def test_a_file_of_many_parts_comes_whole() -> None:
-    text = random.Random(0).randbytes(5 * PART_BYTES // 2)
-    texts = [PackedFile.of("tokenizer.json", text)]
-    async with served(echo, texts=lambda: texts) as (_, transport):
-        fetch = TokenizerFetch(transport.ask_tokenizer, "here")
-        (entry,) = await fetch.entries()
-        assert await asyncio.gather(*(fetch.content(entry) for _ in range(3))) == [text] * 3
-
-
 # --- what a device does not take ------------------------------------------------------------
 
 
@@ -283,25 +276,6 @@ async def test_an_unreadable_tokenizer_is_told_and_not_kept(
     assert not any(os.scandir(cache))
 
 
-async def test_another_vocabulary_than_what_is_served_is_refused(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "lent")
-    texts = [PackedFile.of(name, (folder / name).read_bytes()) for name in NAMES]
-    async with served(echo, texts=lambda: texts) as (_, transport):
-        config = AgentConfig(verifier=transport.address, draft=DraftSection("none"))
-        info = ModelInfo("strange", "strange", 320, 100)
-        with pytest.raises(SetupError, match="but it serves strange"):
-            await with_tokenizer(config, info, lambda text: None)
-
-
-async def test_the_bundled_target_lends_its_own() -> None:
-    info = model_info(resolve_model("bundled", Role.TARGET))
-    async with served(echo, texts=partial(packed_texts, "bundled")) as (_, transport):
-        config = AgentConfig(verifier=transport.address, draft=DraftSection("lookup"))
-        config = await with_tokenizer(config, info, lambda text: None)
-    lent, own = load_tokenizer(config.tokenizer), load_tokenizer("bundled")
-    assert lent.encode("def f(x): ...") == own.encode("def f(x): ...")
-
-
 def test_a_tokenizer_that_another_process_has_put_there_stays(tmp_path: Path) -> None:
     """That process may be about to read it."""
     lent = write_tokenizer(tmp_path / "lent")
@@ -317,3 +291,132 @@ def test_a_tokenizer_that_another_process_has_put_there_stays(tmp_path: Path) ->
     _place(folder, entries, contents, info)
     assert (folder / "tokenizer.json").read_bytes() == contents["tokenizer.json"]
     assert [one.name for one in folder.parent.iterdir()] == ["key"]
+
+
+def entry(**changes: object) -> TextFile:
+    found = PackedFile.of("tokenizer.json", b"x" * 100).entry
+    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([entry(name="../../.bashrc")], "none of tokenizer.json"),
+        ([entry(), entry()], "must be distinct"),
+        ([entry(name="chat_template.jinja")], "tokenizer.json among them"),
+        ([entry(sha256=b"short")], "has 5 bytes, but must have 32"),
+        ([entry(packed_size=1 << 30)], "1073741824 packed ones"),
+        ([entry(packed_size=0)], "0 packed ones"),
+        ([entry(size=MAX_TEXT_BYTES + 1)], "at most 67108864 are taken"),
+    ],
+)
+def test_lists_over_a_bound_are_refused(entries: list[TextFile], message: str) -> None:
+    with pytest.raises(TextFileError, match=message):
+        check_entries(entries)
+
+
+def test_nothing_is_unpacked_beyond_what_was_announced() -> None:
+    bomb = zlib.compress(bytes(1 << 26))
+    sha256 = hashlib.sha256(bytes(1000)).digest()
+    for packed, message in (
+        (bomb, "not the 1000 bytes"),
+        (b"no zlib", "cannot be unpacked"),
+        (zlib.compress(bytes(999)), "not the 1000 bytes"),
+        (zlib.compress(bytes(1000)) + b"more", "not the 1000 bytes"),
+        (zlib.compress(b"y" * 1000), "SHA-256"),
+    ):
+        with pytest.raises(TextFileError, match=message):
+            unpacked(TextFile("tokenizer.json", 1000, sha256, len(packed)), packed)
+
+
+Lie = Callable[[bytes], bytes]
+
+
+def answering(files: list[PackedFile], lie: Lie = lambda part: part) -> TokenizerFetch:
+    """A verifier that sends these files, each part changed by ``lie``."""
+
+    async def ask(request: bytes) -> bytes:
+        name, offset = decode_request(request)
+        if not name:
+            return encode_list([file.entry for file in files])
+        (file,) = (file for file in files if file.entry.name == name)
+        return encode_part(lie(file.part(offset)))
+
+    return TokenizerFetch(ask, "there")
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda part: b"", "must be in"),
+        (lambda part: part + part, "longer than was announced"),
+        (lambda part: bytes(len(part)), "cannot be unpacked"),
+    ],
+)
+async def test_parts_that_do_not_fit_are_refused(lie: Lie, message: str) -> None:
+    fetch = answering([PackedFile.of("tokenizer.json", b"abc" * 1000)], lie)
+    (found,) = await fetch.entries()
+    with pytest.raises(LinkError, match=message) as refused:
+        await fetch.content(found)
+    assert not refused.value.retryable
+
+
+async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does() -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    tries = 0
+
+    async def ask(request: bytes) -> bytes:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise LinkError("away")
+        return encode_list([entry()])
+
+    assert await TokenizerFetch(ask, "there", pause).entries() == (entry(),)
+    tries = -100
+    with pytest.raises(LinkError, match="away"):
+        await TokenizerFetch(ask, "there", pause).entries()
+    assert len(pauses) == 2 + 7
+
+
+FILE = PackedFile.of("tokenizer.json", b"{}")
+LIST = encode_request("", 0)
+
+
+class Refused(Exception):
+    """The call was ended with this text."""
+
+
+async def _abort(code: object, details: str, metadata: object = ()) -> None:
+    raise Refused(details)
+
+
+CONTEXT: Any = SimpleNamespace(
+    peer=lambda: "ipv4:10.0.0.1:5", invocation_metadata=lambda: (), abort=_abort
+)
+
+
+def _answers(*attempts: Exception | Sequence[PackedFile]) -> TokenizerAnswers:
+    """Of files that are read as told, one attempt after the other."""
+    left = list(attempts)
+
+    def load() -> Sequence[PackedFile]:
+        now = left.pop(0)
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    return TokenizerAnswers(load, CallLine(TOKENIZER_LIMITS, lambda: 0.0), Authenticator(None))
+
+
+async def test_files_that_could_not_be_read_once_are_read_again() -> None:
+    answers = _answers(OSError("too many open files"), [FILE])
+    with pytest.raises(Refused, match=r"no tokenizer that it could send$"):
+        await answers.answer(LIST, CONTEXT)
+    for _ in range(2):
+        assert decode_list(await answers.answer(LIST, CONTEXT)) == (FILE.entry,)
+    await answers.close()

@@ -196,19 +196,6 @@ def test_older_names_and_nested_configs_are_read(tmp_path: Path) -> None:
         read_foreign_info(folder, "name")
 
 
-def test_a_graph_without_a_tokenizer_takes_the_one_that_is_given(
-    folder: Path, tmp_path: Path
-) -> None:
-    elsewhere = tmp_path / "texts"
-    elsewhere.mkdir()
-    (folder / "tokenizer.json").rename(elsewhere / "tokenizer.json")
-    config = AgentConfig(draft=DraftSection(str(folder), variant="q4"))
-    with pytest.raises(ValueError, match=r"foreign/tokenizer\.json: no such file"):
-        load_drafter(config)
-    config = AgentConfig(tokenizer=str(elsewhere), draft=config.draft)
-    assert load_drafter(config) is not None
-
-
 # --- the Hub --------------------------------------------------------------------------------
 
 
@@ -290,13 +277,6 @@ def test_an_unreachable_hub_is_told_with_what_it_said(hub: Hub) -> None:
         find_draft("owner/name")
 
 
-def test_offline_for_real_names_the_reference() -> None:
-    result = call("export", "--inspect", "owner/no-such-model")
-    assert result.exit_code == 1
-    assert "owner/no-such-model" in result.output
-    assert "give its folder" in result.output
-
-
 # --- the sentences --------------------------------------------------------------------------
 
 
@@ -342,12 +322,6 @@ def test_the_text_is_the_same_with_a_foreign_draft(verifier: str, bundled_graphs
         assert result.exit_code == 0, result.output
         assert result.stdout == plain.stdout
         assert "sent 0 nodes" not in result.stderr
-
-
-def test_a_draft_of_another_vocabulary_is_refused(verifier: str, folder: Path) -> None:
-    result = call("generate", PROMPT, "--verifier", verifier, "--draft", str(folder))
-    assert result.exit_code == 1
-    assert "is not that of the verifier's" in result.stderr
 
 
 def test_inspect_tells_what_was_found(bundled_graphs: Path, folder: Path) -> None:

@@ -23,7 +23,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.drafters.paced import PacedDrafter
 from edgespec.device.drafters.text_drafter import TextDrafter
-from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, random_ids, toy_info
+from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
@@ -202,15 +202,6 @@ def test_a_cancelled_prefill_ends_at_the_next_chunk(drafter: Drafter) -> None:
     assert drafter.step(0, TOKENS[:200], 4) == expected
 
 
-def test_a_long_feed_asks_before_every_chunk(drafter_of: Callable[[str], Drafter]) -> None:
-    drafter, asked = drafter_of("onnx-8"), itertools.count(1)
-    drafter.begin(200, SAMPLED)
-    with pytest.raises(StepCancelledError, match="cancelled with 128 of 200 tokens fed"):
-        drafter.step(0, TOKENS[:200], 1, lambda: next(asked) == 3)
-    with pytest.raises(ValueError, match="keep_length is 1, but 0 tokens are cached"):
-        drafter.step(1, TOKENS[:1], 1)
-
-
 def test_a_toy_draft_of_the_same_law_guesses_what_the_law_chooses() -> None:
     from edgespec.core.protocol.sampling import choose
 
@@ -224,13 +215,6 @@ def test_a_toy_draft_of_the_same_law_guesses_what_the_law_chooses() -> None:
         target = choose(model.logits(tokens), SAMPLED, len(tokens), tokens[:4], tokens[4:])
         assert guess.token == target
         feed = [target]
-
-
-def test_a_truncated_toy_draft_fills_up_its_siblings() -> None:
-    drafter = ToyDrafter(ToyModel(vocabulary_size=50))
-    drafter.begin(1, SamplingParams(temperature=1.0, top_k=2))
-    guesses = drafter.step(0, [1], 5)
-    assert len({guess.token for guess in guesses}) == 5
 
 
 @pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "foreign-concatenating", *LEARN])
@@ -288,13 +272,6 @@ def test_the_adversary_never_guesses_what_its_inner_drafter_would(width: int) ->
         assert len(wrong) == width
         assert not {c.token for c in right} & {c.token for c in wrong}
         feed = [right[0].token]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 20])
-def test_random_ids_are_every_id_once(size: int) -> None:
-    for position in range(5):
-        assert sorted(random_ids(3, position, size)) == list(range(size))
-    assert next(random_ids(3, 1, 1 << 20)) != next(random_ids(3, 2, 1 << 20))
 
 
 def test_a_paced_step_takes_its_time_in_total() -> None:

@@ -242,21 +242,6 @@ def test_memory_is_what_is_cached(folder_of: Callable[[str], Path]) -> None:
         assert drafter.memory_bytes(0) == empty
 
 
-def test_the_links_of_the_hub_s_cache_are_followed(
-    folder_of: Callable[[str], Path], own_folder: Path, tmp_path: Path
-) -> None:
-    """A snapshot holds links to blobs, external data among them."""
-    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
-    blobs.mkdir()
-    source = folder_of("optimum")
-    for number, path in enumerate(path for path in source.rglob("*") if path.is_file()):
-        shutil.copy(path, blobs / str(number))
-        link = snapshot / path.relative_to(source)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(blobs / str(number))
-    assert greedy(load(snapshot), 10) == greedy(OnnxDrafter(own_folder), 10)
-
-
 class NoMoreMemory(ReslicedCache):
     """Fails to grow past 40 tokens."""
 
@@ -371,14 +356,6 @@ def test_a_file_that_is_no_graph_is_named(content: bytes, tmp_path: Path) -> Non
     folder = write_folder(tmp_path / "bad", {})
     (folder / "model.onnx").write_bytes(content)
     with pytest.raises(DraftModelError, match=r"model\.onnx: "):
-        load(folder)
-
-
-def test_missing_external_data_is_named(tmp_path: Path) -> None:
-    name = "onnx/model.onnx"
-    folder = write_folder(tmp_path / "halved", {name: concatenating_graph()}, external=[name])
-    (folder / "onnx" / "model.onnx_data").unlink()
-    with pytest.raises(DraftModelError, match=r"model\.onnx: onnxruntime cannot load it.*onnx_dat"):
         load(folder)
 
 

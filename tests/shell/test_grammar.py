@@ -46,7 +46,6 @@ from edgespec.verifier.constraint_desk import ConstraintDesk
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.codec import decode_uplink, encode_uplink
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
 from tests.shell.failing_verifiers import agent, gates
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of
@@ -239,22 +238,6 @@ def test_a_grammar_of_llama_cpp_is_as_good_as_one_of_lark() -> None:
         assert one.mask() == other.mask() != b""
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.models.grammar.find_spec", lambda name: None)
-    with pytest.raises(ConstraintError, match=r"needs llguidance.* pip install 'edgespec\[grammar"):
-        READER.read(schema({}))
-
-
-def test_a_constraint_travels_and_its_matcher_does_not() -> None:
-    constraint = READER.read(schema({"type": "object"}))
-    opening = Open("s", "", "", (1,), sampling=SamplingParams(constraint=constraint))
-    found = decode_uplink(encode_uplink(opening))
-    assert found == opening
-    assert isinstance(found, Open)
-    assert found.sampling.constraint is not None
-    assert found.sampling.constraint.matcher is None
-
-
 def test_the_files_of_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "it"
     file.write_text("start: /é/")
@@ -363,13 +346,6 @@ def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
     assert trying.read(schema({"type": "object"})).matcher is not None
 
 
-def test_one_that_cannot_begin_is_told_apart_from_a_grammar_that_takes_too_much() -> None:
-    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), most_bytes=1 << 20)
-    with pytest.raises(ConstraintError, match=r"cannot be tried now: the process .* ended with"):
-        reader.read(EASY[0])
-    reader.close()
-
-
 def test_one_that_nobody_needs_ends() -> None:
     """After a while, or when its reader goes."""
     idle = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), idle_s=0.01)
@@ -430,17 +406,6 @@ def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: 
     reader.close()
 
 
-async def test_a_verifier_has_one_ready_and_takes_it_along(trying: GrammarReader) -> None:
-    verifier = Verifier(ToyTarget(MODEL), Limits(), read_constraint=trying)
-    await asyncio.to_thread(verifier.get_ready)
-    (pid,) = trials(trying).pids
-    await verifier.stop()
-    assert not trials(trying).pids
-    assert not runs(pid)
-    await asyncio.to_thread(verifier.get_ready)  # nothing begins any more
-    assert not trials(trying).pids
-
-
 # --- agent and verifier -----------------------------------------------------------------------
 
 
@@ -481,12 +446,6 @@ async def test_a_verifier_says_what_it_cannot_keep(monkeypatch: pytest.MonkeyPat
     async with pair(None, None) as one:
         with pytest.raises(GenerationError, match="this verifier holds no text to a json_schema"):
             await written(one, CAT)
-
-
-async def test_a_device_refuses_what_it_cannot_read() -> None:
-    async with pair(READER, READER) as one:
-        with pytest.raises(ConstraintError, match="Invalid type: objekt"):
-            await written(one, schema({"type": "objekt"}))
 
 
 async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None:

@@ -20,12 +20,11 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.core.device.memory import KvType
-from edgespec.core.ports import StepCancelledError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import onnx_drafter
 from edgespec.device.drafters.decoder_graph import CacheTensor
-from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
-from edgespec.device.drafters.onnx_drafter import KvBuffers, OnnxDrafter, block_tokens
+from edgespec.device.drafters.manifest import read_manifest, write_manifest
+from edgespec.device.drafters.onnx_drafter import KvBuffers, OnnxDrafter
 from edgespec.device.drafters.token_cache import DraftWindow
 from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
@@ -147,24 +146,6 @@ def test_a_draft_looks_as_far_as_it_was_trained(drafts: dict[KvType, Path], tmp_
     assert read_manifest(folder).window == 0
 
 
-def test_an_interrupted_slide_is_made_up_for(drafts: dict[KvType, Path]) -> None:
-    """The step that slides is cancelled after its first chunk; the next feeds what is missing."""
-    folder = drafts[KvType.FLOAT32]
-    drafter, fresh = OnnxDrafter(folder, window=80, chunk=16), OnnxDrafter(folder)
-    text = [int(token) for token in np.random.default_rng(0).integers(1, VOCABULARY_SIZE, 81)]
-    drafter.begin(10, GREEDY)
-    drafter.step(0, text[:80], 1)
-    asked = iter([False, True])
-    with pytest.raises(StepCancelledError):
-        drafter.step(80, text[80:], 1, lambda: next(asked))
-    drafter.step(80, text[80:], 1)
-    fresh.begin(1, GREEDY)
-    fresh.step(0, text[-40:], 1)
-    np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
-    drafter.close()
-    fresh.close()
-
-
 def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(
     drafts: dict[KvType, Path],
 ) -> None:
@@ -217,28 +198,7 @@ def test_coarser_numbers_change_logits_little(kv_type: KvType, drafts: dict[KvTy
     assert manifest.kv_bytes_per_token == 2 * 2 * 2 * 16 * kv_type.bytes
 
 
-def test_an_unknown_type_in_a_manifest_is_refused(
-    drafts: dict[KvType, Path], tmp_path: Path
-) -> None:
-    text = (drafts[KvType.INT8] / "edgespec.json").read_text()
-    (tmp_path / "edgespec.json").write_text(text.replace("int8", "int3"))
-    with pytest.raises(DraftModelError, match="kv_type is 'int3'"):
-        read_manifest(tmp_path)
-
-
 # --- what the system counts -----------------------------------------------------------------
-
-
-def test_blocks_fill_whole_pages() -> None:
-    page = mmap.PAGESIZE
-    assert block_tokens(page) == 1
-    assert block_tokens(page // 8) == 8
-    for row in (24, 96, 160, 1024):
-        assert block_tokens(row) * row % page == 0
-    buffers = buffers_of(6, 4, 100, 128)
-    assert buffers.capacity % block_tokens(512) == 0
-    assert buffers.bytes_per_token == 6 * 4 * 512
-    buffers.close()
 
 
 def resident(arrays: Iterable[NDArray[np.generic]]) -> int:
@@ -291,13 +251,3 @@ def _mapped(place: int) -> bool:
 def test_no_address_space_is_a_memory_error_with_the_size() -> None:
     with pytest.raises((MemoryError, OverflowError), match=r"2 key and value buffers|too large"):
         buffers_of(2, 1 << 20, 1 << 26, 1 << 12)
-
-
-def test_a_closed_drafter_gives_its_rows_back(drafts: dict[KvType, Path]) -> None:
-    drafter = OnnxDrafter(drafts[KvType.FLOAT32])
-    drafter.begin(1, GREEDY)
-    drafter.step(0, [1] * 100, 1)
-    assert drafter.held_tokens == 100
-    drafter.close()
-    assert drafter.held_tokens == 0
-    onnx_drafter.give_back()

@@ -6,22 +6,18 @@ Oracle: an adapter is another toy model, so its text is that one's, by the scala
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import sys
 from dataclasses import replace
 
 import pytest
 
 import edgespec
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
-from edgespec.device.status import StatusSource
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from tests.shell.adapted_toy import AdaptedToy
-from tests.shell.live_verifier import GatedTarget, environment, nobody, serving, toy_text
+from tests.shell.live_verifier import environment, nobody, serving, toy_text
 from tests.sources import ROOT
 
 TEXT = ToyTokenizer()
@@ -30,7 +26,6 @@ PROMPT = "once upon a time"
 PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
 IDS = TEXT.encode(PROMPT)
 OWN, IN_SQL = TEXT.decode(toy_text(IDS, PARAMS)), TEXT.decode(toy_text(IDS, PARAMS, SQL))
-QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=60.0, give_up_s=60.0)
 WITHIN_S = 120.0
 
 
@@ -56,18 +51,6 @@ async def test_one_agent_takes_a_model_for_each_text() -> None:
             assert [await text(agent), await text(agent, "toy")] == [IN_SQL, OWN]
 
 
-async def test_without_asyncio() -> None:
-    def use(address: str) -> None:
-        with edgespec.SyncAgent(address, draft="toy") as agent:
-            assert [one.name for one in agent.models()] == ["toy", "sql"]
-            for name, wanted in (("sql", IN_SQL), ("", OWN)):
-                chunks = agent.generate(PROMPT, PARAMS, model=name)
-                assert "".join(chunk.text for chunk in chunks) == wanted
-
-    async with serving(AdaptedToy({"sql": SQL})) as (address, _):
-        await asyncio.to_thread(use, address)
-
-
 async def test_who_serves_what_is_told_by_those_that_answer() -> None:
     with nobody() as away:
         async with serving(AdaptedToy({"sql": SQL})) as (address, _):
@@ -77,28 +60,6 @@ async def test_who_serves_what_is_told_by_those_that_answer() -> None:
             async with edgespec.connect(addresses, draft="toy") as agent:
                 with pytest.raises(edgespec.GenerationError, match="no verifier answers: "):
                     await agent.models()
-
-
-async def test_a_status_tells_which_text_is_of_which_model() -> None:
-    """The target waits with its first pass until the status was looked at."""
-    target = GatedTarget(AdaptedToy({"sql": SQL}), free_passes=0)
-    async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
-        stack.callback(target.gate.set)
-        agent = await stack.enter_async_context(edgespec.connect(address, draft="toy"))
-        assert isinstance(agent, Agent)
-        source = StatusSource(agent, (address,))
-        async with asyncio.timeout(WITHIN_S), asyncio.TaskGroup() as texts:
-            for name in ("", "sql"):
-                texts.create_task(text(agent, name))
-            found = source.snapshot()
-            while [bool(one.model) for one in found.generations] != [True, True]:
-                await asyncio.sleep(0)
-                found = source.snapshot()
-            target.gate.set()
-    assert [one.model for one in found.generations] == ["toy", "sql"]
-    shown = json.dumps(found.as_json())
-    assert [one["model"] for one in json.loads(shown)["generations"]] == ["toy", "sql"]
-    assert source.snapshot().generations == ()
 
 
 # --- on a terminal ----------------------------------------------------------------------------

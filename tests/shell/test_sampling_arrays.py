@@ -8,7 +8,6 @@ a grid and noise from a hash, so such a tie would be found once and then be a fa
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
-from edgespec.device.drafters.token_cache import TokenCache
 from edgespec.sampling.arrays import (
-    LARGEST_NOISE,
     MAX_WIDTH,
     Workspace,
     best_candidates,
-    gumbel_noise,
     gumbel_row,
     least_bits,
 )
@@ -110,12 +105,6 @@ def test_logprobs_are_those_of_the_warped_distribution(
         assert candidate.logprob <= min(known.logprob for known in inside) + 1e-5
 
 
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    logits = row([1.0, 3.0, 3.0, 2.0, 3.0])
-    found = best_candidates(logits, SamplingParams(), 0, 4)
-    assert [candidate.token for candidate in found] == [1, 2, 4, 3]
-
-
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9e-7])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.1, seed=3)
@@ -134,12 +123,6 @@ def test_tiny_shares_and_extreme_penalties_warn_of_nothing(min_p: float, penalty
     logits = row([60.0, -70.0, 65.0, 0.0])
     [best] = best_candidates(logits, params, 4, 1, TokenCounts.of(3, (0, 1), (2,)))
     assert best.token == choose(logits.tolist(), params, 4, (0, 1), (2,))
-
-
-def test_tokens_without_a_finite_logit_are_not_offered() -> None:
-    logits = row([-math.inf, 1.0, -math.inf])
-    for params in (SamplingParams(), SamplingParams(temperature=1.0)):
-        assert [c.token for c in best_candidates(logits, params, 0, 3)] == [1]
 
 
 @pytest.mark.parametrize("width", [0, -1, MAX_WIDTH + 1])
@@ -231,21 +214,6 @@ def test_bits_below_the_least_give_less_noise() -> None:
     assert (bits >= least_bits(3.0)).mean() == pytest.approx(0.0486, abs=1e-3)
 
 
-def test_counts_follow_a_text_that_is_cut_back_and_goes_on() -> None:
-    info = ModelInfo("m", "t", 50, 400)
-    cache, dice = TokenCache(info), random.Random(3)
-    cache.begin(20, SamplingParams(frequency_penalty=0.5))
-    for _ in range(300):
-        keep = dice.randrange(max(0, len(cache) - 5), len(cache) + 1)
-        cache.advance(keep, [dice.randrange(50) for _ in range(dice.randint(1, 6))])
-        if len(cache) > 390:
-            cache.forget(3)
-        wanted = TokenCounts.of(50, cache.prompt, cache.output)
-        assert cache.counts is not None
-        assert cache.counts.occurs == wanted.occurs
-        assert cache.counts.in_output == wanted.in_output
-
-
 # --- noise ------------------------------------------------------------------------------------
 
 
@@ -257,26 +225,3 @@ POSITIONS = st.integers(0, 1 << 40)
 def test_integers_agree_bit_for_bit(seed: int, position: int, tokens: list[int]) -> None:
     got = array_noise_bits(seed, position, np.array(tokens, dtype=np.int64))
     assert got.tolist() == [noise_bits(seed, position, token) for token in tokens]
-
-
-@given(SEEDS, POSITIONS)
-def test_a_row_is_the_noise_of_all_ids(seed: int, position: int) -> None:
-    row = gumbel_row(seed, position, 50)
-    assert row.dtype == np.float32
-    np.testing.assert_array_equal(row, gumbel_noise(seed, position, np.arange(50)))
-    expected = [gumbel(noise_bits(seed, position, token)) for token in range(50)]
-    np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", [0, 1, 511, 512, 1 << 31, (1 << 32) - 512, (1 << 32) - 1])
-def test_the_ends_of_the_range_are_finite(bits: int) -> None:
-    got = float(array_gumbel(np.array([bits], dtype=np.uint32))[0])
-    assert math.isfinite(got)
-    assert got == pytest.approx(gumbel(bits), rel=1e-5)
-    assert got <= LARGEST_NOISE
-
-
-def test_the_mean_is_that_of_a_gumbel_variate() -> None:
-    row = gumbel_row(7, 3, 100_000)
-    assert float(row.mean()) == pytest.approx(0.5772, abs=0.02)
-    assert float(row.var()) == pytest.approx(math.pi**2 / 6, abs=0.05)

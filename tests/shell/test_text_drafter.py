@@ -63,28 +63,6 @@ def test_a_token_that_was_not_offered_settles_what_stands_before_it() -> None:
     assert (text.settled, text.reach, text.kept) == (5, 1.0, 4)
 
 
-def test_a_draft_that_is_always_right_settles_after_a_while() -> None:
-    text = SettledText(INFO)
-    text.begin(1)
-    text.advance(0, [1])
-    for position in range(1, 3 * LAG):
-        text.offer([(position % SIZE, 0.9)])
-        text.advance(position, [position % SIZE])
-        assert text.settled == max(1, position + 1 - LAG)
-
-
-def test_a_text_cut_back_is_settled_no_further() -> None:
-    text = SettledText(INFO)
-    text.begin(4)
-    text.advance(0, [1, 2, 3, 4])
-    text.advance(2, [3, 4])  # the same tokens again
-    assert (text.settled, text.kept) == (4, 4)
-    text.offer([(5, 0.5)])
-    text.advance(4, [5])
-    text.advance(1, [7])
-    assert (text.settled, len(text.tokens)) == (2, 2)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_settled_tokens_are_the_targets_own(seed: int) -> None:
     """A session drafts up to a few tokens ahead on any branch; what is settled is committed."""
@@ -128,23 +106,6 @@ def feed_all(drafter: TextDrafter, text: Sequence[int], prompt_length: int) -> l
     return hits
 
 
-def test_a_repeat_is_guessed_to_its_end() -> None:
-    passage = random.Random(1).sample(range(SIZE), 40)
-    hits = feed_all(TextDrafter(INFO), [*passage, 63, *passage], 41)
-    assert hits[2:] == [1] * 38
-
-
-def test_the_longest_match_goes_on_where_a_later_one_is_shorter() -> None:
-    long_before, short_before = [1, 2, 3, 4, 5, 6], [9, 5, 7]  # behind a lone 5 stood a 7, too
-    drafter = TextDrafter(INFO, least_chance=0.0)
-    drafter.begin(12, GREEDY)
-    text = [*long_before, 8, *short_before, 1, 2]
-    assert drafter.step(0, text, 1)[0].token == 3
-    for keep, token in enumerate((3, 4, 5), start=len(text)):
-        (guess,) = drafter.step(keep, [token], 1)
-        assert guess.token == token + 1
-
-
 def test_a_chance_is_what_came_true() -> None:
     """After a pair, one of two tokens follows, the more usual one in three of four cases."""
     dice, drafter = random.Random(5), TextDrafter(INFO, least_chance=0.0)
@@ -178,13 +139,6 @@ def test_what_was_said_outlives_a_generation() -> None:
     assert sum(again) > 60
 
 
-def test_without_a_repeat_there_is_nothing_to_say() -> None:
-    drafter = TextDrafter(INFO)
-    drafter.begin(30, GREEDY)
-    assert drafter.step(0, list(range(30)), 2) == ()
-    assert drafter.step(30, [40], 2) == ()
-
-
 def test_the_tables_are_bounded() -> None:
     info = ModelInfo("free", "toy", 1 << 20, 1 << 20)
     guesses, text, dice = TextGuesses(), SettledText(info), random.Random(0)
@@ -202,11 +156,6 @@ def test_the_tables_are_bounded() -> None:
     finally:
         tracemalloc.stop()
     assert 200_000 < grown < 2 << 20
-
-
-def test_a_chance_that_none_can_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"least_chance is 1.5"):
-        TextDrafter(INFO, least_chance=1.5)
 
 
 # --- the router -----------------------------------------------------------------------------
@@ -287,22 +236,6 @@ def test_a_text_that_repeats_itself_needs_no_model() -> None:
         routed.step(keep, feed, 2)
         keep, feed = keep + len(feed), [token]
     assert len(model.fed) < 120
-
-
-def test_a_text_that_only_the_model_knows_is_the_models() -> None:
-    toy = ToyModel(SIZE, order=3, seed=1)
-    model = CountingDrafter(toy)
-    routed, oracle = TextDrafter(model.info, model=model), ToyDrafter(toy, model.info)
-    params = SamplingParams(temperature=1.0, seed=1)
-    routed.begin(3, params)
-    oracle.begin(3, params)
-    keep, feed, hits = 0, [1, 2, 3], 0
-    for _ in range(200):
-        (token,) = (one.token for one in oracle.step(keep, feed, 1))
-        found = routed.step(keep, feed, 1)
-        hits += bool(found) and found[0].token == token
-        keep, feed = keep + len(feed), [token]
-    assert hits >= 0.95 * 200
 
 
 def test_a_failed_step_of_the_model_leaves_what_was_kept() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -23,8 +22,7 @@ from edgespec.models.folders import BUNDLED_FOLDER
 from tools.train_pair.beginnings import KINDS, LONGEST, Beginnings
 from tools.train_pair.bundle import unpack
 from tools.train_pair.corpus import ASSISTANT, USER, Document
-from tools.train_pair.distill import LOOK_EVERY, Lessons, rounded
-from tools.train_pair.evaluate import interval
+from tools.train_pair.distill import LOOK_EVERY, Lessons
 from tools.train_pair.writing import END_ID, Texts, write
 
 LENGTH = 90
@@ -140,17 +138,3 @@ def test_the_bundled_pair_is_unpacked_bit_for_bit_and_never_over_a_draft(tmp_pat
     assert (folder / "tokenizer" / "tokenizer_config.json").is_file()
     with pytest.raises(FileExistsError, match="distill on, or remove it"):
         unpack(BUNDLED_FOLDER, folder)
-
-
-def test_the_bundled_drafts_weights_lie_on_the_grid_that_it_is_trained_on() -> None:
-    draft = LlamaForCausalLM.from_pretrained(BUNDLED_FOLDER / "draft", dtype=torch.float32)
-    for weight in draft.parameters():
-        if weight.ndim == 2:
-            torch.testing.assert_close(rounded(weight), weight.detach(), rtol=1e-5, atol=1e-7)
-
-
-def test_an_interval_is_over_prompts_not_positions() -> None:
-    totals = np.full(8, 100)
-    low, high = interval(np.array([100, 100, 100, 100, 0, 0, 0, 0]), totals)
-    assert low < 0.3 < 0.7 < high
-    assert interval(np.full(8, 50), totals) == (0.5, 0.5)

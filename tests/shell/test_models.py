@@ -1,0 +1,476 @@
+"""What a model's folder says, and text from tokens in pieces. Oracles: decoding the whole sequence
+at once; messages that name the file or reference at fault; fingerprints that are equal exactly when
+ids, or weights, are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from edgespec.config import AgentConfig, DraftSection
+from edgespec.device.build import build_agent
+from edgespec.models import folders
+from edgespec.models.folders import (
+    BUNDLED_FOLDER,
+    PIECES,
+    ModelFolderError,
+    Role,
+    VocabularyError,
+    check_folder,
+    eos_token_ids,
+    model_info,
+    read_config,
+    resolve_model,
+    vocabulary_fingerprint,
+    weights_fingerprint,
+)
+from edgespec.models.tokenizer import MAX_HELD_TOKENS, REPLACEMENT, TextTokenizer, TokenizerError
+from tests.shell.tiny_checkpoints import (
+    SENTENCES,
+    tiny_config,
+    write_checkpoint,
+    write_tokenizer,
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "source")
+
+
+def set_json(path: Path, **changes: Any) -> None:
+    data = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(data | changes))
+
+
+def test_bundled_follows_the_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "BUNDLED_FOLDER", tmp_path)
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    assert resolve_model("bundled", Role.TARGET) == tmp_path / "target"
+    assert resolve_model("bundled", Role.DRAFT) == tmp_path / "draft"
+    assert resolve_model("bundled:target", Role.DRAFT) == tmp_path / "target"
+    with pytest.raises(ModelFolderError, match="bundled:verifier"):
+        resolve_model("bundled:verifier", Role.TARGET)
+    (tmp_path / "draft").rmdir()
+    with pytest.raises(ModelFolderError, match="not in this installation"):
+        resolve_model("bundled", Role.DRAFT)
+
+
+@pytest.mark.parametrize("reference", ["", "nowhere", "./no/such/folder", "a/b/c", "../x"])
+def test_a_reference_that_means_nothing_is_refused(reference: str) -> None:
+    with pytest.raises(ModelFolderError, match="neither 'bundled'"):
+        resolve_model(reference, Role.TARGET)
+
+
+def test_a_hub_id_is_downloaded_without_code(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def fake(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert resolve_model("owner/name", Role.TARGET) == source
+    assert resolve_model("owner/name@v1", Role.TARGET) == source
+    assert [(name, revision) for name, revision, _ in asked] == [
+        ("owner/name", None),
+        ("owner/name", "v1"),
+    ]
+    assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in asked[0][2])
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("x"), OSError("disk"), ValueError("v")])
+def test_hub_errors_are_ours(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    expected = ValueError if type(error) is ValueError else ModelFolderError
+    with pytest.raises(expected):
+        resolve_model("owner/name", Role.TARGET)
+
+
+def test_a_draft_folder_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(BUNDLED_FOLDER / "draft", folder)
+    config = AgentConfig(draft=DraftSection(model=str(folder)))
+    assert model_info(folder) == model_info(BUNDLED_FOLDER / "draft")
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = sorted(data["model"]["vocab"], key=data["model"]["vocab"].get)
+    a, b = tokens[-1], tokens[-2]
+    vocab = data["model"]["vocab"]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    message = r"tokenizer\.json: its vocabulary is \w+, but the draft was exported with \w+"
+    with pytest.raises(ModelFolderError, match=message):
+        model_info(folder)
+    for elsewhere in ("", "bundled"):  # the draft's tokenizer need not be the one that is used
+        with pytest.raises(ModelFolderError, match=message):
+            build_agent(replace(config, tokenizer=elsewhere))
+
+
+def test_eos_ids_come_from_the_generation_config_first(source: Path) -> None:
+    set_json(source / "generation_config.json", eos_token_id=[5, 7])
+    assert eos_token_ids(source) == (5, 7)
+    set_json(source / "generation_config.json", eos_token_id=None)
+    assert eos_token_ids(source) == (0,)
+    set_json(source / "config.json", eos_token_id=None)
+    assert eos_token_ids(source) == ()
+    for bad in ("x", -1, True, [1] * 17):
+        set_json(source / "config.json", eos_token_id=bad)
+        with pytest.raises(ModelFolderError, match=r"config\.json: eos_token_id"):
+            eos_token_ids(source)
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [None, 0, "4096", True])
+def test_a_size_that_is_none_is_refused(source: Path, name: str, value: object) -> None:
+    set_json(source / "config.json", **{name: value})
+    with pytest.raises(ModelFolderError, match=rf"config\.json: {name} is"):
+        model_info(source)
+
+
+def test_what_a_checked_folder_must_hold(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"edgespec\.json: no such file"):
+        check_folder(source, Role.DRAFT)
+    set_json(source / "config.json", model_type="gpt2")
+    with pytest.raises(ModelFolderError, match="model_type 'gpt2'"):
+        check_folder(source, Role.TARGET)
+    write_checkpoint(source, tiny_config())
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match=r"no \*\.safetensors"):
+        check_folder(source, Role.TARGET)
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json: no such file"):
+        check_folder(source, Role.TARGET)
+    (source / "config.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=r"config\.json: not readable as JSON"):
+        check_folder(source, Role.TARGET)
+    (source / "config.json").unlink()
+    with pytest.raises(ModelFolderError, match=r"config\.json: no such file"):
+        check_folder(source, Role.TARGET)
+    with pytest.raises(ModelFolderError, match="no such folder"):
+        check_folder(tmp_path / "nowhere", Role.TARGET)
+
+
+VOCABULARY = {"a": 0, "b": 1, "ü": 2}
+ADDED = [{"id": 3, "content": "<|end|>", "special": True}]
+
+
+def fingerprint(folder: Path, vocabulary: object, added: object = ADDED, **more: Any) -> str:
+    path = folder / "tokenizer.json"
+    data = {"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": added}
+    path.write_text(json.dumps(data | more), encoding="utf-8")
+    return vocabulary_fingerprint(path)
+
+
+def test_layout_does_not_count(tmp_path: Path) -> None:
+    expected = fingerprint(tmp_path, VOCABULARY)
+    assert len(expected) == 32
+    shuffled = dict(reversed(VOCABULARY.items()))
+    assert fingerprint(tmp_path, shuffled, version="2.0", normalizer=None) == expected
+    assert fingerprint(tmp_path, VOCABULARY | {"<|end|>": 3}, []) == expected
+    unigram = [["a", -1.0], ["b", -2.0], ["ü", -3.0]]
+    assert fingerprint(tmp_path, unigram) == expected
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added"),
+    [
+        ({"a": 1, "b": 0, "ü": 2}, ADDED),
+        ({"a": 0, "b": 1, "u": 2}, ADDED),
+        ({"a": 0, "b": 1}, ADDED),
+        (VOCABULARY, []),
+        (VOCABULARY, [{"id": 4, "content": "<|end|>"}]),
+        (VOCABULARY, [{"id": 2, "content": "<|end|>"}]),
+        ({"a": 0, "b1 1 ü": 1}, ADDED),
+    ],
+)
+def test_every_difference_counts(
+    tmp_path: Path, vocabulary: dict[str, int], added: list[dict[str, Any]]
+) -> None:
+    assert fingerprint(tmp_path, vocabulary, added) != fingerprint(tmp_path, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "message"),
+    [
+        ({"a": 0}, [{"id": 10**9, "content": "b"}], "token ids 0 to 1000000000, limit 0 to"),
+        ({"a": -1}, [], "token ids -1 to -1, limit 0 to"),
+        ({"a": "b"}, [], "unreadable vocabulary entry"),
+        ({"a": float("inf")}, [], "unreadable vocabulary entry"),
+        ({"a": float("nan")}, [], "unreadable vocabulary entry"),
+    ],
+)
+def test_ids_that_are_none_are_named_with_their_file(
+    tmp_path: Path, vocabulary: dict[str, Any], added: list[dict[str, Any]], message: str
+) -> None:
+    """A device has such files from its verifier, and counts ids from 0 on."""
+    with pytest.raises(VocabularyError, match=rf"tokenizer\.json: {message}"):
+        fingerprint(tmp_path, vocabulary, added)
+
+
+def test_files_that_nest_too_deep_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(VocabularyError, match=r"tokenizer\.json: not readable as JSON"):
+        vocabulary_fingerprint(tmp_path / "tokenizer.json")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelFolderError, match=r"config\.json: not readable as JSON"):
+        read_config(tmp_path)
+
+
+SIZE = 3_000_000
+
+
+def weights_folder(path: Path, data: bytes = bytes(SIZE), **config: object) -> Path:
+    """A model of one tensor."""
+    path.mkdir()
+    header = {"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
+    text = json.dumps(header).encode()
+    whole = struct.pack("<Q", len(text)) + text + data
+    (path / "model.safetensors").write_bytes(whole)
+    (path / "config.json").write_text(json.dumps({"hidden_size": 4, **config}))
+    return path
+
+
+def test_copies_agree_whatever_they_are_called(tmp_path: Path) -> None:
+    one = weights_folder(tmp_path / "one", transformers_version="5.1", torch_dtype="float32")
+    shutil.copytree(one, tmp_path / "two")
+    other_origin = weights_folder(
+        tmp_path / "three", transformers_version="4.9", _name_or_path="x/y"
+    )
+    found = {weights_fingerprint(path, "v") for path in (one, tmp_path / "two", other_origin)}
+    assert len(found) == 1
+    assert len(found.pop()) == 32
+
+
+def test_what_changes_a_text_changes_the_fingerprint(tmp_path: Path) -> None:
+    changed = bytearray(SIZE)
+    changed[:: SIZE // PIECES // 2] = b"\1" * len(changed[:: SIZE // PIECES // 2])
+    folders = [
+        weights_folder(tmp_path / "one"),
+        weights_folder(tmp_path / "shape", bytes(SIZE + 1)),
+        weights_folder(tmp_path / "tuned", bytes(changed)),
+        weights_folder(tmp_path / "config", rope_theta=1e6),
+    ]
+    found = {weights_fingerprint(path, "v") for path in folders}
+    found.add(weights_fingerprint(folders[0], "other words"))
+    assert len(found) == 5
+
+
+def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
+    path = weights_folder(tmp_path / "one")
+    (path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match=r"model.safetensors: a header of \d+ bytes, at most"):
+        weights_fingerprint(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return TextTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def test_bytes_that_never_become_text_are_not_held_for_ever(tokenizer: TextTokenizer) -> None:
+    broken = tokenizer.encode("漢")[1]  # a continuation byte without its start
+    stream = tokenizer.stream()
+    pieces = [stream.push([broken]) for _ in range(1000)]
+    longest = max(len(p) for p in pieces)
+    assert 0 < longest <= MAX_HELD_TOKENS + 1
+    assert len("".join(pieces) + stream.flush()) == 1000
+    assert stream.push(tokenizer.encode("ok")) == "ok"
+
+
+@given(data=st.data())
+def test_no_character_is_lost_however_much_is_broken(
+    tokenizer: TextTokenizer, data: st.DataObject
+) -> None:
+    """What is no replacement character arrives, whole and in order, in long broken texts too."""
+    size = tokenizer.vocabulary_size
+    tokens = data.draw(st.lists(st.integers(0, size - 1), max_size=80))
+    tokens += [tokenizer.encode("漢")[1]] * data.draw(st.integers(0, 40))
+    tokens += tokenizer.encode(data.draw(st.text(max_size=3)))
+    stream = tokenizer.stream()
+    got = "".join(stream.push([token]) for token in tokens) + stream.flush()
+    assert got.replace(REPLACEMENT, "") == tokenizer.decode(tokens).replace(REPLACEMENT, "")
+
+
+@given(data=st.data())
+def test_a_continuation_is_what_the_whole_has_behind_the_prompt(
+    tokenizer: TextTokenizer, fallback: TextTokenizer, data: st.DataObject
+) -> None:
+    """Oracle: the library's decoding of both together."""
+    for one, words in ((tokenizer, SENTENCES), (fallback, [" a", " aé a", "€ a"])):
+        prompt, text = data.draw(st.sampled_from(words)), data.draw(st.sampled_from(words))
+        if one is fallback:
+            tokens = [256 if byte == ord("a") else byte for byte in (prompt + text).encode()]
+        else:
+            tokens = one.encode(prompt + text)
+        cut = data.draw(st.integers(0, len(tokens)))
+        before = one.decode(tokens[:cut])
+        stream = one.stream(tokens[:cut])
+        got = stream.push(tokens[cut:]) + stream.flush()
+        # A character that the prompt leaves unfinished belongs to the continuation.
+        assert before.rstrip(REPLACEMENT) + got == one.decode(tokens)
+
+
+def byte_fallback(folder: Path, *more: decoders.Decoder) -> TextTokenizer:
+    """A vocabulary in which token i is byte i, and 256 a word."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "?": 257}
+    inner = Tokenizer(models.BPE(vocabulary, [], unk_token="?", byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    return TextTokenizer(folder)
+
+
+def _spelled(tokens: list[int], strips: bool) -> str:
+    """Oracle: Python's own decoder of each run of bytes. As Llama's, one decoder takes the first
+    space off a text."""
+    text = "".join(
+        " a" * len(list(run)) if word else bytes(run).decode("utf-8", errors="replace")
+        for word, run in itertools.groupby(tokens, lambda token: token == 256)
+    )
+    return text.removeprefix(" ") if strips else text
+
+
+_CHARACTERS = st.sampled_from([*map(tuple, ("€".encode(), "é".encode(), b"A")), (256,)])
+_BROKEN = st.sampled_from([(0xFF,), (0xE2, 0x82), (0xC3,)])
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@given(parts=st.lists(_CHARACTERS | _BROKEN, max_size=20))
+def test_bytes_and_words_in_any_order_are_what_they_say(
+    fallback: TextTokenizer, stripping: TextTokenizer, strips: bool, parts: list[tuple[int, ...]]
+) -> None:
+    stream = (stripping if strips else fallback).stream()
+    tokens = [token for part in parts for token in part]
+    got = "".join(stream.push([token]) for token in tokens) + stream.flush()
+    assert got == _spelled(tokens, strips)
+
+
+@pytest.mark.parametrize("strips", [False, True])
+@given(
+    before=st.lists(_CHARACTERS, max_size=6),
+    cut=st.integers(0, 2),
+    behind=st.lists(_CHARACTERS, max_size=6),
+)
+def test_a_character_that_the_prompt_begins_is_all_that_is_told_of_it(
+    fallback: TextTokenizer,
+    stripping: TextTokenizer,
+    strips: bool,
+    before: list[tuple[int, ...]],
+    cut: int,
+    behind: list[tuple[int, ...]],
+) -> None:
+    told, rest = ([token for part in parts for token in part] for parts in (before, behind))
+    character = list("€".encode())
+    stream = (stripping if strips else fallback).stream(told + character[:cut])
+    got = stream.push([*character[cut:], *rest]) + stream.flush()
+    assert _spelled(told, strips) + got == _spelled([*told, *character, *rest], strips)
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return byte_fallback(tmp_path_factory.mktemp("fallback"))
+
+
+@pytest.fixture(scope="module")
+def stripping(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return byte_fallback(tmp_path_factory.mktemp("stripping"), decoders.Strip(" ", 1, 0))
+
+
+def test_saved_padding_and_truncation_do_not_touch_a_prompt(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path) / "tokenizer.json"
+    inner = Tokenizer.from_file(str(path))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=50)
+    inner.save(str(path))
+    tokens = TextTokenizer(tmp_path).encode(SENTENCES[0])
+    assert 4 < len(tokens) < 50
+
+
+# --- chat -----------------------------------------------------------------------------------
+
+
+def with_template(folder: Path, template: object) -> TextTokenizer:
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return TextTokenizer(folder)
+
+
+MESSAGES = [{"role": "user", "content": "é"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "there is no chat_template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "chat template failed"),
+        ("{{ messages.__class__.__mro__ }}", "chat template failed"),
+        ("{{ messages.append(1) }}", "chat template failed"),
+        ("{{ range(999999999) | length }}", "chat template failed"),
+    ],
+)
+def test_a_template_that_is_missing_broken_or_hostile(
+    tmp_path: Path, template: object, message: str
+) -> None:
+    tokenizer = with_template(tmp_path, template)
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer.render_chat(MESSAGES)
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: no such file"):
+        TextTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a readable tokenizer"):
+        TextTokenizer(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: holds a JSON list"):
+        TextTokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(TokenizerError, match="number of messages is 0"):
+        TextTokenizer(tmp_path).render_chat([])
+
+
+@given(data=st.data())
+def test_any_text_in_any_grouping_is_the_same_text(
+    tokenizer: TextTokenizer, data: st.DataObject
+) -> None:
+    text = data.draw(st.text(max_size=30))
+    tokens = tokenizer.encode(text)
+    stream, got, rest = tokenizer.stream(), "", tokens
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        got += stream.push(rest[:count])
+        rest = rest[count:]
+        assert text.startswith(got)
+    assert got + stream.flush() == text
+
+
+def test_spaces_of_a_metaspace_vocabulary_stay(tmp_path: Path) -> None:
+    """Its decoder drops the first token's leading space, which only the text's first may lose."""
+    inner = Tokenizer(models.WordLevel({"▁the": 0, "▁fox": 1, "es": 2, "?": 3}, unk_token="?"))
+    inner.decoder = decoders.Metaspace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(tmp_path)
+    stream = tokenizer.stream()
+    assert [stream.push([t]) for t in (0, 1, 2, 0)] == ["the", " fox", "es", " the"]
+    stream = tokenizer.stream([0])
+    assert [stream.push([t]) for t in (1, 2, 0)] == [" fox", "es", " the"]
