@@ -7,17 +7,28 @@ checks random schedules on the stages alone. It prints a line for each check tha
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from pathlib import Path
 
 import torch
 
+from edgespec.core.ports import PassRequest
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets.pipeline import PipelineTarget
 from tests.shell.random_schedules import Recorder, check_random_schedule
 from tests.shell.target_schedules import compare
 
 ROUNDS = 12
+
+
+class InjectedError(RuntimeError):
+    """Of the last stage alone, behind what it has received."""
+
+
+def fail(*_: object) -> None:
+    raise InjectedError
 
 
 def main(arguments: list[str]) -> None:
@@ -40,6 +51,16 @@ def main(arguments: list[str]) -> None:
         for length in (5, 40):
             check_random_schedule(rng, staged, length)
         sys.stdout.write(f"{folder.name} bits\n")
+        again = PassRequest("again", 0, (1, 2, 3))
+        for each in (target, one.target):
+            each.open("again", 3, SamplingParams())
+        hook = target._model.model.norm.register_forward_pre_hook(fail)
+        with contextlib.suppress(InjectedError):
+            target.forward([again])
+        hook.remove()
+        assert target.forward([again]) == one.target.forward([again])
+        same_bits()
+        sys.stdout.write(f"{folder.name} again\n")
         target.close_stages()
 
 

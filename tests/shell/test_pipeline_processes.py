@@ -55,7 +55,9 @@ def test_stages_give_the_texts_and_the_bits_of_one_process(folder: Path) -> None
         timeout=WITHIN_S,
     )
     assert done.returncode == 0, done.stderr
-    names = [f"{name} {check}" for name in ("qwen3", "gemma2") for check in ("equal", "bits")]
+    names = [
+        f"{name} {check}" for name in ("qwen3", "gemma2") for check in ("equal", "bits", "again")
+    ]
     assert done.stdout.split("\n")[:-1] == names
 
 

@@ -10,6 +10,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,11 +223,11 @@ def test_a_stage_that_fails_ends_hangs_or_is_left_behind_is_lost_with_the_reason
 
     def serve(processes: StageProcesses) -> None:
         processes.start()
-        processes.when_lost(told.append)
+        processes.loss.add_done_callback(lambda loss: told.append(loss.result()))
         processes.wait_until_ready()
-        with processes.pass_over([PassRequest("a", 0, (1,))]):
+        with processes.pass_over([PassRequest("a", 0, (1,))], lambda: False):
             if "broken link" not in why:
-                processes.wait_for_loss()
+                processes.loss.result()
             raise RuntimeError("broken link")  # as the process group does
 
     with _processes(program, within_s) as processes:
@@ -244,24 +245,29 @@ def test_a_stage_that_takes_no_calls_is_lost() -> None:
         processes.wait_until_ready()
         with pytest.raises(TargetLostError, match=r"not done after 0\.2 s"):
             processes.tell("open", "a", 1, tuple(range(1 << 20)))
-        assert not processes._children or processes.lost is not None
+        assert not processes._children or processes.loss.done()
 
 
 def test_stages_are_called_in_order_and_end_with_the_link() -> None:
     program = SAYS_READY + (
-        "for name in ('open', 'run_pass', 'keep', 'close'):\n    assert link.recv()[0] == name\n"
+        "for name in ('open', 'run_pass', 'run_pass', 'keep', 'close'):\n    assert link.recv()[0] == name\n"
         "link.send(''); link.recv()"
     )
     with _processes(program) as processes:
         processes.start()
         processes.wait_until_ready()
-        processes._silent = {1}
+        processes._silent, processes._ready = {1}, Future()
         processes.tell("open", "a", 1, ())
-        with processes.pass_over([PassRequest("a", 0, (1,))]):
+        with processes.pass_over([PassRequest("a", 0, (1,))], lambda: False):
             pass
+        with (
+            pytest.raises(RuntimeError, match="here alone"),
+            processes.pass_over([PassRequest("a", 1, (1,))], lambda: True),
+        ):
+            raise RuntimeError("here alone")  # what the others sent has come: it may be tried again
         processes.tell("keep", "a", ())
         processes.tell("close", "a")
-        processes.wait_until_ready()  # it has heard all four
+        processes.wait_until_ready()  # it has heard all five
         [child] = processes._children.values()
-    assert processes.lost is None
+    assert not processes.loss.done()
     assert child.process.poll() is not None

@@ -4,10 +4,11 @@ Experimental. Every stage but the last is a child process. The last one is this 
 serves, samples, and tells the others each call (``open``, ``run_pass``, ``keep``, ``close``) over a
 pipe, in order. Hidden states go from stage to stage on their own way (``pipeline_stage.py``).
 
-What the last stage refuses is refused before the others are told. When a pass raises after that, a
-stage ends, or a call takes longer than ``pass_within_s``, some stage may hold keys that another
-lacks: then all stages are *lost*. They are killed, which ends whatever waits for them, and every
-further call raises ``TargetLostError``. So the verifier ends, and its devices resume elsewhere.
+What the last stage refuses is refused before the others are told. When a pass raises before the
+hidden states have come through, a stage ends, or a call takes longer than ``pass_within_s``, some
+stage may hold keys that another lacks: then all stages are *lost*. They are killed, which ends
+whatever waits for them, and every further call raises ``TargetLostError``. So the verifier ends,
+and its devices resume elsewhere.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -124,11 +127,11 @@ class PipelineTarget(TorchTarget):
         self._processes: StageProcesses | None = None
         super().__init__(share=share, **options)
         processes.wait_until_ready()
-        self._count, self._processes = share.world_size, processes
+        self._share, self._processes = share, processes
 
     @property
     def mode(self) -> str:
-        return f"{super().mode}, layers over {self._count} stages (experimental)"
+        return f"{super().mode}, layers over {self._share.world_size} stages (experimental)"
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -146,7 +149,7 @@ class PipelineTarget(TorchTarget):
 
     def when_lost(self, tell: Callable[[str], None]) -> None:
         """``tell`` is called once, from some thread, with the reason why the stages are lost."""
-        self._others.when_lost(tell)
+        self._others.loss.add_done_callback(lambda loss: tell(loss.result()))
 
     def close_stages(self) -> None:
         """End the other stages and leave the process group. The target is of no use then."""
@@ -161,7 +164,8 @@ class PipelineTarget(TorchTarget):
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         if self._processes is None:
             return super()._run(batch)
-        with self._processes.pass_over(batch):
+        self._share.received = False
+        with self._processes.pass_over(batch, lambda: self._share.received):
             return super()._run(batch)
 
 
@@ -180,15 +184,14 @@ class StageProcesses:
         program: Sequence[str] = _PROGRAM,
         look_every_s: float = _LOOK_EVERY_S,
     ) -> None:
-        self.lost: str | None = None
-        """Why the stages cannot go on, or None."""
+        self.loss: Future[str] = Future()
+        """Why the stages cannot go on, once they cannot."""
         self._wanted, self._pass_within_s = stages, pass_within_s
         self._program, self._look_every_s = program, look_every_s
         self._children: dict[Connection, _Child] = {}
-        self._silent: set[int] = set()
+        self._silent = {one.rank for one in stages}
         """Ranks that are not ready yet."""
-        self._changed = threading.Condition()
-        self._tell: list[Callable[[str], None]] = []
+        self._ready: Future[None] = Future()
         self._busy_since: float | None = None
         self._closing = False
         self._started = threading.Event()
@@ -196,32 +199,15 @@ class StageProcesses:
 
     def start(self) -> None:
         """Raises ``TargetLostError`` when there can be no processes."""
-        self._silent = {one.rank for one in self._wanted}
         self._thread.start()
         self._started.wait()
         self._check()
 
     def wait_until_ready(self, within_s: float = LOAD_WITHIN_S) -> None:
         """Until all have built their target. Raises ``TargetLostError``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.lost or not self._silent, within_s)
-            silent = set(self._silent)
-        if silent:
-            self._lose(f"stage {min(silent)} was not ready after {within_s:g} s")
+        if not _one_of(self._ready, self.loss, within_s=within_s):
+            self._lose(f"stage {min(self._silent)} was not ready after {within_s:g} s")
         self._check()
-
-    def wait_for_loss(self, within_s: float | None = None) -> str | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.lost, within_s)
-            return self.lost
-
-    def when_lost(self, tell: Callable[[str], None]) -> None:
-        """``tell`` is called once, from this object's thread, or now if it is late."""
-        with self._changed:
-            if self.lost is None:
-                self._tell.append(tell)
-                return
-        tell(self.lost)
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Have every stage call that method of its target. Raises ``TargetLostError``."""
@@ -239,9 +225,12 @@ class StageProcesses:
                 self._busy_since = None
 
     @contextlib.contextmanager
-    def pass_over(self, batch: Sequence[PassRequest]) -> Iterator[None]:
-        """Have every stage run the pass, beside what is done within this context. Raises
-        ``TargetLostError`` when that raises."""
+    def pass_over(
+        self, batch: Sequence[PassRequest], received: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Have every stage run the pass, beside what is done within this context. When that raises
+        though the last stage has ``received`` what it waits for, the others have run the pass to
+        its end, so it may be tried again; else raises ``TargetLostError``."""
         self._busy_since = time.monotonic()
         try:
             self.tell("run_pass", tuple(batch))
@@ -249,7 +238,9 @@ class StageProcesses:
         except TargetLostError:
             raise
         except Exception as error:
-            self._fail(error)
+            if not received():
+                self._fail(error)
+            raise
         finally:
             self._busy_since = None
         self._check()
@@ -259,29 +250,25 @@ class StageProcesses:
         self._closing = True
         if self._thread.is_alive():
             self._thread.join()
-        self._kill()
-
-    def _check(self, cause: Exception | None = None) -> None:
-        if self.lost is not None:
-            raise TargetLostError(self.lost) from cause
-
-    def _fail(self, error: Exception) -> None:
-        """Raises ``TargetLostError`` with the reason that the stages give, or ``error``."""
-        self.wait_for_loss(_WHY_WITHIN_S)
-        self._lose(f"the last stage failed in a pass: {type(error).__name__}: {error}")
-        self._check(error)
-
-    def _lose(self, why: str) -> None:
-        with self._changed:
-            self.lost = self.lost or why
-            self._changed.notify_all()
-
-    def _kill(self) -> None:
         for link, child in self._children.items():
             child.process.kill()
             child.process.wait()
             link.close()
         self._children.clear()
+
+    def _check(self, cause: Exception | None = None) -> None:
+        if self.loss.done():
+            raise TargetLostError(self.loss.result()) from cause
+
+    def _fail(self, error: Exception) -> None:
+        """Raises ``TargetLostError`` with the reason that the stages give, or ``error``."""
+        futures.wait([self.loss], _WHY_WITHIN_S)
+        self._lose(f"the last stage failed in a pass: {type(error).__name__}: {error}")
+        self._check(error)
+
+    def _lose(self, why: str) -> None:
+        with contextlib.suppress(futures.InvalidStateError):  # the first reason counts
+            self.loss.set_result(why)
 
     # --- the watching thread ---------------------------------------------------------------
 
@@ -295,22 +282,22 @@ class StageProcesses:
         finally:
             self._started.set()
         try:
-            while self.lost is None and not self._closing:
+            while not self.loss.done() and not self._closing:
                 ready: list[Any] = wait(list(self._children), self._look_every_s)
                 for link in ready:
                     self._read(link, self._children[link])
-                self._look(time.monotonic())
+                began = self._busy_since
+                if began is not None and time.monotonic() - began > self._pass_within_s:
+                    self._lose(
+                        f"a pass was not done after {self._pass_within_s:g} s"
+                        " (pipeline.pass_within_s): a stage hangs"
+                    )
         except Exception as error:  # nobody may wait for a thread that is not there
             _LOG.exception("watching the stages failed")
             self._lose(f"the stages cannot be watched: {error}")
-        if self.lost is None:
-            return
-        for child in list(self._children.values()):
-            child.process.kill()
-        with self._changed:
-            tell, self._tell = self._tell, []
-        for one in tell:
-            one(self.lost)
+        if self.loss.done():
+            for child in list(self._children.values()):
+                child.process.kill()
 
     def _read(self, link: Connection, child: _Child) -> None:
         try:
@@ -320,18 +307,10 @@ class StageProcesses:
                 self._lose(f"stage {child.rank} {child.end_words()}")
             return
         if failure:
-            self._lose(f"stage {child.rank} failed: {failure}")
-        with self._changed:
-            self._silent.discard(child.rank)
-            self._changed.notify_all()
-
-    def _look(self, now: float) -> None:
-        began = self._busy_since
-        if began is not None and now - began > self._pass_within_s:
-            self._lose(
-                f"a pass was not done after {self._pass_within_s:g} s (pipeline.pass_within_s): a"
-                " stage hangs"
-            )
+            return self._lose(f"stage {child.rank} failed: {failure}")
+        self._silent.discard(child.rank)
+        if not self._silent and not self._ready.done():
+            self._ready.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,30 +346,31 @@ def _started(program: Sequence[str], options: StageOptions) -> tuple[Connection,
     return ours, _Child(options.rank, process)
 
 
+def _one_of(*awaited: Future[Any], within_s: float | None = None) -> bool:
+    """Wait until one of them is done; whether one is."""
+    return bool(futures.wait(awaited, within_s, futures.FIRST_COMPLETED).done)
+
+
 def _unless_lost(build: Callable[[], PipelineTarget], processes: StageProcesses) -> PipelineTarget:
     """What ``build`` returns or raises. ``TargetLostError`` as soon as a stage is lost, even while
     ``build`` waits for it: then its thread is left behind."""
-    done = threading.Event()
-    results: list[PipelineTarget] = []
-    errors: list[BaseException] = []
+    built: Future[PipelineTarget] = Future()
 
     def work() -> None:
         try:
-            results.append(build())
+            built.set_result(build())
         except BaseException as error:
-            errors.append(error)
-        done.set()
+            built.set_exception(error)
 
-    processes.when_lost(lambda _: done.set())
     threading.Thread(target=work, name="edgespec-last-stage", daemon=True).start()
-    done.wait()
-    if results:
-        return results[0]
-    if errors and not isinstance(errors[0], RuntimeError):
-        raise errors[0]
-    if (why := processes.wait_for_loss(_WHY_WITHIN_S)) is not None:
-        raise TargetLostError(why) from (errors[0] if errors else None)
-    raise errors[0]
+    _one_of(built, processes.loss)
+    error = built.exception() if built.done() else None
+    if built.done() and not isinstance(error, RuntimeError):
+        return built.result()
+    futures.wait([processes.loss], _WHY_WITHIN_S)  # a broken link is seen sooner than its reason
+    if processes.loss.done():
+        raise TargetLostError(processes.loss.result()) from error
+    return built.result()
 
 
 # --- in a stage's process ------------------------------------------------------------------

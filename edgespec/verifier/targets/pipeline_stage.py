@@ -1,17 +1,14 @@
 """One stage's layers of a model, and the hidden states that come in and go out.
 
 Theory of operation. The layers lie on ``world_size`` stages, one behind another; the first also
-embeds tokens, the last norms and projects. A stage's model is the family's own, made without
-weights; what belongs to other stages is taken out before any tensor is read, so a process holds and
-reads its own part alone. Then a module that waits for hidden states stands where the embedding
-was, and one that sends them on where the norm was, and a pass is the library's own forward
-function.
+embeds tokens, the last norms and projects. A stage's model is the family's own; what belongs to
+other stages is taken out before any tensor is read. A module that waits for hidden states stands
+where the embedding was, and one that sends them on where the norm was, and a pass is the library's
+own forward function.
 
-Rank 0, which serves, is the *last* stage and rank r stage r - 1. So logits never travel, tokens are
-chosen where they are with all that choosing needs, and a pass that rank 0 has completed was
-completed by all. Hidden states travel point to point in the order of the passes, each no sooner
-usable than ``delay_s`` after it was sent, whatever its receiver did meanwhile: several passes may
-be on their way at once, which nobody makes use of yet.
+Rank 0, which serves, is the *last* stage and rank r stage r - 1. So logits never travel, and a pass
+that rank 0 has completed was completed by all. Hidden states travel in the order of the passes,
+each no sooner usable than ``delay_s`` after it was sent, whatever its receiver did meanwhile.
 """
 
 from __future__ import annotations
@@ -47,6 +44,8 @@ class StageShare:
     """Called when the weights are loaded. It returns when all stages have theirs."""
     delay_s: float = 0.0
     """Added to each link, one way, for trials. Times are of this host's monotonic clock."""
+    received: bool = False
+    """The hidden states of the last pass have come."""
 
     @property
     def stage(self) -> int:
@@ -80,6 +79,7 @@ class StageShare:
         hidden = torch.empty((1, rows, width), dtype=dtype)
         distributed.recv(sent_s, source)
         distributed.recv(hidden, source)
+        self.received = True
         if self.delay_s > 0.0:
             time.sleep(max(0.0, float(sent_s) + self.delay_s - time.monotonic()))
         return hidden
