@@ -27,7 +27,6 @@ from edgespec.core.ports import ByteMeter, LinkError
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
-    Draft,
     Fault,
     FaultCode,
     Open,
@@ -98,7 +97,7 @@ class GrpcVerifierStream:
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
         self._watch: asyncio.TimerHandle | None = None
-        self._max_nodes = 0
+        self._greeted = False
         self._reason = "the stream is open"
         self._retryable = True
         self._spoke_last = False
@@ -151,9 +150,9 @@ class GrpcVerifierStream:
         match message:
             case Commit():
                 count, accepted = len(message.tokens), message.accepted
-                self._budget.earn(count, self._max_nodes, self._loop.time(), accepted)
-            case Opened(limits=limits):
-                self._max_nodes = limits.max_nodes_outstanding
+                self._budget.earn(count, self._loop.time(), accepted)
+            case Opened():
+                self._greeted = True
             case Fault():
                 self.hang_up(message)
 
@@ -211,7 +210,7 @@ class GrpcVerifierStream:
     @property
     def greeted(self) -> bool:
         """Whether the device was told that its generation is served."""
-        return self._max_nodes > 0
+        return self._greeted
 
     def hang_up(self, fault: Fault | None) -> None:
         """End the stream from this side, unless it has ended."""
@@ -273,10 +272,9 @@ class GrpcVerifierStream:
         try:
             message = decode_uplink(payload, self._limits)
         except ProtocolViolation:
-            self._budget.spend(0, now, len(payload))
+            self._budget.spend(now, len(payload))
             raise
-        nodes = len(message.tokens) if isinstance(message, Draft) else 0
-        hold_s = self._budget.spend(nodes, now, len(payload))
+        hold_s = self._budget.spend(now, len(payload))
         if isinstance(message, Open):
             self._on_open(self)
         if self._meter is not None:

@@ -23,20 +23,18 @@ from edgespec.core.verifier.traffic_budget import (
 
 LIMITS = UplinkLimits()
 
-MAX_NODES = 128
-
 ALONE = replace(LIMITS, total_message_rate=1e9, total_burst=1e9)
 
 
-def read_in_a_loop(budget: StreamBudget, until: float, commit_every_s: float, nodes: int) -> int:
+def read_in_a_loop(budget: StreamBudget, until: float, commit_every_s: float) -> int:
     """A stream that sends whenever it is read; commits of one token go out all the while."""
     now, commit_at, read = 0.0, commit_every_s, 0
     while now < until:
         while commit_at <= now:
-            budget.earn(1, MAX_NODES, commit_at)
+            budget.earn(1, commit_at)
             commit_at += commit_every_s
         read += 1
-        now += max(1e-4, budget.spend(nodes, now))
+        now += max(1e-4, budget.spend(now))
     return read
 
 
@@ -49,7 +47,7 @@ def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate(
     commit_every_s: float, rate: float
 ) -> None:
     budget = UplinkBudget(ALONE, 0.0).open(0.0)
-    read = read_in_a_loop(budget, 20.0, commit_every_s, nodes=1)
+    read = read_in_a_loop(budget, 20.0, commit_every_s)
     assert read == pytest.approx(128 + 20 * rate, rel=0.02)
 
 
@@ -58,17 +56,17 @@ def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate(
 def test_a_device_with_steps_of_a_millisecond_is_never_slowed(
     pass_s: float, tokens_a_pass: int
 ) -> None:
-    """It sends two nodes each millisecond until nothing more is worth drafting: a tree of 14 steps
+    """It sends a message each millisecond until nothing more is worth drafting: a tree of 14 steps
     after a miss, and one for each token the text moved; and acknowledges every commit."""
     budget = UplinkBudget(LIMITS, 0.0).open(0.0)
     now = 0.0
     for _ in range(600):
         steps = min(round(pass_s * 1000) - 1, 14 + tokens_a_pass)
         for step in range(steps):
-            assert budget.spend(2, now + step * 1e-3) == 0.0
+            assert budget.spend(now + step * 1e-3) == 0.0
         now += pass_s
-        budget.earn(tokens_a_pass, MAX_NODES, now)
-        assert budget.spend(0, now) == 0.0
+        budget.earn(tokens_a_pass, now)
+        assert budget.spend(now) == 0.0
 
 
 @pytest.mark.parametrize(("streams", "rate"), [(10, 2_000), (100, 100 * 100)])
@@ -82,13 +80,13 @@ def test_the_busy_streams_pay_for_the_total_and_the_quiet_do_not(streams: int, r
         commit = round(now * 1000) % 30 == 0
         for index, stream in enumerate(busy):
             if commit:
-                stream.earn(1, MAX_NODES, now)
+                stream.earn(1, now)
             if next_at[index] <= now:
                 read += 1
-                next_at[index] = now + stream.spend(1, now)
+                next_at[index] = now + stream.spend(now)
         if commit:
-            quiet.earn(1, MAX_NODES, now)
-            assert quiet.spend(2, now) == 0.0
+            quiet.earn(1, now)
+            assert quiet.spend(now) == 0.0
     at_first = streams * (64 + 7) + 2_000 + 500  # half of each burst, the shared one, the debt
     assert 0.95 * 10 * rate <= read <= at_first + 10 * rate
 
@@ -101,9 +99,9 @@ def test_random_spending_waits_a_finite_time() -> None:
         now += dice.choice((0.0, 1e-4, 0.05))
         stream = dice.choice(streams)
         if dice.random() < 0.2:
-            stream.earn(dice.randrange(5), MAX_NODES, now)
-        # Whoever waits as told owes at most one message and its nodes; here nobody waits.
-        assert 0.0 <= stream.spend(dice.choice((0, 1, 256)), now) < 1e3
+            stream.earn(dice.randrange(5), now)
+        # Whoever waits as told owes at most one message; here nobody waits.
+        assert 0.0 <= stream.spend(now, dice.choice((0, 9, 4_000))) < 1e3
 
 
 def test_two_hundred_devices_behind_one_address_start_within_seconds() -> None:
@@ -157,7 +155,7 @@ def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() ->
     for tick in range(10_000):
         now = tick * 1e-3
         if tick % 200 == 0:
-            assert [device.spend(0, now) for device in devices] == [0.0] * 20
+            assert [device.spend(now) for device in devices] == [0.0] * 20
         if tick % 1_000 == 0:
             assert shared.turn("device 0", now, 10.0) == 0.0
         if tick >= 1_000 and open_at <= now:
@@ -170,7 +168,7 @@ def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() ->
         while turns and turns[0][0] <= now:
             _, number = heapq.heappop(turns)
             read += 1
-            wait_s = streams[number].spend(1, now, 1_024)
+            wait_s = streams[number].spend(now, 1_024)
             heapq.heappush(turns, (now + max(1e-3, wait_s), number))
     spent = 2.0 * read + limits.messages_per_open * opened
     share = limits.shares.rate - 20 * 5.0
@@ -188,8 +186,8 @@ def test_an_address_may_be_a_whole_site() -> None:
     for tick in range(100):
         now = tick * 0.1
         for flood in floods:
-            flood.spend(0, now, 1 << 20)
-        assert [stream.spend(0, now) for stream in site] == [0.0] * 100
+            flood.spend(now, 1 << 20)
+        assert [stream.spend(now) for stream in site] == [0.0] * 100
 
 
 def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:

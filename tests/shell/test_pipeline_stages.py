@@ -250,7 +250,8 @@ def test_a_stage_that_takes_no_calls_is_lost() -> None:
 
 def test_stages_are_called_in_order_and_end_with_the_link() -> None:
     program = SAYS_READY + (
-        "for name in ('open', 'run_pass', 'run_pass', 'keep', 'close'):\n    assert link.recv()[0] == name\n"
+        "for name in ('open', 'run_pass', 'run_pass', 'keep', 'close'):\n"
+        "    assert link.recv()[0] == name\n"
         "link.send(''); link.recv()"
     )
     with _processes(program) as processes:

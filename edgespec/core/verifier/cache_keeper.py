@@ -51,10 +51,6 @@ class PrefixSharing:
     ``owner_of`` is asked once, when a session enters for the first time."""
 
     def __init__(self, ledger: BlockLedger, owner_of: OwnerOf) -> None:
-        self.query_tokens = 0
-        """Committed tokens of all sessions that entered the cache, each time they did."""
-        self.hit_tokens = 0
-        """Of these, tokens that were cached already."""
         self._ledger, self._owner_of = ledger, owner_of
         self._names: dict[str, BlockNames] = {}
         self._filling: set[bytes] = set()
@@ -73,11 +69,6 @@ class PrefixSharing:
         names.published = 0
         return self._take(key, names, 0)
 
-    def count(self, tokens: int, cached: int) -> None:
-        """A session with so many committed tokens entered, and found so many of them cached."""
-        self.query_tokens += tokens
-        self.hit_tokens += cached
-
     def catch_up(self, key: str, start: int) -> int:
         """A session with ``start`` cached rows takes hold of what others have published behind
         them; how many rows it has then."""
@@ -86,9 +77,7 @@ class PrefixSharing:
         found = self._take(key, names, place) if place < self._shareable(names) else 0
         if not found:
             return start
-        length = place * self._ledger.block_tokens + found
-        self.hit_tokens += length - start
-        return length
+        return place * self._ledger.block_tokens + found
 
     def waits(self, key: str, start: int, most: int) -> bool:
         """Whether a session that may feed ``most`` rows gets as far without feeding any."""
@@ -156,6 +145,8 @@ class CacheKeeper:
         """How often a session had to give up its blocks."""
         self.preemptions = 0
         """Of these, how often one that had work."""
+        self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        """Committed tokens of sessions that entered a shared cache, and those that were there."""
         self.evicted: list[str] = []
         """Sessions that lost their blocks since the scheduler last looked; it clears the list."""
         self.sessions = sessions
@@ -164,16 +155,6 @@ class CacheKeeper:
         self._sharing: PrefixSharing | None = None
         if ledger is not None and owner_of is not None:
             self._sharing = PrefixSharing(ledger, owner_of)
-
-    @property
-    def prefix_query_tokens(self) -> int:
-        """Committed tokens of all sessions that entered the cache, each time they did."""
-        return 0 if self._sharing is None else self._sharing.query_tokens
-
-    @property
-    def prefix_hit_tokens(self) -> int:
-        """Of ``prefix_query_tokens``, those that were cached already and were not computed."""
-        return 0 if self._sharing is None else self._sharing.hit_tokens
 
     def rows_for(
         self, key: str, most: int, spared: Collection[str], waiting: int, now: float
@@ -258,8 +239,9 @@ class CacheKeeper:
         if not self._make_room(key, length, spared, now) or not self.ledger.reserve(key, length):
             self.ledger.release(key)
             return False
-        if self._sharing is not None and cached is not None:
-            self._sharing.count(length, cached)
+        if cached is not None:
+            self.prefix_query_tokens += length
+            self.prefix_hit_tokens += cached
         if cached:
             session.handle(ev.Cached(cached), now)
         return True
@@ -269,6 +251,7 @@ class CacheKeeper:
         key, start = session.request.session_id, session.cache_length
         length = sharing.catch_up(key, start)
         if length > start:
+            self.prefix_hit_tokens += length - start
             session.handle(ev.Cached(length), now)
         return sharing.waits(key, length, most)
 

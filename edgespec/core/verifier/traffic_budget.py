@@ -7,9 +7,9 @@ control holds the sender meanwhile. All of it is made of token buckets: a bucket
 fills at ``rate`` a second; what is taken beyond its level is a debt, and waiting ``debt / rate``
 seconds pays it.
 
-    StreamBudget   messages and nodes of one stream. It also *earns* at each commit, because an
-                   honest device drafts as fast as the text moves: 16 messages and 2 a token, but
-                   never more than 1 message (4 nodes) for each millisecond since the last commit.
+    StreamBudget   messages of one stream, by number and size. It also *earns* at each commit,
+                   because an honest device drafts as fast as the text moves: 16 messages and 2 a
+                   token, but never more than 1 for each millisecond since the last commit.
     UplinkBudget   all streams together. Its debt is paid by the busy streams alone, those that send
                    more than the base rate, earned or not; the quiet ones are read at once. So n
                    streams are read at most max(2,000, 100 n) times a second in the long run.
@@ -196,15 +196,12 @@ class UplinkLimits:
     message_rate: float = 100.0
     message_burst: float = 128.0
     """As many as the nodes a device may have outstanding, one to a message."""
-    node_rate: float = 2_000.0
-    node_burst: float = 1_024.0
     messages_per_commit: float = 16.0
     """An honest device replaces a dead tree after a miss: some 12 to 16 steps worth drafting."""
     messages_per_token: float = 2.0
     """It also drafts as much further as the text moved."""
     earned_message_rate: float = 1_000.0
     """No earnings beyond this: a draft step takes at least about 1 ms."""
-    earned_node_rate: float = 4_000.0
     total_message_rate: float = 2_000.0
     """All streams together: about a fifth of one core."""
     total_burst: float = 2_000.0
@@ -215,7 +212,7 @@ class UplinkLimits:
     address_rate: float = 1_000.0
     """Where there are no keys, the least rate of an address: it may be a whole site."""
     bytes_per_message: float = 1_024.0
-    """A message of so many bytes costs its payer as much again as an empty one."""
+    """A message of so many bytes costs its stream and its payer as much again as an empty one."""
     messages_per_open: float = 8.0
     """What a new stream costs its payer."""
     share_per_commit: float = 0.5
@@ -238,10 +235,7 @@ class TokenBucket:
 
     def level(self, now: float) -> float:
         """Tokens at hand; negative: a debt."""
-        if now > self._at:
-            self._level = min(self._burst, self._level + (now - self._at) * self._rate)
-            self._at = now
-        return self._level
+        return self.take(0.0, now)
 
     def take(self, amount: float, now: float) -> float:
         """Take ``amount`` tokens, also when there are fewer; the level that is left."""
@@ -256,12 +250,8 @@ class TokenBucket:
 
     def add(self, amount: float, now: float) -> None:
         """Put ``amount`` tokens in; what is over the burst is lost."""
-        level = self._level
-        if now > self._at:
-            level += (now - self._at) * self._rate
-            self._at = now
-        level += amount
-        self._level = level if level < self._burst else self._burst
+        if self.take(-amount, now) > self._burst:
+            self._level = self._burst
 
     def limit_debt(self, most: float) -> None:
         """Forget the part of a debt that exceeds ``most`` tokens."""
@@ -269,7 +259,7 @@ class TokenBucket:
 
     def wait_s(self, now: float) -> float:
         """Seconds until the debt is paid; 0 without one."""
-        level = self._level if now <= self._at else self.level(now)
+        level = self.take(0.0, now)
         return 0.0 if level >= 0.0 else -level / self._rate
 
 
@@ -336,25 +326,23 @@ class UplinkBudget:
 class StreamBudget:
     """What one stream may send: ask ``spend`` after each message read, and tell each commit."""
 
-    __slots__ = ("_base", "_earned_at", "_limits", "_messages", "_nodes", "_payer", "_shared")
+    __slots__ = ("_base", "_earned_at", "_limits", "_messages", "_payer", "_shared")
 
     def __init__(self, shared: UplinkBudget, now: float, payer: str) -> None:
         limits = shared.limits
         self._shared, self._limits, self._payer = shared, limits, payer
         self._messages = TokenBucket(limits.message_rate, limits.message_burst, now)
-        self._nodes = TokenBucket(limits.node_rate, limits.node_burst, now)
         # What the messages would be without the earnings: it tells the busy from the quiet.
         self._base = TokenBucket(limits.message_rate, limits.message_burst, now)
         self._earned_at = now
 
-    def spend(self, nodes: int, now: float, size: int = 0) -> float:
-        """A message of ``size`` bytes with ``nodes`` nodes was read: seconds to wait before reading
-        the next."""
+    def spend(self, now: float, size: int = 0) -> float:
+        """A message of ``size`` bytes was read: seconds to wait before reading the next."""
         limits, shared = self._limits, self._shared
+        cost = 1.0 + size / limits.bytes_per_message
         reason, wait_s = STREAM, 0.0
-        messages, left_nodes = self._messages.take(1.0, now), self._nodes.take(nodes, now)
-        if messages < 0.0 or left_nodes < 0.0:
-            wait_s = max(self._messages.wait_s(now), self._nodes.wait_s(now))
+        if self._messages.take(cost, now) < 0.0:
+            wait_s = self._messages.wait_s(now)
         shared.take(now)
         base = self._base.take(1.0, now)
         if base < 0.0:
@@ -363,17 +351,15 @@ class StreamBudget:
         if busy and (total_s := shared.wait_s(now)) > wait_s:
             reason, wait_s = TOTAL, total_s
         grace = 0.0 if busy else limits.shares.burst
-        cost = 1.0 + size / limits.bytes_per_message
         if (share_s := shared.shares.spend(self._payer, cost, now, grace)) > wait_s:
             reason, wait_s = CREDENTIAL, share_s
         if wait_s > 0.0:
             shared.waits(reason, wait_s)
         return wait_s
 
-    def earn(self, tokens: int, max_nodes: int, now: float, accepted: int = 0) -> None:
-        """A commit of ``tokens`` tokens was sent. ``max_nodes``: how many the device may have
-        outstanding, so how many it may send anew when all of its tree died. ``accepted``: how many
-        of the tokens it had drafted. A commit without tokens earns nothing."""
+    def earn(self, tokens: int, now: float, accepted: int = 0) -> None:
+        """A commit of ``tokens`` tokens was sent, of which the device had drafted ``accepted``. A
+        commit without tokens earns nothing."""
         if tokens == 0:
             return
         limits, elapsed_s = self._limits, max(0.0, now - self._earned_at)
@@ -381,8 +367,6 @@ class StreamBudget:
         messages = limits.messages_per_commit + limits.messages_per_token * tokens
         most = limits.earned_message_rate * elapsed_s
         self._messages.add(messages if messages < most else most, now)
-        most = limits.earned_node_rate * elapsed_s
-        self._nodes.add(max_nodes if max_nodes < most else most, now)
         share = limits.share_per_hit if accepted else limits.share_per_commit
         self._shared.shares.earn(self._payer, share, now)
 
