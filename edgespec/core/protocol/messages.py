@@ -105,8 +105,8 @@ class Open:
     """False: no draft will come, decode on."""
     version: int = PROTOCOL_VERSION
     session_secret: bytes = field(default=b"", repr=False)
-    """Drawn by the device for this session: who does not send it again cannot resume, end or
-    replace the session. Kept out of reprs, traces and logs. Empty: the id alone is the proof."""
+    """Who does not send it again cannot resume, end or replace the session. Kept out of reprs,
+    traces and logs. Empty: the id alone is the proof."""
     logprobs: int = 0
     """How many of the likeliest tokens to tell with each committed one, at most ``MAX_LOGPROBS``;
     0: no scores at all."""
@@ -181,8 +181,7 @@ class Commit:
     """Thousandths: a node that is right with less does not pay for its row now. None: rows cost
     nothing, or are not priced."""
     credit: int | None = None
-    """How many nodes the device may have outstanding now; 0: drafting is in vain until a commit
-    says otherwise. None: as many as ``Opened`` said."""
+    """How many nodes the device may have outstanding now; None: as many as ``Opened`` said."""
     logprobs: tuple[TokenScore, ...] = ()
     """Of ``tokens``, one each, if the session asked for them and the verifier still has them."""
 
@@ -205,8 +204,7 @@ Message = Uplink | Downlink
 
 @statically_frozen
 class VerifierInfo:
-    """What a verifier serves and how busy it is. ``limits`` and the counts are all 0 when it is
-    one that does not tell them."""
+    """What a verifier serves and how busy it is; limits and counts are 0 when it does not tell."""
 
     model: ModelInfo
     limits: Limits

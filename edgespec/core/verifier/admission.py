@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 from edgespec.core.protocol.estimators import MovingAverage
 from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, Limits, Open
@@ -29,122 +31,85 @@ def refuse_open(
 ) -> Fault | None:
     """None when the request is fine. ``model`` is the one that it asks for, if that is served;
     ``served`` are the names of all, empty: there is one. ``limits`` are those of the credential."""
+    faults = _faults(request, model, rules, credential, served or (model.name,))
+    return next(chain(faults, _token_faults(request, model, limits, credential)), None)
+
+
+def _faults(
+    request: Open,
+    model: ModelInfo,
+    rules: frozenset[str],
+    credential: Credential,
+    served: Sequence[str],
+) -> Iterator[Fault]:
+    invalid = partial(Fault, FaultCode.INVALID)
     if request.version != PROTOCOL_VERSION:
-        why = f"protocol version {request.version} is not {PROTOCOL_VERSION}"
-        return Fault(FaultCode.INVALID, why)
+        yield invalid(f"protocol version {request.version} is not {PROTOCOL_VERSION}")
     if request.rule not in rules:
-        why = f"unknown acceptance rule {request.rule!r}; known: {', '.join(sorted(rules))}"
-        return Fault(FaultCode.INVALID, why)
+        known = ", ".join(sorted(rules))
+        yield invalid(f"unknown acceptance rule {request.rule!r}; known: {known}")
     if request.model and request.model != model.name:
-        known = ", ".join(map(repr, served or (model.name,)))
+        known = ", ".join(map(repr, served))
         why = f"unknown model {request.model!r}; this verifier serves {known}"
-        return Fault(FaultCode.UNKNOWN_MODEL, why)
+        yield Fault(FaultCode.UNKNOWN_MODEL, why)
     if credential.models and model.name not in credential.models:
         known = ", ".join(map(repr, credential.models))
         why = f"key {credential.name!r} is for the models {known}, and this one is {model.name!r}"
-        return Fault(FaultCode.UNKNOWN_MODEL, why)
+        yield Fault(FaultCode.UNKNOWN_MODEL, why)
     if request.vocabulary and request.vocabulary != model.vocabulary:
         why = (
             f"the draft's vocabulary {request.vocabulary} is not that of {model.name!r}, "
             f"{model.vocabulary}: both models must share one tokenizer"
         )
-        return Fault(FaultCode.VOCABULARY_MISMATCH, why)
+        yield Fault(FaultCode.VOCABULARY_MISMATCH, why)
     if not 0 <= request.logprobs <= MAX_LOGPROBS:
-        why = f"logprobs is {request.logprobs}, but must be in [0, {MAX_LOGPROBS}]"
-        return Fault(FaultCode.INVALID, why)
-    constraint = request.sampling.constraint
-    if constraint is not None and constraint.matcher is None:
-        why = f"this verifier holds no text to a {constraint.kind.value}"
-        return Fault(FaultCode.INVALID, why)
-    if constraint is not None and not model.eos_token_ids:
-        why = f"{model.name!r} has no end token, with which a {constraint.kind.value} could end"
-        return Fault(FaultCode.INVALID, why)
-    return _refuse_tokens(request, model, limits, _whose(credential))
+        yield invalid(f"logprobs is {request.logprobs}, but must be in [0, {MAX_LOGPROBS}]")
+    if (constraint := request.sampling.constraint) is not None:
+        kind = constraint.kind.value
+        if constraint.matcher is None:
+            yield invalid(f"this verifier holds no text to a {kind}")
+        if not model.eos_token_ids:
+            yield invalid(f"{model.name!r} has no end token, with which a {kind} could end")
 
 
-def _whose(credential: Credential) -> str:
-    """Behind a context's length: whose limit it is, unless it is the verifier's own."""
-    return f", the limit of key {credential.name!r}" if credential.context_length else ""
-
-
-def _refuse_tokens(request: Open, model: ModelInfo, limits: Limits, whose: str) -> Fault | None:
+def _token_faults(
+    request: Open, model: ModelInfo, limits: Limits, credential: Credential
+) -> Iterator[Fault]:
+    invalid, sampling = partial(Fault, FaultCode.INVALID), request.sampling
     if not request.session_id:
-        return Fault(FaultCode.INVALID, "session id is empty")
+        yield invalid("session id is empty")
     if not request.prompt:
-        return Fault(FaultCode.INVALID, "prompt is empty; it must have at least 1 token")
-    length = len(request.prompt) + len(request.committed)
-    if length >= limits.context_length and not request.committed:
+        yield invalid("prompt is empty; it must have at least 1 token")
+    whose = f", the limit of key {credential.name!r}" if credential.context_length else ""
+    length, held = len(request.prompt) + len(request.committed), len(request.committed)
+    if length >= limits.context_length and not held:
         why = (
             f"prompt of {length} tokens does not leave room for output in the context of "
             f"{limits.context_length}{whose}"
         )
-        return Fault(FaultCode.CONTEXT_TOO_LONG, why)
+        yield Fault(FaultCode.CONTEXT_TOO_LONG, why)
     if length > limits.context_length:
         why = f"{length} tokens held, but the context is {limits.context_length}{whose}"
-        return Fault(FaultCode.CONTEXT_TOO_LONG, why)
-    if len(request.committed) > request.sampling.max_tokens:
-        why = (
-            f"{len(request.committed)} generated tokens held, more than max_tokens "
-            f"{request.sampling.max_tokens}"
-        )
-        return Fault(FaultCode.INVALID, why)
+        yield Fault(FaultCode.CONTEXT_TOO_LONG, why)
+    if held > sampling.max_tokens:
+        yield invalid(f"{held} generated tokens held, more than max_tokens {sampling.max_tokens}")
     size = model.vocabulary_size
-    bad = next((t for t in (*request.prompt, *request.committed) if not 0 <= t < size), None)
-    if bad is not None:
-        return Fault(FaultCode.INVALID, f"token {bad} is outside the vocabulary of {size}")
-    sampling = request.sampling
-    for name, ids in (
-        ("stop_token_ids", sampling.stop_token_ids),
-        ("logit_bias", sampling.logit_bias),
+    for ids, whence in (
+        (chain(request.prompt, request.committed), ""),
+        (sampling.stop_token_ids, " of stop_token_ids"),
+        (sampling.logit_bias, " of logit_bias"),
     ):
-        bad = next((t for t in ids if not 0 <= t < size), None)
+        bad = next((token for token in ids if not 0 <= token < model.vocabulary_size), None)
         if bad is not None:
-            why = f"token {bad} of {name} is outside the vocabulary of {size}"
-            return Fault(FaultCode.INVALID, why)
-    return None
+            yield invalid(
+                f"token {bad}{whence} is outside the vocabulary of {model.vocabulary_size}"
+            )
 
 
-# Who is refused because the verifier is full is remembered until it gets in, or has not asked again
-# for ``FORGET_S``. It is told how many were refused before it, and to come back in
-#
-#     retry_after_s = (waiting before it + 1) * gap_s, between ``LEAST_S`` and ``MOST_S``
-#
-# with ``gap_s`` the mean time between those that got in. Nothing is reserved.
-
+# Bounds of what a refused session is told: when to come back.
 LEAST_S, MOST_S = 1.0, 10.0
-FORGET_S = 2.0 * MOST_S
-MOST = 1024
-
-
-class RefusedLine:
-    """Sessions are known by their keys."""
-
-    def __init__(self) -> None:
-        self._asked_at: dict[str, float] = {}
-        """In the order of the first refusal."""
-        self._gap_s = MovingAverage()
-        self._entered_at: float | None = None
-
-    def refuse(self, key: str, max_sessions: int, now: float) -> Fault:
-        """What the session is told that finds all places taken."""
-        for other, at in tuple(self._asked_at.items()):
-            if now - at > FORGET_S:
-                del self._asked_at[other]
-        if key in self._asked_at or len(self._asked_at) < MOST:
-            self._asked_at[key] = now
-        before = next((n for n, other in enumerate(self._asked_at) if other == key), MOST)
-        why = f"all {max_sessions} sessions are taken; {before} wait before it"
-        wait_s = (before + 1) * self._gap_s.get(0.0)
-        return Fault(FaultCode.OVERLOADED, why, min(MOST_S, max(LEAST_S, wait_s)))
-
-    def entered(self, key: str, now: float) -> None:
-        """The session got a place."""
-        self._asked_at.pop(key, None)
-        if self._entered_at is not None:
-            self._gap_s.add(min(MOST_S, now - self._entered_at))
-        self._entered_at = now
-
-
+# Who has not asked again for so long is forgotten; so many sessions are remembered.
+FORGET_S, MOST = 2.0 * MOST_S, 1024
 # Several round trips of a slow link: a device that reads acknowledges sooner.
 PATIENCE_S = 3.0
 DISPLACED = Fault(
@@ -160,19 +125,27 @@ class SessionSlots:
     A session is *useless* while its device is gone, or has left tokens unacknowledged for
     ``PATIENCE_S``: ending it costs its device time and nothing else. When all slots are taken, or
     all of one peer or credential, the session (of theirs) that has been useless longest gives way;
-    when none is, the newcomer is refused. ``sessions`` is the engine's own table."""
+    when none is, the newcomer is refused. Who is refused because the verifier is full is told how
+    many were so before it, n, and to come back in (n + 1) times the mean time between those that
+    got in; nothing is reserved. ``sessions`` is the engine's own table."""
 
     def __init__(self, limits: EngineLimits, sessions: Mapping[str, VerifySession]) -> None:
         self._limits, self._sessions = limits, sessions
         self.credential_of: dict[str, Credential] = {}
         """Whose each session is, by key."""
         self._peer_of: dict[str, str] = {}
-        self._refused = RefusedLine()
+        self._asked_at: dict[str, float] = {}
+        """By the keys of sessions that were refused, in the order of the first time."""
+        self._gap_s = MovingAverage()
+        self._entered_at: float | None = None
 
     def take(self, key: str, peer: str, credential: Credential, now: float) -> None:
         """The session now counts for the peer and the credential."""
         self._peer_of[key], self.credential_of[key] = peer, credential
-        self._refused.entered(key, now)
+        self._asked_at.pop(key, None)
+        if self._entered_at is not None:
+            self._gap_s.add(min(MOST_S, now - self._entered_at))
+        self._entered_at = now
 
     def free(self, key: str) -> None:
         """The session is over."""
@@ -184,21 +157,35 @@ class SessionSlots:
     ) -> str | Fault | None:
         """What has to happen before the session may be opened: nothing (None), the end of the
         session of this key, or the refusal of the newcomer."""
-        limits, name = self._limits, credential.name
-        if most := credential.max_sessions:
-            mine = [one for one, owner in self.credential_of.items() if owner.name == name]
-            if len(mine) >= most:
-                why = f"{len(mine)} sessions of key {name!r} are open, its limit (max_sessions)"
-                return self._longest_useless(mine, now) or Fault(FaultCode.OVERLOADED, why, 1.0)
-        if limits.max_sessions_per_peer:
-            mine = [one for one, owner in self._peer_of.items() if owner == peer]
-            if len(mine) >= limits.max_sessions_per_peer:
-                why = f"{len(mine)} sessions of {peer} are open, its limit (max_sessions_per_peer)"
-                return self._longest_useless(mine, now) or Fault(FaultCode.OVERLOADED, why, 1.0)
+        limits, name, sessions = self._limits, credential.name, self.credential_of
+        mine = [one for one, owner in sessions.items() if owner.name == name]
+        theirs = [one for one, owner in self._peer_of.items() if owner == peer]
+        for held, most, whose in (
+            (mine, credential.max_sessions, f"key {name!r} are open, its limit (max_sessions)"),
+            (
+                theirs,
+                limits.max_sessions_per_peer,
+                f"{peer} are open, its limit (max_sessions_per_peer)",
+            ),
+        ):
+            if most and len(held) >= most:
+                why = f"{len(held)} sessions of {whose}"
+                return self._longest_useless(held, now) or Fault(FaultCode.OVERLOADED, why, 1.0)
         if len(self._sessions) >= limits.max_sessions:
             displaced = self._longest_useless(self._sessions, now)
-            return displaced or self._refused.refuse(key, limits.max_sessions, now)
+            return displaced or self._refuse(key, now)
         return None
+
+    def _refuse(self, key: str, now: float) -> Fault:
+        for other, at in tuple(self._asked_at.items()):
+            if now - at > FORGET_S:
+                del self._asked_at[other]
+        if key in self._asked_at or len(self._asked_at) < MOST:
+            self._asked_at[key] = now
+        before = next((n for n, other in enumerate(self._asked_at) if other == key), MOST)
+        why = f"all {self._limits.max_sessions} sessions are taken; {before} wait before it"
+        wait_s = (before + 1) * self._gap_s.get(0.0)
+        return Fault(FaultCode.OVERLOADED, why, min(MOST_S, max(LEAST_S, wait_s)))
 
     def _longest_useless(self, keys: Iterable[str], now: float) -> str | None:
         found: list[tuple[float, str]] = []

@@ -74,12 +74,10 @@ class BatchDone:
     results: tuple[PassResult, ...]
     """In the order of the batch's requests, less those whose sequence failed before the pass."""
     target_s: float | None = None
-    """What the target itself took; None: it is not known apart from the time until this event,
-    which on a busy machine holds what else was done meanwhile."""
+    """What the target itself took; None: it is not known apart from the time until this event."""
     behind: tuple[int, ...] = ()
     """Streams on which something of before this pass waits to leave. Their sessions take part in
-    no pass until ``StreamCaughtUp``: a token that cannot leave helps nobody, and by the time it is
-    answered the text would be far beyond the draft that comes."""
+    no pass until ``StreamCaughtUp``: a token that cannot leave helps nobody."""
 
 
 @statically_frozen
@@ -91,9 +89,8 @@ class StreamCaughtUp:
 
 @statically_frozen
 class BatchFailed:
-    """Nothing was cached or sampled. ``full``: the target had no room for the pass. ``culprit``:
-    the one session that it failed for, where the target knows; ``requested``: because of what its
-    device asked for."""
+    """Nothing was cached or sampled. ``full``: the target had no room. ``culprit``: the session
+    that it failed for, where that is known; ``requested``: for what its device asked for."""
 
     why: str
     full: bool = False
@@ -103,8 +100,8 @@ class BatchFailed:
 
 @statically_frozen
 class SequenceFailed:
-    """The target could not open the sequence, or could not keep its nodes. ``full``: it had no
-    room to open it. Said before the ``BatchDone`` of the pass that the sequence misses."""
+    """The target could not open the sequence (``full``: for want of room), or keep its nodes. Said
+    before the ``BatchDone`` of the pass that the sequence misses."""
 
     key: str
     why: str
@@ -191,8 +188,7 @@ class RunBatch:
 
 @statically_frozen
 class RunProbe:
-    """Find out whether the target works at all: open a sequence, run this one request, close it;
-    answer with ``ProbeDone``."""
+    """Open a sequence, run this one request, close it; answer with ``ProbeDone``."""
 
     request: PassRequest
 

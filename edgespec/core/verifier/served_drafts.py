@@ -82,55 +82,6 @@ class Proposal:
             at += 1
 
 
-class ProposalGrower:
-    """Grows the proposals of one session."""
-
-    def __init__(self, lookup: PromptLookup, tables: TextTables, chances: TextChances) -> None:
-        self._lookup, self._chances = lookup, chances
-        self._recycled = tables.recycled.after
-        self._ngrams = None if tables.ngrams is None else tables.ngrams.after
-
-    def grow(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
-        """At most ``room`` nodes, none deeper than ``depth`` or less likely than
-        ``least_chance``. The text has two tokens or more, all of them indexed."""
-        lookup, end = self._lookup, len(text)
-        proposal = Proposal(end)
-        tokens, parents, chances = proposal.tokens, proposal.parents, proposal.chances
-        # Likeliest first, then oldest: chance, count, parent, guess, token before it, match, depth.
-        heap: list[tuple[float, int, int, Guess, int, int, int, int]] = []
-        node, chance, before, last, level, count = -1, 1.0, text[end - 2], text[end - 1], 0, 0
-        position, length = lookup.position, lookup.length
-        while True:
-            match = text[position] if length else -1
-            here = self._named(before, last, match, length, BEHIND if level else 0)
-            proposal.guesses.append(here)
-            if level < depth:
-                for guess in here:
-                    its = chance * self._chances.of[guess[0]]
-                    if its >= least_chance:
-                        count += 1
-                        goes_on = (position + 1, length + 1) if guess[1] == match else (end, 2)
-                        heappush(heap, (-its, count, node, guess, last, *goes_on, level + 1))
-            if not heap or len(tokens) >= room:
-                return proposal
-            chance, _, parent, guess, before, position, length, level = heappop(heap)
-            chance, last, node = -chance, guess[1], len(tokens)
-            guess[2] = node
-            tokens.append(last)
-            parents.append(parent)
-            chances.append(chance)
-            if position >= end:
-                position = lookup.place(pair_of(before, last))
-                length = 0 if position < 0 else length
-            length = min(length, LONGEST)
-
-    def _named(self, before: int, last: int, match: int, length: int, place: int) -> list[Guess]:
-        if length >= SURE:
-            return [[place + MATCH_CELLS[length], match, -1]]
-        pair = before << 32 | last
-        return named_tokens(pair, last, match, length, place, self._ngrams, self._recycled)
-
-
 # --- the price -------------------------------------------------------------------------------
 
 TRIAL_PASSES: Final = 32
@@ -204,8 +155,8 @@ class ServedDrafts:
         self.worth = ServedWorth()
         self.lookup = PromptLookup()
         self.chances = TextChances(everybodys)
-        self._tables = tables
-        self._grower = ProposalGrower(self.lookup, tables, self.chances)
+        self._tables, self._recycled = tables, tables.recycled.after
+        self._ngrams = None if tables.ngrams is None else tables.ngrams.after
         self._last: Proposal | None = None
         self._row_price = 0.0
         self._asked = False
@@ -219,7 +170,7 @@ class ServedDrafts:
         self._asked, self._row_price = True, least_chance
         least, paid = max(least_chance, LEAST_CHANCE), self.worth.rows(least_chance)
         room = min(room, MOST_NODES if paid is None else min(paid, MOST_NODES))
-        self._last = self._grower.grow(text, room, depth, least)
+        self._last = self._grow(text, room, depth, least)
         return self._last
 
     def learn(
@@ -253,6 +204,46 @@ class ServedDrafts:
                 self._tables.enter(text, at)
             lookup.add(text)
         return end >= 2
+
+    def _grow(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
+        """At most ``room`` nodes, none deeper than ``depth`` or less likely than
+        ``least_chance``. The text has two tokens or more, all of them indexed."""
+        lookup, end = self.lookup, len(text)
+        proposal = Proposal(end)
+        tokens, parents, chances = proposal.tokens, proposal.parents, proposal.chances
+        # Likeliest first, then oldest: chance, count, parent, guess, token before it, match, depth.
+        heap: list[tuple[float, int, int, Guess, int, int, int, int]] = []
+        node, chance, before, last, level, count = -1, 1.0, text[end - 2], text[end - 1], 0, 0
+        position, length = lookup.position, lookup.length
+        while True:
+            match = text[position] if length else -1
+            here = self._named(before, last, match, length, BEHIND if level else 0)
+            proposal.guesses.append(here)
+            if level < depth:
+                for guess in here:
+                    its = chance * self.chances.of[guess[0]]
+                    if its >= least_chance:
+                        count += 1
+                        goes_on = (position + 1, length + 1) if guess[1] == match else (end, 2)
+                        heappush(heap, (-its, count, node, guess, last, *goes_on, level + 1))
+            if not heap or len(tokens) >= room:
+                return proposal
+            chance, _, parent, guess, before, position, length, level = heappop(heap)
+            chance, last, node = -chance, guess[1], len(tokens)
+            guess[2] = node
+            tokens.append(last)
+            parents.append(parent)
+            chances.append(chance)
+            if position >= end:
+                position = lookup.place(pair_of(before, last))
+                length = 0 if position < 0 else length
+            length = min(length, LONGEST)
+
+    def _named(self, before: int, last: int, match: int, length: int, place: int) -> list[Guess]:
+        if length >= SURE:
+            return [[place + MATCH_CELLS[length], match, -1]]
+        pair = before << 32 | last
+        return named_tokens(pair, last, match, length, place, self._ngrams, self._recycled)
 
 
 class ServedDraftsMaker:

@@ -1,11 +1,10 @@
 """How fast one peer may send before it has to wait for its turn.
 
-Theory of operation. A message costs the verifier about 0.1 ms wherever it comes from, so a peer
-that sends in a loop takes time from everybody. Nothing is dropped and nothing is refused here: the
-machine only says how long the driver has to wait before it reads on, and the transport's flow
-control holds the sender meanwhile. All of it is made of token buckets: a bucket of ``burst`` tokens
-fills at ``rate`` a second; what is taken beyond its level is a debt, and waiting ``debt / rate``
-seconds pays it.
+Theory of operation. A message costs the verifier about 0.1 ms, so a peer that sends in a loop takes
+time from everybody. Nothing is dropped: the machine only says how long the driver has to wait
+before it reads on, and the transport's flow control holds the sender meanwhile. All of it is made
+of token buckets: what is taken beyond a bucket's level is a debt, and ``debt / rate`` seconds pay
+it.
 
     StreamBudget   messages of one stream, by number and size. It also *earns* at each commit,
                    because an honest device drafts as fast as the text moves: 16 messages and 2 a

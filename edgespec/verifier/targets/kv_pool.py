@@ -239,15 +239,14 @@ class KvPool:
         return self._sequences[key]
 
     def cached_length(self, request: PassRequest) -> int:
-        """How many tokens the request may find cached: those of its session's passes, and, in the
-        blocks of its table, all that are known to be committed. Raises as ``sequence`` does."""
+        """How many tokens the request may find cached, of its session's passes or in its blocks.
+        Raises as ``sequence`` does."""
         sequence = self.sequence(request.key)
         shared = len(sequence.text) if request.blocks else 0
         return max(sequence.length, shared)
 
     def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
-        """By how many tokens (in blocks) the free room is too small for the requests of ``batch``
-        that bring no table; 0 if it fits."""
+        """By how many tokens the free room is too small for requests that bring no table."""
         wanted = sum(
             self._own.missing(request.key, request.cache_length + request.row_count)
             for request in batch

@@ -203,9 +203,8 @@ class _Sequence:
 
 
 class VllmTarget:
-    """``mode`` says in words how the target computes. ``adapters``: the model with each of them,
-    which the engine knows by these names. ``pass_shape``: of a tree vLLM can look at
-    one path only, so a pass holds a chain of ``max_nodes``, and at most ``max_rows`` rows."""
+    """``adapters``: the model with each of them, which the engine knows by these names. Of a tree
+    vLLM can look at one path only, so a pass holds a chain of ``max_nodes``."""
 
     exact = False
 
