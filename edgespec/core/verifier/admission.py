@@ -99,11 +99,9 @@ def _token_faults(
         (sampling.stop_token_ids, " of stop_token_ids"),
         (sampling.logit_bias, " of logit_bias"),
     ):
-        bad = next((token for token in ids if not 0 <= token < model.vocabulary_size), None)
+        bad = next((token for token in ids if not 0 <= token < size), None)
         if bad is not None:
-            yield invalid(
-                f"token {bad}{whence} is outside the vocabulary of {model.vocabulary_size}"
-            )
+            yield invalid(f"token {bad}{whence} is outside the vocabulary of {size}")
 
 
 # Bounds of what a refused session is told: when to come back.
