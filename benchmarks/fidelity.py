@@ -27,9 +27,8 @@ from statistics import fmean, median
 from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import LentDrafter, Measurement, measure
 from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload
-from edgespec.bench.report import machine, versions
-from edgespec.bench.runner import record_tape, tape_about
-from edgespec.bench.settings import arm_options
+from edgespec.bench.report import machine, tape_about, versions
+from edgespec.bench.runner import arm_options, record_tape
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
 from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
@@ -266,11 +265,6 @@ async def real_side(
     return tape, real.seen
 
 
-class Quiet:
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-
 async def taped(
     args: argparse.Namespace,
     address: str,
@@ -286,8 +280,8 @@ async def taped(
             (await measure(agent, prompt, sampling, workload.eos_token_ids)).tokens
             for prompt in workload.prompts
         ]
-    about = tape_about("benchmarks/fidelity.py", sampling, "built-in")
-    return await record_tape(walker, "bundled", workload, texts, sampling, Quiet(), about=about)
+    about = tape_about(sampling, "built-in")
+    return await record_tape(walker, "bundled", workload, texts, sampling, print, about=about)
 
 
 def compare(

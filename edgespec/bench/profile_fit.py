@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any, Protocol
 
+from edgespec.bench.runner import Progress
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -63,22 +64,6 @@ class Samples:
     turnarounds: list[Sample] = field(default_factory=list)
     connects: list[float] = field(default_factory=list)
     """From wanting a stream to the verifier's having its first message."""
-
-
-@dataclass(frozen=True, slots=True)
-class FitRow:
-    """How a law does at one number of rows: what was measured, and what it says."""
-
-    law: str
-    rows: int
-    count: int
-    measured_s: float
-    fitted_s: float
-
-    @property
-    def error(self) -> float:
-        """Relative; 0 where nothing takes no time."""
-        return abs(self.fitted_s / self.measured_s - 1) if self.measured_s else 0.0
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -266,27 +251,15 @@ def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfi
     )
 
 
-def fit_rows(samples: Samples, profile: CostProfile) -> list[FitRow]:
-    """Medians measured and fitted, for each law at each of its numbers of rows."""
-    laws = (
-        ("draft step", profile.draft_step, samples.draft_steps),
-        ("target pass", profile.target_pass, samples.passes),
-        ("message", profile.message, samples.messages),
-    )
-    rows = []
-    for name, law, mine in laws:
-        for group in _binned(mine):
-            fitted = [_expected_s(sample, law) for sample in group]
-            rows.append(
-                FitRow(
-                    name,
-                    round(median([sample.rows for sample in group])),
-                    len(group),
-                    median([sample.seconds for sample in group]),
-                    median(fitted),
-                )
-            )
-    return rows
+def fit_errors(samples: Sequence[Sample], law: TimeLaw) -> tuple[float, float]:
+    """By how much the law misses the measured medians at each number of rows, as shares of them:
+    on average over the samples, and at most."""
+    errors = []
+    for group in _binned(samples):
+        measured_s = median([sample.seconds for sample in group])
+        fitted_s = median([_expected_s(sample, law) for sample in group])
+        errors += [abs(fitted_s / measured_s - 1) if measured_s else 0.0] * len(group)
+    return fmean(errors), max(errors)
 
 
 def _slope_s(
@@ -375,14 +348,6 @@ class OpenAgent(Protocol):
     def __call__(self, options: AgentOptions, *, drafts: bool) -> Agent: ...
 
 
-class Progress(Protocol):
-    """What is told while the workloads run."""
-
-    def say(self, text: str) -> None: ...
-
-    def done(self, what: str, worth_s: float) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Generations of one kind; the first of ``beside`` + 1 at a time drafts."""
@@ -434,7 +399,7 @@ def workloads(quick: bool) -> tuple[Workload, ...]:
     )
 
 
-def worth(workload: Workload) -> float:
+def _worth(workload: Workload) -> float:
     """How long it takes, in tokens of one session."""
     return workload.repeats * (workload.tokens * (1 + workload.beside / 4) + 4)
 
@@ -448,12 +413,13 @@ async def run_workloads(
 ) -> None:
     """Play them in order; prompts are cut from ``text``, which is repeated as often as needed.
     Prompts that do not fit into the context are left out. Raises ``GenerationError``."""
+    progress.expect(sum(map(_worth, plan)))
     for workload in plan:
         if workload.prompt_length + workload.tokens <= context_length:
             progress.say(f"profile: {workload.name}")
             for repeat in range(workload.repeats):
                 await _play(workload, repeat, text, open_agent)
-        progress.done(workload.name, worth(workload))
+        progress.done(workload.name, _worth(workload))
 
 
 async def _play(

@@ -1,4 +1,5 @@
-"""Runs a bench: reference, draft length of stop-and-wait, warm-up, then all arms interleaved.
+"""What a bench is asked to do, and how it is run: reference, draft length of stop-and-wait,
+warm-up, then all arms interleaved.
 
 At each RTT of each repeat, all arms run a prompt before any runs the next one, and a different one
 goes first each time: what the machine does meanwhile falls on all of them alike. A repeat that
@@ -8,30 +9,127 @@ is cut short keeps the prompts that all arms have finished.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from edgespec.bench.arms import Arm
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import (
     GAMMAS,
     PROMPT_COUNT,
+    Cell,
     GammaCost,
     Measurement,
+    Row,
     best_gamma_at,
     gamma_cost,
     measure,
 )
 from edgespec.bench.prompts import Workload
-from edgespec.bench.report import Cell, Row, machine, numbers, summarise, versions
-from edgespec.bench.settings import WARM_UP_TOKENS, BenchSettings, arm_options, request_s, rotated
 from edgespec.core.ports import Drafter
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, Walk, walk_along
 from edgespec.wire.shaped import TrafficMeter
+
+WARM_UP_TOKENS = 8
+MAX_RTT_MS = 10_000.0
+MAX_REPEATS = 1000
+MAX_PACE_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """Raises ``ValueError`` naming the setting, the value and the limit."""
+
+    arms: tuple[Arm, ...] = tuple(Arm)
+    rtts_ms: tuple[float, ...] = (2.0, 20.0, 50.0, 100.0, 200.0)
+    repeats: int = 1
+    prompt_limit: int = 9
+    """Use the first so many prompts that fit into the models' context."""
+    max_tokens: int = 96
+    temperature: float = 0.0
+    seed: int = 0
+    pass_ms: float = 25.0
+    """Emulated time of a target pass; 0 is as fast as the machine goes."""
+    draft_ms: float = 8.0
+    """The same for a draft step."""
+
+    def __post_init__(self) -> None:
+        for rtt_ms in self.rtts_ms:
+            bounded("rtt-ms", rtt_ms, 0.0, MAX_RTT_MS)
+        bounded("repeats", self.repeats, 1, MAX_REPEATS)
+        bounded("limit", self.prompt_limit, 1, 100_000)
+        bounded("max-tokens", self.max_tokens, 2, 1 << 20)
+        bounded("pass-ms", self.pass_ms, 0.0, MAX_PACE_MS)
+        bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens
+        )
+
+    @property
+    def emulated(self) -> bool:
+        return self.pass_ms > 0 or self.draft_ms > 0
+
+    @property
+    def timing(self) -> str:
+        """What the times of a result are times of; belongs beside every one of them."""
+        passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
+        steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
+        return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"
+
+
+def arm_options(arm: Arm, gamma: int | None = None) -> AgentOptions:
+    """``gamma`` is the draft length of ``vanilla``; the other arms do not look at it."""
+    settings = arm_settings(arm, gamma)
+    return AgentOptions(settings.policy, settings.run_ahead)
+
+
+def parse_arms(text: str) -> tuple[Arm, ...]:
+    """A comma-separated list of names. Raises ``ValueError`` for an unknown or repeated one."""
+    arms = tuple(_arm(name.strip()) for name in text.split(",") if name.strip())
+    _distinct("arms", [arm.value for arm in arms])
+    return arms
+
+
+def parse_rtts_ms(text: str) -> tuple[float, ...]:
+    """A comma-separated list of round-trip times. Raises ``ValueError``."""
+    try:
+        rtts_ms = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"rtt-ms is {text!r}, but must be numbers with commas between") from None
+    _distinct("rtt-ms", [f"{rtt_ms:g}" for rtt_ms in rtts_ms])
+    return rtts_ms
+
+
+def rotated(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
+    """The same arms from another start: none is always the one that runs first."""
+    by %= len(arms)
+    return (*arms[by:], *arms[:by])
+
+
+def _arm(name: str) -> Arm:
+    try:
+        return Arm(name)
+    except ValueError:
+        known = ", ".join(arm.value for arm in Arm)
+        raise ValueError(f"arm {name!r} is unknown; there are {known}") from None
+
+
+def _distinct(what: str, names: Sequence[str]) -> None:
+    if not names:
+        raise ValueError(f"{what} is empty, but must name at least one")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} names {', '.join(twice)} more than once")
+
+
+# --- the run --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +147,16 @@ class OpenStation(Protocol):
 
 
 class Progress(Protocol):
-    """What is told while the bench runs; ``worth_s`` is how long it was expected to take."""
+    """What is told while a bench runs."""
 
-    def say(self, text: str) -> None: ...
+    def expect(self, total: float) -> None:
+        """So many requests will be made."""
 
-    def done(self, what: str, worth_s: float) -> None: ...
+    def say(self, text: str) -> None:
+        """A step begins."""
+
+    def done(self, what: str, count: float = 1.0) -> None:
+        """``count`` of the requests were made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +192,10 @@ class BenchRunner:
         """What target-only delivers for each prompt."""
 
     async def run(self) -> None:
+        settings, prompts = self._settings, len(self._workload.prompts)
+        sweep = len(GAMMAS) * min(PROMPT_COUNT, prompts) if Arm.VANILLA in settings.arms else 0
+        cells = len(settings.arms) * len(settings.rtts_ms)
+        self._progress.expect(prompts + sweep + cells * (1 + settings.repeats * prompts))
         await self._collect_references()
         if Arm.VANILLA in self._settings.arms:
             await self._choose_gammas()
@@ -115,7 +222,7 @@ class BenchRunner:
             references = []
             for prompt in self._workload.prompts:
                 references.append((await self._measure(agent, prompt)).tokens)
-                self._told(Arm.TARGET_ONLY, 0.0, "reference")
+                self._progress.done("reference")
         self.references = tuple(references)
 
     async def _choose_gammas(self) -> None:
@@ -133,7 +240,7 @@ class BenchRunner:
         async with station.agent as agent:
             for prompt in self._workload.prompts[:PROMPT_COUNT]:
                 measurements.append(await self._measure(agent, prompt))
-                self._told(Arm.TARGET_ONLY, 0.0, f"vanilla, draft length {gamma}")
+                self._progress.done(f"vanilla, draft length {gamma}")
         if (cost := gamma_cost(measurements)) is not None:
             self.gamma_costs[gamma] = cost
 
@@ -148,8 +255,7 @@ class BenchRunner:
         await measure(
             station.agent, self._workload.prompts[0], sampling, self._workload.eos_token_ids
         )
-        worth_s = request_s(self._settings, arm, rtt_ms, tokens)
-        self._progress.done(f"warm-up, {arm.value} at {rtt_ms:g} ms", worth_s)
+        self._progress.done(f"warm-up, {arm.value} at {rtt_ms:g} ms")
 
     # --- the cells of one RTT and repeat ---------------------------------------------------
 
@@ -161,7 +267,7 @@ class BenchRunner:
                 one: dict[Arm, _Finished] = {}
                 for arm in rotated(self._settings.arms, repeat + number):
                     one[arm] = await self._run_one(stations[arm], prompt)
-                    self._told(arm, rtt_ms, f"{arm.value}, {self._workload.names[number]}")
+                    self._progress.done(f"{arm.value}, {self._workload.names[number]}")
                 finished.append(one)
         finally:
             if finished:
@@ -191,25 +297,14 @@ class BenchRunner:
     async def _measure(self, agent: Agent, prompt: Sequence[int]) -> Measurement:
         return await measure(agent, prompt, self._sampling, self._workload.eos_token_ids)
 
-    def _told(self, arm: Arm, rtt_ms: float, what: str) -> None:
-        worth_s = request_s(self._settings, arm, rtt_ms, self._settings.max_tokens)
-        self._progress.done(what, worth_s)
-
 
 # --- from the texts of a bench to a match tape -------------------------------------------------
-# the draft walks along each of them once.
 # The bench's target-only texts are the target's own, whatever the arms did, so they are recorded
-# and not generated again. The walk asks the drafter for its guesses at every position of them.
-
+# and not generated again: the draft walks along each of them once, and is asked for its guesses at
+# every position.
 
 # As many guesses as any policy is likely to send; a walk costs the same for one.
 TAPE_WIDTH = 8
-
-
-class Recording(Protocol):
-    """What is told while the tape is recorded."""
-
-    def say(self, text: str) -> None: ...
 
 
 async def record_tape(
@@ -218,7 +313,7 @@ async def record_tape(
     workload: Workload,
     texts: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    progress: Recording,
+    say: Callable[[str], None],
     *,
     width: int = TAPE_WIDTH,
     about: Mapping[str, str],
@@ -233,7 +328,7 @@ async def record_tape(
         tokens = tuple(text)[: max(0, context_length - len(prompt))]
         if not tokens:
             continue
-        progress.say(f"tape: {name}, {number + 1} of {len(texts)}")
+        say(f"tape: {name}, {number + 1} of {len(texts)}")
         walk = await asyncio.to_thread(_walk, drafter, prompt, tokens, sampling, width)
         generations.append(TapedGeneration(name, prompt, tokens, *walk))
     return MatchTape(
@@ -244,35 +339,6 @@ async def record_tape(
         tuple(sorted(workload.eos_token_ids)),
         dict(about),
     )
-
-
-def tape_about(command: str, sampling: SamplingParams, prompts: str) -> dict[str, str]:
-    """Whatever a reader needs to trust a tape."""
-    found = machine()
-    return {
-        "sampling": (
-            f"temperature {sampling.temperature:g}, seed {sampling.seed},"
-            f" at most {sampling.max_tokens} tokens"
-        ),
-        "prompts": prompts,
-        "machine": f"{found['processor']}, {found['cpu_count']} cores",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "command": command,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
-
-
-def tape_report(tape: MatchTape, rows: Sequence[Row]) -> str:
-    """One line: what was recorded, beside what the bench's own drafting saw of the same texts."""
-    positions = sum(len(generation.tokens) for generation in tape.generations)
-    first, second = tape.acceptance(0), tape.acceptance(1) if tape.width > 1 else 0.0
-    line = (
-        f"tape: {len(tape.generations)} texts, {positions} tokens,"
-        f" {first:.1%} accepted, {second:.1%} more by the second guess"
-    )
-    ours = [row for row in summarise(rows) if row["arm"] == Arm.EDGESPEC.value]
-    seen = numbers(ours, "acceptance")
-    return f"{line}; edgespec arm: {sum(seen) / len(seen):.1%} accepted" if seen else line
 
 
 def _walk(

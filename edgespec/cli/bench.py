@@ -6,13 +6,12 @@ between them gRPC with the delays of each round-trip time in turn.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,18 +25,19 @@ from edgespec.bench.report import (
     document,
     footer,
     summary_table,
+    tape_about,
+    tape_report,
     verdict,
     write_json,
 )
-from edgespec.bench.runner import BenchRunner, Station, record_tape, tape_about, tape_report
-from edgespec.bench.settings import (
-    ASSUMED_ACCEPTANCE,
+from edgespec.bench.runner import (
+    BenchRunner,
     BenchSettings,
-    bench_s,
+    Station,
     parse_arms,
     parse_rtts_ms,
+    record_tape,
 )
-from edgespec.cli.output_file import check_output
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
@@ -53,140 +53,78 @@ from edgespec.device.build import (
     tokenizer_reference,
 )
 from edgespec.telemetry.match_tape import write_tape
+from edgespec.wire.shaped import ShapedTransport, TrafficMeter
 
 DEFAULTS = BenchSettings()
 QUICK = replace(DEFAULTS, rtts_ms=(20.0, 100.0), repeats=2, prompt_limit=3, max_tokens=32)
-_RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
 ALL_ARMS = ",".join(arm.value for arm in Arm)
+_RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
 # What the wire takes by default, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768
 _BUILT_IN_NAMES = {"short": "built-in", "long": "built-in, long"}
 _WHAT, _TEXT, _TIMES = "What is compared", "The text", "Emulated times"
-Arms = Annotated[
-    str, typer.Option(metavar="ARM,ARM,...", help="Ways of decoding", rich_help_panel=_WHAT)
-]
-RttsMs = Annotated[
-    str | None,
-    typer.Option(
-        "--rtt-ms",
-        metavar="MS,MS,...",
-        help=f"Round-trip times of the link \\[default: {_RTTS}]",
-        rich_help_panel=_WHAT,
-    ),
-]
-Repeats = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Measure everything so often \\[default: {DEFAULTS.repeats}]", rich_help_panel=_WHAT
-    ),
-]
-Quick = Annotated[
-    bool,
-    typer.Option("--quick", help="Two minutes: less of everything", rich_help_panel=_WHAT),
-]
-Json = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write the results there", rich_help_panel=_WHAT),
-]
-RecordTape = Annotated[
-    Path | None,
-    typer.Option(
-        "--record-tape",
-        metavar="FILE",
-        help="Write a match tape for the simulator there",
-        rich_help_panel=_WHAT,
-    ),
-]
-Model = Annotated[
-    str,
-    typer.Option(
-        envvar="EDGESPEC_MODEL",
-        show_envvar=False,
-        help="bundled, a folder, a Hub id, toy",
-        rich_help_panel=_TEXT,
-    ),
-]
-Draft = Annotated[
-    str,
-    typer.Option(
-        envvar="EDGESPEC_DRAFT",
-        show_envvar=False,
-        help="bundled, a folder, a Hub id; toy, random: for tests",
-        rich_help_panel=_TEXT,
-    ),
-]
-Prompts = Annotated[
-    str,
-    typer.Option(
-        metavar="short|long|FILE.jsonl",
-        help="Built-in prompts of some 30 tokens or of 400 to 500, or a file of your own",
-        rich_help_panel=_TEXT,
-    ),
-]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Use the first so many prompts \\[default: {DEFAULTS.prompt_limit}]",
-        rich_help_panel=_TEXT,
-    ),
-]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="Wrap prompts by the chat template", rich_help_panel=_TEXT)
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        "-n",
-        help=f"Length of each text \\[default: {DEFAULTS.max_tokens}]",
-        rich_help_panel=_TEXT,
-    ),
-]
-Temperature = Annotated[
-    float, typer.Option("--temperature", "-t", help="0 is greedy", rich_help_panel=_TEXT)
-]
-Seed = Annotated[int, typer.Option(help="Same seed, same text", rich_help_panel=_TEXT)]
-PassMs = Annotated[
-    float,
-    typer.Option(help="A target pass; 0: as fast as the machine goes", rich_help_panel=_TIMES),
-]
-DraftMs = Annotated[
-    float | None,
-    typer.Option(
-        help="A draft step; 0: as fast as the machine goes "
-        f"\\[default: {DEFAULTS.draft_ms:g}; with --draft lookup 0]",
-        rich_help_panel=_TIMES,
-    ),
-]
+
+
+def _option(panel: str, text: str, *names: str, default: object = None, **more: Any) -> Any:
+    shown = "" if default is None else f" \\[default: {default}]"
+    return typer.Option(*names, help=text + shown, rich_help_panel=panel, show_envvar=False, **more)
+
+
+_ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...")
+_RTTS_MS = _option(_WHAT, "Round trips of the link", "--rtt-ms", metavar="MS,MS,...", default=_RTTS)
+_REPEATS = _option(_WHAT, "Measure everything so often", default=DEFAULTS.repeats)
+_QUICK = _option(_WHAT, "Two minutes: less of everything", "--quick")
+_JSON = _option(_WHAT, "Write the results there", metavar="FILE")
+_TAPE = _option(
+    _WHAT, "Write a match tape for the simulator there", "--record-tape", metavar="FILE"
+)
+_MODEL = _option(_TEXT, "Target, as of a verifier", envvar="EDGESPEC_MODEL")
+_DRAFT = _option(_TEXT, "Draft, as of a device", envvar="EDGESPEC_DRAFT")
+_PROMPTS = _option(
+    _TEXT,
+    "Built-in prompts of some 30 tokens or of 400 to 500, or a file of your own",
+    metavar="short|long|FILE.jsonl",
+)
+_LIMIT = _option(_TEXT, "Use the first so many prompts", default=DEFAULTS.prompt_limit)
+_CHAT = _option(_TEXT, "Wrap prompts by the chat template", "--chat")
+_TOKENS = _option(_TEXT, "Length of each text", "--max-tokens", "-n", default=DEFAULTS.max_tokens)
+_TEMPERATURE = _option(_TEXT, "0 is greedy", "--temperature", "-t")
+_SEED = _option(_TEXT, "The same seed gives the same text")
+_PASS_MS = _option(_TIMES, "A target pass; 0: as fast as the machine goes")
+_DRAFT_MS = _option(
+    _TIMES,
+    "A draft step; 0: as fast as the machine goes",
+    default=f"{DEFAULTS.draft_ms:g}; with --draft lookup 0",
+)
 
 
 def bench(
-    arms: Arms = ALL_ARMS,
-    rtt_ms: RttsMs = None,
-    json: Json = None,
-    tape: RecordTape = None,
-    model: Model = "bundled",
-    draft: Draft = "bundled",
-    prompts: Prompts = "short",
-    limit: Limit = None,
-    chat: Chat = False,
-    max_tokens: MaxTokens = None,
-    repeats: Repeats = None,
-    temperature: Temperature = DEFAULTS.temperature,
-    seed: Seed = DEFAULTS.seed,
-    pass_ms: PassMs = DEFAULTS.pass_ms,
-    draft_ms: DraftMs = None,
-    quick: Quick = False,
+    arms: Annotated[str, _ARMS] = ALL_ARMS,
+    rtt_ms: Annotated[str | None, _RTTS_MS] = None,
+    json: Annotated[Path | None, _JSON] = None,
+    tape: Annotated[Path | None, _TAPE] = None,
+    model: Annotated[str, _MODEL] = "bundled",
+    draft: Annotated[str, _DRAFT] = "bundled",
+    prompts: Annotated[str, _PROMPTS] = "short",
+    limit: Annotated[int | None, _LIMIT] = None,
+    chat: Annotated[bool, _CHAT] = False,
+    max_tokens: Annotated[int | None, _TOKENS] = None,
+    repeats: Annotated[int | None, _REPEATS] = None,
+    temperature: Annotated[float, _TEMPERATURE] = DEFAULTS.temperature,
+    seed: Annotated[int, _SEED] = DEFAULTS.seed,
+    pass_ms: Annotated[float, _PASS_MS] = DEFAULTS.pass_ms,
+    draft_ms: Annotated[float | None, _DRAFT_MS] = None,
+    quick: Annotated[bool, _QUICK] = False,
 ) -> None:
     """Compare target-only streaming, split decoding and edgespec at several round-trip times.
 
     All arms run the same code, link, models and prompts, in turns, and must give the same tokens.
     By default the times of passes and draft steps are emulated; the tokens are real.
     """
-    base = QUICK if quick else DEFAULTS
     if draft_ms is None:  # no emulated model stands behind what is looked up
         draft_ms = 0.0 if draft == LOOKUP else DEFAULTS.draft_ms
     with reported():
+        base = QUICK if quick else DEFAULTS
         try:
             settings = replace(
                 base,
@@ -200,13 +138,25 @@ def bench(
                 pass_ms=pass_ms,
                 draft_ms=draft_ms,
             )
-            check_output("json", json)
-            check_output("record-tape", tape)
-            bench_run = _Bench(settings, model, draft, prompts, chat, tape)
+            for option, path in (("json", json), ("record-tape", tape)):
+                _check_output(option, path)
+            whole = _Bench(settings, model, draft, prompts, chat, tape)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if status := bench_run.execute(json):
+        if status := whole.execute(json):
             raise typer.Exit(status)
+
+
+def _check_output(option: str, path: Path | None) -> None:
+    """Raises ``ValueError`` for a path that cannot be written, before the long run."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} is {str(path)!r}, which is a folder, but must be a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}: {path.parent} cannot be made: {error}") from None
 
 
 class _Bench:
@@ -224,30 +174,25 @@ class _Bench:
         self._settings, self._tape_path = settings, tape_path
         self._stderr = Console(stderr=True)
         self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
-        self._prompts, self._chat = _prompts(prompts), chat
+        self._prompts = _prompts(prompts)
         self._subject = Subject(model, draft, "", "", _BUILT_IN_NAMES.get(prompts, prompts), chat)
-        self._tokenizer: PromptTokenizer | None = None
         self._workload: Workload | None = None
         self._runner: BenchRunner | None = None
 
     def execute(self, path: Path | None) -> int:
         """Run, print, write; the exit status."""
-        settings, subject = self._settings, self._subject
+        draft = self._subject.draft
         drafter = load_drafter(self._config, say=self._say)
         if drafter is None and self._tape_path is not None:
-            raise ValueError(f"draft is {subject.draft!r}, so there is nothing to tape")
-        if drafter is None and any(arm.drafts for arm in settings.arms):
-            raise ValueError(f"draft is {subject.draft!r}, so target-only is the only arm there is")
-        expected_s = bench_s(settings)
-        self._say(
-            f"about {_duration(expected_s)} if {ASSUMED_ACCEPTANCE:.0%} of the drafts are accepted"
-            f" ({settings.timing}); Ctrl-C reports what there is"
-        )
+            raise ValueError(f"draft is {draft!r}, so there is nothing to tape")
+        if drafter is None and any(arm.drafts for arm in self._settings.arms):
+            raise ValueError(f"draft is {draft!r}, so target-only is the only arm there is")
+        self._say(f"{self._settings.timing}; Ctrl-C reports what there is")
         failure, stopped_by = None, 0
         try:
-            self._tokenizer = load_tokenizer(tokenizer_reference(self._config))
-            with BenchProgress(self._stderr, expected_s) as progress:
-                run(self._measure(drafter, progress))
+            tokenizer = load_tokenizer(tokenizer_reference(self._config))
+            with BenchProgress(self._stderr) as progress:
+                run(self._measure(drafter, tokenizer, progress))
         except Interrupted as signalled:
             stopped_by = signalled.number
         except GenerationError as error:
@@ -258,45 +203,50 @@ class _Bench:
         mismatches = self._report(path, interrupted=bool(stopped_by), failure=failure)
         return 128 + stopped_by if stopped_by else FAILED * bool(mismatches or failure)
 
-    async def _measure(self, drafter: Drafter | None, progress: BenchProgress) -> None:
-        pass_ms = f"{self._settings.pass_ms:g}"
+    async def _measure(
+        self, drafter: Drafter | None, tokenizer: PromptTokenizer, progress: BenchProgress
+    ) -> None:
+        settings = self._settings
+        pass_ms = f"{settings.pass_ms:g}"
         arguments = ["--model", self._subject.model, "--pass-ms", pass_ms, PLAIN_STREAMING]
         async with verifier_process(arguments) as (address, _):
-            info = await _served(address)
-            self._workload = self._choose(info)
-            self._subject = replace(
-                self._subject,
-                target_name=info.name,
-                draft_name="" if drafter is None else drafter.info.name,
-            )
-            stations = _Stations(address, drafter, self._tokenizer)
-            self._runner = BenchRunner(self._settings, self._workload, stations, progress)
-            await self._runner.run()
+            info = await served(address)
+            self._workload = workload = self._choose(info, tokenizer)
+            name = "" if drafter is None else drafter.info.name
+            self._subject = replace(self._subject, target_name=info.name, draft_name=name)
+
+            def station(options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station:
+                meter = TrafficMeter()
+                up, down = link_models(LinkSection(rtt_ms=rtt_ms))
+                # Also without delay: all arms and links go through the same code.
+                transport = ShapedTransport(connect(address), up, down, meter=meter)
+                lent = None if drafter is None or not drafts else LentDrafter(drafter)
+                encode, stream = tokenizer.encode, tokenizer.stream
+                return Station(Agent(transport, lent, encode, stream, options), meter)
+
+            self._runner = runner = BenchRunner(settings, workload, station, progress)
+            await runner.run()
             if self._tape_path is not None and drafter is not None:
-                await self._record(drafter, progress, self._tape_path)
+                about = tape_about(settings.sampling, self._subject.prompts)
+                texts, sampling = runner.references, settings.sampling
+                tape = await record_tape(
+                    drafter, info.name, workload, texts, sampling, progress.say, about=about
+                )
+                write_tape(tape, self._tape_path)
+                self._say(tape_report(tape, runner.rows))
 
-    async def _record(self, drafter: Drafter, progress: BenchProgress, path: Path) -> None:
-        assert self._runner is not None
-        assert self._workload is not None
-        command = shlex.join(("edgespec", *sys.argv[1:]))
-        sampling = self._settings.sampling
-        tape = await record_tape(
-            drafter,
-            self._subject.target_name,
-            self._workload,
-            self._runner.references,
-            sampling,
-            progress,
-            about=tape_about(command, sampling, self._subject.prompts),
-        )
-        write_tape(tape, path)
-        self._say(tape_report(tape, self._runner.rows))
+    def _choose(self, info: ModelInfo, tokenizer: PromptTokenizer) -> Workload:
+        chat = self._subject.chat
 
-    def _choose(self, info: ModelInfo) -> Workload:
+        def encode(text: str) -> list[int]:
+            if chat:
+                text = tokenizer.render_chat([{"role": "user", "content": text}])
+            return tokenizer.encode(text, add_special_tokens=not chat)
+
         context_length = min(info.context_length, _MAX_PROMPT_TOKENS)
         workload = choose_workload(
             self._prompts,
-            self._encode,
+            encode,
             limit=self._settings.prompt_limit,
             room=context_length - self._settings.max_tokens,
             eos_token_ids=info.eos_token_ids,
@@ -305,25 +255,18 @@ class _Bench:
             self._say(f"{workload.too_long} prompts left out: longer than the context allows")
         return workload
 
-    def _encode(self, text: str) -> list[int]:
-        assert self._tokenizer is not None
-        if self._chat:
-            text = self._tokenizer.render_chat([{"role": "user", "content": text}])
-        return self._tokenizer.encode(text, add_special_tokens=not self._chat)
-
     def _report(self, path: Path | None, *, interrupted: bool, failure: str | None) -> int:
         """Print and write what there is; the number of mismatches."""
-        rows = self._runner.rows if self._runner else []
-        gammas = self._runner.vanilla_gammas if self._runner else {}
-        costs = self._runner.gamma_costs if self._runner else {}
+        runner = self._runner
+        rows = runner.rows if runner else []
         content = document(
             ("edgespec", *sys.argv[1:]),
             self._settings,
             self._subject,
             self._workload,
             rows,
-            gammas,
-            costs,
+            runner.vanilla_gammas if runner else {},
+            runner.gamma_costs if runner else {},
             interrupted=interrupted,
         )
         if failure is not None:
@@ -347,29 +290,8 @@ class _Bench:
         self._stderr.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Stations:
-    """``runner.OpenStation``: agents with links of their own and one drafter."""
-
-    def __init__(
-        self, address: str, drafter: Drafter | None, tokenizer: PromptTokenizer | None
-    ) -> None:
-        assert tokenizer is not None
-        self._address, self._drafter, self._tokenizer = address, drafter, tokenizer
-
-    def __call__(self, options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station:
-        from edgespec.wire.shaped import ShapedTransport, TrafficMeter
-
-        meter = TrafficMeter()
-        up, down = link_models(LinkSection(rtt_ms=rtt_ms))
-        # Also without delay: all arms and links go through the same code.
-        transport = ShapedTransport(connect(self._address), up, down, meter=meter)
-        drafter = None if self._drafter is None or not drafts else LentDrafter(self._drafter)
-        tokenizer = self._tokenizer
-        agent = Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options)
-        return Station(agent, meter)
-
-
-async def _served(address: str) -> ModelInfo:
+async def served(address: str) -> ModelInfo:
+    """What the verifier there serves."""
     transport = connect(address)
     try:
         return (await transport.info()).model
@@ -381,7 +303,3 @@ def _prompts(asked: str) -> Iterator[BenchPrompt]:
     """The first one is read at once: a wrong file is an error before anything is loaded."""
     prompts = iter(BUILT_IN[asked]) if asked in BUILT_IN else read_prompts(Path(asked))
     return chain([next(prompts)], prompts)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

@@ -6,38 +6,31 @@ both traced, gRPC on loopback between them.
 
 from __future__ import annotations
 
-import shlex
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.profile_fit import (
-    FitRow,
+    fit_errors,
     fit_profile,
-    fit_rows,
     read_lines,
     run_workloads,
     samples_of,
     workloads,
-    worth,
 )
 from edgespec.bench.prompts import DEFAULT_PROMPTS
-from edgespec.bench.report import BenchProgress, machine, versions
+from edgespec.bench.report import BenchProgress, origin
+from edgespec.cli.bench import served
 from edgespec.cli.running import reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.core.ports import Drafter
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import connect, load_drafter, load_tokenizer, tokenizer_reference
-from edgespec.telemetry.cost_profile import CostProfile
 from edgespec.telemetry.trace import TraceFile
 
 DEVICE_TRACE, VERIFIER_TRACE = "device.jsonl", "verifier.jsonl"
@@ -99,7 +92,7 @@ async def _measure(
     arguments = [*arguments, PLAIN_STREAMING, f"--set=trace={traces / VERIFIER_TRACE}"]
     plan = workloads(quick)
     with (
-        BenchProgress(stderr, sum(worth(one) for one in plan)) as progress,
+        BenchProgress(stderr) as progress,
         TraceFile(traces / DEVICE_TRACE) as tracer,
     ):
         async with verifier_process(arguments) as (address, _):
@@ -110,11 +103,7 @@ async def _measure(
                 encode, stream = tokenizer.encode, tokenizer.stream
                 return Agent(transport, lent, encode, stream, options, tracer=tracer)
 
-            probe = connect(address)
-            try:
-                context_length = (await probe.info()).model.context_length
-            finally:
-                await probe.close()
+            context_length = (await served(address)).context_length
             fits = min(context_length, drafter.info.context_length)
             await run_workloads(plan, text, fits, open_agent, progress)
 
@@ -122,57 +111,23 @@ async def _measure(
 def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
     """Fit, write and show. Raises ``ProfileError``, ``OSError``."""
     samples = samples_of(read_lines(device), read_lines(verifier))
-    here = machine()
-    about = {
-        "machine": f"{here['processor']}, {here['cpu_count']} cores",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "command": shlex.join(("edgespec", *sys.argv[1:])),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
-    found = fit_profile(samples, name, about)
+    found = fit_profile(samples, name, origin())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(found.to_json(), encoding="utf-8")
-    rows = fit_rows(samples, found)
-    stdout = Console(width=None if sys.stdout.isatty() else 100)
-    stdout.print(_table(rows))
-    for line in _words(found, rows):
-        stdout.print(line, markup=False, highlight=False)
+    steps, passes = found.draft_step, found.target_pass
+    for what, law, mine in (
+        ("draft step", steps, samples.draft_steps),
+        ("target pass", passes, samples.passes),
+    ):
+        mean, worst = fit_errors(mine, law)
+        typer.echo(
+            f"{what}: {law.seconds(1) * 1e3:.2f} ms at one row and {law.context_s * 1e6:.2f} us for"
+            f" each cached token; misses the medians of {len(mine)} samples by {mean:.1%} on"
+            f" average, at worst by {worst:.1%}"
+        )
+    typer.echo(
+        f"a further session adds {passes.session_s * 1e3:.2f} ms to a pass; a message takes"
+        f" {found.message.seconds(1) * 1e3:.2f} ms, a stream opens in"
+        f" {found.connect_s * 1e3:.2f} ms"
+    )
     stderr.print(f"written: {out}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(rows: list[FitRow]) -> Table:
-    table = Table(title="medians", title_style="", box=box.SIMPLE_HEAD)
-    for name in ("law", "rows", "samples", "measured ms", "fitted ms", "error"):
-        table.add_column(name, justify="left" if name == "law" else "right", no_wrap=True)
-    last = ""
-    for row in rows:
-        if last and row.law != last:
-            table.add_section()
-        table.add_row(
-            row.law if row.law != last else "",
-            str(row.rows),
-            str(row.count),
-            f"{row.measured_s * 1e3:.3f}",
-            f"{row.fitted_s * 1e3:.3f}",
-            f"{row.error:.1%}",
-        )
-        last = row.law
-    return table
-
-
-def _words(found: CostProfile, rows: list[FitRow]) -> list[str]:
-    words = [
-        f"a cached token adds {found.draft_step.context_s * 1e6:.2f} us to a draft step and"
-        f" {found.target_pass.context_s * 1e6:.2f} us to a pass, a further session"
-        f" {found.target_pass.session_s * 1e3:.2f} ms to a pass",
-        f"a stream opens in {found.connect_s * 1e3:.2f} ms, beside its messages",
-    ]
-    for law in ("draft step", "target pass"):  # a message has one row, and its median by itself
-        mine = [row for row in rows if row.law == law]
-        mean = sum(row.error * row.count for row in mine) / sum(row.count for row in mine)
-        worst = max(mine, key=lambda row: row.error)
-        words.append(
-            f"{law}: medians fitted to {mean:.1%} on average over its samples,"
-            f" at worst {worst.error:.1%} ({worst.rows} rows, {worst.count} samples)"
-        )
-    return words

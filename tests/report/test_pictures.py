@@ -17,7 +17,7 @@ import pytest
 from edgespec.bench.arms import Arm
 from edgespec.bench.prompts import Workload
 from edgespec.bench.report import Subject, document
-from edgespec.bench.settings import BenchSettings
+from edgespec.bench.runner import BenchSettings
 from tests.sources import ROOT
 from tools import draw_bench, draw_race
 from tools.svg import text

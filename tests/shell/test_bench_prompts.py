@@ -18,7 +18,7 @@ from edgespec.bench.prompts import (
     choose_workload,
     read_prompts,
 )
-from edgespec.bench.settings import BenchSettings
+from edgespec.bench.runner import BenchSettings
 from edgespec.cli import bench
 from edgespec.cli.main import app
 

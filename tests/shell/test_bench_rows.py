@@ -13,23 +13,17 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import (
+    Cell,
     GammaCost,
     Measurement,
     best_gamma_at,
     gamma_cost,
     mean_interval,
+    summarise,
 )
 from edgespec.bench.prompts import Workload
-from edgespec.bench.report import (
-    Cell,
-    Subject,
-    document,
-    footer,
-    summarise,
-    verdict,
-    write_json,
-)
-from edgespec.bench.settings import (
+from edgespec.bench.report import Subject, document, footer, verdict, write_json
+from edgespec.bench.runner import (
     BenchSettings,
     arm_options,
     parse_arms,

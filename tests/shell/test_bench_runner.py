@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.bench.measurement import GAMMAS, LentDrafter
+from edgespec.bench.measurement import GAMMAS, LentDrafter, Row
 from edgespec.bench.prompts import Workload
-from edgespec.bench.report import Row
-from edgespec.bench.runner import BenchRunner, Station
-from edgespec.bench.settings import BenchSettings
+from edgespec.bench.runner import BenchRunner, BenchSettings, Station
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
@@ -48,8 +46,11 @@ class Quiet:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def done(self, what: str, worth_s: float) -> None:
-        assert worth_s > 0
+    def expect(self, total: float) -> None:
+        self.left = total
+
+    def done(self, what: str, count: float = 1.0) -> None:
+        self.left -= count
         if self._stop_after and what.startswith(self._stop_after):
             self._times -= 1
             if self._times == 0:
@@ -101,7 +102,9 @@ def where(row: Row) -> tuple[object, ...]:
 
 
 async def test_every_arm_gives_the_targets_own_tokens() -> None:
-    runner = await run(SETTINGS, Table())
+    progress = Quiet()
+    runner = await run(SETTINGS, Table(), progress)
+    assert progress.left == 0
     expected = [
         (repeat, rtt_ms, arm.value) for repeat in (0, 1) for rtt_ms in (0.0, 5.0) for arm in Arm
     ]
@@ -166,7 +169,7 @@ async def test_arms_take_turns_in_going_first() -> None:
     order: list[str] = []
 
     class Listening(Quiet):
-        def done(self, what: str, worth_s: float) -> None:
+        def done(self, what: str, count: float = 1.0) -> None:
             if ", " in what and not what.startswith("warm-up"):
                 order.append(what)
 

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload
-from edgespec.bench.runner import TAPE_WIDTH, record_tape, tape_report
+from edgespec.bench.report import tape_report
+from edgespec.bench.runner import TAPE_WIDTH, record_tape
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.protocol.sampling import SamplingParams
@@ -25,25 +26,15 @@ MODEL = ToyModel(16, order=2, sharpness=3.0, seed=2)
 TOY = ("--model", "toy", "--draft", "toy")
 
 
-class Said:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.words: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.words.append(text)
-
-
 async def test_ranks_are_those_of_a_walk_along_the_target(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
     workload = Workload(("one", "two", "none"), ((1, 2, 3), (4, 5), (6,)), frozenset({7}))
     texts = [target_stream(MODEL, p, sampling, 1000).tokens for p in workload.prompts[:2]]
-    drafter, said = ToyDrafter(MODEL.perturbed(0.3)), Said()
+    drafter, said = ToyDrafter(MODEL.perturbed(0.3)), list[str]()
     tape = await record_tape(
-        drafter, "toy", workload, [*texts, ()], sampling, said, width=3, about={"a": "b"}
+        drafter, "toy", workload, [*texts, ()], sampling, said.append, width=3, about={"a": "b"}
     )
-    assert said.words == ["tape: one, 1 of 3", "tape: two, 2 of 3"]
+    assert said == ["tape: one, 1 of 3", "tape: two, 2 of 3"]
     assert [g.tokens for g in tape.generations] == texts
     assert (tape.width, tape.eos_token_ids, tape.about) == (3, (7,), {"a": "b"})
     for generation in tape.generations:
