@@ -73,14 +73,6 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
         list(read_prompts(tmp_path / "latin"))
 
 
-def test_the_shared_files_are_read(data_dir: Path) -> None:
-    files = sorted((data_dir / "prompts").glob("*.jsonl"))
-    assert files
-    for path in files:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(list(read_prompts(path))) == len(lines)
-
-
 def test_a_workload_is_the_first_prompts_that_fit() -> None:
     workload = choose_workload(
         DEFAULT_PROMPTS,

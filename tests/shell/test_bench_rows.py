@@ -16,9 +16,7 @@ from edgespec.bench.measurement import (
     Cell,
     GammaCost,
     Measurement,
-    best_gamma_at,
     gamma_cost,
-    mean_interval,
     summarise,
 )
 from edgespec.bench.prompts import Workload
@@ -95,21 +93,6 @@ def test_a_wrong_token_is_counted_and_said() -> None:
     assert verdict([cell().row()]) == (0, "all 6 tokens are those of target-only")
 
 
-def test_the_summary_has_medians_spread_and_speed() -> None:
-    def at(tpot_ms: float, arm: Arm, repeat: int) -> dict[str, object]:
-        return {**cell(arm, repeat).row(), "tpot_ms_p50": tpot_ms, "mismatches": repeat}
-
-    rows = [at(ms, Arm.EDGESPEC, n) for n, ms in enumerate((10.0, 30.0, 11.0))]
-    rows += [at(ms, Arm.TARGET_ONLY, n) for n, ms in enumerate((22.0, 20.0, 90.0))]
-    ours, _ = summarise(rows)
-    assert (ours["arm"], ours["rtt_ms"], ours["repeats"]) == ("edgespec", 20.0, 3)
-    assert ours["tpot_ms_p50"] == 11.0
-    assert ours["spread"]["tpot_ms_p50"] == [10.0, 30.0]  # type: ignore[index]
-    assert ours["mismatches"] == 3
-    assert "repeat" not in ours
-    assert summarise([]) == []
-
-
 def test_speeds_are_of_means_over_the_texts() -> None:
     """Two texts, the second of which one repeat never came to: plain 20 and 40 ms, ours 10 (of 8
     and 12) and 30. All draws of two texts lie between 20 / 10 and 40 / 30."""
@@ -128,23 +111,6 @@ def test_speeds_are_of_means_over_the_texts() -> None:
     assert (alone["speedup"], alone["interval"]) == (None, {"tpot_ms_mean": [10.0, 10.0]})
     (nothing,) = summarise([row(Arm.EDGESPEC, 0, None)])
     assert (nothing["tpot_ms_mean"], nothing["interval"]) == (None, {})
-
-
-def test_an_interval_shrinks_with_more_texts() -> None:
-    few, many = mean_interval([10.0, 20.0] * 3), mean_interval([10.0, 20.0] * 60)
-    assert few[0] < many[0] < 15.0 < many[1] < few[1]
-    assert many[1] - many[0] == pytest.approx(2 * 1.96 * 5.0 / 120**0.5, rel=0.15)
-    assert mean_interval([10.0, 20.0] * 3) == few
-
-
-def test_the_best_draft_length_grows_with_the_round_trip() -> None:
-    # 100 tokens in 50 rounds of 33 ms, or in 25 rounds of 57 ms.
-    costs = {1: GammaCost(50 * 0.033, 50, 100), 4: GammaCost(25 * 0.057, 25, 100)}
-    costs[4] = replace(costs[4], flow_s=25 * 0.07)
-    assert best_gamma_at(costs, 0.0) == 1  # 16.5 against 17.5 ms a token
-    assert best_gamma_at(costs, 0.1) == 4  # 66.5 against 42.5
-    assert costs[4].tpot_s(0.1) == pytest.approx(0.0425)
-    assert best_gamma_at({}, 0.1) is None
 
 
 def test_a_draft_length_costs_its_requests_rounds() -> None:
@@ -193,12 +159,6 @@ def test_lists_are_read_or_refused() -> None:
 def test_settings_name_what_is_wrong(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         BenchSettings(**changes)  # type: ignore[arg-type]
-
-
-def test_paced_times_are_called_emulated() -> None:
-    assert BenchSettings().timing.startswith("emulated pass time: target 25 ms a pass")
-    assert BenchSettings(pass_ms=0).timing.startswith("emulated pass time")
-    assert BenchSettings(pass_ms=0, draft_ms=0).timing.startswith("real pass time")
 
 
 def test_the_document_is_complete_json(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from edgespec.cli import generate as generate_command
 from edgespec.cli.doctor import State
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, VerifierConfig, load_config
-from edgespec.config.common import SetupError, needs
+from edgespec.config.common import SetupError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, nobody, toy_text
@@ -89,14 +89,6 @@ def test_color_tells_tokens_apart(address: str, monkeypatch: pytest.MonkeyPatch)
     assert "\x1b[" not in generate(address, PROMPT, *drafting).stdout
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[32m" in generate(address, PROMPT, *drafting).stdout
-
-
-def test_a_trace_is_written(address: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    assert generate(address, PROMPT, "--set", f"trace={path}").exit_code == 0
-    names = [json.loads(line)["name"] for line in path.read_text().splitlines()]
-    assert names[0] == "Start"
-    assert "Commit" in names
 
 
 @pytest.mark.parametrize(
@@ -180,11 +172,6 @@ def test_a_name_that_is_no_machines_is_no_reason_to_start_a_verifier() -> None:
     assert "edgespec verifier" not in told
 
 
-def test_certificates_are_given_with_their_keys() -> None:
-    told = call("verifier", "--model", "toy", "--tls-cert", "x.pem").stderr
-    assert "tls.cert is given without key: give both, --tls-cert and --tls-key" in told
-
-
 def test_a_foreign_vocabulary_is_refused(address: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     result = call(
@@ -237,18 +224,6 @@ def test_help_all_explains_every_key_and_reads_back(command: str, tmp_path: Path
     kind: Any = VerifierConfig if command == "verifier" else AgentConfig
     assert load_config(kind, path) == kind(log_level="error")
     assert "# Log debug, info, warning or error.\nlog_level: error\n" in first.stdout
-
-
-def test_a_verifier_is_told_about_weights_and_memory() -> None:
-    given = ("--quantize", "int4", "--kv-budget", "1GiB", "--help-all")
-    shown = yaml.safe_load(call("verifier", *given).stdout)
-    assert (shown["quantize"], shown["limits"]["kv_budget"]) == ("int4", "1GiB")
-    both = call("verifier", "--kv-budget", "1GiB", "--set", "limits.gpu_memory_utilization=0.9")
-    assert both.exit_code == 2
-    assert "only one of them can size the cache" in both.stderr
-    unknown = call("verifier", "--quantize", "int3")
-    assert unknown.exit_code == 2
-    assert "quantize is 'int3'" in unknown.stderr
 
 
 def test_the_environment_wins_over_the_file(
@@ -356,12 +331,6 @@ def test_the_doctor_says_whether_texts_are_exact_here() -> None:
     found = checks.exactness()
     assert found.state is State.GOOD
     assert "the bundled target runs in float32 as canonical (row tiles of " in found.finding
-
-
-def test_a_missing_library_names_the_line_that_installs_it() -> None:
-    line = r"pip install 'edgespec\[cpu\]'"
-    with pytest.raises(SetupError, match=line), needs("onnxruntime", "edgespec[cpu]"):
-        raise ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime")
 
 
 def test_help_teaches() -> None:

