@@ -19,15 +19,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,20 +32,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec import __version__
-from edgespec.config.common import is_loopback
+from edgespec.config.device import EndpointSection
 from edgespec.device.reply import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.answer import KEEP_ALIVE
 from edgespec.endpoint.models import ALIAS, ServedModel
-from edgespec.endpoint.request_json import (
-    ApiError,
-    nested_too_deep,
-    no_such_model,
-    read_object,
-)
+from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model, read_object
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
 from edgespec.endpoint.service import METRICS, METRICS_PREFIX, Answer, Endpoint, Run, stopping
 from edgespec.telemetry import agent_status
@@ -69,27 +56,66 @@ _EVENTS: Final = (
 )
 _MOST_NAMES: Final = 16
 _LONGEST_NAME: Final = 40
+_ASSETS: Final = Path(__file__).parent / "status"
+_FIRST_ANSWER_S: Final = 0.5
+"""How long the first fetch of the page's numbers waits for the verifiers to answer."""
+_PAGE_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_WITHOUT_EVENTS: Final = 1 << 62
+
+_log = logging.getLogger(__name__)
+
 Prepare = Callable[[Mapping[str, Any]], Awaitable[Answer]]
 
 
-class GenerationRoute:
+def build_app(endpoint: Endpoint, status: StatusSource | None = None) -> ASGIApp:
+    """All routes, guarded. With ``status`` there are the page of it and the agent's metrics."""
+    places, post = _Places(endpoint, status), ["POST"]
+    routes: list[BaseRoute] = [
+        Route("/v1/chat/completions", _Generation(endpoint, endpoint.chat), methods=post),
+        Route("/v1/completions", _Generation(endpoint, endpoint.completion), methods=post),
+        Route("/v1/responses", _Generation(endpoint, endpoint.response), methods=post),
+        Route("/v1/models", places.models),
+        Route("/tokenize", places.tokenize, methods=post),
+        Route("/detokenize", places.detokenize, methods=post),
+        Route("/v1/models/{name:path}", places.model),
+        Route(HEALTH, places.health),
+        Route("/metrics", places.metrics),
+        Route("/version", places.version),
+        *(() if status is None else status_routes(status)),
+    ]
+    app: ASGIApp = Starlette(
+        routes=routes,
+        exception_handlers={ApiError: _refused, HTTPException: _no_such_place, Exception: _failed},
+    )
+    settings = endpoint.settings
+    app = Guard(app, endpoint.key, settings)
+    if settings.allow_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.allow_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After",),
+        )
+    return app
+
+
+class _Generation:
     """An ASGI application for one path; ``prepare`` turns a request's JSON into an answer."""
 
     def __init__(self, endpoint: Endpoint, prepare: Prepare) -> None:
         self._endpoint, self._prepare = endpoint, prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outcome, settings, began_s = _GONE, self._endpoint.settings, time.monotonic()
+        outcome, began_s = _GONE, time.monotonic()
         try:
-            async with asyncio.timeout(settings.body_within_s):
-                body = await read_body(receive, settings.max_body_bytes)
+            body = await _read_body(receive, self._endpoint.settings)
             if body is not None:
-                work = self._serve([body], scope, receive, send)
-                del body
-                outcome = await while_connected(receive, work) or _GONE
-        except TimeoutError:
-            late = ApiError(408, _late(settings.body_within_s))
-            outcome = await self._refuse(late, scope, receive, send)
+                outcome = await self._while_connected([body], scope, receive, send)
         except ApiError as error:
             outcome = await self._refuse(error, scope, receive, send)
         finally:
@@ -97,14 +123,27 @@ class GenerationRoute:
             took_s = time.monotonic() - began_s
             _log.info("%s: %s after %.3f s", scope["path"], outcome, took_s)
 
+    async def _while_connected(
+        self, bodies: list[bytes], scope: Scope, receive: Receive, send: Send
+    ) -> str:
+        """What became of the request in the one of ``bodies``, which is cancelled when the client
+        hangs up."""
+        work = asyncio.create_task(self._serve(bodies, scope, receive, send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else _GONE
+        finally:
+            await _cancelled((work, gone))
+
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> str:
         unread = {"Connection": "close"} if error.status in (408, 413) else {}
         await error_response(error, unread)(scope, receive, send)
         return str(error.status)
 
     async def _serve(self, bodies: list[bytes], scope: Scope, receive: Receive, send: Send) -> str:
-        """What became of the one of ``bodies``, which is let go once it is read. Never raises what
-        a client could not be told."""
+        """What became of it; its body is let go once it is read. Never raises what a client could
+        not be told."""
         writer = _Writer(send, self._endpoint.settings.write_within_s)
         try:
             if self._endpoint.stopping:
@@ -115,12 +154,17 @@ class GenerationRoute:
                 data = await asyncio.to_thread(read_object, bodies.pop())
             answer = await self._prepare(data)
             del data
-            writer.answer(answer)
+            writer.begin(answer)
             async with self._turn(answer, writer) as run:
+                while not run.over:
+                    news = await run.next(writer.keep_alive_s)
+                    said = self._add(answer, news) if news else KEEP_ALIVE
+                    if answer.stream:
+                        await writer.write(said)
                 if answer.stream:
-                    await self._stream(answer, run, writer)
-                else:
-                    await self._at_once(answer, run)
+                    await writer.write(
+                        answer.envelope.ending(answer.choices, answer.usage()), more=False
+                    )
             if not answer.stream:
                 whole = answer.envelope.whole(answer.choices, answer.usage())
                 await JSONResponse(whole, headers=writer.headers)(scope, receive, send)
@@ -136,7 +180,7 @@ class GenerationRoute:
             if not writer.begun:
                 return await self._refuse(error, scope, receive, send)
             with contextlib.suppress(_ClientGoneError):
-                await writer.failed(error)
+                await writer.write(writer.failed(error), more=False)
             return _CUT
 
     @asynccontextmanager
@@ -147,6 +191,8 @@ class GenerationRoute:
         try:
             async with self._endpoint.running(answer) as run:
                 await _cancelled(waits)
+                if answer.stream:
+                    writer.keep_alive_s = self._endpoint.settings.keep_alive_s
                 yield run
         finally:
             await _cancelled(waits)
@@ -155,17 +201,6 @@ class GenerationRoute:
         while True:
             await asyncio.sleep(self._endpoint.settings.keep_alive_s)
             await writer.write(KEEP_ALIVE)
-
-    async def _at_once(self, answer: Answer, run: Run) -> None:
-        while not run.over:
-            self._add(answer, await run.next())
-
-    async def _stream(self, answer: Answer, run: Run, writer: _Writer) -> None:
-        keep_alive_s = self._endpoint.settings.keep_alive_s
-        while not run.over:
-            news = await run.next(keep_alive_s)
-            await writer.write(self._add(answer, news) if news else KEEP_ALIVE)
-        await writer.end(answer.envelope.ending(answer.choices, answer.usage()))
 
     def _add(self, answer: Answer, news: list[tuple[int, Chunk]]) -> bytes:
         """Takes in what came; returns the server-sent events that it is."""
@@ -184,16 +219,6 @@ class GenerationRoute:
         return b"".join(said)
 
 
-def _names(names: Sequence[str]) -> str:
-    """For a header: a few of them, each of letters that may stand there."""
-    safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names[:_MOST_NAMES]]
-    return ", ".join(safe)
-
-
-def _late(within_s: float) -> str:
-    return f"the request did not arrive within {within_s:g} s"
-
-
 class _ClientGoneError(Exception):
     """It reads nothing any more."""
 
@@ -206,27 +231,24 @@ class _Writer:
         self._send, self._within_s = send, within_s
         self.begun = False
         self.headers: dict[str, str] = {}
+        self.keep_alive_s: float | None = None
+        """How long a stream may say nothing; None: it is none."""
         self._answer: Answer | None = None
 
-    def answer(self, answer: Answer) -> None:
+    def begin(self, answer: Answer) -> None:
         """What the stream is of: its first events stand before the first that is written."""
         self._answer = answer
-        if answer.ignored:
-            self.headers = {"X-Edgespec-Ignored": _names(answer.ignored)}
+        if names := answer.ignored[:_MOST_NAMES]:
+            safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
+            self.headers = {"X-Edgespec-Ignored": ", ".join(safe)}
             # Their names are the client's words, which stand in no log.
             _log.info("ignored %d fields of a request", len(answer.ignored))
 
-    async def failed(self, error: ApiError) -> None:
-        """End a stream in the middle."""
-        await self.end(b"" if self._answer is None else self._answer.envelope.failed(error))
+    def failed(self, error: ApiError) -> bytes:
+        return b"" if self._answer is None else self._answer.envelope.failed(error)
 
-    async def write(self, data: bytes) -> None:
-        await self._body(data, more=True)
-
-    async def end(self, data: bytes) -> None:
-        await self._body(data, more=False)
-
-    async def _body(self, data: bytes, *, more: bool) -> None:
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """``more`` false: the stream ends."""
         try:
             async with asyncio.timeout(self._within_s):
                 if not self.begun:
@@ -242,18 +264,6 @@ class _Writer:
             raise _ClientGoneError from error
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, str]) -> str | None:
-    """The result of ``work``, which is cancelled when the client hangs up: then None."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
-    finally:
-        await _cancelled((task, gone))
-
-
 async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Until all of them have ended."""
     for one in tasks:
@@ -266,31 +276,25 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def read_body(receive: Receive, limit: int) -> bytes | None:
-    """All of a request's body; None: the client has gone. Raises ``ApiError`` beyond ``limit``."""
+async def _read_body(receive: Receive, settings: EndpointSection) -> bytes | None:
+    """All of a request's body; None: the client has gone. Raises ``ApiError`` for one that is too
+    large, or takes too long."""
     parts: list[bytes] = []
-    size = 0
-    while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_large(limit, f"more than {limit}")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-_ASSETS: Final = Path(__file__).parent / "status"
-_FIRST_ANSWER_S: Final = 0.5
-"""How long the first fetch waits for the verifiers to answer."""
-_PAGE_HEADERS: Final = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+    size, limit, more = 0, settings.max_body_bytes, True
+    try:
+        async with asyncio.timeout(settings.body_within_s):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                parts.append(message.get("body", b""))
+                size, more = size + len(parts[-1]), message.get("more_body", False)
+                if size > limit:
+                    raise too_large(limit, f"more than {limit}")
+    except TimeoutError:
+        why = f"the request did not arrive within {settings.body_within_s:g} s"
+        raise ApiError(408, why) from None
+    return b"".join(parts)
 
 
 def status_routes(status: StatusSource) -> list[Route]:
@@ -307,15 +311,18 @@ def status_routes(status: StatusSource) -> list[Route]:
         after = request.query_params.get("after", "0")
         if asking is not None and not status.asked:
             await asyncio.wait([asking], timeout=_FIRST_ANSWER_S)
-        return JSONResponse(status.snapshot(_number_of(after)).as_json(), headers=_PAGE_HEADERS)
+        number = int(after) if re.fullmatch("[0-9]{1,15}", after) else 0
+        return JSONResponse(status.snapshot(number).as_json(), headers=_PAGE_HEADERS)
 
     return [Route("/", show), Route("/status.json", numbers)]
 
 
 def rendered_page() -> tuple[bytes, str]:
     """The page and the content security policy that lets it, and nothing else, run."""
-    style, script = (_read(f"page.{kind}") for kind in ("css", "js"))
-    page = _read("page.html").replace("STYLE", style).replace("SCRIPT", script)
+    page, style, script = (
+        (_ASSETS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
+    page = page.replace("STYLE", style).replace("SCRIPT", script)
     policy = (
         "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none';"
         " form-action 'none'; frame-ancestors 'none';"
@@ -324,76 +331,8 @@ def rendered_page() -> tuple[bytes, str]:
     return page.encode(), policy
 
 
-def _read(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")
-
-
 def _csp_digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _number_of(text: str) -> int:
-    """0 for whatever is no count."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
-
-
-_WITHOUT_EVENTS: Final = 1 << 62
-_log = logging.getLogger(__name__)
-
-
-def build_app(endpoint: Endpoint, status: StatusSource | None = None) -> ASGIApp:
-    """All routes, guarded. With ``status`` there are the page of it and the agent's metrics."""
-    places = _Places(endpoint, status)
-    routes: list[BaseRoute] = [
-        Route("/v1/chat/completions", GenerationRoute(endpoint, endpoint.chat), methods=["POST"]),
-        Route("/v1/completions", GenerationRoute(endpoint, endpoint.completion), methods=["POST"]),
-        Route("/v1/responses", GenerationRoute(endpoint, endpoint.response), methods=["POST"]),
-        Route("/v1/models", places.models),
-        Route("/tokenize", places.tokenize, methods=["POST"]),
-        Route("/detokenize", places.detokenize, methods=["POST"]),
-        Route("/v1/models/{name:path}", places.model),
-        Route(HEALTH, places.health),
-        Route("/metrics", places.metrics),
-        Route("/version", places.version),
-        *(() if status is None else status_routes(status)),
-    ]
-    app: ASGIApp = Starlette(
-        routes=routes,
-        exception_handlers={ApiError: _refused, HTTPException: _no_such_place, Exception: _failed},
-    )
-    settings = endpoint.settings
-    app = Guard(
-        app,
-        key=endpoint.key,
-        on_loopback=is_loopback(settings.host),
-        allow_hosts=settings.allow_hosts,
-        allow_origins=settings.allow_origins,
-        max_body_bytes=settings.max_body_bytes,
-    )
-    if settings.allow_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.allow_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("Retry-After",),
-        )
-    return app
-
-
-def health_of(endpoint: Endpoint) -> dict[str, Any]:
-    """What ``/health`` says: ``status`` is ``ok``, ``waiting`` (no verifier is ready) or
-    ``stopping``."""
-    ready = endpoint.verifiers.ready
-    status = "stopping" if endpoint.stopping else "ok" if ready else "waiting"
-    return {
-        "status": status,
-        "version": __version__,
-        "model": endpoint.models.name,
-        "verifiers": [one.as_json() for one in endpoint.verifiers.statuses],
-        "texts_running": endpoint.admission.running,
-        "requests_waiting": endpoint.admission.waiting,
-    }
 
 
 class _Places:
@@ -408,12 +347,20 @@ class _Places:
         self._registry = registry_of(*tables)
 
     async def health(self, request: Request) -> Response:
-        """Without the key only whether it serves."""
-        found = health_of(self._endpoint)
-        key = self._endpoint.key
-        if key and not shows_key(request.headers, key):
-            found = {"status": found["status"]}
-        return JSONResponse(found, status_code=503 if self._endpoint.stopping else 200)
+        """``status`` is ``ok``, ``waiting`` (no verifier is ready) or ``stopping``; without the key
+        there is nothing but that."""
+        endpoint = self._endpoint
+        usual = "ok" if endpoint.verifiers.ready else "waiting"
+        found: dict[str, Any] = {"status": "stopping" if endpoint.stopping else usual}
+        if not endpoint.key or shows_key(request.headers, endpoint.key):
+            found |= {
+                "version": __version__,
+                "model": endpoint.models.name,
+                "verifiers": [one.as_json() for one in endpoint.verifiers.statuses],
+                "texts_running": endpoint.admission.running,
+                "requests_waiting": endpoint.admission.waiting,
+            }
+        return JSONResponse(found, status_code=503 if endpoint.stopping else 200)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -434,35 +381,25 @@ class _Places:
         return JSONResponse({"prompt": text, "content": text})
 
     async def _json(self, request: Request) -> Mapping[str, Any]:
-        settings = self._endpoint.settings
-        try:
-            async with asyncio.timeout(settings.body_within_s):
-                body = await read_body(request.receive, settings.max_body_bytes)
-        except TimeoutError:
-            raise ApiError(408, _late(settings.body_within_s)) from None
+        body = await _read_body(request.receive, self._endpoint.settings)
         return await asyncio.to_thread(read_object, body or b"")
 
     async def models(self, request: Request) -> Response:
-        listed = self._endpoint.models.listed
-        data = [self._model(one.name, one) for one in listed]
-        return JSONResponse({"object": "list", "data": data or [self._model(self._usual)]})
+        served = self._endpoint.models.listed or (None,)
+        return JSONResponse({"object": "list", "data": [self._model(one) for one in served]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name, usual = request.path_params["name"], self._endpoint.models.name
         chosen = await self._endpoint.choose_model(name)
-        if chosen.served is None and name not in (self._usual, ALIAS):
-            raise no_such_model(name, (self._usual,))
-        return JSONResponse(self._model(self._usual, chosen.served))
+        if chosen.served is None and name not in (usual, ALIAS):
+            raise no_such_model(name, (usual,))
+        return JSONResponse(self._model(chosen.served))
 
-    @property
-    def _usual(self) -> str:
-        return self._endpoint.models.name
-
-    def _model(self, name: str, served: ServedModel | None = None) -> dict[str, Any]:
-        """As OpenAI has it, with the fields that vLLM's server adds; ``name`` where nobody has told
-        yet."""
+    def _model(self, served: ServedModel | None) -> dict[str, Any]:
+        """As OpenAI has it, with the fields that vLLM's server adds; None: no verifier has told of
+        one yet."""
         return {
-            "id": name if served is None else served.name,
+            "id": self._endpoint.models.name if served is None else served.name,
             "object": "model",
             "created": self._endpoint.started,
             "owned_by": "edgespec",

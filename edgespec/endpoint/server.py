@@ -31,13 +31,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgespec.config.common import host_of, is_loopback
-from edgespec.config.device import ANY_ORIGIN
+from edgespec.config.device import ANY_ORIGIN, EndpointSection
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import Endpoint
 
 HEALTH: Final = "/health"
 _OPEN: Final = (HEALTH, "/")
 """What is shown without the key: the page at ``/`` holds no number, and asks for the key itself."""
+_LOOKS: Final = 4
+_LONGEST_LOOK_S: Final = 5.0
+MOST_CONNECTIONS: Final = 512
+_BACKLOG: Final = 512
+"""Connections that the system keeps for us until they are accepted."""
+_ACCEPTED_AT_ONCE: Final = 8
+"""Before the event loop goes on: it takes three turns until one that has to go is closed, so that
+at most a few times as many descriptors are open beyond the most connections."""
+_OTHER_DESCRIPTORS: Final = 96
+"""Of what a process may have open, kept for files, verifiers and the event loop."""
+# After a stream was told that it ends: for the words to leave.
+_LAST_WORDS_S: Final = 2.0
+_STARTED_EVERY_S: Final = 0.005
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -57,20 +70,8 @@ def shows_key(headers: Headers, key: str) -> bool:
 class Guard:
     """ASGI middleware. ``key`` empty: none is asked for."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        key: str,
-        on_loopback: bool,
-        allow_hosts: tuple[str, ...],
-        allow_origins: tuple[str, ...],
-        max_body_bytes: int,
-    ) -> None:
-        self._app, self._key = app, key
-        self._on_loopback, self._allow_hosts = on_loopback, frozenset(allow_hosts)
-        self._allow_origins = frozenset(allow_origins)
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, app: ASGIApp, key: str, settings: EndpointSection) -> None:
+        self._app, self._key, self._settings = app, key, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,60 +86,40 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        host = headers.get("host", "")
+        settings, host = self._settings, headers.get("host", "")
         name = host_of(host)
-        if self._on_loopback and not (name and is_loopback(name)) and name not in self._allow_hosts:
-            raise ApiError(
-                403,
-                f"this endpoint is for this machine only, and is not called {name[:200]!r}; see"
-                " endpoint.allow_hosts",
-                code="foreign_host",
-            )
-        self._check_origin(headers.get("origin"), host)
+        here = bool(name) and is_loopback(name)
+        if is_loopback(settings.host) and not here and name not in settings.allow_hosts:
+            why = f"this endpoint is for this machine only, and is not called {name[:200]!r}"
+            raise ApiError(403, f"{why}; see endpoint.allow_hosts", code="foreign_host")
+        origin = headers.get("origin")
+        ours = origin is not None and bool(host) and origin.partition("://")[2] == host
+        if origin is not None and not (ours or {origin, ANY_ORIGIN} & set(settings.allow_origins)):
+            why = f"web pages of {origin[:200]!r} may not ask here; see --allow-origin"
+            raise ApiError(403, why, code="foreign_origin")
         public = scope["path"] in _OPEN or scope["method"] == "OPTIONS"
         if self._key and not public and not shows_key(headers, self._key):
-            shown = (
-                "the key shown is not the right one"
-                if "authorization" in headers
-                else ("no key was shown: send it as 'Authorization: Bearer KEY'")
-            )
-            raise ApiError(401, shown, code="invalid_api_key")
+            why = "no key was shown: send it as 'Authorization: Bearer KEY'"
+            if "authorization" in headers:
+                why = "the key shown is not the right one"
+            raise ApiError(401, why, code="invalid_api_key")
         if "content-length" in headers and "transfer-encoding" in headers:
             # What a proxy took for the end of this request may be the middle of another's.
-            raise ApiError(
-                400,
-                "the request has both Content-Length and Transfer-Encoding",
-                code="two_lengths",
-            )
+            why = "the request has both Content-Length and Transfer-Encoding"
+            raise ApiError(400, why, code="two_lengths")
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._max_body_bytes:
-            raise too_large(self._max_body_bytes, length)
-
-    def _check_origin(self, origin: str | None, host: str) -> None:
-        if origin is None or {origin, ANY_ORIGIN} & self._allow_origins:
-            return
-        if host and origin.partition("://")[2] == host:
-            return
-        raise ApiError(
-            403,
-            f"web pages of {origin[:200]!r} may not ask here; see --allow-origin",
-            code="foreign_origin",
-        )
+        if not length.isdecimal() or int(length) > settings.max_body_bytes:
+            raise too_large(settings.max_body_bytes, length)
 
 
 def too_large(limit: int, size: object) -> ApiError:
     """For a body beyond ``limit``."""
-    return ApiError(
-        413, f"the request has {size} bytes, but at most {limit} are read", code="too_large"
-    )
+    why = f"the request has {size} bytes, but at most {limit} are read"
+    return ApiError(413, why, code="too_large")
 
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).digest()
-
-
-_LOOKS: Final = 4
-_LONGEST_LOOK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +139,7 @@ class ConnectionLimits:
 
 
 class WatchedConnection(H11Protocol):
-    """One of them, as ``connections_with`` makes its class."""
+    """One of them; ``limits`` are a subclass's."""
 
     limits: ClassVar[ConnectionLimits]
     _since = 0.0
@@ -263,30 +244,12 @@ class _ClosesInOrder:
         return getattr(self._transport, name)
 
 
-def connections_with(limits: ConnectionLimits) -> type[WatchedConnection]:
-    """The class of connections that have these limits."""
-    return type("Connection", (WatchedConnection,), {"limits": limits})
-
-
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a connection too many."""
     why = "too many connections are open, and requests are being answered on all of them"
     error = ApiError(503, why, code="too_many_connections", retry_after_s=1)
     response = error_response(error, {"Connection": "close"})
     await response(scope, receive, send)
-
-
-MOST_CONNECTIONS: Final = 512
-_BACKLOG: Final = 512
-"""Connections that the system keeps for us until they are accepted."""
-_ACCEPTED_AT_ONCE: Final = 8
-"""Before the event loop goes on: it takes three turns until one that has to go is closed, so that
-at most a few times as many descriptors are open beyond the most connections."""
-_OTHER_DESCRIPTORS: Final = 96
-"""Of what a process may have open, kept for files, verifiers and the event loop."""
-# After a stream was told that it ends: for the words to leave.
-_LAST_WORDS_S: Final = 2.0
-_STARTED_EVERY_S: Final = 0.005
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -321,7 +284,8 @@ class _Server(uvicorn.Server):
 
 
 class EndpointServer:
-    """``app`` on ``listener``; ``start``, then ``stop``. ``died`` is set if it ends by itself."""
+    """``app`` on ``listener``; ``start``, then ``stop``. ``died`` is set if it ends by itself.
+    ``most`` connections; None: ``most_connections()``."""
 
     def __init__(
         self,
@@ -331,17 +295,15 @@ class EndpointServer:
         *,
         most: int | None = None,
     ) -> None:
-        """``most`` connections; None: ``most_connections()``."""
         self._endpoint, self._listener = endpoint, listener
         self.port = int(listener.getsockname()[1])
-        """The port listened on."""
         settings = endpoint.settings
         limits = ConnectionLimits(
             most or most_connections(), settings.body_within_s, settings.write_within_s
         )
         config = uvicorn.Config(
             app,
-            http=connections_with(limits),
+            http=type("Connection", (WatchedConnection,), {"limits": limits}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -359,7 +321,6 @@ class EndpointServer:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
         return len(self._server.server_state.connections)
 
     async def start(self) -> None:
