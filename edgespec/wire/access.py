@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierConfig
-from edgespec.config.common import DeviceTlsSection, ServerTlsSection, host_of, is_loopback, needs
+from edgespec.config.common import DeviceTlsSection, host_of, is_loopback, needs
 from edgespec.config.key_file import load_keys
 from edgespec.core.verifier.credential import Credential, KeyChanges, KeyRing
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from edgespec.wire.tls import ServerIdentity, ServerTls
 
-API_KEY_VARIABLE = "EDGESPEC_API_KEY"
-ENDPOINT_KEY_VARIABLE = "EDGESPEC_ENDPOINT_KEY"
 MAX_KEY_LENGTH = 4096
 """Characters of a key: what travels as a header must be short."""
 _EXPIRES_SOON_DAYS = 14
@@ -71,9 +69,6 @@ def check_file_permissions(path: Path, *, secret: bool) -> None:
 @cache
 def _warn_once(message: str) -> None:
     _LOG.warning("%s", message)
-
-
-# --- the verifier's side ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,27 +142,29 @@ class ServerAccess:
         return load_keys(path, written=written).ring()
 
     def _read_identity(self) -> ServerIdentity | None:
-        if not self._tls.used:
+        tls = self._tls
+        if not tls.used:
             return None
-        return _identity(self._tls)
+        from edgespec.wire.tls import TlsFileError, load_server_identity
+
+        certificate, key, client_ca = _checked(tls.cert, tls.key, tls.client_ca)
+        assert certificate is not None
+        assert key is not None
+        try:
+            with needs("cryptography", "edgespec[certs]"):
+                return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
+        except TlsFileError as error:
+            raise ConfigError(str(error)) from error
 
 
-def _identity(tls: ServerTlsSection) -> ServerIdentity:
-    from edgespec.wire.tls import TlsFileError, load_server_identity
-
-    certificate, key = Path(os.path.expanduser(tls.cert)), Path(os.path.expanduser(tls.key))
-    client_ca = Path(os.path.expanduser(tls.client_ca)) if tls.client_ca else None
-    for path in (certificate, key, client_ca):
+def _checked(certificate: str, key: str, ca: str) -> list[Path | None]:
+    """The files of these names. Raises ``ConfigError``."""
+    names = (certificate, key, ca)
+    found = [Path(os.path.expanduser(name)) if name else None for name in names]
+    for place, path in enumerate(found):
         if path is not None:
-            check_file_permissions(path, secret=path is key)
-    try:
-        with needs("cryptography", "edgespec[certs]"):
-            return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
-    except TlsFileError as error:
-        raise ConfigError(str(error)) from error
-
-
-# --- the device's side -----------------------------------------------------------------------
+            check_file_permissions(path, secret=place == 1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,27 +195,21 @@ class DeviceAccess:
         )
 
 
-def device_access(
-    config: AgentConfig, environment: Mapping[str, str] | None = None
-) -> DeviceAccess:
+def device_access(config: AgentConfig, environment: Mapping[str, str] = os.environ) -> DeviceAccess:
     """What ``config`` and the environment say. Raises ``ConfigError``."""
-    environment = os.environ if environment is None else environment
-    key = _api_key(config.api_key_file, environment)
-    credentials = device_credentials(config.tls)
-    shows_certificate = bool(config.tls.client_cert)
-    return DeviceAccess(
-        key, config.insecure, credentials, shows_certificate, config.tls.server_name
-    )
+    key = _key(config.api_key_file, environment, "EDGESPEC_API_KEY")
+    tls = config.tls
+    credentials, shows = device_credentials(tls), bool(tls.client_cert)
+    return DeviceAccess(key, config.insecure, credentials, shows, tls.server_name)
 
 
-def endpoint_key(settings: EndpointSection, environment: Mapping[str, str] | None = None) -> str:
+def endpoint_key(settings: EndpointSection, environment: Mapping[str, str] = os.environ) -> str:
     """The key that clients of a device's endpoint must show; empty: none is asked for. Raises
     ``ConfigError``."""
-    environment = os.environ if environment is None else environment
-    return _api_key(settings.key_file, environment, ENDPOINT_KEY_VARIABLE)
+    return _key(settings.key_file, environment, "EDGESPEC_ENDPOINT_KEY")
 
 
-def _api_key(path: str, environment: Mapping[str, str], variable: str = API_KEY_VARIABLE) -> str:
+def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
     source, key = variable, environment.get(variable, "").strip()
     if not key and path:
         source = path
@@ -233,9 +224,8 @@ def _api_key(path: str, environment: Mapping[str, str], variable: str = API_KEY_
         if not key:
             raise ConfigError(f"{path}: holds no key")
     if len(key) > MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(
-            f"{source}: holds no key, which is one word of at most {MAX_KEY_LENGTH} characters"
-        )
+        wanted = f"one word of at most {MAX_KEY_LENGTH} characters"
+        raise ConfigError(f"{source}: holds no key, which is {wanted}")
     return key
 
 
@@ -245,13 +235,7 @@ def device_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
         return None
     from edgespec.wire.tls import TlsFileError, channel_credentials
 
-    ca, certificate, key = (
-        Path(os.path.expanduser(name)) if name else None
-        for name in (tls.ca, tls.client_cert, tls.client_key)
-    )
-    for path in (ca, certificate, key):
-        if path is not None:
-            check_file_permissions(path, secret=path is key)
+    certificate, key, ca = _checked(tls.client_cert, tls.client_key, tls.ca)
     try:
         return channel_credentials(ca, certificate, key)
     except TlsFileError as error:

@@ -11,6 +11,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Final, Protocol
 
 from edgespec.core.ports import Transport, is_idle
@@ -120,10 +121,8 @@ def is_name(verifier: str) -> bool:
     bare = host.strip("[]")
     if not bare or bare == "localhost" or bare.endswith(".localhost"):
         return False
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            socket.inet_pton(family, bare)
-        except OSError:
-            continue
-        return False
-    return True
+    try:
+        ip_address(bare.partition("%")[0])
+    except ValueError:
+        return True
+    return False

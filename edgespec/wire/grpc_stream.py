@@ -73,8 +73,8 @@ class GrpcVerifierStream:
     ) -> None:
         self._context = context
         self.address = address
-        self._credential = credential
-        self._peer = peer_address(address)
+        self.credential = credential
+        self.peer = peer_address(address)
         self._limits = limits
         self._budget = budget
         self._meter = meter
@@ -101,16 +101,6 @@ class GrpcVerifierStream:
         self._reason = "the stream is open"
         self._retryable = True
         self._spoke_last = False
-
-    @property
-    def peer(self) -> str:
-        """What fairness counts by: the device's address without its port."""
-        return self._peer
-
-    @property
-    def credential(self) -> Credential:
-        """Whose key the device showed."""
-        return self._credential
 
     async def send(self, message: Downlink) -> None:
         """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` for a message over
@@ -238,8 +228,6 @@ class GrpcVerifierStream:
         if self._meter is not None:
             self._meter.count(fault, len(payload))
 
-    # --- reading ---------------------------------------------------------------------------
-
     async def _read_on(self) -> None:
         """Read until the device sends no more or the stream is over."""
         try:
@@ -286,8 +274,6 @@ class GrpcVerifierStream:
             _wake(self._receiver)
         return hold_s
 
-    # --- writing ---------------------------------------------------------------------------
-
     def _write(self, payload: bytes) -> None:
         """Begin to write; no other write may be under way."""
         self._write_began = self._loop.time()
@@ -331,8 +317,6 @@ class GrpcVerifierStream:
         self._spoke_last = True  # there is no room for another word
         why = f"the device at {self.address} did not read for {self._stalled_s:g} s"
         self.hang_up(Fault(FaultCode.OVERLOADED, why))
-
-    # --- the end ---------------------------------------------------------------------------
 
     def _end(self, fault: Fault | None, reason: str) -> None:
         if self._verdict.done():

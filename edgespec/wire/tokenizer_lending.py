@@ -1,4 +1,9 @@
-"""Fetching a verifier's tokenizer: the list first, then what is missing, part by part."""
+"""The texts of a tokenizer as a verifier lends them: which files, how large, packed and unpacked,
+and how a device fetches them: the list first, then what is missing, part by part.
+
+A device takes nothing on trust: names are those of a fixed list, sizes are bounded before anything
+is fetched or unpacked, and what comes has to have the length and the SHA-256 that were announced.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
-from google.protobuf.message import DecodeError
-
 from edgespec.core.ports import LinkError
+from edgespec.wire.codec import parse
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.wire_limits import MAX_UINT64, ProtocolViolation, check_count, check_number
-
-# The texts of a tokenizer as a verifier lends them: which files, how large, packed and unpacked.
-#
-# A device takes nothing on trust: names are those of a fixed list, sizes are bounded before
-# anything is fetched or unpacked, and what comes has to have the length and the SHA-256 that were
-# announced.
 
 TOKENIZER_JSON: Final = "tokenizer.json"
 TEXT_FILES: Final = (
@@ -34,8 +32,12 @@ MAX_TEXT_BYTES: Final = 64 << 20
 PART_BYTES: Final = 1 << 17
 SHA256_BYTES: Final = 32
 # What zlib may add to a text that it cannot make smaller.
-_PACKING_BYTES = 1 << 16
-_LEVEL = 6
+_PACKING_BYTES: Final = 1 << 16
+_LEVEL: Final = 6
+_MAX_REQUEST_BYTES: Final = 1 << 10
+# A line that is full, or a link that is lost for a moment, ends no fetch.
+_ATTEMPTS: Final = 8
+_AGAIN_S: Final = 0.5
 
 
 class TextFileError(ValueError):
@@ -130,9 +132,6 @@ def are_as_announced(entries: Sequence[TextFile], contents: Mapping[str, bytes])
     )
 
 
-_MAX_REQUEST_BYTES = 1 << 10
-
-
 def encode_request(file: str, offset: int) -> bytes:
     """Asks for a part of ``file``; for the list where it is empty."""
     return bytes(pb.TokenizerRequest(file=file, offset=offset).SerializeToString())
@@ -142,14 +141,13 @@ def decode_request(payload: bytes) -> tuple[str, int]:
     """Name, empty for the list, and offset. Raises ``ProtocolViolation``."""
     check_number("bytes of TokenizerRequest", len(payload), 0, _MAX_REQUEST_BYTES)
     wire = pb.TokenizerRequest()
-    _parse(wire, payload)
+    parse(wire, payload)
     if wire.file and wire.file not in TEXT_FILES:
         raise ProtocolViolation(f"TokenizerRequest.file must be one of: {', '.join(TEXT_FILES)}")
     return wire.file, check_number("TokenizerRequest.offset", wire.offset, 0, MAX_UINT64)
 
 
 def encode_list(entries: Sequence[TextFile]) -> bytes:
-    """Tells which files there are."""
     files = [
         pb.TokenizerFile(
             name=entry.name, bytes=entry.size, sha256=entry.sha256, packed_bytes=entry.packed_size
@@ -160,7 +158,6 @@ def encode_list(entries: Sequence[TextFile]) -> bytes:
 
 
 def encode_part(data: bytes) -> bytes:
-    """Carries one part."""
     return bytes(pb.TokenizerReply(data=data).SerializeToString())
 
 
@@ -185,22 +182,12 @@ def decode_part(payload: bytes) -> bytes:
 def _reply(payload: bytes) -> pb.TokenizerReply:
     check_number("bytes of TokenizerReply", len(payload), 0, 2 * PART_BYTES)
     wire = pb.TokenizerReply()
-    _parse(wire, payload)
+    parse(wire, payload)
     return wire
-
-
-def _parse(wire: pb.TokenizerRequest | pb.TokenizerReply, payload: bytes) -> None:
-    try:
-        wire.ParseFromString(payload)
-    except DecodeError as error:
-        raise ProtocolViolation(f"{type(wire).__name__} is malformed: {error}") from None
 
 
 Ask = Callable[[bytes], Awaitable[bytes]]
 """One call of ``Tokenizer``; raises ``LinkError``."""
-# A line that is full, or a link that is lost for a moment, ends no fetch.
-_ATTEMPTS: Final = 8
-_AGAIN_S: Final = 0.5
 
 
 class TokenizerFetch:
