@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.endpoint.request_json import ApiError
-from edgespec.endpoint.service import Admission, stopping
+from edgespec.endpoint.service import Admission
 
 CAPACITY, WAITING = 4, 5
 Step = tuple[str, int]
@@ -114,19 +114,3 @@ async def test_a_turn_that_comes_with_the_cancellation_is_given_back() -> None:
     third.end()
     await third.task
     assert admission.running == 0
-
-
-async def test_who_waits_at_the_end_is_told() -> None:
-    admission = Admission(1, 2)
-    first = Client(admission, 1)
-    await settle()
-    second = Client(admission, 1)
-    await settle()
-    admission.close(stopping())
-    with pytest.raises(ApiError, match="stopping"):
-        await second.task
-    assert first.has_turn
-    first.end()
-    await first.task
-    with pytest.raises(ApiError, match="stopping"):
-        await Client(admission, 1).task

@@ -250,21 +250,6 @@ async def test_what_fails_in_the_middle_is_told_in_the_stream() -> None:
         assert live.endpoint.counts.requests[PATH, "cut"] == 1
 
 
-async def test_a_stop_waits_for_what_ends_soon() -> None:
-    held = Held()
-    async with over_script(ScriptedAgent(["a", "b"], between=held)) as live:
-        streams = asyncio.create_task(ask(live, PATH, {**HELLO, "stream": True}))
-        await held.reached.wait()
-        stop = asyncio.create_task(live.server.stop(WITHIN_S))
-        await until(lambda: live.endpoint.stopping)
-        late, health = await ask(live, PATH, HELLO), await ask(live, "/health")
-        assert late.status == health.status == 503
-        assert health.json["status"] == "stopping"
-        held.gate.set()
-        assert events_of((await streams).body)[-1] == "[DONE]"
-        await stop
-
-
 async def test_a_generation_cancelled_on_the_device_is_no_answer() -> None:
     async with over_script(ScriptedAgent(["a"], finish=FinishReason.CANCELLED)) as live:
         reply = await ask(live, PATH, HELLO)

@@ -8,23 +8,16 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from openai import NotFoundError
-
-from edgespec.core.association.candidates import CLOSED
 from edgespec.core.association.policies import Association
 from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.device.verifier_pool import VerifierPool
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers
 from tests.endpoint.test_http import until
 from tests.endpoint.test_models import (
     ASKED,
     IN_SQL,
-    OWN,
     PATH,
     POETRY,
     SQL,
-    completed,
     text,
     text_of,
 )
@@ -98,32 +91,6 @@ async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
 
 
 # --- several verifiers ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("association", Association)
-async def test_a_request_goes_to_a_verifier_that_has_its_adapter(association: Association) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        targets = AdaptedToy({}), AdaptedToy({"sql": SQL}), AdaptedToy({"poetry": POETRY})
-        found = [await stack.enter_async_context(serving(one)) for one in targets]
-        addresses = [address for address, _ in found]
-        live = await stack.enter_async_context(
-            over_verifiers(*addresses, association=association, failover=STEADY)
-        )
-        async with live.client() as client:
-            listed = [one.id async for one in client.models.list()]
-            assert listed == ["toy", "sql", "poetry"]
-            for name, wanted in {"sql": IN_SQL, "poetry": text_of(POETRY), "toy": OWN}.items():
-                for _ in range(3):
-                    answer = await completed(client, name)
-                    assert answer.choices[0].text == wanted
-                    if association is Association.LOWEST_DELAY:  # which has asked them all before
-                        assert answer.usage.model_extra["edgespec"]["reconnects"] == 0
-            with pytest.raises(NotFoundError):
-                await completed(client, "sequel")
-        pool = live.endpoint.agent.transport
-        assert isinstance(pool, VerifierPool)
-        # Nobody is kept out for having other adapters.
-        assert all(one.breaker.state is CLOSED for one in pool.failover.candidates.listed.values())
 
 
 async def test_a_text_goes_on_where_the_same_adapter_is() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 
-from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
@@ -207,36 +206,3 @@ def test_a_long_list_of_names_is_cut_in_a_message() -> None:
     many = [replace(ADAPTER, name=f"a{number}") for number in range(40)]
     with pytest.raises(ApiError, match=r"there are 'base', 'a0', .*'a14' and 25 more$"):
         models(told(BASE, *many)).choose("sequel")
-
-
-class Slow:
-    """A verifier that answers when it is let."""
-
-    def __init__(self) -> None:
-        self.gate, self.asked = asyncio.Event(), 0
-
-    async def connect(self) -> DeviceStream:
-        raise LinkError("for questions only")
-
-    async def info(self) -> VerifierInfo:
-        self.asked += 1
-        await self.gate.wait()
-        return told(BASE, ADAPTER)
-
-    async def close(self) -> None:
-        return
-
-
-async def test_many_who_ask_for_an_unknown_name_are_one_question() -> None:
-    """Also where its answer takes longer than an answer is new."""
-    verifier = Slow()
-    watch = VerifierWatch({"a": verifier})
-    asking = [asyncio.create_task(watch.look_anew()) for _ in range(5)]
-    while not verifier.asked:  # noqa: ASYNC110 # of things that have no event
-        await asyncio.sleep(0)
-    watch._looked_at = -1e9
-    verifier.gate.set()
-    await asyncio.gather(*asking)
-    assert verifier.asked == 1
-    assert [one.name for one in ServedModels(watch).listed] == ["base", "sql"]
-    await watch.close()

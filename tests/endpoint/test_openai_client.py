@@ -164,23 +164,6 @@ async def test_logprobs_are_the_agents(served: Live, client: Any) -> None:
         assert bytes(content[0].bytes or ()) == content[0].token.encode()
 
 
-async def test_logprobs_of_completions(client: Any) -> None:
-    asked: Any = {"model": "toy", "prompt": PROMPT, "max_tokens": 12, "logprobs": 2}
-    done = await client.completions.create(**asked)
-    found = done.choices[0].logprobs
-    assert found is not None
-    assert "".join(found.tokens or ()) == done.choices[0].text
-    assert [len(top) for top in found.top_logprobs or ()] == [2] * 12
-    assert list(found.text_offset or ()) == list(range(12))
-    offsets: list[int] = []
-    async for event in await client.completions.create(stream=True, **asked):
-        if event.choices[0].logprobs is not None:
-            offsets += event.choices[0].logprobs.text_offset or []
-    assert offsets == list(range(12))
-    plain = await client.completions.create(model="toy", prompt=PROMPT, max_tokens=4)
-    assert plain.choices[0].logprobs is None
-
-
 @pytest.mark.parametrize(
     ("given", "param", "message"),
     [
@@ -213,26 +196,6 @@ async def test_what_cannot_be_is_named(
         await client.chat.completions.create(**asked)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
-
-
-async def test_what_changes_nothing_is_ignored(client: Any) -> None:
-    done = await client.chat.completions.create(
-        model="edgespec",
-        messages=[
-            {"role": "developer", "content": "once"},
-            {"role": "user", "content": [{"type": "text", "text": "upon a time"}]},
-        ],
-        max_completion_tokens=8,
-        user="me",
-        store=False,
-        metadata={"a": "b"},
-        response_format={"type": "text"},
-        parallel_tool_calls=True,
-        modalities=["text"],
-    )
-    sampling = SamplingParams(max_tokens=8)
-    tokens = TEXT.encode("once upon a time ")
-    assert done.choices[0].message.content == TEXT.decode(toy_text(tokens, sampling))
 
 
 async def test_an_unknown_model(client: Any) -> None:

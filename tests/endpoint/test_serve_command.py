@@ -21,11 +21,10 @@ from typer.testing import CliRunner
 from edgespec.cli.main import app
 from edgespec.cli.running import Interrupted
 from edgespec.cli.serve import serve_until_stopped
-from edgespec.config import AgentConfig, ConfigError, DraftSection, EndpointSection
+from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from edgespec.telemetry.trace import NoTrace
-from edgespec.wire.access import endpoint_key
 from tests.shell.live_verifier import daemon, start, toy_text
 
 WITHIN_S = 60
@@ -198,16 +197,3 @@ def test_settings_that_cannot_be(given: tuple[str, str], message: str) -> None:
     done = call(*given)
     assert done.exit_code == 2
     assert message in done.stderr.replace("\n", " ")
-
-
-def test_where_the_key_comes_from(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_text("from-file\n")
-    section = EndpointSection(key_file=str(path))
-    assert endpoint_key(section, {}) == "from-file"
-    assert endpoint_key(section, {"EDGESPEC_ENDPOINT_KEY": "from-there"}) == "from-there"
-    assert endpoint_key(section, {"EDGESPEC_API_KEY": "the-verifiers"}) == "from-file"
-    assert endpoint_key(EndpointSection(), {}) == ""
-    path.write_text("")
-    with pytest.raises(ConfigError, match="holds no key"):
-        endpoint_key(section, {})

@@ -198,29 +198,6 @@ async def test_marks_stand_where_they_were_said_whatever_a_stop_string_holds_bac
     assert sum(len(one.get("tool_calls", ())) for one in deltas) == calls
 
 
-async def test_earlier_calls_reach_the_template_as_objects(tmp_path: Path) -> None:
-    template = "{{ tools|length }}{% for m in messages %}{{ m|tojson }}\n{% endfor %}"
-    tokenizer, agent = chat_tokenizer(tmp_path, template), ScriptedAgent(["x"])
-    call = {
-        "id": "a",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "K"}'},
-    }
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "rain"},
-    ]
-    async with over_script(agent, tokenizer) as found:
-        reply = await ask(found, CHAT, {"messages": messages, "tools": TOOLS})
-        assert reply.status == 200, reply.body
-    shown = tokenizer.decode(agent.prompts[0])
-    lines = [json.loads(line) for line in shown.removeprefix("2").splitlines()]
-    assert lines[1]["content"] == ""
-    assert lines[1]["tool_calls"][0]["function"]["arguments"] == {"city": "K"}
-    assert lines[2] == {"role": "tool", "content": "rain", "tool_call_id": "a"}
-
-
 @pytest.mark.parametrize(
     ("template", "more", "message"),
     [
@@ -248,18 +225,6 @@ async def test_without_a_template_there_are_completions(tmp_path: Path) -> None:
         assert (reply.status, reply.error["code"]) == (400, "no_chat_template")
         assert "/v1/completions" in reply.error["message"]
         assert (await ask(found, "/v1/completions", {"prompt": "a"})).status == 200
-
-
-async def test_further_variables_reach_the_template(tmp_path: Path) -> None:
-    template = "{{ enable_thinking }}{{ messages[0].content }}"
-    tokenizer, agent = chat_tokenizer(tmp_path, template), ScriptedAgent(["x"])
-    data = {
-        "messages": [{"role": "user", "content": "a"}],
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    async with over_script(agent, tokenizer) as found:
-        assert (await ask(found, CHAT, data)).status == 200
-    assert tokenizer.decode(agent.prompts[0]) == "Falsea"
 
 
 # --- characters and stop strings over several tokens ------------------------------------------

@@ -1,52 +1,33 @@
-"""A link in memory: a ``Transport`` for tests in one process.
-
-Messages pass through the codec, so that bytes and bounds are those of the wire; ``encoded=False``
-passes the objects. ``cut`` loses what is under way, as a dead link does.
-"""
+"""A link in memory: a ``Transport`` to a verifier in this event loop. Messages pass through the
+codec, so that bytes and bounds are those of the wire; ``meter`` counts what arrives."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
 
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, ServeStream
 from edgespec.core.protocol.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.wire.codec import decode_downlink, decode_uplink, encode_downlink, encode_uplink
 from edgespec.wire.shaped import Pipe
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
-
-_DEPTH: Final = 64
+from edgespec.wire.wire_limits import ProtocolViolation
 
 _LOG = logging.getLogger(__name__)
 
 
 class LoopbackTransport:
-    """Streams to ``serve`` in this event loop.
-
-    ``depth`` messages wait in each direction before a sender has to. ``meter`` counts what arrives.
-    """
-
     def __init__(
         self,
         serve: ServeStream,
         info: Callable[[], VerifierInfo],
         *,
-        limits: WireLimits | None = None,
         meter: ByteMeter | None = None,
-        encoded: bool = True,
-        depth: int = _DEPTH,
     ) -> None:
-        self._serve = serve
-        self._info = info
-        self._limits = limits or WireLimits()
-        self._meter = meter
-        self._encoded = encoded or meter is not None
-        self._depth = depth
+        self._serve, self._info, self._meter = serve, info, meter
         self._links: dict[_Link, asyncio.Task[None]] = {}
-        self._refusal: LinkError | None = None
+        self._refusal = ""
 
     @property
     def stream_count(self) -> int:
@@ -55,20 +36,20 @@ class LoopbackTransport:
 
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` after ``close`` or while refusing."""
-        self._raise_if_refusing()
-        link = _Link(self._depth)
-        task = asyncio.create_task(self._run(link))
-        self._links[link] = task
+        await self.info()
+        link = _Link(self._meter)
+        self._links[link] = task = asyncio.create_task(self._run(link))
         task.add_done_callback(lambda _: self._links.pop(link, None))
-        return _DeviceEnd(link, self._codec())
+        return _DeviceEnd(link)
 
     async def info(self) -> VerifierInfo:
-        self._raise_if_refusing()
+        if self._refusal:
+            raise LinkError(self._refusal)
         return self._info()
 
     async def close(self) -> None:
         """End all streams and wait for ``serve`` to let go of them."""
-        self.refuse("the loopback was closed here", retryable=False)
+        self.refuse("the loopback was closed here")
         self.cut("the loopback was closed")
         tasks = tuple(self._links.values())
         for task in tasks:
@@ -80,31 +61,20 @@ class LoopbackTransport:
         for link in tuple(self._links):
             link.end(reason, drop=True)
 
-    def refuse(self, reason: str, *, retryable: bool = True) -> None:
+    def refuse(self, reason: str) -> None:
         """Fail ``connect`` and ``info`` from now on."""
-        self._refusal = LinkError(reason, retryable=retryable)
-
-    def accept(self) -> None:
-        """Undo ``refuse``."""
-        self._refusal = None
-
-    def _raise_if_refusing(self) -> None:
-        if self._refusal is not None:
-            raise LinkError(str(self._refusal), retryable=self._refusal.retryable)
-
-    def _codec(self) -> _Codec:
-        return _Codec(self._limits, self._meter, self._encoded)
+        self._refusal = reason
 
     async def _run(self, link: _Link) -> None:
-        stream = _VerifierEnd(link, self._codec())
+        stream = _VerifierEnd(link)
         try:
             await self._serve(stream)
         except LinkError:
             pass  # the stream is gone, and so is its reader
         except Exception as error:
             _LOG.exception("a loopback stream failed")
-            text = f"the verifier failed: {type(error).__name__}"
-            await _speak(stream, Fault(FaultCode.INTERNAL, text))
+            why = f"the verifier failed: {type(error).__name__}"
+            await stream.speak(Fault(FaultCode.INTERNAL, why))
         finally:
             link.end("the verifier ended the stream")
 
@@ -112,56 +82,31 @@ class LoopbackTransport:
 class _Link:
     """The two directions of one stream."""
 
-    def __init__(self, depth: int) -> None:
-        self.up: Pipe[Uplink | bytes] = Pipe(depth)
-        self.down: Pipe[Downlink | bytes] = Pipe(depth)
+    def __init__(self, meter: ByteMeter | None) -> None:
+        self.up: Pipe[bytes] = Pipe(64)
+        self.down: Pipe[bytes] = Pipe(64)
+        self._meter = meter
 
     def end(self, reason: str, *, retryable: bool = True, drop: bool = False) -> None:
         self.up.end(reason, retryable=retryable, drop=drop)
         self.down.end(reason, retryable=retryable, drop=drop)
 
-
-class _Codec:
-    """What a message becomes in the pipe."""
-
-    def __init__(self, limits: WireLimits, meter: ByteMeter | None, encoded: bool) -> None:
-        self._limits = limits
-        self._meter = meter
-        self._encoded = encoded
-
-    def pack_up(self, message: Uplink) -> Uplink | bytes:
-        return encode_uplink(message, self._limits) if self._encoded else message
-
-    def pack_down(self, message: Downlink) -> Downlink | bytes:
-        return encode_downlink(message, self._limits) if self._encoded else message
-
-    def unpack_up(self, item: Uplink | bytes) -> Uplink:
-        if not isinstance(item, bytes):
-            return item
-        message = decode_uplink(item, self._limits)
+    def came(self, message: Uplink | Downlink, size: int) -> None:
         if self._meter is not None:
-            self._meter.count(message, len(item))
-        return message
-
-    def unpack_down(self, item: Downlink | bytes) -> Downlink:
-        if not isinstance(item, bytes):
-            return item
-        message = decode_downlink(item, self._limits)
-        if self._meter is not None:
-            self._meter.count(message, len(item))
-        return message
+            self._meter.count(message, size)
 
 
 class _DeviceEnd:
-    def __init__(self, link: _Link, codec: _Codec) -> None:
+    def __init__(self, link: _Link) -> None:
         self._link = link
-        self._codec = codec
 
     async def send(self, message: Uplink) -> None:
-        await self._link.up.put(self._codec.pack_up(message))
+        await self._link.up.put(encode_uplink(message))
 
     async def receive(self) -> Downlink:
-        message = self._codec.unpack_down(await self._link.down.get())
+        payload = await self._link.down.get()
+        message = decode_downlink(payload)
+        self._link.came(message, len(payload))
         if isinstance(message, Fault):
             self._link.end(message.message, retryable=message.code.retryable)
         return message
@@ -176,31 +121,30 @@ class _VerifierEnd:
     peer = "loopback"
     credential = ANYBODY
 
-    def __init__(self, link: _Link, codec: _Codec) -> None:
+    def __init__(self, link: _Link) -> None:
         self._link = link
-        self._codec = codec
 
     async def send(self, message: Downlink) -> None:
-        await self._link.down.put(self._codec.pack_down(message))
+        await self._link.down.put(encode_downlink(message))
         if isinstance(message, Fault):
             self._link.end(message.message, retryable=message.code.retryable)
 
     async def receive(self) -> Uplink:
-        item = await self._link.up.get()
+        payload = await self._link.up.get()
         try:
-            return self._codec.unpack_up(item)
+            message = decode_uplink(payload)
         except ProtocolViolation as violation:
-            text = str(violation)
-            await _speak(self, Fault(violation.code, text))
-            raise LinkError(text, retryable=False) from None
+            await self.speak(Fault(violation.code, str(violation)))
+            raise LinkError(str(violation), retryable=False) from None
+        self._link.came(message, len(payload))
+        return message
 
     async def close(self) -> None:
         self._link.end("the verifier closed the stream")
 
-
-async def _speak(stream: _VerifierEnd, fault: Fault) -> None:
-    """Send a last fault. A device that left does not hear it."""
-    try:
-        await stream.send(fault)
-    except LinkError:
-        return
+    async def speak(self, fault: Fault) -> None:
+        """Send a last fault. A device that left does not hear it."""
+        try:
+            await self.send(fault)
+        except LinkError:
+            return

@@ -16,12 +16,11 @@ from edgespec.config import AgentConfig, DraftSection, PolicySection
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import DraftCounters, LinkDown
 from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import status
 from edgespec.device.activity import Activity
-from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
 from edgespec.device.draft_worth import draft_worth
 from edgespec.device.status import StatusSource
@@ -46,8 +45,6 @@ SECRET = "zebra quartz vixen"
 COUNT = 40
 
 PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)
-
-QUICK = ReconnectPolicy(give_up_s=0.2, answer_s=0.2)
 
 
 def agent_for(address: str | tuple[str, ...], **changes: object) -> Agent:
@@ -147,23 +144,6 @@ def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_m
     drafts = [one for one in seen if one.kind is EventKind.DRAFT]
     for before, after in pairwise(drafts):
         assert after.at_s - after.took_s == pytest.approx(before.at_s)
-
-
-async def test_a_verifier_that_is_away_is_a_state(gone: str) -> None:
-    async with agent_for(gone, reconnect=QUICK) as agent:
-        source = StatusSource(agent, (gone,))
-        assert source.snapshot().verifiers[0].state is VerifierState.UNKNOWN
-        await source.ask()
-        (away,) = source.snapshot().verifiers
-        assert away.state is VerifierState.AWAY
-        assert gone in away.why
-        with pytest.raises(GenerationError):
-            await text_of(agent)
-        (after,) = source.snapshot().verifiers
-        assert after.state is VerifierState.AWAY
-        assert after.since_s is not None
-        assert source.snapshot().totals.failed == 1
-        await source.close()
 
 
 async def test_a_text_that_loses_its_link_speaks_for_itself_alone() -> None:
@@ -269,14 +249,6 @@ def test_the_values_are_those_of_the_status() -> None:
     assert found["edgespec_agent_rtt_seconds", "gpu-box:7420"] == 0.0514
     assert found["edgespec_agent_verifier_up", "gpu-box:7420"] == 1
     assert found["edgespec_agent_memory_budget_bytes", ""] == 600 << 20
-
-
-def test_what_is_not_known_is_absent_and_a_verifier_that_is_away_is_down() -> None:
-    away = replace(STATUS.verifiers[0], state=VerifierState.AWAY, rtt_s=None)
-    found = samples(replace(STATUS, verifiers=(away,)))
-    assert found["edgespec_agent_verifier_up", "gpu-box:7420"] == 0
-    names = {name for name, _ in found}
-    assert "edgespec_agent_rtt_seconds" not in names
 
 
 def test_the_manual_has_each_of_them() -> None:

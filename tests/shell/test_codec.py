@@ -183,13 +183,6 @@ def test_verifier_info_comes_out_as_it_went_in(info: VerifierInfo) -> None:
     assert decode_info(encode_info(info, LIMITS), LIMITS) == info
 
 
-def test_a_verifier_that_tells_only_its_model_is_understood() -> None:
-    model = pb.ModelInfo(name="m", vocabulary="v", vocabulary_size=9, context_length=8)
-    payload = pb.InfoReply(model=model, protocol_version=1).SerializeToString()
-    nothing_told = Limits(0, 0, 0, 0, 0.0)
-    assert decode_info(payload) == VerifierInfo(ModelInfo("m", "v", 9, 8), nothing_told, 0, 0)
-
-
 def test_the_fingerprint_of_a_model_travels_and_costs_nothing_where_there_is_none() -> None:
     told = Opened(Limits(), "m", 3, "fp")
     assert decode_downlink(encode_downlink(told)) == told
@@ -326,12 +319,6 @@ def test_what_a_verifier_tells_is_bounded(fields: dict[str, Any], text: str) -> 
         decode_info(wire.SerializeToString(), LIMITS)
 
 
-@pytest.mark.parametrize(("sessions", "most"), [(9, 8), (-1, 8), (0, 1 << 32)])
-def test_what_would_be_refused_of_it_is_not_told(sessions: int, most: int) -> None:
-    with pytest.raises(ProtocolViolation, match=r"InfoReply.*must be in"):
-        encode_info(VerifierInfo(ModelInfo("m", "v", 9, 8), Limits(), sessions, most))
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -355,11 +342,6 @@ def test_a_long_fault_is_cut_and_still_arrives() -> None:
     decoded = decode_downlink(encode_downlink(Fault(FaultCode.INTERNAL, "ä" * 2000)))
     assert isinstance(decoded, Fault)
     assert decoded.message == "ä" * 512
-
-
-def test_limits_have_to_be_positive() -> None:
-    with pytest.raises(ValueError, match="max_draft_nodes is 0, but must be at least 1"):
-        WireLimits(max_draft_nodes=0)
 
 
 # A vocabulary of 150 000, a generation deep into its text, a pass of some 30 ms.
@@ -410,11 +392,6 @@ def test_a_commit_may_hold_as_many_tokens_as_one_resume_is_sent_in() -> None:
         encode_downlink(Commit(7, (1,) * (MAX_COMMIT_TOKENS + 1)))
 
 
-def test_a_commit_may_be_empty_to_say_that_the_verifier_is_at_work() -> None:
-    for commit in (Commit(7, ()), Commit(7, (), stale=3, echo=9, held_us=5)):
-        assert decode_downlink(encode_downlink(commit)) == commit
-
-
 @pytest.mark.parametrize("prompt_length", [1025, 60_000])
 def test_an_open_beyond_the_context_is_refused_by_its_count(
     prompt_length: int, monkeypatch: pytest.MonkeyPatch
@@ -434,20 +411,6 @@ def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
     monkeypatch.setattr("edgespec.wire.codec.pb", None)  # nothing can be parsed
     with pytest.raises(ProtocolViolation, match=r"is 300013, but must be in \[0, 262144\]"):
         decode_uplink(payload, WireLimits.for_context(1024))
-
-
-def test_the_longest_open_of_a_context_fits() -> None:
-    longest = Open(
-        "s" * 128,
-        "m" * 256,
-        "v" * 256,
-        (150_000,) * 131_071,
-        (150_000,),
-        SamplingParams(logit_bias=dict.fromkeys(range(1024), 0.5)),
-        session_secret=b"x" * 64,
-    )
-    limits = WireLimits.for_context(131_072)
-    assert decode_uplink(encode_uplink(longest, limits), limits) == longest
 
 
 def _never(*_: object) -> tuple[int, ...]:

@@ -4,15 +4,11 @@ Oracle: the state of the server."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
@@ -64,27 +60,6 @@ def test_a_missing_ca_is_named(tmp_path: Path) -> None:
     result = call(NAME, "--ca", str(tmp_path / "none.pem"))
     assert result.exit_code == 2
     assert "none.pem" in result.stderr
-
-
-@asynccontextmanager
-async def saying(status: int) -> AsyncIterator[str]:
-    """A server whose health service says ``status``; yields its address."""
-    servicer: Any = health.aio.HealthServicer()
-    await servicer.set("", status)
-    server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
-async def test_a_verifier_that_drains_does_not_serve() -> None:
-    status = health_pb2.HealthCheckResponse.NOT_SERVING
-    async with saying(status) as address:
-        assert await ask_health(address, timeout_s=PATIENCE_S) == "NOT_SERVING"
 
 
 def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:

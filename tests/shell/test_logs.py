@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 
-from edgespec.config import VerifierConfig
-from edgespec.core.protocol.messages import Fault, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.build import build_agent, connect
+from edgespec.device.build import build_agent
 from edgespec.telemetry.logs import JsonFormatter, TextFormatter, request_id
-from edgespec.verifier.build import load_target
-from edgespec.verifier.daemon import Verifier
-from tests.shell.live_verifier import GatedTarget, daemon, start
+from tests.shell.live_verifier import daemon, start
 from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
 from tests.shell.watched_verifier import watched
 
@@ -108,35 +104,6 @@ async def test_every_stream_has_one_line_that_says_what_it_got(log: Lines) -> No
         assert line["peer"] in line["message"]
         assert 0 < line["ttft_s"] <= line["duration_s"]
         assert line["tpot_s"] > 0
-
-
-async def test_a_sessions_failure_is_logged_under_its_own_stream(log: Lines) -> None:
-    """Others' messages and passes come between; what is said for no stream names none."""
-    settings = VerifierConfig(model="toy")
-    target = GatedTarget(load_target(settings), 0)  # no text ends before it is broken
-    async with watched(settings, target) as found:
-        transport = connect(found.address)
-        streams = [await transport.connect() for _ in range(3)]
-        for number, stream in enumerate(streams):
-            await stream.send(Open(f"s{number}", "", "", (1, 2), drafting=False))
-            assert isinstance(await stream.receive(), Opened)
-        _break_session(found.verifier, "s1")
-        target.gate.set()
-        message = await streams[1].receive()
-        while not isinstance(message, Fault):
-            message = await streams[1].receive()
-        await transport.close()
-    (line,) = [one for one in log.lines if "a session failed and was ended" in one["message"]]
-    assert f"(request {line['request']})" in message.message
-    assert "broken on purpose" in line["message"]
-
-
-def _break_session(verifier: Verifier, key: str) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("broken on purpose")
-
-    session = verifier.engine.sessions[key]
-    session.handle = fail  # type: ignore[method-assign, assignment]
 
 
 def test_all_that_a_daemon_and_a_device_say_is_json() -> None:

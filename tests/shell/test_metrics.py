@@ -11,20 +11,18 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
 from edgespec.cli.verifier import Watching
-from edgespec.config import LimitsSection, VerifierConfig
+from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import Commit, Fault, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent, connect
 from edgespec.telemetry import metrics_server
 from edgespec.telemetry.metric_table import Kind
@@ -40,8 +38,6 @@ from tests.sources import ROOT
 
 TOY = QUIET
 
-# It waits for an acknowledgement now and then, so it has heard some when a text is complete.
-ACKNOWLEDGED = replace(QUIET, limits=LimitsSection(max_unreceived=8))
 
 IDS = tuple(PROMPT_IDS)
 
@@ -85,29 +81,6 @@ async def test_the_counts_are_those_of_the_devices() -> None:
     assert seen.labels("requests_finished_total") == {"length": 2}
     assert seen.labels("requests_rejected_total") == {}
     assert seen.models == {"toy"}
-
-
-async def test_bytes_and_messages_are_those_of_the_wire() -> None:
-    async with watched(ACKNOWLEDGED) as found:
-        transport = connect(found.address)
-        stream = await transport.connect()
-        await stream.send(
-            Open("a", "", "", IDS, drafting=False, sampling=SamplingParams(max_tokens=9))
-        )
-        assert isinstance(await stream.receive(), Opened)
-        await stream.close()
-        await transport.close()
-        async with build_agent(config(found.address, "none")) as agent:
-            await collect(agent, GREEDY)
-        seen = await found.scrape()
-    received, sent = seen.labels("received_messages_total"), seen.labels("sent_messages_total")
-    assert received["open"] == 2
-    assert received["received"] >= 1
-    assert set(received) <= {"open", "received", "cancel"}
-    assert sent["opened"] == 2
-    assert sent["commit"] >= GREEDY.max_tokens
-    assert seen.labels("received_bytes_total")["open"] > 2 * len(IDS)
-    assert seen.labels("sent_bytes_total")["commit"] > GREEDY.max_tokens
 
 
 async def test_who_runs_who_waits_and_what_is_held() -> None:
@@ -216,22 +189,6 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         text = f"cannot serve metrics on 127.0.0.1:{port}: .*choose another with --metrics-port"
         with pytest.raises(SetupError, match=text):
             Watching(VerifierConfig(metrics_port=port))
-
-
-async def test_a_verifier_that_stops_has_finished_its_streams() -> None:
-    async with watched() as found:
-        impatient = ReconnectPolicy(give_up_first_s=0.5, give_up_s=0.5)
-        settings = replace(config(found.address, "none"), reconnect=impatient)
-        async with build_agent(settings) as agent:
-            stream = agent.generate("the quick", SamplingParams(max_tokens=4000, ignore_eos=True))
-            await anext(stream)
-            await found.verifier.stop()
-            with pytest.raises(GenerationError):
-                async for _ in stream:
-                    pass
-        await until(lambda: not found.verifier._streams)
-        seen = await found.scrape()
-    assert seen.labels("requests_finished_total") == {"shutting_down": 1}
 
 
 WITHIN_S = 60.0

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
-import grpc.aio
 import pytest
 
 from edgespec.wire.callers import LAST_S, MAX_HELD, MAX_HELD_IN_ALL, PER_S, Refusals
-from edgespec.wire.grpc_calls import abort_call
 
 
 class Calls:
@@ -58,21 +55,3 @@ async def test_what_is_held_is_bounded_by_payer_and_in_all() -> None:
     assert calls.refusals.held == len(calls.waits) == MAX_HELD_IN_ALL
     await calls.let_go()
     assert calls.refusals.held == 0
-
-
-class Ending:
-    """A call whose ``abort`` raises what the library did."""
-
-    def __init__(self, raised: Exception) -> None:
-        self.raised = raised
-
-    async def abort(self, *_: object) -> None:
-        raise self.raised
-
-
-async def test_a_client_that_left_before_its_refusal_is_no_error() -> None:
-    with pytest.raises(grpc.aio.AbortError):
-        await abort_call(Ending(grpc.aio.AbortError("told")), grpc.StatusCode.ABORTED, "why")
-    gone = Ending(grpc.aio.InternalError("TOO_MANY_OPERATIONS"))
-    with pytest.raises(asyncio.CancelledError):
-        await abort_call(gone, grpc.StatusCode.ABORTED, "why")

@@ -39,23 +39,6 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"@edgespec-test-{secrets.token_hex(8)}"
 
 
-def test_the_states_of_a_service(address: str) -> None:
-    manager = ServiceManager({"NOTIFY_SOCKET": address})
-    with listening(address) as end:
-        manager.ready("ready on\n127.0.0.1")
-        manager.reloading()
-        manager.stopping("asked to")
-        manager.reloading()  # SIGHUP during a drain: the files are read, the state is the same
-        manager.ready("ready on 127.0.0.1")
-        manager.stopping("the end")
-        assert heard(end) == {"READY": "1", "STATUS": "ready on 127.0.0.1"}
-        reloading = heard(end)
-        assert heard(end) == {"STOPPING": "1", "STATUS": "asked to"}
-        assert heard(end) == {"STOPPING": "1", "STATUS": "the end"}
-    assert reloading["RELOADING"] == "1"
-    assert reloading["MONOTONIC_USEC"].isdecimal()
-
-
 async def test_a_watched_service_shows_that_it_lives(tmp_path: Path) -> None:
     address = str(tmp_path / "notify")
     watched = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "2000", "WATCHDOG_PID": str(os.getpid())}

@@ -185,23 +185,6 @@ async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> N
 
 @browser
 @pytest.mark.slow
-async def test_a_verifier_that_is_away_is_shown_and_so_is_an_agent(tmp_path: Path) -> None:
-    async with serving() as (address, _):
-        pass
-    async with build_agent(AgentConfig(verifier=address, draft=DraftSection("none"))) as agent:
-        async with status_page(StatusSource(agent, (address,))) as url:
-            async with asyncio.timeout(WITHIN_S):
-                while (await status(url + "status.json"))["verifiers"][0]["state"] != "away":
-                    pass
-            dom, said = await looked_at(url, tmp_path)
-    assert said == []
-    assert re.search(rf"not reachable for \d+ s: {address}", dom)
-    assert "this agent has no draft model: it only streams." in dom
-    assert "no budget was given" in dom
-
-
-@browser
-@pytest.mark.slow
 async def test_a_page_whose_numbers_want_a_key_asks_for_it(tmp_path: Path) -> None:
     async with serving() as (address, _):
         async with build_agent(AgentConfig(verifier=address, draft=DraftSection("none"))) as agent:

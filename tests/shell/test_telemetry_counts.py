@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -21,7 +18,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.telemetry.metric_table import Histogram
-from edgespec.telemetry.verifier_counts import EVERY_S, LoopLag, StreamMeter, StreamRecord
+from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 
 PROMPT = (1, 2, 3)
 
@@ -95,18 +92,6 @@ def test_streams_end_once_for_one_reason() -> None:
         assert {key for key, count in scene.meter.finished.items() if count} == {reason}
 
 
-def test_a_refused_stream_is_recorded_and_not_finished() -> None:
-    records: list[StreamRecord] = []
-    meter = StreamMeter(records.append)
-    fault = Fault(FaultCode.UNKNOWN_MODEL, "")
-    opened = ee.StreamOpened(1, Open("s", "other", "", PROMPT))
-    meter.observe(opened, (ee.SendTo(1, fault), ee.CloseStream(1)), 1.0)
-    meter.told(1, fault)
-    meter.gone(1, 1.5)
-    assert [(record.opened, record.reason) for record in records] == [(False, "unknown_model")]
-    assert sum(meter.finished.values()) == 0
-
-
 def test_a_failed_pass_has_no_length() -> None:
     scene = Scene()
     batch = ee.RunBatch((PassRequest("s", 0, PROMPT),))
@@ -122,34 +107,3 @@ def test_streams_that_are_behind_count_at_every_pass_that_finds_them_so() -> Non
     for behind in ((), (3, 7), (7,)):
         scene.meter.observe(ee.BatchDone((), behind=behind), (), 1.0)
     assert scene.meter.late_streams == 3
-
-
-class LateLoop:
-    """Calls back so much later than asked."""
-
-    def __init__(self, late_s: float) -> None:
-        self.now, self._late_s = 0.0, late_s
-        self.callback: Callable[[], None] | None = None
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, when: float, callback: Callable[[], None], /) -> LateLoop:
-        self.now, self.callback = when + self._late_s, callback
-        return self
-
-    def cancel(self) -> None:
-        self.callback = None
-
-
-def test_the_lag_is_how_late_the_loop_calls() -> None:
-    loop, lag = LateLoop(0.25), LoopLag()
-    lag.start(cast(Any, loop))
-    for _ in range(4):
-        assert loop.callback is not None
-        loop.callback()
-    assert (sum(lag.lag_s.counts), round(lag.lag_s.total, 9)) == (4, 1.0)
-    assert abs(loop.now - 5 * (EVERY_S + 0.25)) < 1e-9
-    lag.stop()
-    lag.stop()
-    assert loop.callback is None

@@ -19,24 +19,20 @@ from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
-    Draft,
     Fault,
     FaultCode,
     Open,
     Opened,
     Received,
-    VerifierInfo,
 )
 from edgespec.core.verifier.traffic_budget import CallLimits, UplinkLimits
-from edgespec.wire.codec import encode_info, encode_uplink
+from edgespec.wire.codec import encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.grpc_server import GrpcServer
 from edgespec.wire.wire_limits import WireLimits
 from tests.shell.echo_verifier import (
     INFO,
     OPEN,
     PATIENCE_S,
-    echo,
     opened,
     served,
     works,
@@ -102,16 +98,6 @@ async def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate() -> None:
                 await transport.info()
         # Four from the burst, and one more by which the stream got into debt.
         assert read == [0, 1, 2, 3]
-
-
-async def test_what_waits_for_the_budget_arrives_whole_and_in_order() -> None:
-    brisk = UplinkLimits(message_rate=500.0, message_burst=2.0)
-    async with served(uplink=brisk) as (_, transport):
-        stream = await opened(transport)
-        for token in range(50):
-            await stream.send(Draft(1 + token, (0,), (token,), 3, 9))
-        received = [await stream.receive() for _ in range(50)]
-        assert received == [Commit(3 + n, (n,), 1) for n in range(50)]
 
 
 # --- slots ----------------------------------------------------------------------------------
@@ -236,32 +222,6 @@ async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() 
         # A turn takes 1000 s, less the time since the first one.
         assert 1 / rate - PATIENCE_S < float(told[1]) <= 1 / rate
         assert await works(first)
-
-
-async def test_info_is_encoded_when_it_changes_and_refused_beyond_the_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    told, encoded = [INFO], []
-
-    def counted(info: VerifierInfo, limits: WireLimits) -> bytes:
-        encoded.append(info)
-        return encode_info(info, limits)
-
-    monkeypatch.setattr("edgespec.wire.grpc_server.encode_info", counted)
-    calls = replace(CALLS, peer_rate=1e-3, peer_burst=20.0)
-    server = GrpcServer("127.0.0.1:0", echo, lambda: told[-1], infos=calls)
-    await server.start()
-    transport = GrpcTransport(f"127.0.0.1:{server.port}")
-    answers = await asyncio.gather(*(transport.info() for _ in range(19)))
-    assert answers == [INFO] * 19
-    assert encoded == [INFO]
-    told.append(replace(INFO, sessions=4))
-    assert await transport.info() == told[-1]  # at once, not some time later
-    with pytest.raises(LinkError, match=r"asks too often: the wait would be .* s") as caught:
-        await transport.info()
-    assert caught.value.retryable
-    await transport.close()
-    await server.stop()
 
 
 async def test_health_and_reflection_are_asked_in_the_same_line() -> None:

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from edgespec.core.ports import LinkError, VerifierStream, is_idle
+from edgespec.core.ports import LinkError, VerifierStream
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -27,27 +27,6 @@ from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.echo_verifier import OPEN, PATIENCE_S, echo, opened, served, works
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
-
-
-async def test_a_transport_knows_whether_it_is_in_use() -> None:
-    """Until what was sent before the end has had its chance to arrive."""
-    async with served() as (_, transport):
-        assert is_idle(transport)
-        asking = asyncio.ensure_future(transport.info())
-        await asyncio.sleep(0)
-        assert not is_idle(transport)
-        await asking
-        assert is_idle(transport)
-        connecting = asyncio.ensure_future(transport.connect())
-        await asyncio.sleep(0)
-        assert not is_idle(transport)
-        stream = await connecting
-        assert not is_idle(transport)
-        await stream.close()
-        assert not is_idle(transport)
-        async with asyncio.timeout(PATIENCE_S):
-            while not is_idle(transport):  # noqa: ASYNC110 # of things that have no event
-                await asyncio.sleep(0)
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -314,18 +293,6 @@ async def test_a_device_that_does_not_read_stops_the_verifier() -> None:
         # 8 kB each: two windows, the library's buffers and the socket's hold far less than this.
         assert sent < 4000
         await stream.close()
-
-
-async def test_streams_over_the_limit_are_refused() -> None:
-    async with served(max_streams=1) as (_, transport):
-        first = await opened(transport)
-        second = await transport.connect()
-        fault = await second.receive()
-        assert fault == Fault(FaultCode.OVERLOADED, "1 streams are open, the limit is 1", 1.0)
-        with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED") as caught:
-            await second.receive()
-        assert caught.value.retryable
-        assert await works(first)
 
 
 async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(

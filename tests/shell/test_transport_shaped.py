@@ -10,7 +10,7 @@ import time
 import pytest
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.ports import LinkError, ModelInfo, VerifierStream, is_idle
+from edgespec.core.ports import LinkError, ModelInfo, VerifierStream
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -118,31 +118,6 @@ async def test_opening_costs_a_round_trip_and_each_message_its_way() -> None:
     assert not receiving.done()
     await world.run_until(0.2)
     assert await receiving == Commit(3, (1,), 1)
-    await world.transport.close()
-
-
-class Idle(LoopbackTransport):
-    idle = True
-
-
-async def test_a_question_on_its_way_is_a_use() -> None:
-    world = World()
-    assert not is_idle(world.transport)  # nobody knows of the one behind it
-    link = LinkModel(LinkSettings(one_way_s=UP_S))
-    inner = Idle(world._serve, lambda: INFO)
-    transport = ShapedTransport(inner, link, link, pacer=world.pacer)
-    assert is_idle(transport)
-    asking = asyncio.ensure_future(transport.info())
-    await world.run_until(0.01)
-    assert not is_idle(transport)
-    await world.run_until(1.0)
-    await asking
-    assert is_idle(transport)
-    connecting = asyncio.ensure_future(transport.connect())
-    await world.run_until(2.0)
-    await (await connecting).send(draft(1))
-    assert not is_idle(transport)
-    await transport.close()
     await world.transport.close()
 
 
@@ -283,31 +258,6 @@ async def test_the_pacer_wakes_in_the_order_of_the_moments_and_never_early(
     assert not any(thread.name == "pacer" for thread in left)
     with pytest.raises(RuntimeError, match="the pacer is closed"):
         await pacer.wait_until(pacer.now() + 1.0)
-
-
-async def test_a_waiter_that_gave_up_harms_nobody() -> None:
-    pacer = ThreadPacer()
-    soon_s = pacer.now() + 0.01
-    impatient = asyncio.ensure_future(pacer.wait_until(soon_s))
-    await asyncio.sleep(0)
-    impatient.cancel()
-    await pacer.wait_until(soon_s + 0.01)
-    pacer.close()
-
-
-async def test_a_sender_waits_while_nobody_reads() -> None:
-    pipe: Pipe[int] = Pipe(2)
-    senders = [asyncio.ensure_future(pipe.put(n)) for n in range(4)]
-    done, waiting = await asyncio.wait(senders, timeout=0)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert [sender.done() for sender in senders] == [True, True, False, False]
-    senders[2].cancel()
-    assert [await pipe.get(), await pipe.get(), await pipe.get()] == [0, 1, 3]
-    pipe.end("over")
-    with pytest.raises(LinkError, match="over"):
-        await pipe.put(5)
-    assert len(done | waiting) == 4
 
 
 async def test_a_pipe_ends_after_the_data_that_came_before() -> None:
