@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from edgespec.core.protocol.work import Candidate
+from edgespec.telemetry.plain_data import made, plain
 
 FORMAT: Final = "edgespec-tape"
 VERSION: Final = 1
@@ -128,28 +129,11 @@ def walk_along(
 
 def write_tape(tape: MatchTape, path: Path) -> None:
     """One JSON object a line: a head, then one line a generation."""
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "target": tape.target,
-        "draft": tape.draft,
-        "width": tape.width,
-        "eos_token_ids": list(tape.eos_token_ids),
-        "about": tape.about,
-    }
-    lines = [head] + [
-        {
-            "name": g.name,
-            "prompt": list(g.prompt),
-            "tokens": list(g.tokens),
-            "ranks": list(g.ranks),
-            **({"logprobs": list(g.logprobs)} if g.logprobs else {}),
-            **({"second_logprobs": list(g.second_logprobs)} if g.second_logprobs else {}),
-        }
-        for g in tape.generations
-    ]
-    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-    path.write_text(text, encoding="utf-8")
+    head = {"format": FORMAT, "version": VERSION, **plain(tape)}
+    del head["generations"]
+    texts = [{k: v for k, v in plain(one).items() if v != []} for one in tape.generations]
+    lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in (head, *texts)]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def read_tape(path: Path) -> MatchTape:
@@ -163,28 +147,14 @@ def read_tape(path: Path) -> MatchTape:
     number = 1
     try:
         head = json.loads(lines[0])
-        if head.get("format") != FORMAT or head.get("version") != VERSION:
+        if (head.pop("format", ""), head.pop("version", 0)) != (FORMAT, VERSION):
             raise TapeError(f"not a tape of format {FORMAT} version {VERSION}")
         generations = []
         for line in lines[1:]:
             number += 1
-            item = json.loads(line)
-            prompt, tokens, ranks = (
-                tuple(map(int, item[k])) for k in ("prompt", "tokens", "ranks")
-            )
-            first, second = (
-                tuple(map(float, item.get(name, ()))) for name in ("logprobs", "second_logprobs")
-            )
-            name = str(item["name"])
-            generations.append(TapedGeneration(name, prompt, tokens, ranks, first, second))
+            generations.append(json.loads(line))
+            made(TapedGeneration, generations[-1])
         number = 1
-        return MatchTape(
-            str(head["target"]),
-            str(head["draft"]),
-            int(head["width"]),
-            tuple(generations),
-            tuple(map(int, head.get("eos_token_ids", ()))),
-            {str(key): str(value) for key, value in head.get("about", {}).items()},
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return made(MatchTape, {**head, "generations": generations})
+    except (AttributeError, TypeError, ValueError) as error:
         raise TapeError(f"{path}:{number}: {error}") from error
