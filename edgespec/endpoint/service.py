@@ -53,7 +53,7 @@ from edgespec.endpoint.responses import ResponseEnvelope, as_chat
 from edgespec.endpoint.tool_calls import MARKS, MarkedText, forced_call, tool_format, tool_reader
 from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id
-from edgespec.telemetry.metric_table import LATENCY_S, Histogram, counter, gauge, histogram
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 
 RETRY_AFTER_S: Final = 1
 # Chunks that nobody has read yet; beyond them the generations wait.
@@ -72,22 +72,19 @@ METRICS_PREFIX: Final = "edgespec_endpoint_"
 OTHER: Final = "other"
 """Stands for the names of models that nobody serves any more, or of too many."""
 MOST_NAMES: Final = 256
-_BY_MODEL: Final = (
-    ("answers", "Requests that were served, to the end or not"),
-    ("prompt_tokens", "Prompt tokens of the requests served"),
-    ("completion_tokens", "Tokens of their answers"),
-    ("drafted_tokens", "Draft nodes sent for them"),
-    ("accepted_tokens", "Of the tokens, those drafted here"),
-)
-METRICS: Final = (
-    counter("requests_total", "counts.requests", "Requests by path and outcome", "path,outcome"),
-    *(counter(f"{name}_total", f"counts.{name}", text, "model") for name, text in _BY_MODEL),
-    gauge("texts_running", "admission.running", "Texts that are generated now"),
-    gauge("requests_waiting", "admission.waiting", "Requests that wait for their turn"),
-    gauge("verifier_ready", "verifiers.ready", "1: a verifier is there"),
-    histogram("time_to_first_token_seconds", "counts.first_token_s", "Until text comes"),
-    histogram("request_seconds", "counts.duration_s", "From request to the end"),
-)
+METRICS: Final = metrics("""
+counter requests_total{path,outcome} counts.requests Requests by path and outcome
+counter answers_total{model} counts.answers Requests that were served, to the end or not
+counter prompt_tokens_total{model} counts.prompt_tokens Prompt tokens of the requests served
+counter completion_tokens_total{model} counts.completion_tokens Tokens of their answers
+counter drafted_tokens_total{model} counts.drafted_tokens Draft nodes sent for them
+counter accepted_tokens_total{model} counts.accepted_tokens Of the tokens, those drafted here
+gauge texts_running admission.running Texts that are generated now
+gauge requests_waiting admission.waiting Requests that wait for their turn
+gauge verifier_ready verifiers.ready 1: a verifier is there
+histogram time_to_first_token_seconds counts.first_token_s Until text comes
+histogram request_seconds counts.duration_s From request to the end
+""")
 """Read from an ``Endpoint``."""
 
 _log = logging.getLogger(__name__)

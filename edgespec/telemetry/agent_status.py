@@ -8,12 +8,11 @@ whose value at the moment of the status is ``clock_s``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from edgespec.telemetry.metric_table import counter, gauge
+from edgespec.telemetry.metric_table import metrics
 from edgespec.telemetry.plain_data import plain
 
 FORMAT: Final = "edgespec-agent-status"
@@ -142,6 +141,10 @@ class AgentTotals:
     def acceptance(self) -> float | None:
         return self.hits / self.tried if self.tried else None
 
+    @property
+    def ended(self) -> dict[str, int]:
+        return {"finished": self.finished, "failed": self.failed, "cancelled": self.cancelled}
+
 
 @dataclass(frozen=True, slots=True)
 class DraftingStatus:
@@ -205,6 +208,20 @@ class AgentStatus:
                     return one
         return self.verifiers[0] if self.verifiers else None
 
+    @property
+    def up(self) -> dict[str, float]:
+        """By its address: 1 for a verifier that serves or is ready, else 0."""
+        there = (VerifierState.READY, VerifierState.SERVING)
+        return {one.address: float(one.state in there) for one in self.verifiers}
+
+    @property
+    def rtts_s(self) -> dict[str, float]:
+        return {one.address: one.rtt_s for one in self.verifiers if one.rtt_s is not None}
+
+    @property
+    def passes_s(self) -> dict[str, float]:
+        return {one.address: one.pass_s for one in self.verifiers if one.pass_s is not None}
+
     def as_json(self) -> dict[str, Any]:
         """Plain data, for ``json.dumps``."""
         return {"format": FORMAT, "version_of_format": VERSION, **plain(self)}
@@ -234,65 +251,28 @@ class RecentRate:
 
 
 METRICS_PREFIX: Final = "edgespec_agent_"
-_UP: Final = (VerifierState.READY, VerifierState.SERVING)
-
-
-def _of_verifiers(name: str) -> Callable[[AgentStatus], dict[str, float]]:
-    def read(status: AgentStatus) -> dict[str, float]:
-        found = {one.address: getattr(one, name) for one in status.verifiers}
-        return {address: value for address, value in found.items() if value is not None}
-
-    return read
-
-
-AGENT_METRICS: Final = (
-    gauge("num_requests_running", "running", "Texts that are being generated"),
-    counter("requests_started_total", "totals.generations", "Texts begun"),
-    counter(
-        "requests_finished_total",
-        lambda s: {how: getattr(s.totals, how) for how in ("finished", "failed", "cancelled")},
-        "Texts that ended",
-        "reason",
-    ),
-    counter("prompt_tokens_total", "totals.prompt_tokens", "Prompt tokens of the texts begun"),
-    counter("generation_tokens_total", "totals.tokens", "Tokens that users were given"),
-    counter("corrected_tokens_total", "totals.corrected", "Of these, where a draft sent was wrong"),
-    gauge("tokens_per_second", "tokens_per_s", "Tokens a second of all texts, of late"),
-    counter("draft_steps_total", "totals.steps", "Draft steps that ended well"),
-    counter("draft_failures_total", "totals.draft_failures", "Texts whose draft model failed"),
-    counter("spec_decode_num_draft_tokens_total", "totals.sent", "Draft nodes sent"),
-    counter(
-        "spec_decode_num_accepted_tokens_total", "totals.accepted", "Draft nodes that became tokens"
-    ),
-    counter(
-        "stale_nodes_total", "totals.stale", "Draft nodes that the verifier dropped when they came"
-    ),
-    counter(
-        "judged_positions_total",
-        "totals.tried",
-        "Positions decided while the draft had a guess there",
-    ),
-    counter("first_choice_hits_total", "totals.hits", "Of these, those its first choice won"),
-    counter("passes_total", "totals.passes", "The verifier's passes for these texts, as it told"),
-    counter("reconnects_total", "totals.reconnects", "Streams that were lost and tried again"),
-    gauge("drafting_worth", "drafting.worth", "1: drafts pay for their rows now; 0: they rest"),
-    gauge(
-        "row_price",
-        "drafting.least_chance",
-        "The least chance that pays, by the verifier; 0: any does",
-    ),
-    gauge(
-        "verifier_up",
-        lambda s: {one.address: one.state in _UP for one in s.verifiers},
-        "1: the verifier serves or is ready",
-        "verifier",
-    ),
-    gauge("rtt_seconds", _of_verifiers("rtt_s"), "Round trip to the verifier", "verifier"),
-    gauge("pass_seconds", _of_verifiers("pass_s"), "Length of the verifier's passes", "verifier"),
-    gauge("memory_resident_bytes", "memory.resident_bytes", "Resident memory of the process"),
-    gauge(
-        "memory_budget_bytes",
-        "memory.budget_bytes",
-        "What the process may take; absent without a budget",
-    ),
-)
+AGENT_METRICS: Final = metrics("""
+gauge num_requests_running running Texts that are being generated
+counter requests_started_total totals.generations Texts begun
+counter requests_finished_total{reason} totals.ended Texts that ended
+counter prompt_tokens_total totals.prompt_tokens Prompt tokens of the texts begun
+counter generation_tokens_total totals.tokens Tokens that users were given
+counter corrected_tokens_total totals.corrected Of these, where a draft sent was wrong
+gauge tokens_per_second tokens_per_s Tokens a second of all texts, over the last seconds
+counter draft_steps_total totals.steps Draft steps that ended well
+counter draft_failures_total totals.draft_failures Texts whose draft model failed
+counter spec_decode_num_draft_tokens_total totals.sent Draft nodes sent
+counter spec_decode_num_accepted_tokens_total totals.accepted Draft nodes that became tokens
+counter stale_nodes_total totals.stale Draft nodes that the verifier dropped when they came
+counter judged_positions_total totals.tried Positions decided while the draft had a guess there
+counter first_choice_hits_total totals.hits Of these, those that its first choice won
+counter passes_total totals.passes The verifier's passes for these texts, as far as it told
+counter reconnects_total totals.reconnects Streams that were lost and tried again
+gauge drafting_worth drafting.worth 1: drafts pay for their rows now; 0: they rest
+gauge row_price drafting.least_chance The least chance that pays, by the verifier; 0: any does
+gauge verifier_up{verifier} up 1: the verifier serves or is ready
+gauge rtt_seconds{verifier} rtts_s Round trip to the verifier
+gauge pass_seconds{verifier} passes_s Length of the verifier's passes
+gauge memory_resident_bytes memory.resident_bytes Resident memory of the process
+gauge memory_budget_bytes memory.budget_bytes What the process may take; absent without a budget
+""")

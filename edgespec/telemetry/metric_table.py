@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -30,23 +29,23 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class Metric:
     """``name`` lacks the table's prefix and a histogram's ``_bucket``, ``_sum`` and ``_count``.
-    ``read`` is the path of attributes to the value, or a function of the table's source; a value of
-    None is not shown now. With ``label`` the value is a mapping by it; of two (``a,b``) by pairs.
-    """
+    ``path`` leads over attributes of the table's source to the value; None is not shown now. With
+    ``label`` the value is a mapping by it; of two (``a,b``) by pairs."""
 
     kind: Kind
     name: str
-    read: str | Callable[[Any], Any]
+    label: str
+    path: str
     help: str
-    label: str = ""
-
-    def value(self, source: Any) -> Any:
-        return (attrgetter(self.read) if isinstance(self.read, str) else self.read)(source)
 
 
-counter = partial(Metric, Kind.COUNTER)
-gauge = partial(Metric, Kind.GAUGE)
-histogram = partial(Metric, Kind.HISTOGRAM)
+def metrics(lines: str) -> tuple[Metric, ...]:
+    """Of a table with ``kind name{label} path help`` a line."""
+    rows = [line.split(None, 3) for line in lines.strip().splitlines()]
+    return tuple(
+        Metric(Kind(kind), *name.rstrip("}").partition("{")[::2], path, text)
+        for kind, name, path, text in rows
+    )
 
 
 class Histogram:
@@ -91,7 +90,7 @@ class Table:
     def collect(self) -> Iterator[Family]:
         now = self._source()
         for metric in self._metrics:
-            if (value := metric.value(now)) is not None:
+            if (value := attrgetter(metric.path)(now)) is not None:
                 yield self._family(metric, value)
 
     def _family(self, metric: Metric, value: Any) -> Family:

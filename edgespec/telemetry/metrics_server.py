@@ -20,114 +20,48 @@ from typing import Any, Final
 from prometheus_client.exposition import choose_encoder
 
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.telemetry.metric_table import Table, counter, gauge, histogram, registry_of
+from edgespec.telemetry.metric_table import Table, metrics, registry_of
 from edgespec.telemetry.verifier_counts import EngineSample, Watch
 
 PREFIX: Final = "edgespec_"
-METRICS: Final = (
-    # What users feel.
-    histogram(
-        "time_to_first_token_seconds",
-        "streams.ttft_s",
-        "From Open to the first tokens of a new stream",
-    ),
-    histogram(
-        "inter_token_latency_seconds", "streams.itl_s", "Time a token took after the one before"
-    ),
-    histogram("rtt_seconds", "streams.rtt_s", "From handing over a commit to its acknowledgement"),
-    # Who is there.
-    gauge("num_requests_running", "running", "Sessions with a device, in the cache"),
-    gauge("num_requests_waiting", "waiting", "Sessions with a device that wait to enter the cache"),
-    gauge("num_requests_detached", "detached", "Sessions without a device, kept for the lease"),
-    counter(
-        "requests_finished_total",
-        "streams.finished",
-        "Streams that ended after they were opened",
-        "reason",
-    ),
-    counter(
-        "requests_rejected_total",
-        "streams.rejected",
-        "Streams refused before they were opened",
-        "reason",
-    ),
-    # Tokens.
-    counter("prompt_tokens_total", "streams.prompt_tokens", "Prompt tokens of the sessions opened"),
-    counter(
-        "generation_tokens_total",
-        "streams.generation_tokens",
-        "Tokens committed by passes and sent",
-    ),
-    counter(
-        "run_ahead_tokens_total", "streams.run_ahead_tokens", "Of these, by passes without a draft"
-    ),
-    counter(
-        "server_drafted_tokens_total",
-        "engine.server_drafted_tokens",
-        "Of these, guessed by the verifier's own drafter",
-    ),
-    # Drafts.
-    counter(
-        "spec_decode_num_drafts_total",
-        "streams.drafts",
-        "Sessions' parts of passes that had draft nodes",
-    ),
-    counter(
-        "spec_decode_num_draft_tokens_total",
-        "streams.draft_nodes",
-        "Draft nodes that passes looked at",
-    ),
-    counter(
-        "spec_decode_num_accepted_tokens_total",
-        "streams.accepted",
-        "Draft nodes that became tokens",
-    ),
-    counter(
-        "spec_decode_num_accepted_tokens_per_pos_total",
-        lambda now: {str(place): count for place, count in enumerate(now.streams.accepted_at)},
-        "Draft nodes that became tokens, by their place in the draft",
-        "position",
-    ),
-    counter(
-        "stale_nodes_total",
-        "streams.stale",
-        "Draft nodes dropped when they came: too late or impossible",
-    ),
-    counter("wasted_nodes_total", "streams.wasted", "Draft nodes that a pass looked at in vain"),
-    # Passes.
-    histogram("pass_seconds", "streams.pass_s", "Length of a pass"),
-    histogram("pass_rows", "streams.pass_rows", "Rows of a pass: fed tokens and draft nodes"),
-    histogram(
-        "pass_tokens", "streams.pass_tokens", "Tokens that a pass committed, of all its sessions"
-    ),
-    counter("failed_passes_total", "streams.failed_passes", "Passes that failed and began anew"),
-    # The cache.
-    gauge("kv_cache_usage_perc", "cache_share", "Share of the key-value blocks held, 0 to 1"),
-    counter("evictions_total", "keeper.evictions", "How often a session gave up its blocks"),
-    counter("preemptions_total", "keeper.preemptions", "Of these, how often one that had work"),
-    counter(
-        "prefix_cache_queries_total",
-        "keeper.prefix_query_tokens",
-        "Tokens that were looked up in the prefix cache",
-    ),
-    counter("prefix_cache_hits_total", "keeper.prefix_hit_tokens", "Of these, tokens found there"),
-    # The wire and the process.
-    *(
-        counter(f"{way}_{what}_total", f"traffic.{way}_{what}", f"{text} {whom} devices", "kind")
-        for way, whom in (("received", "from"), ("sent", "to"))
-        for what, text in (("bytes", "Payload bytes of messages"), ("messages", "Messages"))
-    ),
-    counter("read_wait_seconds_total", "waits", "Streams were left unread, in seconds", "reason"),
-    counter(
-        "late_streams_total",
-        "streams.late_streams",
-        "Streams left out of a pass: what came before had not left",
-    ),
-    histogram(
-        "event_loop_lag_seconds", "lag", "How late the event loop was, asked ten times a second"
-    ),
-    gauge("build_info", "build", "1; the label says which version runs", "version"),
-)
+METRICS: Final = metrics("""
+histogram time_to_first_token_seconds streams.ttft_s From Open to the first tokens of a new stream
+histogram inter_token_latency_seconds streams.itl_s Time a token took after the one before
+histogram rtt_seconds streams.rtt_s From handing over a commit to its acknowledgement
+gauge num_requests_running running Sessions with a device, in the cache
+gauge num_requests_waiting waiting Sessions with a device that wait to enter the cache
+gauge num_requests_detached detached Sessions without a device, kept for the lease
+counter requests_finished_total{reason} streams.finished Streams that ended after they were opened
+counter requests_rejected_total{reason} streams.rejected Streams refused before they were opened
+counter prompt_tokens_total streams.prompt_tokens Prompt tokens of the sessions opened
+counter generation_tokens_total streams.generation_tokens Tokens committed by passes and sent
+counter run_ahead_tokens_total streams.run_ahead_tokens Of these, by passes without a draft
+counter server_drafted_tokens_total engine.server_drafted_tokens Of these, guessed by the verifier
+counter spec_decode_num_drafts_total streams.drafts Sessions' parts of passes with draft nodes
+counter spec_decode_num_draft_tokens_total streams.draft_nodes Draft nodes that passes looked at
+counter spec_decode_num_accepted_tokens_total streams.accepted Draft nodes that became tokens
+counter spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at By their place in drafts
+counter stale_nodes_total streams.stale Draft nodes dropped when they came: late or impossible
+counter wasted_nodes_total streams.wasted Draft nodes that a pass looked at in vain
+histogram pass_seconds streams.pass_s Length of a pass
+histogram pass_rows streams.pass_rows Rows of a pass: fed tokens and draft nodes
+histogram pass_tokens streams.pass_tokens Tokens that a pass committed, of all its sessions
+counter failed_passes_total streams.failed_passes Passes that failed and began anew
+gauge kv_cache_usage_perc cache_share Share of the key-value blocks that is held, 0 to 1
+counter evictions_total keeper.evictions How often a session gave up its blocks
+counter preemptions_total keeper.preemptions Of these, how often one that had work
+counter prefix_cache_queries_total keeper.prefix_query_tokens Tokens looked up in the prefix cache
+counter prefix_cache_hits_total keeper.prefix_hit_tokens Of these, tokens found there
+counter received_bytes_total{kind} traffic.received_bytes Payload bytes of messages from devices
+counter received_messages_total{kind} traffic.received_messages Messages from devices
+counter sent_bytes_total{kind} traffic.sent_bytes Payload bytes of messages to devices
+counter sent_messages_total{kind} traffic.sent_messages Messages to devices
+counter read_wait_seconds_total{reason} waits Streams were left unread, in seconds
+counter late_streams_total streams.late_streams Streams left out of a pass: the last had not left
+histogram event_loop_lag_seconds lag How late the event loop was, asked ten times a second
+gauge build_info{version} build 1; the label says which version runs
+""")
+
 _MAX_CALLERS: Final = 16
 _ASK_WITHIN_S: Final = 5.0
 # All of it, also of one that never stops for so long.

@@ -383,6 +383,7 @@ class EngineSample:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
         self.keeper, self.waits, self.lag = engine.keeper, watch.waits, watch.lag.lag_s
         self.build = {version: 1}
+        self.accepted_at = {str(at): count for at, count in enumerate(self.streams.accepted_at)}
         self.running = self.waiting = self.detached = 0
         for session in tuple(engine.sessions.values()):
             if session.state is FINISHED:

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
+from edgespec.core.protocol.messages import Message
 from edgespec.wire.wire_limits import WINDOW_BYTES, WireLimits
 
 _T = TypeVar("_T")
@@ -120,6 +121,10 @@ GONE: Final = (
     RuntimeError,
 )
 """What the library raises on a call that is over; which of them depends on the moment."""
+
+
+def count_nothing(message: Message, payload_bytes: int) -> None:
+    """Of a ``ByteMeter`` that nobody gave."""
 
 
 async def abort_call(

@@ -27,6 +27,7 @@ from edgespec.wire.grpc_calls import (
     Options,
     ShieldedCall,
     client_options,
+    count_nothing,
 )
 from edgespec.wire.tls import handshake_failure
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
@@ -211,7 +212,7 @@ class GrpcDeviceStream:
         self._call = call
         self._address = address
         self._limits = limits
-        self._meter = meter
+        self._count = count_nothing if meter is None else meter.count
         self._on_close = closed
         self._reading: ShieldedCall[Any] = ShieldedCall()
         self._writing: ShieldedCall[None] = ShieldedCall()
@@ -234,8 +235,7 @@ class GrpcDeviceStream:
                 await self._writing.take(lambda: self._write(payload), self._closed)
             except _GONE:
                 raise await self._ended() from None
-        if self._meter is not None:
-            self._meter.count(message, len(payload))
+        self._count(message, len(payload))
 
     async def receive(self) -> Downlink:
         """Raises ``LinkError`` when the stream has ended, also by a message over a bound."""
@@ -255,8 +255,7 @@ class GrpcDeviceStream:
             raise await self._ended() from None
         if isinstance(message, Fault):
             self._fault = message
-        if self._meter is not None:
-            self._meter.count(message, len(payload))
+        self._count(message, len(payload))
         return message
 
     async def _write(self, payload: bytes) -> None:

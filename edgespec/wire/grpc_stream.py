@@ -40,6 +40,7 @@ from edgespec.wire.grpc_calls import (
     GONE,
     InterruptedOperation,
     ShieldedCall,
+    count_nothing,
     peer_address,
 )
 from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
@@ -77,7 +78,7 @@ class GrpcVerifierStream:
         self.peer = peer_address(address)
         self._limits = limits
         self._budget = budget
-        self._meter = meter
+        self._count = count_nothing if meter is None else meter.count
         self._on_open = on_open
         self._stalled_s = stalled_s
         self._loop = asyncio.get_running_loop()
@@ -135,8 +136,7 @@ class GrpcVerifierStream:
         return True
 
     def _sent(self, message: Downlink, size: int) -> None:
-        if self._meter is not None:
-            self._meter.count(message, size)
+        self._count(message, size)
         match message:
             case Commit():
                 count, accepted = len(message.tokens), message.accepted
@@ -225,8 +225,7 @@ class GrpcVerifierStream:
                 await self._writing.take(lambda: self._context.write(payload))
         except (TimeoutError, *GONE):
             return
-        if self._meter is not None:
-            self._meter.count(fault, len(payload))
+        self._count(fault, len(payload))
 
     async def _read_on(self) -> None:
         """Read until the device sends no more or the stream is over."""
@@ -265,8 +264,7 @@ class GrpcVerifierStream:
         hold_s = self._budget.spend(now, len(payload))
         if isinstance(message, Open):
             self._on_open(self)
-        if self._meter is not None:
-            self._meter.count(message, len(payload))
+        self._count(message, len(payload))
         if self._take is not None:
             self._take(message)
         else:
