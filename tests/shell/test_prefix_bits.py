@@ -35,16 +35,13 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
-from tests.shell.random_schedules import Recorder
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, write_checkpoint
+from tests.shell.torch_schedules import Recorder
 
 CONTEXT = 240
-SAMPLINGS = {
-    "greedy": SamplingParams(max_tokens=24, ignore_eos=True),
-    "greedy, penalties": SamplingParams(
-        repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=24, ignore_eos=True
-    ),
-    "sampled, penalties": SamplingParams(
+SAMPLINGS = (
+    SamplingParams(max_tokens=24, ignore_eos=True),
+    SamplingParams(
         temperature=0.8,
         top_p=0.9,
         repetition_penalty=1.2,
@@ -54,7 +51,7 @@ SAMPLINGS = {
         max_tokens=24,
         ignore_eos=True,
     ),
-}
+)
 Texts = dict[str, tuple[int, ...]]
 Logits = dict[tuple[str, int], torch.Tensor]
 """By session and the position that is sampled from them."""
@@ -63,7 +60,7 @@ Logits = dict[tuple[str, int], torch.Tensor]
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
     threads = torch.get_num_threads()
-    recorder = Recorder(write_checkpoint(tmp_path_factory.mktemp("tiny")), "float32")
+    recorder = Recorder(write_checkpoint(tmp_path_factory.mktemp("tiny")))
     torch.set_num_threads(threads)
     return recorder
 
@@ -168,7 +165,7 @@ def generations(sampling: SamplingParams, first: Texts) -> list[Open]:
     return opens
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_shared_and_private_prefixes_give_the_same_bits(
     recorder: Recorder, sampling: SamplingParams
 ) -> None:

@@ -2,13 +2,18 @@
 
 The reference of a text is one token a pass after a prefill in one piece. Everything else (cuts,
 chunks, trees, other sessions in the pass, before and behind) is random, and compared bit for bit,
-right and wrong branches alike.
+right and wrong branches alike. Products that are made to depend on the row count, on a row's place,
+or on the order of their sum must be found out.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,25 +24,27 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-import transformers
+from torch.nn import functional
 
-from edgespec.core.ports import PassRequest
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets import canonical_mode
+from edgespec.verifier.targets import canonical_mode, linear_layers
 from edgespec.verifier.targets.canonical_mode import CanonicalModeError
-from edgespec.verifier.targets.row_tiles import agreeing_linear_sizes
-from edgespec.verifier.targets.torch_target import TorchTarget
-from tests.shell.random_schedules import Recorder, check_random_schedule, random_tree
+from edgespec.verifier.targets.linear_layers import PackedLinear
+from edgespec.verifier.targets.row_tiles import (
+    SIZES,
+    agreeing_linear_sizes,
+    agreeing_packed_sizes,
+    agreeing_sizes,
+    cut,
+)
+from tests.shell.family_models import family_model
+from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
+from tests.shell.torch_schedules import Recorder, check_random_schedule, torch_target
+from tests.sources import ROOT
 
-VOCABULARY = 131
-GREEDY = SamplingParams()
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "qwen3": ("Qwen3", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24}),
-    "mistral": (
-        "Mistral",
-        {"num_attention_heads": 2, "num_key_value_heads": 2, "sliding_window": None},
-    ),
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"num_attention_heads": 3, "num_key_value_heads": 1},
+    "gemma2": {},  # its window is shorter than the distance of two tiles of keys
 }
 
 
@@ -48,76 +55,34 @@ def _restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=sorted(SHAPES))
+@pytest.fixture(scope="module", params=SHAPES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, extra = SHAPES[request.param]
-    return _save_model(family, tmp_path_factory.mktemp(request.param), **extra)
+    path = tmp_path_factory.mktemp(request.param)
+    model = family_model(request.param, max_position_embeddings=1024, **SHAPES[request.param])
+    model.save_pretrained(path)
+    return path
 
 
-def _save_model(family: str, folder: Path, **extra: Any) -> Path:
-    torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=88,
-        num_hidden_layers=2,
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=None,
-        **extra,
-    )
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
-    return folder
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, tiny_config("qwen2"))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of any size are packed."""
+    monkeypatch.setattr(linear_layers, "LEAST_WEIGHTS", 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("length", [5, 251, 509])
-def test_any_tree_packing_and_prefill_cut_gives_the_same_bits(
-    folder: Path, dtype: str, length: int
-) -> None:
-    recorder = Recorder(folder, dtype)
-    rng = random.Random(f"{length}{dtype}")
-    for _ in range(3):
+def test_any_tree_packing_and_prefill_cut_gives_the_same_bits(folder: Path, dtype: str) -> None:
+    recorder, rng = Recorder(folder, dtype), random.Random(dtype)
+    for length in (5, 20, 251, 300, 509):
         check_random_schedule(rng, recorder, length)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kept_branches_leave_the_same_bits_behind(folder: Path, dtype: str) -> None:
-    """Pass after pass on one session, keeping a random path of a random tree each time."""
-    recorder = Recorder(folder, dtype)
-    target = recorder.target
-    rng = random.Random(3)
-    text = [rng.randrange(VOCABULARY) for _ in range(240)]
-    first = len(text)
-    seen: dict[int, torch.Tensor] = {}
-    target.open("tested", first, GREEDY)
-    cached = 0
-    for _ in range(12):
-        tokens, parents = random_tree(rng, rng.randrange(1, 9), VOCABULARY)
-        target.forward([PassRequest("tested", cached, tuple(text[cached:]), tokens, parents)])
-        seen[len(text)] = recorder.logits[0]
-        path: list[int] = []
-        node = rng.randrange(-1, len(tokens))
-        while node >= 0:
-            path.insert(0, node)
-            node = parents[node]
-        target.keep("tested", path)
-        for node in path:
-            text.append(tokens[node])
-            seen[len(text)] = recorder.logits[1 + node]
-        cached = len(text)
-        text.append(rng.randrange(VOCABULARY))
-    assert len(text) > 256  # over a tile's edge
-    expected = recorder.reference(text[:-1], first)
-    for length, logits in seen.items():
-        assert torch.equal(logits, expected[length - first]), length
-
-
 def test_plain_mode_differs_only_in_the_last_bits(folder: Path) -> None:
-    target = TorchTarget(
-        str(folder), name="t", vocabulary="v", device="cpu", canonical=False, model_threads=1
-    )
+    target = torch_target(folder, canonical=False, model_threads=1)
     assert not target.canonical
     assert target.self_test().max_difference < 1e-4
 
@@ -133,33 +98,186 @@ def _disagree(monkeypatch: pytest.MonkeyPatch, *, least_base: int) -> None:
 
 
 def test_where_nothing_holds_the_default_is_plain_mode_that_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = torch.get_num_threads()
     _disagree(monkeypatch, least_base=1)
     with caplog.at_level(logging.WARNING):
-        target = TorchTarget(str(folder), name="t", vocabulary="v", device="cpu")
+        target = torch_target(tiny)
     assert not target.canonical
     assert not target.exact
     assert target.mode == "plain (texts may differ where two tokens nearly tie)"
     assert torch.get_num_threads() == threads
     assert "texts may differ where two tokens nearly tie: row tiles of 8: a 64 x " in caplog.text
     assert not any("forward" in vars(part) for part in target._model.modules())
-
-
-def test_where_nothing_holds_asking_for_canonical_mode_is_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _disagree(monkeypatch, least_base=1)
     with pytest.raises(CanonicalModeError, match=r"row tiles of 32: a 64 x .* row by row: a 64 x"):
-        TorchTarget(str(folder), name="t", vocabulary="v", device="cpu", canonical=True)
+        torch_target(tiny, canonical=True)
 
 
-def test_row_by_row_is_only_for_those_who_ask(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_by_row_is_only_for_those_who_ask(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _disagree(monkeypatch, least_base=2)
-    assert not TorchTarget(str(folder), name="t", vocabulary="v", device="cpu").canonical
-    recorder = Recorder(folder, "float32")
+    assert not torch_target(tiny).canonical
+    recorder = Recorder(tiny)
     assert recorder.target.mode == "canonical (row by row)"
     check_random_schedule(random.Random(4), recorder, 60)
+
+
+# --- row tiles ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [1, 2, 4, 8, 16, 32])
+def test_pieces_cover_the_rows_and_are_all_on_the_list(base: int) -> None:
+    sizes = SIZES[base]
+    for count in range(1, 400):
+        pieces = cut(count, sizes)
+        assert set(pieces) <= set(sizes)
+        assert sum(pieces[:-1]) < count <= sum(pieces)
+        assert list(pieces) == sorted(pieces, reverse=True)
+
+
+def test_a_product_that_depends_on_the_place_or_is_no_number_is_found_out() -> None:
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        out = rows.clone()
+        if len(rows) in (8, 64):
+            out[5] *= 1.0000001
+        return out
+
+    probes = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.25], [-2.0, 7.0]])
+    assert agreeing_sizes(product, probes, 8) == ()
+    assert agreeing_sizes(product, probes, 16) == (16, 32, 48, 128)
+    assert agreeing_sizes(lambda rows: rows * torch.nan, probes, 8) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [32, 512])
+def test_another_order_of_the_sum_is_found_out_though_rounding_hides_it(
+    dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(rows: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
+        terms = rows.float()[:, None] * weight.float()
+        order = reversed(range(width)) if len(rows) >= 64 else range(width)
+        total = torch.zeros(terms.shape[:2])
+        for k in order:
+            total += terms[:, :, k]
+        return total.to(dtype)
+
+    torch.manual_seed(width)
+    weight = torch.randn((16, width)).to(dtype)
+    rows = torch.randn((64, width)).to(dtype)
+    if dtype == torch.bfloat16:
+        assert torch.equal(product(rows, weight, None)[:8], product(rows[:8], weight, None))
+    monkeypatch.setattr(functional, "linear", product)
+    assert agreeing_linear_sizes(weight, None, 8) == (8, 16, 32)
+
+
+def test_a_packed_product_that_depends_on_the_row_count_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    true = PackedLinear.product
+    layer = PackedLinear(torch.randn((48, 64)), None)
+    assert agreeing_packed_sizes(layer, 8)
+
+    def product(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        return true(layer, rows) * (1.0 if len(rows) < 32 else 1.0000001)
+
+    monkeypatch.setattr(PackedLinear, "product", product)
+    assert set(agreeing_packed_sizes(layer, 8)) <= {8, 16}
+
+
+# --- packed weights -------------------------------------------------------------------------
+
+
+def _packed(recorder: Recorder) -> int:
+    return sum(isinstance(part, PackedLinear) for part in recorder.target._model.modules())
+
+
+def test_packed_weights_have_the_same_bits_under_every_schedule(tiny: Path, small: None) -> None:
+    recorder, rng = Recorder(tiny), random.Random(5)
+    # Which base holds, and whether with packed weights, is for this processor to say.
+    assert recorder.target.mode.startswith("canonical (row tiles of ")
+    assert _packed(recorder) == (15 if recorder.target.mode.endswith(", packed weights") else 0)
+    for length in (5, 130):
+        check_random_schedule(rng, recorder, length)
+
+
+def test_where_packed_products_do_not_hold_canonical_mode_keeps_the_bits_of_plain_ones(
+    tiny: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: set[int] = set()
+
+    def fails(_layer: PackedLinear, base: int) -> tuple[int, ...]:
+        tried.add(base)
+        return ()
+
+    text = [(7 * index) % 320 for index in range(40)]
+    plain = Recorder(tiny, packed=False)
+    expected = plain.reference(text, 20)
+    monkeypatch.setattr(canonical_mode, "agreeing_packed_sizes", fails)
+    recorder = Recorder(tiny)
+    assert sorted(tried) == [max(2, linear_layers.quick_rows()), 8, 16, 32]
+    assert _packed(recorder) == 0
+    assert recorder.target.mode == plain.target.mode
+    assert torch.equal(recorder.reference(text, 20), expected)
+
+
+# --- other processors -----------------------------------------------------------------------
+
+
+FORCED = [
+    {},
+    {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    {"MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+    {"MKL_CBWR": "AUTO,STRICT"},
+    {"ATEN_CPU_CAPABILITY": "default"},
+    {"ATEN_CPU_CAPABILITY": "avx2"},
+    {"ONEDNN_MAX_CPU_ISA": "SSE41"},
+    {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sums of 24 to 4096 terms, and a vocabulary of an odd size."""
+    config = tiny_config(
+        "qwen2",
+        hidden_size=512,
+        intermediate_size=4096,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=24,
+        num_hidden_layers=1,
+        vocab_size=331,
+        max_position_embeddings=512,
+    )
+    return write_checkpoint(tmp_path_factory.mktemp("wide"), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "forced", FORCED, ids=lambda f: ",".join(f"{k}={f[k]}" for k in f) or "as is"
+)
+def test_canonical_mode_holds_under_every_forced_instruction_set(
+    wide: Path, forced: dict[str, str]
+) -> None:
+    ours = ("MKL_", "ATEN_CPU_", "ONEDNN_")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    command = [sys.executable, "-m", "tests.shell.torch_schedules"]
+    done = subprocess.run(
+        [*command, f"{wide}:float32", f"{wide}:bfloat16"],
+        cwd=ROOT,
+        env=plain | forced,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("canonical (row tiles of ") == 2, done.stdout
+    if (
+        "MKL_CBWR" in forced and torch.backends.mkl.is_available()
+    ):  # the library's promise: every row count agrees; packed weights it never sees
+        sizes = r"(8 to 128\)|\d+( to \d+)?\), packed)"
+        assert re.search(rf"float32 canonical \(row tiles of {sizes}", done.stdout)

@@ -164,17 +164,6 @@ def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
             first = stop
 
 
-def test_a_wide_nucleus_among_narrow_ones_is_whole() -> None:
-    flat = [0.001 * (token % 7) for token in range(2000)]
-    steep = [-0.5 * token for token in range(2000)]
-    params = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
-    table = torch.tensor([flat, steep])
-    scores = warp_rows(table, [_block(params), _block(params)])
-    for line, row in zip(table.tolist(), scores.tolist(), strict=True):
-        kept = [token for token, score in enumerate(row) if score > -math.inf]
-        assert kept == [t for t, score in enumerate(warp(line, params)) if score > -math.inf]
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)])
 def test_logits_that_are_no_numbers_name_their_session(

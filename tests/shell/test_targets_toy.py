@@ -1,72 +1,31 @@
-"""The toy law, the toy target's account of its cache, and the paced target's clock."""
+"""The toy target's account of its cache, and the paced target's clock."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
 
+pytest.importorskip("torch")
+
 from edgespec.core.ports import CapacityError, PassRequest, PassResult, TargetModel
-from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyTarget
+from tests.shell.live_verifier import toy_text
+from tests.shell.torch_schedules import decode_beside
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, presence_penalty=0.4)
-PROMPT = [3, 1, 4, 1, 5]
+TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
-def _text(model: ToyModel, params: SamplingParams, count: int) -> list[int]:
-    """The specification: one token after the other, no cache."""
-    text: list[int] = []
-    for position in range(len(PROMPT), len(PROMPT) + count):
-        row = model.logits([*PROMPT, *text])
-        text.append(choose(row, params, position, PROMPT, text))
-    return text
-
-
-@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED])
-def test_any_schedule_gives_the_specified_text(params: SamplingParams) -> None:
-    model = ToyModel(seed=2)
-    expected = _text(model, params, 60)
-    rng = random.Random(4)
-    target = ToyTarget(model)
-    target.open("s", len(PROMPT), params)
-    target.forward([PassRequest("s", 0, tuple(PROMPT[:2]), sample=False)])
-    text, cached = list(PROMPT), 2
-    while len(text) < len(PROMPT) + 60:
-        right = expected[len(text) - len(PROMPT) :][: rng.randrange(4)]
-        wrong = (expected[len(text) - len(PROMPT)] + rng.randrange(1, 32)) % 32
-        tokens = [wrong, *right, rng.randrange(32)]
-        parents = [-1, *([-1] if right else []), *range(1, len(right)), 0]
-        request = PassRequest("s", cached, tuple(text[cached:]), tuple(tokens), tuple(parents))
-        [result] = target.forward([request])
-        kept, new = _walk(request, result)
-        assert len(kept) >= len(right)
-        target.keep("s", kept)
-        cached = len(text) + len(kept)
-        text += new
-        assert list(target.cached("s")) == text[:cached]
-    assert text[len(PROMPT) :][:60] == expected
-
-
-def _walk(request: PassRequest, result: PassResult) -> tuple[list[int], list[int]]:
-    kept: list[int] = []
-    new = [result.targets[0]]
-    node = -1
-    while True:
-        children = [
-            child
-            for child, parent in enumerate(request.parents)
-            if parent == node and request.tokens[child] == new[-1]
-        ]
-        if not children:
-            return kept, new
-        node = children[0]
-        kept.append(node)
-        new.append(result.targets[1 + node])
+def test_any_schedule_gives_the_specified_text() -> None:
+    model, prompts = ToyModel(seed=2), [[3, 1, 4, 1, 5], list(range(12))]
+    every = [SamplingParams(max_tokens=60), SAMPLED]
+    texts = [toy_text(prompt, one, model) for prompt, one in zip(prompts, every, strict=True)]
+    assert decode_beside(ToyTarget(model), prompts, texts, every) == texts
 
 
 def _opened(**options: int) -> ToyTarget:
@@ -76,40 +35,18 @@ def _opened(**options: int) -> ToyTarget:
     return target
 
 
-def test_a_forgotten_keep_is_an_error() -> None:
-    with pytest.raises(ValueError, match="cache_length is 4, but 3 tokens are cached"):
-        _opened().forward([PassRequest("s", 4, (7,))])
-
-
-def test_a_changed_prefix_is_an_error() -> None:
+def test_what_the_cache_does_not_hold_is_an_error() -> None:
     target = _opened()
+    with pytest.raises(ValueError, match="cache_length is 4, but 3 tokens are cached"):
+        target.forward([PassRequest("s", 4, (7,))])
+    for nodes in ([1], [0, 0], [1, 0], [3]):
+        with pytest.raises(ValueError, match="not a path"):
+            _opened().keep("s", nodes)
     target.keep("s", [0, 2])
     assert target.cached("s") == (1, 2, 3, 4, 6)
     target.forward([PassRequest("s", 3, (4, 6, 7))])
     with pytest.raises(ValueError, match="differ from the committed"):
         target.forward([PassRequest("s", 3, (4, 5))])
-
-
-@pytest.mark.parametrize("nodes", [[1], [0, 0], [1, 0], [3]])
-def test_kept_nodes_are_a_path(nodes: list[int]) -> None:
-    with pytest.raises(ValueError, match="not a path"):
-        _opened().keep("s", nodes)
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (PassRequest("s", 3, ()), "feed is empty"),
-        (PassRequest("s", 3, (99,)), "token ids 99 to 99, limit 0 to 31"),
-        (PassRequest("s", 3, (1,), (2,), (0,)), "must come before"),
-        (PassRequest("s", 3, (1,), (2,), ()), "nodes need parents"),
-        (PassRequest("s", 3, (1,), (2,), (-1,), sample=False), "sample=True"),
-        (PassRequest("t", 0, (1,)), "'t' is not open"),
-    ],
-)
-def test_a_bad_request_is_refused(request_: PassRequest, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _opened().forward([request_])
 
 
 def test_capacity_names_the_limit() -> None:
@@ -127,9 +64,6 @@ def test_capacity_names_the_limit() -> None:
     target.close("s")
     with pytest.raises(CapacityError, match="prompt of 11 tokens"):
         target.open("t", 11, SamplingParams())
-
-
-TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
 def _sharing() -> ToyTarget:
@@ -160,28 +94,17 @@ def test_a_block_that_another_request_reads_is_not_written() -> None:
             target.forward(batch)
 
 
-class FakeTime:
-    """A clock that only moves when somebody sleeps, and oversleeps a little."""
+class SlowTarget(ToyTarget):
+    """Takes 20 ms a pass, on a clock that only moves when somebody sleeps, and oversleeps."""
 
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.naps = 0
-
-    def clock(self) -> float:
-        return self.now_s
+    now_s, naps = 100.0, 0
 
     def nap(self, seconds: float) -> None:
         self.naps += 1
         self.now_s += seconds + 2e-5
 
-
-class SlowTarget(ToyTarget):
-    """Takes 20 ms a pass, on the fake clock."""
-
-    fake: FakeTime
-
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        self.fake.now_s += 0.02
+        self.now_s += 0.02
         return super().forward(batch)
 
 
@@ -189,19 +112,16 @@ class SlowTarget(ToyTarget):
     ("sample", "rows", "expected_s"), [(True, 5, 0.060), (False, 5, 0.020), (True, 1, 0.044)]
 )
 def test_a_paced_pass_takes_its_time_in_all(sample: bool, rows: int, expected_s: float) -> None:
-    fake = FakeTime()
     inner = SlowTarget()
-    inner.fake = fake
-    paced = PacedTarget(inner, 40.0, 4.0, sleep=fake.nap, clock=fake.clock)
-    port: TargetModel = paced
+    port: TargetModel = PacedTarget(inner, 40.0, 4.0, sleep=inner.nap, clock=lambda: inner.now_s)
     port.open("s", 1, SamplingParams())
-    start_s = fake.now_s
     [result] = port.forward([PassRequest("s", 0, (1,) * rows, sample=sample)])
-    assert fake.now_s - start_s == pytest.approx(expected_s, abs=2e-4)
-    assert fake.naps < 40
+    assert inner.now_s - 100.0 == pytest.approx(expected_s, abs=2e-4)
+    assert inner.naps < 40
     assert len(result.targets) == sample
     port.keep("s", [])
     port.close("s")
-    assert paced.emulated
-    assert paced.description == "emulated pass time"
+    assert isinstance(port, PacedTarget)
+    assert port.emulated
+    assert port.description == "emulated pass time"
     assert port.info == inner.info

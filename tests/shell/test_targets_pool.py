@@ -1,6 +1,7 @@
-"""A pass by column: what is right is let through, what is wrong is named, and nothing waits.
+"""The pool of keys and values: its blocks, a pass over it by column, and its size by memory.
 
-Oracle: ``request_checks.py``, which looks at each request by itself.
+Oracles: the checks that look at each request by itself; a text's own tokens written as keys;
+arithmetic by hand on made-up figures, and a real target whose pool has what the budget pays.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ pytest.importorskip("transformers")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from edgespec.config.verifier import LimitsSection
+from edgespec.core.device.memory import MachineMemory, parse_budget
 from edgespec.core.ports import CapacityError, ModelInfo, PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets import torch_target
+from edgespec.verifier.build import pool_budget
+from edgespec.verifier.targets import torch_target as target_module
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention, CanonicalLayout
-from edgespec.verifier.targets.grouped_attention import GroupedAttention
+from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool, Slots
 from edgespec.verifier.targets.pass_batch import PassBatch
-from edgespec.verifier.targets.pass_plan import PassPlan, plan_pass
+from edgespec.verifier.targets.pass_plan import plan_pass
 from edgespec.verifier.targets.pass_requests import check_batch
+from edgespec.verifier.targets.pool_size import MemoryFigures, PoolBudget, pool_tokens
 from edgespec.verifier.targets.row_tiles import RowTiles
-from edgespec.verifier.targets.torch_target import TorchTarget
-from tests.shell.random_schedules import random_tree
 from tests.shell.tiny_checkpoints import write_checkpoint
+from tests.shell.torch_schedules import GREEDY, random_path, random_tree, torch_target
 
 INFO = ModelInfo("tiny", "v", 50, 60)
 
@@ -62,7 +66,7 @@ def test_what_columns_let_through_the_checks_let_through_and_the_other_way_round
         keys = [rng.choice("abcdefgh") for _ in range(rng.randrange(1, 4))]
         batch = [_request(rng, key, INFO.vocabulary_size) for key in keys]
         cached = {key: rng.choice([0, 20, 56]) for key in keys}
-        lengths = np.array([cached[request.key] for request in batch])
+        lengths = np.array([cached[key] for key in keys])
         try:
             check_batch(batch, _cached_lengths(cached), INFO)
         except (ValueError, RuntimeError):
@@ -94,29 +98,19 @@ class _Waits(TorchDispatchMode):
 
 def test_the_model_never_waits_for_a_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers looks for packed sequences, or masks, by the values of tensors; not here."""
-    target = TorchTarget(
-        str(write_checkpoint(tmp_path / "tiny")),
-        name="tiny",
-        vocabulary="v",
-        device="cpu",
-        max_cached_tokens=256,
-        canonical=False,
-    )
-    call, waits = torch_target._call_model, _Waits()
+    target = torch_target(write_checkpoint(tmp_path), max_cached_tokens=256, canonical=False)
+    call, waits = target_module._call_model, _Waits()
 
     def watched(*args: Any) -> Any:
         with waits:
             return call(*args)
 
-    monkeypatch.setattr(torch_target, "_call_model", watched)
+    monkeypatch.setattr(target_module, "_call_model", watched)
     for key in "ab":
         target.open(key, 3, SamplingParams(temperature=0.8))
     target.forward([PassRequest("a", 0, (1, 2, 3)), PassRequest("b", 0, (4,), sample=False)])
     target.forward([PassRequest("a", 3, (4,), (5, 6), (-1, -1)), PassRequest("b", 1, (5, 6))])
     assert waits.seen == []
-
-
-GREEDY = SamplingParams()
 
 
 def _pool(blocks: int) -> KvPool:
@@ -165,11 +159,7 @@ def test_random_passes_keep_what_they_should_and_leak_nothing() -> None:
         parents = tuple(rng.randrange(-1, i) for i in range(len(nodes)))
         _pass(pool, PassRequest(key, cache, tuple(feed), nodes, parents))
         text[cache:] = feed
-        path: list[int] = []
-        node = rng.randrange(-1, len(nodes))
-        while node >= 0:
-            path.insert(0, node)
-            node = parents[node]
+        path = random_path(rng, parents)
         if rng.random() < 0.7:
             pool.keep(key, path)
             text += [nodes[node] for node in path]
@@ -239,25 +229,17 @@ def test_nodes_of_a_dropped_tree_cannot_be_kept() -> None:
 TREE = PassRequest("a", 3, (9, 9), tuple(range(10, 19)), (-1, -1, 0, 0, 0, 2, 2, 1, 7))
 
 
-def _cached(canonical: bool) -> PassPlan:
+def test_a_canonical_row_sees_its_ancestors_at_their_positions() -> None:
     pool = _pool(4)
     pool.open("a", 1, GREEDY)
     _pass(pool, PassRequest("a", 0, (9, 9, 9)))
     pool.reserve([TREE])
-    if canonical:
-        plan = plan_pass(pool, [TREE], CanonicalAttention(RowTiles()), tiles=RowTiles())
-    else:
-        plan = plan_pass(pool, [TREE], GroupedAttention())
+    plan = plan_pass(pool, [TREE], CanonicalAttention(RowTiles()), tiles=RowTiles())
     assert plan.row_count == 11
     assert plan.positions[0, :11].tolist() == [3, 4, 5, 5, 6, 6, 6, 7, 7, 6, 7]
     assert plan.sampled_rows[: plan.sampled_count].tolist() == list(range(1, 11))
-    slots = _slots(pool, "a", 14)
-    assert plan.write_slots.tolist() == slots[3:].tolist()
-    return plan
-
-
-def test_a_canonical_row_sees_its_ancestors_at_their_positions() -> None:
-    layout = _cached(canonical=True).attention
+    assert plan.write_slots.tolist() == _slots(pool, "a", 14)[3:].tolist()
+    layout = plan.attention
     assert isinstance(layout, CanonicalLayout)
     groups = layout.groups
     assert len(groups) == 2
@@ -272,3 +254,104 @@ def test_a_canonical_row_sees_its_ancestors_at_their_positions() -> None:
     for node, ancestors in line.items():
         expected[2 + node] = [0, 1, 2, 3, 4, *(5 + other for other in ancestors)]
     assert seen == {row: [first_slot + k for k in keys] for row, keys in expected.items()}
+
+
+# --- its size by memory ---------------------------------------------------------------------
+
+MIB = 1 << 20
+# 1 KiB a token in each of 4 layers: with the copy of one layer, 5 KiB.
+FIGURES = MemoryFigures(
+    total=1000 * MIB,
+    free=600 * MIB,
+    activations=100 * MIB,
+    rows=64,
+    token_bytes=4096,
+    layer_count=4,
+)
+MANY = 1 << 30
+
+
+def _machine() -> MachineMemory:
+    return MachineMemory(total=1000 * MIB, available=600 * MIB, resident=100 * MIB)
+
+
+def _budget(kv: str = "", gpu_share: float | None = None) -> PoolBudget:
+    return PoolBudget(parse_budget(kv) if kv else None, gpu_share, rows=64, machine=_machine)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (_budget("512KiB"), "kv_budget is 512KiB: that leaves room for 128 cached tokens, but at"),
+        (_budget(gpu_share=0.5), "gpu_memory_utilization is 0.5: that leaves room for 0 cached"),
+        (
+            _budget("410MiB"),
+            r"104960 cached tokens take 0.40 GiB, but there is room for 102400 \(0.98 GiB of "
+            r"memory, 0.59 GiB free beside the weights, a pass of 64 rows takes 0.10 GiB, keys and "
+            r"values 4.0 KiB a token\)",
+        ),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures(
+    budget: PoolBudget, message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        pool_tokens(budget, FIGURES, MANY)
+
+
+@pytest.mark.parametrize("canonical", [None, False])
+def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
+    tmp_path: Path, canonical: bool | None
+) -> None:
+    folder = write_checkpoint(tmp_path)
+    asked: list[int] = []
+
+    def machine() -> MachineMemory:
+        asked.append(1)
+        return MachineMemory(total=8 << 30, available=4 << 30, resident=0)
+
+    budget = PoolBudget(parse_budget("1MiB"), None, rows=100, machine=machine)
+    sized = torch_target(folder, canonical=canonical, pool_budget=budget)
+    # 2 layers x 2 x 2 heads x 16 numbers of 4 bytes are 512 bytes a token.
+    assert sized.cache.block_count * BLOCK_SIZE == sized.free_tokens == MIB // 512
+    assert asked == [1]
+    assert sized.mode.endswith(", 2048 cached tokens in 1 MiB")
+    results = []
+    for served in (sized, torch_target(folder, canonical=canonical)):
+        served.open("s", 2, SamplingParams())
+        results.append(served.forward([PassRequest("s", 0, (1, 2))]))
+    assert results[0] == results[1]
+
+
+def test_a_share_of_a_gpu_is_for_a_gpu(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    message = "gpu_memory_utilization is 0.9, but the model is on cpu; give --kv-budget instead"
+    with pytest.raises(ValueError, match=message):
+        torch_target(folder, pool_budget=_budget(gpu_share=0.9))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    torch.cuda.empty_cache()
+    budget = PoolBudget(None, 0.5, rows=64, machine=_machine)
+    target = torch_target(folder, device="cuda", pool_budget=budget, max_sessions=8)
+    assert target.free_tokens == 8 * 256
+    free, total = torch.cuda.mem_get_info()
+    assert total - free < 0.5 * total
+
+
+def test_settings_become_a_budget_or_none() -> None:
+    assert pool_budget(LimitsSection()) is None
+    budget = pool_budget(LimitsSection(kv_budget="4GiB", max_rows_per_pass=7))
+    assert budget is not None
+    assert budget.kv is not None
+    assert (budget.kv.bytes, budget.gpu_share, budget.rows) == (4 << 30, None, 7)
+    assert budget.machine().total > 0
+    share = pool_budget(LimitsSection(gpu_memory_utilization=0.8))
+    assert share is not None
+    assert (share.kv, share.gpu_share) == (None, 0.8)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 0\.8, but only one of them"):
+        LimitsSection(kv_budget="1GiB", gpu_memory_utilization=0.8)
+    with pytest.raises(ValueError, match="memory budget is '4': it lacks a unit"):
+        LimitsSection(kv_budget="4")
