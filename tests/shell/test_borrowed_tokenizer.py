@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import json
 import os
-import re
-import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,17 +20,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
-from edgespec.config import AgentConfig, DraftSection, VerifierConfig
+from edgespec.config import AgentConfig, DraftSection
 from edgespec.config.common import SetupError
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import GenerationError
-from edgespec.device.borrowed_tokenizer import _place, with_tokenizer
+from edgespec.device.borrowed_tokenizer import with_tokenizer
 from edgespec.device.borrowing_agent import BorrowingAgent
 from edgespec.device.build import build_agent
-from edgespec.models.folders import vocabulary_fingerprint
 from edgespec.verifier.build import packed_texts
 from edgespec.wire.callers import TOKENIZER_LIMITS, Authenticator, CallLine, TokenizerAnswers
 from edgespec.wire.grpc_client import GrpcTransport
@@ -51,11 +47,10 @@ from edgespec.wire.tokenizer_lending import (
     encode_request,
     unpacked,
 )
-from tests.endpoint.live_endpoint import exchange, request_bytes
 from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import ready, serving, start
-from tests.shell.tiny_checkpoints import write_checkpoint, write_tokenizer
+from tests.shell.tiny_checkpoints import write_checkpoint
 
 WITHIN_S = 200.0
 NAMES = ("tokenizer.json", "tokenizer_config.json")
@@ -168,66 +163,6 @@ async def test_who_lends_none_ends_the_waiting() -> None:
                 await anext(agent.generate("the"))
 
 
-async def test_an_endpoint_begins_without_a_verifier_and_takes_its_tokenizer_later(
-    address: str, model: Path, tmp_path: Path
-) -> None:
-    """Oracle: what the verifier gives to a device that has the folder."""
-    params, asked = SamplingParams(max_tokens=8), {"prompt": "the quick", "max_tokens": 8}
-    config = AgentConfig(verifier=address, draft=DraftSection("none"), tokenizer=str(model))
-    async with build_agent(config) as agent:
-        text = "".join([chunk.text async for chunk in agent.generate("the quick", params)])
-    file = tmp_path / "device.yaml"
-    file.write_text("reconnect: {give_up_first_s: 0.2}\ndraft: {model: none}\n")
-    async with Gate(None) as gate:
-        where = ("--port", "0", "--verifier", gate.address)
-        process = start("serve", "--config", str(file), *where)
-        with process:
-            try:
-                assert process.stdout is not None
-                line = await asyncio.to_thread(process.stdout.readline)
-                found = re.search(r"ready on http://127.0.0.1:(\d+)/v1", line)
-                assert found is not None, line
-                port = int(found[1])
-                health = await exchange(port, request_bytes("/health"))
-                assert health.json["status"] == "waiting"
-                assert (await exchange(port, request_bytes("/"))).status == 200
-                refused = await exchange(port, completion(asked))
-                assert refused.status == 503
-                assert "takes its tokenizer from one" in refused.error["message"]
-                gate.port = int(address.rpartition(":")[2])
-                while (answer := await exchange(port, completion(asked))).status != 200:
-                    assert answer.status == 503
-                assert answer.json["choices"][0]["text"] == text
-                health = await exchange(port, request_bytes("/health"))
-                assert health.json["verifiers"][0]["model"] == "tiny"
-                process.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(process.wait) == 0
-            finally:
-                process.kill()
-
-
-def completion(asked: dict[str, object]) -> bytes:
-    return request_bytes("/v1/completions", json.dumps(asked).encode())
-
-
-async def test_a_verifier_that_lends_none_says_so(tmp_path: Path) -> None:
-    """The toy has no tokenizer file; a device that has its vocabulary all the same goes on."""
-    async with serving() as (address, verifier):
-        config = AgentConfig(verifier=address, draft=DraftSection("none"))
-        said: list[str] = []
-        info = verifier.info.model
-        assert (await with_tokenizer(config, info, said.append)).tokenizer == "toy"
-        strange = dataclasses.replace(info, vocabulary="strange")
-        with pytest.raises(SetupError, match=r"toy model has none(.|\n)*name a folder"):
-            await with_tokenizer(config, strange, said.append)
-        assert not said
-    # What is served is not what is lent.
-    model = write_checkpoint(tmp_path / "other")
-    async with serving(config=VerifierConfig(model="toy")) as (address, verifier):
-        config = AgentConfig(verifier=address, draft=DraftSection("none"), tokenizer=str(model))
-        assert await with_tokenizer(config, verifier.info.model, said.append) is config
-
-
 async def test_an_older_verifier_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(echo) as (_, transport):
         with pytest.raises(LinkError, match="has no tokenizer to send"):
@@ -274,23 +209,6 @@ async def test_an_unreadable_tokenizer_is_told_and_not_kept(
         with pytest.raises(SetupError, match=f"'strange' sent cannot be used: .*{message}"):
             await with_tokenizer(config, info, lambda text: None)
     assert not any(os.scandir(cache))
-
-
-def test_a_tokenizer_that_another_process_has_put_there_stays(tmp_path: Path) -> None:
-    """That process may be about to read it."""
-    lent = write_tokenizer(tmp_path / "lent")
-    packed = [PackedFile.of(name, (lent / name).read_bytes()) for name in NAMES]
-    contents = {one.entry.name: (lent / one.entry.name).read_bytes() for one in packed}
-    info = ModelInfo("tiny", vocabulary_fingerprint(lent / "tokenizer.json"), 320, 100)
-    folder, entries = tmp_path / "cache" / "key", [one.entry for one in packed]
-    _place(folder, entries, contents, info)
-    before = folder.stat().st_ino
-    _place(folder, entries, contents, info)
-    assert folder.stat().st_ino == before
-    (folder / "tokenizer.json").write_text("damaged")
-    _place(folder, entries, contents, info)
-    assert (folder / "tokenizer.json").read_bytes() == contents["tokenizer.json"]
-    assert [one.name for one in folder.parent.iterdir()] == ["key"]
 
 
 def entry(**changes: object) -> TextFile:

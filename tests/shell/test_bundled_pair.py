@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from edgespec.bench.measurement import LentDrafter
-from edgespec.config import DraftSection, VerifierConfig
-from edgespec.core.device.memory import plan_memory
+from edgespec.config import VerifierConfig
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import RunAhead
@@ -17,7 +16,6 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import connect
-from edgespec.device.draft_memory import question_of, variants_of
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier.build import build_verifier, load_target
@@ -74,12 +72,6 @@ def drafters() -> Iterator[dict[str, Drafter]]:
         "adversarial": AdversarialDrafter(OnnxDrafter(folder)),
     }
     draft.close()
-
-
-def test_a_memory_plan_looks_no_further_than_the_draft_was_trained() -> None:
-    draft = DraftSection(memory_budget="4GiB")
-    plan = plan_memory(variants_of(draft), question_of(draft, 4))
-    assert plan.settings.window == 256
 
 
 _ALONE: dict[tuple[tuple[int, ...], int], list[int]] = {}
@@ -185,26 +177,3 @@ async def test_the_text_is_the_targets_own_whatever_drafts(
         assert rate <= 0.02
     else:
         assert rate <= 0.15
-
-
-def test_greedy_text_is_what_transformers_generates(
-    target: TargetModel, tokenizer: TextTokenizer
-) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = resolve_model("bundled", Role.TARGET)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for text in PROMPTS:
-        prompt = tokenizer.encode(text)
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            generated = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                repetition_penalty=1.0,
-                max_new_tokens=LENGTH,
-                eos_token_id=None,
-            )
-        assert alone(target, prompt, SAMPLINGS["greedy"]) == generated[0, len(prompt) :].tolist()

@@ -20,7 +20,7 @@ from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
-from edgespec.models.draft_sources import find_draft, read_foreign_info, resolve_texts, variants_of
+from edgespec.models.draft_sources import find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import BUNDLED_FOLDER, ModelFolderError, model_info
 from tests.shell.foreign_graphs import (
     Style,
@@ -48,31 +48,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 # --- variants -------------------------------------------------------------------------------
-
-
-def test_variants_are_named_as_the_hub_names_them() -> None:
-    files = [
-        "onnx/model.onnx",
-        "onnx/model_q4.onnx",
-        "onnx/model_q4.onnx_data",
-        "onnx/model_q4f16.onnx",
-        "onnx/model_quantized.onnx",
-        "onnx/decoder_model_merged_int8.onnx",
-        "onnx/decoder_model_int8.onnx",
-        "onnx/decoder_with_past_model_q4.onnx",
-        "onnx/vision_encoder_q4.onnx",
-        "model.onnx",
-        "config.json",
-    ]
-    assert variants_of(files) == {
-        "q4": "onnx/model_q4.onnx",
-        "q4f16": "onnx/model_q4f16.onnx",
-        "int8": "onnx/decoder_model_merged_int8.onnx",
-        "quantized": "onnx/model_quantized.onnx",
-        "fp32": "onnx/model.onnx",
-    }
-    assert next(iter(variants_of(files))) == "q4"
-    assert variants_of(["model.onnx"], "model.onnx") == {"genai": "model.onnx"}
 
 
 def test_a_variant_is_chosen_by_name_or_the_first_that_works(folder: Path) -> None:

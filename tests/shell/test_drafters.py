@@ -202,21 +202,6 @@ def test_a_cancelled_prefill_ends_at_the_next_chunk(drafter: Drafter) -> None:
     assert drafter.step(0, TOKENS[:200], 4) == expected
 
 
-def test_a_toy_draft_of_the_same_law_guesses_what_the_law_chooses() -> None:
-    from edgespec.core.protocol.sampling import choose
-
-    model = ToyModel(vocabulary_size=50)
-    drafter = ToyDrafter(model)
-    drafter.begin(4, SAMPLED)
-    tokens, feed = list(TOKENS[:0]), [3, 1, 4, 1]
-    for _ in range(30):
-        (guess,) = drafter.step(len(tokens), feed, 1)
-        tokens += feed
-        target = choose(model.logits(tokens), SAMPLED, len(tokens), tokens[:4], tokens[4:])
-        assert guess.token == target
-        feed = [target]
-
-
 @pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "foreign-concatenating", *LEARN])
 def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Drafter]) -> None:
     """Two sequences on one drafter, step by step in turn, guess as two drafters do."""
@@ -258,20 +243,6 @@ def test_random_guesses_are_right_as_often_as_chance() -> None:
         hits += guess.token == right.token
         feed = [right.token]
     assert hits / length == pytest.approx(1 / 20, abs=0.02)
-
-
-@pytest.mark.parametrize("width", [1, 2, 5])
-def test_the_adversary_never_guesses_what_its_inner_drafter_would(width: int) -> None:
-    law, adversary = ToyDrafter(MODEL), AdversarialDrafter(ToyDrafter(MODEL))
-    for drafter in (law, adversary):
-        drafter.begin(1, SamplingParams())
-    feed = [1]
-    for position in range(100):
-        right = law.step(position, feed, width)
-        wrong = adversary.step(position, feed, width)
-        assert len(wrong) == width
-        assert not {c.token for c in right} & {c.token for c in wrong}
-        feed = [right[0].token]
 
 
 def test_a_paced_step_takes_its_time_in_total() -> None:

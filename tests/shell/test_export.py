@@ -28,7 +28,7 @@ from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
-from edgespec.device.export.checkpoint import MODEL_TYPES, CheckpointError, read_shape
+from edgespec.device.export.checkpoint import CheckpointError, read_shape
 from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, work_folder
 from edgespec.device.export.optimum import _readable_by_transformers_4
 from edgespec.device.export.quantize import (
@@ -39,7 +39,7 @@ from edgespec.device.export.quantize import (
 )
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
-from edgespec.models.folders import DRAFT_MODEL_TYPES, model_info, token_count
+from edgespec.models.folders import model_info, token_count
 from tests.shell.foreign_graphs import concatenating_graph
 from tests.shell.live_verifier import start
 from tests.shell.test_grammar import runs, until
@@ -304,10 +304,6 @@ def test_work_folders_that_were_left_behind_are_taken_away_after_a_day(tmp_path:
     assert sorted(tmp_path.iterdir()) == sorted([link, mine, new])
 
 
-def test_both_floors_name_the_same_families() -> None:
-    assert sorted(DRAFT_MODEL_TYPES) == sorted(MODEL_TYPES)
-
-
 def test_bfloat16_shards_are_read(tmp_path: Path) -> None:
     config = tiny_config()
     tensors = {
@@ -354,15 +350,6 @@ def test_what_a_block_can_hold_is_held_exactly(bits: int) -> None:
     np.testing.assert_allclose(
         dequantize_matrix(quantize_matrix(weight, bits)), weight, rtol=1e-6, atol=0
     )
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_last_block_that_is_not_full_changes_nothing(bits: int) -> None:
-    weight = np.random.default_rng(4).standard_normal((5, 41)).astype(np.float32)
-    rounded = dequantize_matrix(quantize_matrix(weight, bits))
-    assert rounded.shape == weight.shape
-    filled = np.pad(weight, ((0, 0), (0, 23)))
-    np.testing.assert_array_equal(dequantize_matrix(quantize_matrix(filled, bits))[:, :41], rounded)
 
 
 # --- what is refused ------------------------------------------------------------------------

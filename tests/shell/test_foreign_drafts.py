@@ -6,8 +6,6 @@ of rollbacks may differ; messages that name the file, what is wrong with it and 
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,17 +19,15 @@ from onnx import TensorProto, helper
 from edgespec.config import AgentConfig, ConfigError, DraftSection, load_config
 from edgespec.config.common import SetupError
 from edgespec.config.device import PROVIDERS
-from edgespec.core.ports import Drafter, StepCancelledError
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter
-from edgespec.device.drafters.decoder_graph import CacheTensor
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.onnx_drafter import (
     Behaviour,
     ForeignDrafter,
     GraphDrafter,
     OnnxDrafter,
-    ReslicedCache,
     check_behaviour,
 )
 from edgespec.device.drafters.runtime_session import EXECUTION
@@ -59,7 +55,7 @@ STYLES = {
     ),
     "no-positions": Style(positions=False),
 }
-ATTENDING = ("genai", "genai-open", "genai-float16", "own")
+ATTENDING = ("genai", "genai-open", "own")
 KINDS = (*STYLES, *ATTENDING)
 
 
@@ -83,8 +79,6 @@ def folder_of(own_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
             graph = concatenating_graph(style=STYLES[kind])
         else:
             graph = onnx.load(own_folder / "model.onnx")
-            if kind == "genai-float16":
-                half_cache(graph)
             if kind != "own":
                 graph = attending_graph(graph, open_head_size=kind == "genai-open")
         path = "onnx/model.onnx" if kind in STYLES else "model.onnx"
@@ -92,28 +86,6 @@ def folder_of(own_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
         return write_folder(folder, {path: graph}, external=external)
 
     return make
-
-
-def half_cache(model: onnx.ModelProto) -> None:
-    """Make keys and values float16, and with them the attention that reads and writes them."""
-    for value in (*model.graph.input, *model.graph.output):
-        if value.name.startswith(("past", "present")):
-            value.type.tensor_type.elem_type = TensorProto.FLOAT16
-    nodes = list(model.graph.node)
-    del model.graph.node[:]
-    for node in nodes:
-        if node.op_type != "GroupQueryAttention":
-            model.graph.node.append(node)
-            continue
-        for index in (0, 7, 8):  # packed query, cosines, sines
-            wide, half = node.input[index], f"{node.name}.half{index}"
-            model.graph.node.append(
-                helper.make_node("Cast", [wide], [half], to=TensorProto.FLOAT16)
-            )
-            node.input[index] = half
-        wide, node.output[0] = node.output[0], f"{node.name}.half"
-        cast = helper.make_node("Cast", [node.output[0]], [wide], to=TensorProto.FLOAT)
-        model.graph.node.extend([node, cast])
 
 
 def load(folder: Path, context_length: int = 0) -> ForeignDrafter:
@@ -177,21 +149,6 @@ def test_no_history_of_rollbacks_shows(kind: str, folder_of: Callable[[str], Pat
     np.testing.assert_array_equal(row(drafter), row(fresh))
 
 
-@pytest.mark.parametrize("kind", ["optimum", "merged-early", "genai", "last-row"])
-def test_long_feeds_come_in_pieces_that_can_be_cancelled(
-    kind: str, folder_of: Callable[[str], Path]
-) -> None:
-    drafter = load(folder_of(kind))
-    drafter.begin(200, SamplingParams())
-    drafter.step(0, TOKENS[:200], 1)
-    whole = row(drafter)
-    asked = itertools.count()
-    with pytest.raises(StepCancelledError, match="64 of 150 tokens fed"):
-        drafter.step(50, TOKENS[50:200], 1, lambda: next(asked) >= (64 if "merged" in kind else 1))
-    drafter.step(50, TOKENS[50:200], 1)  # what was cached behind 50 tokens is lost, no more
-    np.testing.assert_allclose(row(drafter), whole, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["optimum", "genai", "no-positions"])
 def test_the_context_ends_where_the_config_says(
     kind: str, folder_of: Callable[[str], Path]
@@ -211,60 +168,6 @@ def test_the_context_ends_where_the_config_says(
             short.step(length, [1], 1)
     with pytest.raises(ValueError, match=f"context_length is 257.*{CONTEXT_LENGTH}"):
         load(folder_of(kind), context_length=257)
-
-
-def test_siblings_are_the_best_of_one_row_and_padding_is_never_one(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    drafter = load(folder_of("optimum"))
-    drafter.begin(5, SamplingParams())
-    guesses = drafter.step(0, TOKENS[:5], 4)
-    best = np.argsort(-row(drafter), kind="stable")[:4]
-    assert [guess.token for guess in guesses] == best.tolist()
-    folder = shutil.copytree(folder_of("optimum"), tmp_path / "few")
-    data = json.loads((folder / "tokenizer.json").read_text())
-    data["model"]["vocab"] = {t: i for t, i in data["model"]["vocab"].items() if i < 100}
-    data["model"]["merges"] = []
-    (folder / "tokenizer.json").write_text(json.dumps(data))
-    known = load(folder)
-    known.begin(5, SamplingParams())
-    assert all(guess.token < 100 for guess in known.step(0, TOKENS[:5], 64))
-
-
-def test_memory_is_what_is_cached(folder_of: Callable[[str], Path]) -> None:
-    for kind, buffers in (("optimum", 2), ("genai", 1)):
-        drafter = load(folder_of(kind))
-        empty = drafter.memory_bytes()
-        drafter.begin(50, SamplingParams())
-        drafter.step(0, TOKENS[:50], 1)
-        rows = 50 * sum(one.row_bytes for one in drafter.graph.caches)
-        assert drafter.memory_bytes() - empty == buffers * rows
-        assert drafter.memory_bytes(0) == empty
-
-
-class NoMoreMemory(ReslicedCache):
-    """Fails to grow past 40 tokens."""
-
-    def _with_room(
-        self, tensor: CacheTensor, buffer: NDArray[np.generic], needed: int
-    ) -> NDArray[np.generic]:
-        if needed > 40:
-            raise MemoryError("no more")
-        return super()._with_room(tensor, buffer, needed)
-
-
-def test_without_memory_a_step_fails_and_what_is_kept_stays(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgespec.device.drafters.onnx_drafter.ReslicedCache", NoMoreMemory)
-    drafter = load(folder_of("optimum"))
-    drafter.begin(30, SamplingParams())
-    drafter.step(0, TOKENS[:30], 1)
-    before = row(drafter)
-    with pytest.raises(MemoryError):
-        drafter.step(30, TOKENS[30:60], 1)
-    drafter.step(25, TOKENS[25:30], 1)
-    np.testing.assert_allclose(row(drafter), before, atol=1e-4)
 
 
 # --- what is refused ------------------------------------------------------------------------
@@ -336,19 +239,6 @@ def test_a_graph_that_cannot_draft_is_refused_by_name(
     with pytest.raises(DraftModelError, match=message) as caught:
         load(folder)
     assert str(folder / "model.onnx") in str(caught.value)
-
-
-def test_a_graph_without_a_cache_is_refused(tmp_path: Path) -> None:
-    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["b", "s"])
-    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["b", "s", 320])
-    table = onnx.numpy_helper.from_array(np.zeros((320, 320), np.float32), "table")
-    node = helper.make_node("Gather", ["table", "input_ids"], ["logits"])
-    graph = helper.make_graph([node], "g", [ids], [logits], [table])
-    opsets = [helper.make_opsetid("", 18)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    folder = write_folder(tmp_path / "bad", {"model.onnx": model})
-    with pytest.raises(DraftModelError, match="keeps nothing between steps"):
-        load(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00nonsense", b"version https://git-lfs.github.com"])

@@ -42,7 +42,6 @@ from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.models.grammar_trial import GrammarTrials
 from edgespec.models.tokenizer import TokenBytes
 from edgespec.sampling.tensors import SampleBlock, choose_tokens
-from edgespec.verifier.constraint_desk import ConstraintDesk
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
@@ -463,37 +462,6 @@ async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None
     await stream.close()
     await transport.close()
     await verifier.stop()
-
-
-async def test_a_grammar_that_is_read_slowly_holds_up_its_own_peer_alone() -> None:
-    """Oracle: what others ask for is ready while the slow one may not go on yet."""
-    begun, go_on = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def read(constraint: Constraint) -> Constraint:
-        if constraint == CAT:
-            loop.call_soon_threadsafe(begun.set)
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60.0)
-        return READER.read(constraint)
-
-    slow = Open("slow", "", "", (1,), sampling=replace(SAMPLED, constraint=CAT))
-    quick = replace(slow, sampling=replace(SAMPLED, constraint=schema({"enum": ["a"]})))
-    desk = ConstraintDesk(read, (EOS,))
-    first = asyncio.create_task(desk.prepared(slow, "one"))
-    await begun.wait()
-    found = await desk.prepared(quick, "two")
-    assert isinstance(found, Open)
-    assert found.sampling.constraint is not None
-    assert found.sampling.constraint.matcher is not None
-    plain = replace(slow, sampling=SAMPLED)
-    assert await desk.prepared(plain, "one") is plain  # nothing to be read
-    second = asyncio.create_task(desk.prepared(quick, "one"))
-    await asyncio.sleep(0)
-    assert not first.done()
-    assert not second.done()
-    go_on.set()
-    assert [type(one) for one in await asyncio.gather(first, second)] == [Open, Open]
-    desk.close()
 
 
 REGEX = Constraint(ConstraintKind.REGEX, "([a-z]{3} ){9}[0-9]{4}")

@@ -14,7 +14,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -36,7 +35,7 @@ from edgespec.models.folders import (
     vocabulary_fingerprint,
     weights_fingerprint,
 )
-from edgespec.models.tokenizer import MAX_HELD_TOKENS, REPLACEMENT, TextTokenizer, TokenizerError
+from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer, TokenizerError
 from tests.shell.tiny_checkpoints import (
     SENTENCES,
     tiny_config,
@@ -69,12 +68,6 @@ def test_bundled_follows_the_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         resolve_model("bundled", Role.DRAFT)
 
 
-@pytest.mark.parametrize("reference", ["", "nowhere", "./no/such/folder", "a/b/c", "../x"])
-def test_a_reference_that_means_nothing_is_refused(reference: str) -> None:
-    with pytest.raises(ModelFolderError, match="neither 'bundled'"):
-        resolve_model(reference, Role.TARGET)
-
-
 def test_a_hub_id_is_downloaded_without_code(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, list[str]]] = []
 
@@ -90,17 +83,6 @@ def test_a_hub_id_is_downloaded_without_code(source: Path, monkeypatch: pytest.M
         ("owner/name", "v1"),
     ]
     assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in asked[0][2])
-
-
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("x"), OSError("disk"), ValueError("v")])
-def test_hub_errors_are_ours(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(*_: object, **__: object) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    expected = ValueError if type(error) is ValueError else ModelFolderError
-    with pytest.raises(expected):
-        resolve_model("owner/name", Role.TARGET)
 
 
 def test_a_draft_folder_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -283,16 +265,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def test_bytes_that_never_become_text_are_not_held_for_ever(tokenizer: TextTokenizer) -> None:
-    broken = tokenizer.encode("漢")[1]  # a continuation byte without its start
-    stream = tokenizer.stream()
-    pieces = [stream.push([broken]) for _ in range(1000)]
-    longest = max(len(p) for p in pieces)
-    assert 0 < longest <= MAX_HELD_TOKENS + 1
-    assert len("".join(pieces) + stream.flush()) == 1000
-    assert stream.push(tokenizer.encode("ok")) == "ok"
-
-
 @given(data=st.data())
 def test_no_character_is_lost_however_much_is_broken(
     tokenizer: TextTokenizer, data: st.DataObject
@@ -391,16 +363,6 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 @pytest.fixture(scope="module")
 def stripping(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return byte_fallback(tmp_path_factory.mktemp("stripping"), decoders.Strip(" ", 1, 0))
-
-
-def test_saved_padding_and_truncation_do_not_touch_a_prompt(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path) / "tokenizer.json"
-    inner = Tokenizer.from_file(str(path))
-    inner.enable_truncation(4)
-    inner.enable_padding(length=50)
-    inner.save(str(path))
-    tokens = TextTokenizer(tmp_path).encode(SENTENCES[0])
-    assert 4 < len(tokens) < 50
 
 
 # --- chat -----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ followers are known; for the router, what its model says when it is asked alone.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import shutil
@@ -15,17 +14,16 @@ import sys
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection, VerifierConfig
 from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.ports import (
-    Cancelled,
     Candidate,
     ModelInfo,
     StepCancelledError,
-    never_cancelled,
 )
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -106,29 +104,6 @@ def feed_all(drafter: TextDrafter, text: Sequence[int], prompt_length: int) -> l
     return hits
 
 
-def test_a_chance_is_what_came_true() -> None:
-    """After a pair, one of two tokens follows, the more usual one in three of four cases."""
-    dice, drafter = random.Random(5), TextDrafter(INFO, least_chance=0.0)
-    shares = []
-    for _ in range(30):
-        text = [1, 2]
-        for _ in range(60):
-            # Numbers that never repeat stand between, so that no match is longer than two.
-            text += [dice.randrange(10, SIZE), 1, 2, 3 if dice.random() < 0.75 else 4]
-        drafter.begin(2, GREEDY)
-        keep, feed = 0, text[:2]
-        for at in range(2, len(text)):
-            found = drafter.step(keep, feed, 2)
-            if text[at - 2 : at] == [1, 2] and found:
-                shares.append((math.exp(found[0].logprob), found[0].token == text[at]))
-            keep, feed = at, [text[at]]
-    late = shares[len(shares) // 2 :]
-    told = sum(chance for chance, _ in late) / len(late)
-    came = sum(hit for _, hit in late) / len(late)
-    assert len(late) > 500
-    assert told == pytest.approx(came, abs=0.1)
-
-
 def test_what_was_said_outlives_a_generation() -> None:
     dice = random.Random(2)
     said = [dice.randrange(SIZE) for _ in range(120)]
@@ -161,35 +136,19 @@ def test_the_tables_are_bounded() -> None:
 # --- the router -----------------------------------------------------------------------------
 
 
-class CountingDrafter:
-    """Passes on to the toy, and keeps what it was asked."""
+class CountingDrafter(ToyDrafter):
+    """Keeps what it was asked."""
 
     def __init__(self, model: ToyModel) -> None:
-        self.inner = ToyDrafter(model, ModelInfo("toy", "toy", SIZE, 1 << 16))
+        super().__init__(model, ModelInfo("toy", "toy", SIZE, 1 << 16))
         self.fed: list[int] = []
         self.fails = False
 
-    @property
-    def info(self) -> ModelInfo:
-        return self.inner.info
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self.inner.begin(prompt_length, sampling)
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
+    def step(self, keep_length: int, feed: Sequence[int], *asked: Any) -> tuple[Candidate, ...]:
         if self.fails:
             raise StepCancelledError("as asked")
         self.fed.append(len(feed))
-        return self.inner.step(keep_length, feed, width, cancelled)
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().step(keep_length, feed, *asked)
 
 
 CIRCLING = ToyModel(SIZE, order=1, seed=4)

@@ -22,7 +22,6 @@ from edgespec.models.folders import BUNDLED_FOLDER
 from tools.train_pair.beginnings import KINDS, LONGEST, Beginnings
 from tools.train_pair.bundle import unpack
 from tools.train_pair.corpus import ASSISTANT, USER, Document
-from tools.train_pair.distill import LOOK_EVERY, Lessons
 from tools.train_pair.writing import END_ID, Texts, write
 
 LENGTH = 90
@@ -76,35 +75,6 @@ def test_what_is_written_is_the_targets_and_the_rest_is_given(
         assert len(given) < len(tokens)
         starts = [at for at in range(1, len(own)) if own[at - 1] and not own[at]]
         assert all(tokens[at] == END_ID or tokens[at - 1] == END_ID for at in starts)
-
-
-def test_lessons_take_up_new_texts_and_those_seen_least(
-    tmp_path: Path, tiny: LlamaForCausalLM, texts: Texts
-) -> None:
-    lessons = Lessons(tmp_path, tiny, seed=1)
-    with pytest.raises(ValueError, match="a step takes 3 texts"):
-        next(lessons.batches(3))
-    texts.save(tmp_path / "2.pt")
-    batches = lessons.batches(3)
-    chosen = [next(batches) for _ in range(LOOK_EVERY)]
-    assert all(sorted(row for _, row in one) == [0, 1, 2] for one in chosen)
-    forgetful = Texts(texts.tokens.flip(0), texts.written, texts.temperature)
-    forgetful.save(tmp_path / "1.pt")
-    both = next(batches) + next(batches)
-    assert sorted(row for _, row in both) == [0, 0, 1, 1, 2, 2]
-    assert len({id(one) for one, _ in both}) == 2
-
-
-def test_a_lesson_is_half_of_the_positions_first_those_the_target_wrote(
-    tmp_path: Path, tiny: LlamaForCausalLM, texts: Texts
-) -> None:
-    lessons = Lessons(tmp_path, tiny, seed=1)
-    (states, tokens, positions), *_ = lessons.parts([(texts, 0), (texts, 1), (texts, 2)], 2)
-    assert torch.equal(tokens, texts.tokens[:2, :-1].long())
-    assert states.shape == (2, LENGTH - 1, 32)
-    own = texts.written[:2, 1:].flatten()
-    assert len(set(positions.tolist())) == len(own) // 2
-    assert own[positions].sum() == min(int(own.sum()), len(own) // 2)
 
 
 def test_beginnings_are_of_every_kind_and_the_same_for_a_seed() -> None:
