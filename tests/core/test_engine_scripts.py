@@ -1,8 +1,9 @@
 """Scripts of a ``VerifyEngine``: what happens, and below it all that the engine asks for.
 
 Oracle: the files in ``engine_scripts``, read by a person when they change. A file holds cases
-(``== name``), a case commands, and each command's actions stand below it behind four blanks; the
-target says ``fixed_text``. To accept a change: ``REWRITE_SCRIPTS=1 pytest`` with this file, and
+(``== name``), a case commands, and each command's actions stand below it behind four blanks (but
+for those of a line that begins with ``.``: they are the same in each case, and the first shows
+them); the target says ``fixed_text``. To accept a change: ``REWRITE_SCRIPTS=1 pytest`` with this file, and
 look at the difference. The commands are the methods of ``Script``; ``name=value`` are keywords.
 """
 
@@ -180,7 +181,10 @@ def played(case: str) -> str:
         if line.startswith("    ") or not line.strip():
             continue
         out.append(line)
-        if not line.startswith("#"):
+        if line.startswith(". "):
+            for command in line[2:].split("; "):
+                script.run(command)
+        elif not line.startswith("#"):
             out += [f"    {shown}" for shown in script.run(line)]
     return "\n".join(out)
 
