@@ -17,8 +17,8 @@ from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine import VerifyEngine
-from tests.core.fixed_text import LIMITS
-from tests.core.fixed_text import MODEL as FIXED
+from tests.core.scenes import LIMITS
+from tests.core.scenes import MODEL as FIXED
 
 MODEL = replace(FIXED, fingerprint="fixed")
 SQL = replace(MODEL, name="sql", fingerprint="sql-on-fixed")

@@ -18,7 +18,7 @@ from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.drafts import ExactRule, run_ahead_policy
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone, RunPass
-from tests.core.fixed_text import LIMITS, MODEL, REQUEST, TEXT
+from tests.core.scenes import LIMITS, MODEL, REQUEST, TEXT
 
 
 def test_every_block_has_one_owner_and_none_is_lost() -> None:

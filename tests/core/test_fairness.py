@@ -13,7 +13,7 @@ from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
 from edgespec.core.verifier.traffic_budget import FairShares, ShareLimits, fair_share, water_level
-from tests.core.paced_engine import DECODE_S, PacedEngine
+from tests.core.scenes import DECODE_S, PacedEngine
 
 SESSION_S = 0.001
 

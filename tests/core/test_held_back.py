@@ -12,7 +12,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
     EngineLimits,
 )
-from tests.core.paced_engine import PacedEngine
+from tests.core.scenes import PacedEngine
 
 CACHED = EngineLimits(cache=CacheShape(1024, 16))
 

@@ -12,7 +12,7 @@ from edgespec.core.verifier.scheduler import (
     SLOTS,
     PromptLoad,
 )
-from tests.core.paced_engine import DECODE_S, PacedEngine
+from tests.core.scenes import DECODE_S, PacedEngine
 
 
 def test_long_prompts_make_the_passes_of_others_a_quarter_longer() -> None:

@@ -31,7 +31,7 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
-from tests.core.fixed_text import LIMITS, MODEL
+from tests.core.scenes import LIMITS, MODEL
 
 SIZE = 4
 TOKEN = 5

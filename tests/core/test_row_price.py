@@ -27,10 +27,9 @@ from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer, PassDone, RunPass
-from tests.core import fixed_text
+from tests.core import scenes as fixed_text
 from tests.core.draft_scripts import RECONNECT, REQUEST, guess, messages, streaming
-from tests.core.engine_scenes import RUNNING, batch, done, new_engine
-from tests.core.fixed_text import TEXT, new_session, run_pass
+from tests.core.scenes import RUNNING, TEXT, batch, done, new_engine, new_session, run_pass
 
 NEVER = replace(REQUEST, run_ahead=RunAhead.NEVER)
 

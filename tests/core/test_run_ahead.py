@@ -11,8 +11,7 @@ from edgespec.core.verifier.drafts import (
 )
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, RunBatch, StreamOpened
-from tests.core.engine_scenes import batch, done, named
-from tests.core.fixed_text import LIMITS, MODEL, REQUEST
+from tests.core.scenes import LIMITS, MODEL, REQUEST, batch, done, named
 
 
 def _view(

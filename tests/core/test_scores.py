@@ -15,7 +15,7 @@ from edgespec.core.verifier.session import ScoreKeeper
 from edgespec.core.verifier.session_events import Attach, Detach, PassDone, Send
 from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
 from edgespec_sim.wire_size import message_bytes
-from tests.core.fixed_text import MODEL, REQUEST, commit_in, new_session, offer
+from tests.core.scenes import MODEL, REQUEST, commit_in, new_session, offer
 
 ASKING = replace(REQUEST, logprobs=2)
 

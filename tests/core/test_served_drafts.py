@@ -41,7 +41,7 @@ from edgespec.core.verifier.session_events import (
     RunPass,
     VerifyAction,
 )
-from tests.core.fixed_text import LIMITS, MODEL, chain, commit_in
+from tests.core.scenes import LIMITS, MODEL, chain, commit_in
 
 REQUEST = Open("s", "", "", (1,))
 

@@ -23,7 +23,7 @@ from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier.session_events import VERIFY_MOVES, Offer, VerifyState
-from tests.core.fixed_text import REQUEST, new_session, run_pass
+from tests.core.scenes import REQUEST, new_session, run_pass
 from tests.sim.random_worlds import play
 
 WORLDS = 120

@@ -26,7 +26,7 @@ from edgespec.core.verifier.session_events import (
     RunPass,
     VerifyState,
 )
-from tests.core.fixed_text import (
+from tests.core.scenes import (
     LIMITS,
     MODEL,
     REQUEST,

@@ -1,32 +1,122 @@
-"""Scripts of a ``VerifyEngine``: what happens, and below it all that the engine asks for.
+"""Golden texts: all events and actions of both sessions in a few scenes (``transcripts``), and
+scripts of a ``VerifyEngine`` (``engine_scripts``); and what an engine does with a bug.
 
-Oracle: the files in ``engine_scripts``, read by a person when they change. A file holds cases
-(``== name``), a case commands, and each command's actions stand below it behind four blanks (but
-for those of a line that begins with ``.``: they are the same in each case, and the first shows
-them); the target says ``fixed_text``. To accept a change: ``REWRITE_SCRIPTS=1 pytest`` with this file, and
-look at the difference. The commands are the methods of ``Script``; ``name=value`` are keywords.
+Oracle: the texts, read by a person when they change. To accept a change: ``REWRITE_SCRIPTS=1
+pytest`` with this file, and look at the difference. (The tests hide all ``EDGESPEC_`` variables
+from themselves, so the name has no such beginning.) A file of scripts holds cases (``== name``), a
+case commands, and each command's actions stand below it behind four blanks (but for those of a line
+that begins with ``.``: they are the same in each case, and the first shows them); the target says
+``TEXT``. The commands are the methods of ``Script``; ``name=value`` are keywords.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import fields, replace
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from edgespec.core.protocol.messages import Cancel, Draft, Open, Received, RunAhead
+from edgespec.core.device.policy import DraftPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol.messages import Cancel, Draft, FaultCode, Open, Received, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest
+from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.drafts import ExactRule, Walk
 from edgespec.core.verifier.engine import VerifyEngine
-from tests.core.engine_scenes import done
-from tests.core.fixed_text import LIMITS, MODEL, PROMPT, REQUEST
-from tests.core.test_transcripts import _spell as spell
+from edgespec.core.verifier.session import VerifySession
+from tests.core.scenes import LIMITS, MODEL, PROMPT, REQUEST, batch, done, faults, named
+from tests.sim.faults.options import WorldOptions
+from tests.sim.faults.worlds import run_world
 
-FOLDER = Path(__file__).parent / "engine_scripts"
+TRANSCRIPTS = Path(__file__).parent / "transcripts"
+
+
+def _options(policy: DraftPolicy, run_ahead: RunAhead, cuts: int = 0) -> WorldOptions:
+    return WorldOptions(
+        model=ToyModel(vocabulary_size=16, order=2, seed=1),
+        policies=(policy,),
+        sampling=SamplingParams(max_tokens=8),
+        run_ahead=run_ahead,
+        delay_s=0.02,
+        step_s=0.01,
+        pass_s=0.03,
+        cuts=cuts,
+        faults_until_s=0.4,
+    )
+
+
+SCENES = {  # with what makes each worth reading
+    "pearl_with_a_miss": (_options(PearlPolicy(3), RunAhead.NEVER), r"CORRECTED"),
+    "hedged_window_with_run_ahead": (_options(WindowedPolicy(2), RunAhead.ALWAYS), r"stale=[1-9]"),
+    "reconnect": (_options(WindowedPolicy(), RunAhead.AUTO, cuts=1), r"LinkDown[\s\S]*Attach"),
+}
+
+
+def spell(value: object) -> str:
+    """A short repr: class and the fields that are not at their defaults."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple):
+        return "[" + " ".join(spell(item) for item in value) + "]"
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = [
+            f"{field.name}={spell(getattr(value, field.name))}"
+            for field in fields(value)
+            if getattr(value, field.name) != _default(field)
+        ]
+        return f"{type(value).__name__}({', '.join(shown)})"
+    return repr(value)
+
+
+def _default(field: Field[object]) -> object:
+    factory = field.default_factory
+    return field.default if factory is MISSING else factory()
+
+
+def _play(options: WorldOptions, monkeypatch: pytest.MonkeyPatch) -> str:
+    lines: list[str] = []
+
+    def watch(side: str, kind: type[DraftSession] | type[VerifySession]) -> None:
+        handle = kind.handle
+
+        def watched(session: Any, event: Any, now: float) -> tuple[Any, ...]:
+            actions: tuple[Any, ...] = handle(session, event, now)
+            tree = session.tree if kind is DraftSession else session.inbox.tree
+            state = f"{session.state.value}, {session.prefix.length} held, {len(tree.nodes)} nodes"
+            lines.append(f"{now * 1e3:8.1f} {side} {spell(event)} -> {state}")
+            lines.extend(f"{'':20}{spell(action)}" for action in actions)
+            return actions
+
+        monkeypatch.setattr(kind, "handle", watched)
+
+    watch("device  ", DraftSession)
+    watch("verifier", VerifySession)
+    run_world(options, 1)
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_the_transcript_is_as_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, shows = SCENES[name]
+    path, said = TRANSCRIPTS / f"{name}.txt", _play(options, monkeypatch)
+    assert re.search(shows, said), f"{name} does not show {shows}"
+    if REWRITE:
+        path.write_text(said, encoding="utf-8")
+    assert said.splitlines() == path.read_text(encoding="utf-8").splitlines()
+    assert {path.stem for path in TRANSCRIPTS.glob("*")} == set(SCENES)
+
+
+SCRIPTS = Path(__file__).parent / "engine_scripts"
 REWRITE = bool(os.environ.get("REWRITE_SCRIPTS"))
 
 
@@ -189,25 +279,52 @@ def played(case: str) -> str:
     return "\n".join(out)
 
 
-def cases(path: Path) -> list[str]:
-    return [f"== {case.strip()}" for case in path.read_text().split("== ") if case.strip()]
-
-
-CASES = [(path, case) for path in sorted(FOLDER.glob("*.txt")) for case in cases(path)]
-
-
-@pytest.mark.parametrize(
-    ("path", "case"),
-    CASES,
-    ids=[f"{path.stem}: {case.splitlines()[0][3:]}" for path, case in CASES],
-)
-def test_the_engine_does_as_its_script_says(path: Path, case: str) -> None:
-    if not REWRITE:
-        assert played(case).splitlines() == [line for line in case.splitlines() if line.strip()]
-
-
-def test_scripts_are_written_anew_when_asked() -> None:
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.txt")), ids=lambda path: path.stem)
+def test_the_engine_does_as_its_scripts_say(path: Path) -> None:
+    text = path.read_text()
+    said = [played(f"== {case.strip()}") for case in text.split("== ") if case.strip()]
     if REWRITE:
-        for path in {path for path, _ in CASES}:
-            path.write_text("\n\n".join(played(case) for case in cases(path)) + "\n")
-    assert CASES
+        path.write_text("\n\n".join(said) + "\n")
+    assert "\n\n".join(said).splitlines() == text.splitlines()
+
+
+class _Broken:
+    """Raises for the second session of a pass."""
+
+    def __init__(self) -> None:
+        self.walks = 0
+
+    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+        self.walks += 1
+        if self.walks == 3:
+            raise ZeroDivisionError("a bug")
+        return ExactRule().walk(tokens, parents, targets)
+
+
+def _three_sessions(engine: VerifyEngine) -> ee.BatchDone:
+    """Sessions a, b and c on streams 1, 2 and 3, in one pass that is about to end."""
+    first = batch(engine.handle(ee.StreamOpened(1, named("a")), 0.0))
+    engine.handle(ee.StreamOpened(2, named("b")), 0.0)
+    engine.handle(ee.StreamOpened(3, named("c")), 0.0)
+    return done(batch(engine.handle(done(first), 0.1)))
+
+
+def test_a_bug_in_one_session_ends_that_session() -> None:
+    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), {"exact": _Broken()})
+    actions = engine.handle(_three_sessions(engine), 0.2)
+    ((stream, code),) = faults(actions)
+    assert code is FaultCode.INTERNAL
+    assert code.retryable
+    (report,) = [action for action in actions if isinstance(action, ee.ReportFailure)]
+    assert "ZeroDivisionError: a bug" in report.details
+    assert ee.CloseSequence(report.key) in actions
+    assert ee.CloseStream(stream) in actions
+    assert set(engine.sessions) == {"a", "b", "c"} - {report.key}
+    assert {request.key for request in batch(actions)} == set(engine.sessions)
+
+
+def test_tests_see_the_bug_itself() -> None:
+    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), {"exact": _Broken()}, contain=False)
+    event = _three_sessions(engine)
+    with pytest.raises(ZeroDivisionError):
+        engine.handle(event, 0.2)

@@ -1,0 +1,187 @@
+"""A verifier's session and engine driven by hand, and targets for them: one that says a fixed text
+(the token at position p is ``TEXT[p]``, so every answer can be written down), and one on which a
+pass takes its sessions' and rows' time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    Limits,
+    Open,
+    Received,
+    RunAhead,
+)
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import ModelInfo, PassRequest, PassResult
+from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier import session_events as se
+from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.drafts import ExactRule, run_ahead_policy
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.session import VerifySession
+
+PROMPT = (1, 1)
+TEXT = (*PROMPT, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19)
+MODEL = ModelInfo("big", "", 50, 4096)
+REQUEST = Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=9))
+LIMITS = Limits(lease_s=10.0)
+
+
+def new_session(
+    request: Open = REQUEST, limits: Limits = LIMITS, model: ModelInfo = MODEL
+) -> VerifySession:
+    rule, run_ahead = ExactRule(), run_ahead_policy(request.run_ahead)
+    session = VerifySession(request, model, limits, rule, run_ahead, 0.0)
+    session.handle(se.Attach(request), 0.0)
+    return session
+
+
+def targets_of(request: PassRequest) -> tuple[int, ...]:
+    """What the fixed text's target answers: after a node of depth d, the token d further on."""
+    first = request.cache_length + len(request.feed)
+    depths: list[int] = []
+    for parent in request.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return tuple(TEXT[first + depth] for depth in (0, *depths))
+
+
+def offer(session: VerifySession, rows: int = 64, now: float = 1.0) -> PassRequest:
+    (action,) = session.handle(se.Offer(rows, 0.02), now)
+    assert isinstance(action, se.RunPass)
+    return action.request
+
+
+def run_pass(session: VerifySession, now: float = 1.0) -> tuple[se.VerifyAction, ...]:
+    request = offer(session, now=now)
+    return session.handle(se.PassDone(targets_of(request)), now)
+
+
+def chain(session: VerifySession, *tokens: int, first: int = 1) -> Draft:
+    length = session.prefix.length
+    parents = (0, *range(first, first + len(tokens) - 1))
+    return Draft(first, parents, tokens, length, session.prefix.hash_at(length))
+
+
+def commit_in(actions: tuple[se.VerifyAction, ...]) -> Commit:
+    (send,) = [a for a in actions if isinstance(a, se.Send)]
+    assert isinstance(send.message, Commit)
+    return send.message
+
+
+RUNNING = replace(REQUEST, run_ahead=RunAhead.ALWAYS)
+
+
+def new_engine(limits: ee.EngineLimits | None = None, *, contain: bool = True) -> VerifyEngine:
+    return VerifyEngine(MODEL, LIMITS, limits or ee.EngineLimits(), contain=contain)
+
+
+def named(key: str, request: Open = RUNNING) -> Open:
+    return replace(request, session_id=key)
+
+
+def batch(actions: tuple[ee.EngineAction, ...]) -> tuple[PassRequest, ...]:
+    """The requests of the one pass among the actions."""
+    (run,) = [action for action in actions if isinstance(action, ee.RunBatch)]
+    return run.requests
+
+
+def done(requests: tuple[PassRequest, ...]) -> ee.BatchDone:
+    """What the target says of the fixed text."""
+    return ee.BatchDone(
+        tuple(PassResult(r.key, targets_of(r) if r.sample else ()) for r in requests)
+    )
+
+
+def faults(actions: tuple[ee.EngineAction, ...]) -> list[tuple[int, FaultCode]]:
+    """Which streams hear which faults."""
+    return [
+        (action.stream, action.message.code)
+        for action in actions
+        if isinstance(action, ee.SendTo) and isinstance(action.message, Fault)
+    ]
+
+
+DECODE_S = 0.020
+ENDLESS = SamplingParams(max_tokens=4_000, ignore_eos=True)
+PACED_MODEL = ModelInfo("big", "", 50, 8192)
+PACED_LIMITS = Limits(context_length=8192, max_unreceived=8192)
+
+
+def opening(name: str, length: int) -> Open:
+    return Open(name, "", "", (1,) * length, sampling=ENDLESS, drafting=False)
+
+
+class PacedEngine:
+    """A pass takes 20 ms, ``session_s`` for each session and ``row_s`` for each prompt row. Devices
+    acknowledge at once; ``tokens`` counts what each session committed."""
+
+    def __init__(
+        self, row_s: float, limits: ee.EngineLimits | None = None, session_s: float = 0.0
+    ) -> None:
+        self.now, self._row_s, self._session_s = 0.0, row_s, session_s
+        self.engine = VerifyEngine(
+            PACED_MODEL, PACED_LIMITS, limits or ee.EngineLimits(), contain=False
+        )
+        self.tokens: dict[str, int] = {}
+        self.faults: list[Fault] = []
+        self._streams = 0
+        self._batch: tuple[PassRequest, ...] = ()
+        self._stream_of: dict[str, int] = {}
+        self._name_of: dict[int, str] = {}
+
+    def open(self, name: str, length: int = 1, credential: Credential = ANYBODY) -> None:
+        self._streams += 1
+        self._stream_of[name], self._name_of[self._streams] = self._streams, name
+        self.tokens[name] = 0
+        opened = ee.StreamOpened(self._streams, opening(name, length), credential=credential)
+        self._take(self.engine.handle(opened, self.now))
+        if name not in self.engine.sessions:
+            del self._stream_of[name]
+
+    def close(self, name: str) -> None:
+        self._take(
+            self.engine.handle(ee.StreamMessage(self._stream_of.pop(name), Cancel()), self.now)
+        )
+
+    def lose(self, name: str) -> None:
+        """The device is gone."""
+        self._take(self.engine.handle(ee.StreamLost(self._stream_of.pop(name)), self.now))
+
+    def run_pass(self) -> dict[str, int]:
+        """The rows that each session had in the pass that ends now; empty if none was running: then
+        the engine is polled at its deadline."""
+        batch, self._batch = self._batch, ()
+        rows = {request.key: len(request.feed) for request in batch}
+        if not batch:
+            assert self.engine.deadline is not None
+            assert self.engine.deadline > self.now, "a busy poll"
+            self.now = self.engine.deadline
+            self._take(self.engine.handle(ee.Poll(), self.now))
+            return rows
+        extra = sum(count - 1 for count in rows.values())
+        self.now += DECODE_S + self._session_s * len(batch) + self._row_s * extra
+        results = [PassResult(one.key, (7,) if one.sample else ()) for one in batch]
+        self._take(self.engine.handle(ee.BatchDone(tuple(results)), self.now))
+        return rows
+
+    def run_until(self, at_s: float) -> None:
+        while self.now < at_s:
+            self.run_pass()
+
+    def _take(self, actions: tuple[ee.EngineAction, ...]) -> None:
+        for action in actions:
+            match action:
+                case ee.RunBatch(requests):
+                    self._batch = requests
+                case ee.SendTo(stream, Commit(position, tokens)) if tokens:
+                    self.tokens[self._name_of[stream]] += len(tokens)
+                    received = Received(position + len(tokens), 0)
+                    self._take(self.engine.handle(ee.StreamMessage(stream, received), self.now))
+                case ee.SendTo(_, Fault() as fault):
+                    self.faults.append(fault)
