@@ -1,15 +1,40 @@
-"""One row of logits to one token: parameters, truncation, penalties, and the law of the draws."""
+"""One row of logits to one token, and its score; and the law of whole texts.
+
+Sampled texts, drawn through both sessions with a drafter, follow the target's own law. Oracle: the
+exact joint law of the first two and three tokens, multiplied out of the target's conditional
+probabilities, and Pearson's chi-square against it; and the texts themselves, one token after the
+other by the scalar specification. Good, random and hostile drafters must pass; a rule with the
+classic mistake (siblings accepted independently) must not.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.core.device.commit_bounds import CommitBounds
+from edgespec.core.device.events import DraftCounters, Finish
+from edgespec.core.device.policy import WindowedPolicy
+from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.ports import Drafter
+from edgespec.core.protocol.messages import (
+    EXACT_RULE,
+    Commit,
+    Draft,
+    Limits,
+    Open,
+    Received,
+    RunAhead,
+)
 from edgespec.core.protocol.sampling import (
     MASK_32,
     SamplingParams,
@@ -18,6 +43,21 @@ from edgespec.core.protocol.sampling import (
     noise_bits,
     warp,
 )
+from edgespec.core.protocol.work import LEAST_LOGPROB, MAX_LOGPROBS, TokenScore, score_token
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier import session_events as se
+from edgespec.core.verifier.drafts import AcceptanceRule, ExactRule, Walk
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.session import ScoreKeeper
+from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
+from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.wire_size import message_bytes
+from tests.adversarial import AdversarialDrafter
+from tests.core.scenes import REQUEST, commit_in, new_session, offer
 
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
@@ -82,15 +122,17 @@ def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
     assert min(row[t] for t in kept) >= max([row[t] for t in set(range(len(row))) - kept] or [-99])
 
 
-def test_min_p_is_a_share_of_the_best() -> None:
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(temperature=1.0, min_p=0.2), {0, 1}),
+        (SamplingParams(temperature=1.0, top_p=0.7), {0, 1}),
+        (SamplingParams(temperature=0.5, top_p=0.7), {0}),  # the temperature comes first
+    ],
+)
+def test_min_p_is_a_share_of_the_best(params: SamplingParams, kept: set[int]) -> None:
     logits = [math.log(p) for p in (0.6, 0.25, 0.1, 0.05)]
-    assert _kept(warp(logits, SamplingParams(temperature=1.0, min_p=0.2))) == {0, 1}
-
-
-def test_temperature_comes_before_truncation() -> None:
-    logits = [math.log(p) for p in (0.6, 0.3, 0.1)]
-    assert _kept(warp(logits, SamplingParams(temperature=1.0, top_p=0.7))) == {0, 1}
-    assert _kept(warp(logits, SamplingParams(temperature=0.5, top_p=0.7))) == {0}
+    assert _kept(warp(logits, params)) == kept
 
 
 def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
@@ -99,12 +141,10 @@ def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
     assert warp(row, repetition, [0], [1, 1]) == [1.0, -4.0, 2.0, -2.0]
     additive = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     assert warp(row, additive, [0], [1, 1, 2]) == [2.0, -3.0, 1.25, -2.0]
-
-
-def test_bias_comes_first_and_ignores_ids_outside_the_vocabulary() -> None:
-    params = SamplingParams(logit_bias={1: 5.0, 99: 5.0}, repetition_penalty=2.0)
-    assert warp([1.0, 1.0], params, [1]) == [1.0, 3.0]
-    assert choose([1.0, 0.0], params, 0) == 1
+    # A bias comes first, and ids outside the vocabulary are ignored.
+    biased = SamplingParams(logit_bias={1: 5.0, 99: 5.0}, repetition_penalty=2.0)
+    assert warp([1.0, 1.0], biased, [1]) == [1.0, 3.0]
+    assert choose([1.0, 0.0], biased, 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -132,27 +172,20 @@ def test_draws_follow_the_warped_softmax(params: SamplingParams) -> None:
     assert sum(cells) < len(cells) - 1 + 5 * math.sqrt(2 * len(cells))
 
 
-GOLDEN_SMALL = [477780777, 792694223, 1930745897]
-
-GOLDEN_LARGE = 3153832169
-
-
 def test_golden_bits() -> None:
     """Both sides of a link must agree on these for ever: a change is a new protocol version."""
-    assert [noise_bits(0, 0, 0), noise_bits(0, 0, 1), noise_bits(0, 1, 0)] == GOLDEN_SMALL
-    assert noise_bits((1 << 64) - 1, 1 << 20, 151_935) == GOLDEN_LARGE
+    small = [noise_bits(0, 0, 0), noise_bits(0, 0, 1), noise_bits(0, 1, 0)]
+    assert small == [477780777, 792694223, 1930745897]
+    assert noise_bits((1 << 64) - 1, 1 << 20, 151_935) == 3153832169
+    low, high = gumbel(0), gumbel(MASK_32)  # finite at both ends
+    assert low == pytest.approx(-math.log(math.log(2.0**24)))
+    assert 16.0 < high < 17.0
 
 
 @pytest.mark.parametrize("high", [0, 1])
 def test_both_halves_of_the_seed_count(high: int) -> None:
     seeds = [low + (high << 32) for low in range(50)] + [h << 32 for h in range(2, 50)]
     assert len({noise_bits(seed, 3, 5) for seed in seeds}) == len(seeds)
-
-
-def test_gumbel_is_finite_at_both_ends() -> None:
-    low, high = gumbel(0), gumbel(MASK_32)
-    assert low == pytest.approx(-math.log(math.log(2.0**24)))
-    assert 16.0 < high < 17.0
 
 
 @pytest.mark.parametrize("shift", [1, 2, 7])
@@ -166,3 +199,268 @@ def test_positions_are_not_shifted_copies_of_each_other(shift: int) -> None:
         y = [b / 2**32 - 0.5 for b in there[lag:]]
         correlation = 12 * sum(a * b for a, b in zip(x, y, strict=False)) / len(y)
         assert abs(correlation) < 4 / math.sqrt(len(y))
+
+
+LAW = ToyModel(vocabulary_size=4, order=2, seed=5, sharpness=1.0)
+PROMPT = (1, 2)
+LENGTH = 4
+TEXTS, MANY_TEXTS = 600, 2500
+# A standard normal variate exceeds this with a chance of 3e-5.
+CRITICAL = 4.0
+SIZES = [TEXTS, pytest.param(MANY_TEXTS, marks=pytest.mark.slow)]
+Text = tuple[int, ...]
+DrafterOf = Callable[[int], Drafter]
+
+
+@dataclass(frozen=True, slots=True)
+class IndependentSiblings:
+    """Wrong on purpose: a node counts when any row of the pass happens to predict its token."""
+
+    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+        path: list[int] = []
+        for node in range(len(tokens)):
+            if parents[node] == (path[-1] if path else -1) and tokens[node] in targets:
+                path.append(node)
+        last = targets[1 + path[-1]] if path else targets[0]
+        return Walk(tuple(path), (*(tokens[node] for node in path), last))
+
+
+def good(seed: int) -> Drafter:
+    return ToyDrafter(LAW.perturbed(0.3))
+
+
+def blind(seed: int) -> Drafter:
+    return RandomDrafter(toy_info(LAW), seed)
+
+
+def hostile(seed: int) -> Drafter:
+    return AdversarialDrafter(ToyDrafter(LAW), seed)
+
+
+def _params(top_p: float, seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.9, top_p=top_p, seed=seed, max_tokens=LENGTH)
+
+
+def _draw(
+    seed: int, top_p: float, drafter: Drafter, width: int, rule: AcceptanceRule
+) -> tuple[Text, DraftCounters]:
+    """One text through both sessions. Its first token comes of the prompt's own pass, so no draft
+    counts there."""
+    queue, target = EventQueue(), ToyTarget(LAW)
+    engine = VerifyEngine(target.info, Limits(), EngineLimits(), {EXACT_RULE: rule})
+    server = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda requests: 0.02))
+
+    def connect() -> tuple[Stream, float]:
+        stream = Stream(queue, FixedDelay(queue, 0.001), FixedDelay(queue, 0.001))
+        server.accept(stream)
+        return stream, 0.0
+
+    params = _params(top_p, seed)
+    request = Open("s", "", "", PROMPT, sampling=params, run_ahead=RunAhead.NEVER)
+    session = DraftSession(request, WindowedPolicy(width), ReconnectPolicy(), 1000)
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: 0.002, connect)
+    device.start()
+    queue.run(1e3)
+    assert isinstance(device.delivery.ended, Finish)
+    return tuple(device.delivery.tokens), session.counters
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    texts: tuple[Text, ...]
+    verified: int
+    """Draft nodes that a pass looked at; of them ``accepted``."""
+    accepted: int
+    tried: int
+    """Positions decided while the draft had a guess; at ``hits`` of them its first choice won."""
+    hits: int
+
+
+@cache
+def _sample(
+    drafter_of: DrafterOf, width: int, rule: AcceptanceRule, top_p: float, size: int = TEXTS
+) -> Sample:
+    drawn = [_draw(seed, top_p, drafter_of(seed), width, rule) for seed in range(size)]
+    return Sample(
+        texts=tuple(text for text, _ in drawn),
+        verified=sum(counters.rows for _, counters in drawn),
+        accepted=sum(counters.accepted for _, counters in drawn),
+        tried=sum(counters.tried for _, counters in drawn),
+        hits=sum(counters.hits for _, counters in drawn),
+    )
+
+
+def _direct(seed: int, top_p: float) -> Text:
+    """The text of this seed without sessions, drafts or links."""
+    tokens = list(PROMPT)
+    for position in range(len(PROMPT), len(PROMPT) + LENGTH):
+        output = tokens[len(PROMPT) :]
+        tokens.append(choose(LAW.logits(tokens), _params(top_p, seed), position, PROMPT, output))
+    return tuple(tokens[len(PROMPT) :])
+
+
+@cache
+def _law(length: int, top_p: float) -> dict[Text, float]:
+    """The exact probability of every beginning of this length."""
+    params = _params(top_p, 0)
+    law: dict[Text, float] = {}
+    for text in itertools.product(range(LAW.vocabulary_size), repeat=length):
+        chance = 1.0
+        for index, token in enumerate(text):
+            scores = warp(LAW.logits((*PROMPT, *text[:index])), params)
+            weights = [math.exp(score) for score in scores]
+            chance *= weights[token] / sum(weights)
+        law[text] = chance
+    return law
+
+
+def _excess(texts: Sequence[Text], law: dict[Text, float]) -> float:
+    """Pearson's chi-square as a standard normal variate (Wilson and Hilferty 1931). Outcomes
+    expected less than five times are one; an impossible one is infinitely bad."""
+    counts = Counter(texts)
+    if any(law[text] == 0.0 for text in counts):
+        return math.inf
+    cells = [(counts[text], len(texts) * chance) for text, chance in law.items()]
+    large = [cell for cell in cells if cell[1] >= 5.0]
+    small = [cell for cell in cells if 0.0 < cell[1] < 5.0]
+    pooled = (sum(count for count, _ in small), sum(expected for _, expected in small))
+    large += [pooled] if pooled[1] >= 5.0 else []
+    statistic = sum((count - expected) ** 2 / expected for count, expected in large)
+    degrees = len(large) - 1
+    spread = 2.0 / (9.0 * degrees)
+    return float(((statistic / degrees) ** (1 / 3) - (1.0 - spread)) / math.sqrt(spread))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize(
+    ("drafter_of", "width"), [(good, 1), (blind, 2), (hostile, 1)], ids=["good", "blind", "hostile"]
+)
+def test_the_joint_law_is_the_targets(
+    drafter_of: DrafterOf, width: int, top_p: float, size: int
+) -> None:
+    sample = _sample(drafter_of, width, ExactRule(), top_p, size)
+    assert sample.verified > size
+    assert list(sample.texts) == [_direct(seed, top_p) for seed in range(size)]
+    for length in (2, 3, 4):
+        beginnings = [text[:length] for text in sample.texts]
+        assert abs(_excess(beginnings, _law(length, top_p))) < CRITICAL, length
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_biased_rule_is_noticed(size: int) -> None:
+    """By the law alone: no seed is compared with its own text."""
+    texts = _sample(blind, 2, IndependentSiblings(), 1.0, size).texts
+    for length in (2, 3):
+        assert _excess([text[:length] for text in texts], _law(length, 1.0)) > 2 * CRITICAL
+
+
+def test_acceptance_is_earned() -> None:
+    """A blind first choice is right by chance, a hostile one never, a good one often."""
+    by_chance = _sample(blind, 2, ExactRule(), 1.0)
+    share, chance = by_chance.hits / by_chance.tried, 1 / LAW.vocabulary_size
+    assert abs(share - chance) < 4 * math.sqrt(chance * (1 - chance) / by_chance.tried)
+    never = _sample(hostile, 1, ExactRule(), 1.0)
+    assert (never.hits, never.accepted) == (0, 0)
+    often = _sample(good, 1, ExactRule(), 1.0)
+    assert often.accepted > 0.8 * often.verified
+
+
+ASKING = replace(REQUEST, logprobs=2)
+
+
+def scores(*numbers: int) -> tuple[TokenScore, ...]:
+    """Each tells which row it is of; exact in 32 bits."""
+    return tuple(TokenScore(-float(n), 0.5, ((n, -0.25), (7, -2.0))) for n in numbers)
+
+
+def test_a_score_is_the_log_of_the_softmax() -> None:
+    logits = [0.3, -1.0, 2.5, 2.0, 0.0]
+    norm = math.log(sum(math.exp(logit) for logit in logits))
+    found = score_token(logits, 1, 3)
+    assert math.isclose(found.logprob, -1.0 - norm)
+    assert [token for token, _ in found.top] == [2, 3, 0]
+    assert all(math.isclose(logprob, logits[token] - norm) for token, logprob in found.top)
+    assert found.margin == 0.5
+    everything = score_token(logits, 2, MAX_LOGPROBS).top
+    assert math.isclose(sum(math.exp(logprob) for _, logprob in everything), 1.0)
+
+
+def test_what_cannot_be_has_a_finite_score_and_equals_go_by_id() -> None:
+    found = score_token([1.0, -math.inf, 1.0], 1, 3)
+    assert found.logprob == LEAST_LOGPROB
+    assert [token for token, _ in found.top] == [0, 2, 1]
+    assert (found.margin, found.top[2][1]) == (0.0, LEAST_LOGPROB)
+    assert score_token([5.0], 0, 2) == TokenScore(0.0, -LEAST_LOGPROB, ((0, 0.0),))
+
+
+def test_a_session_that_asks_gets_the_score_of_each_token_it_commits() -> None:
+    session = new_session(ASKING)
+    first = offer(session)
+    assert first.logprobs == 2
+    commit = commit_in(session.handle(se.PassDone((10,), scores(0)), 1.0))
+    assert commit.logprobs == scores(0)
+    base = session.prefix.hash_at(3)
+    session.handle(Draft(1, (0, 0, 1, 2, 2, 4), (40, 11, 12, 41, 12, 13), 3, base), 1.0)
+    offer(session)
+    done = se.PassDone((11, 40, 12, 41, 41, 13, 14), scores(0, 1, 2, 3, 4, 5, 6))
+    commit = commit_in(session.handle(done, 1.0))
+    assert commit.tokens == (11, 12, 13)
+    assert commit.logprobs == scores(0, 2, 5)  # after the root, node 1 and node 4
+
+
+def test_a_device_that_comes_back_is_told_the_scores_it_missed() -> None:
+    session = new_session(ASKING)
+    for token in (10, 11, 12):
+        offer(session)
+        session.handle(se.PassDone((token,), scores(token)), 1.0)
+    session.handle(Received(3, 0), 1.0)
+    for held, told in (((10, 11), scores(12)), ((10,), scores(11, 12)), ((), ())):
+        session.handle(se.Detach(), 2.0)
+        sent = session.handle(se.Attach(replace(ASKING, committed=held)), 3.0)
+        (commit,) = [
+            one.message
+            for one in sent
+            if isinstance(one, se.Send) and isinstance(one.message, Commit)
+        ]
+        assert commit.tokens == (10, 11, 12)[len(held) :]
+        assert commit.logprobs == told  # the first one was acknowledged, so nobody keeps its score
+
+
+def test_the_keeper_holds_what_is_not_acknowledged() -> None:
+    keeper = ScoreKeeper()
+    keeper.commit(5, scores(0, 1, 2), (0, 1), 3)
+    keeper.commit(8, scores(3), (), 1)
+    assert keeper.of(5, 4) == scores(0, 1, 2, 3)
+    keeper.acknowledged(7)
+    assert keeper.of(5, 4) == keeper.of(6, 1) == keeper.of(8, 2) == ()
+    assert keeper.of(7, 2) == scores(2, 3)
+    keeper.commit(9, (), (), 1)  # a pass that scored nothing leaves a gap
+    keeper.commit(10, scores(5), (), 1)
+    assert keeper.of(7, 2) == keeper.of(9, 2) == ()
+    assert keeper.of(10, 1) == scores(5)
+    keeper.acknowledged(99)
+    keeper.acknowledged(3)
+    assert keeper.of(10, 1) == keeper.of(10, 0) == ()
+
+
+def test_a_device_cuts_scores_with_the_tokens_it_refuses() -> None:
+    bounds = CommitBounds(2, 3)
+    commit, wrong = bounds.fitting(Commit(2, (1, 2, 3, 4), logprobs=scores(1, 2, 3, 4)))
+    assert wrong is not None
+    assert (commit.tokens, commit.logprobs) == ((1, 2, 3), scores(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        scores(1, 300),
+        (TokenScore(0.0, 0.0, ()), TokenScore(-0.5, 0.0, ((70_000, LEAST_LOGPROB),) * 20)),
+    ],
+)
+def test_scores_travel_and_are_weighed(told: tuple[TokenScore, ...]) -> None:
+    commit = Commit(5, (1, 2), logprobs=told)
+    assert decode_downlink(encode_downlink(commit)) == commit
+    assert message_bytes(commit) == payload_bytes(commit)
+    asking = Open("s", "", "", (1,), logprobs=20)
+    assert payload_bytes(asking) - payload_bytes(replace(asking, logprobs=0)) == 3

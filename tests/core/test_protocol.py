@@ -1,0 +1,302 @@
+"""What both sides of a link share: the speculation tree, estimates, messages and their sizes.
+
+Oracle of the tree: a set of whole texts. Each guess is the full text it stands for: alive when it
+is longer than the committed text and begins with it; a repeat, an unknown parent or another text is
+stale. Of a drafter's cache: one that really holds tokens. Of sizes: the codec's own bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.core.device.cache import DraftCache
+from edgespec.core.protocol import tree as tree_module
+from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_line, printable
+from edgespec.core.protocol.estimators import AcceptanceEstimator, SlopeEstimator
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Limits,
+    Message,
+    Open,
+    Opened,
+    Received,
+)
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
+from edgespec.core.protocol.work import Candidate
+from edgespec.core.verifier.drafts import ArrivalEstimator
+from edgespec.wire.codec import payload_bytes
+from edgespec_sim.wire_size import message_bytes
+from tests.sim.faults.checks import check_tree
+
+PROMPT = (7, 7)
+Text = tuple[int, ...]
+
+
+class TextModel:
+    def __init__(self) -> None:
+        self.committed: Text = PROMPT
+        self.texts: dict[int, Text] = {}
+        self.last_id = 0
+
+    def agrees(self, text: Text) -> bool:
+        shared = min(len(text), len(self.committed))
+        return text[:shared] == self.committed[:shared]
+
+    @property
+    def alive(self) -> dict[int, Text]:
+        length = len(self.committed)
+        return {i: t for i, t in self.texts.items() if len(t) > length and self.agrees(t)}
+
+    def grow(self, node_id: int, parent: int, token: int, base: int) -> Growth:
+        if node_id <= self.last_id:
+            return Growth.STALE
+        before = self.committed[:base] if parent == ROOT else self.texts.get(parent)
+        if before is None or not self.agrees((*before, token)):
+            return Growth.STALE
+        text = (*before, token)
+        if text in self.alive.values():
+            return Growth.STALE
+        self.texts[node_id], self.last_id = text, node_id
+        return Growth.ALIVE if len(text) > len(self.committed) else Growth.FORWARDED
+
+    def commit(self, tokens: Text) -> int:
+        before = len(self.alive)
+        old = self.committed
+        self.committed += tokens
+        walked = {t for t in self.texts.values() if self.agrees(t) and len(t) > len(old)}
+        walked = {t for t in walked if len(t) <= len(self.committed)}
+        return before - len(self.alive) - len(walked)
+
+
+_grow = st.tuples(st.just("grow"), *(st.integers(0, most) for most in (2, 12, 2, 3)))
+_commit = st.tuples(st.just("commit"), st.lists(st.integers(0, 2), max_size=3))
+_follow = st.tuples(st.just("follow"), st.integers(0, 20))
+_steps = st.one_of(_grow, _grow, _grow, _grow, _commit, _follow, st.tuples(st.just("clear")))
+_short = st.lists(st.integers(0, 1), max_size=4)
+
+
+@given(st.lists(_steps, max_size=60))
+def test_like_a_set_of_texts(steps: list[tuple[object, ...]]) -> None:
+    prefix, model = CommittedPrefix(PROMPT), TextModel()
+    tree = SpeculationTree(prefix)
+    for step in steps:
+        match step:
+            case ("grow", int(jump), int(back), int(token), int(behind)):
+                node_id, length = model.last_id + jump, len(model.committed)
+                parent = max(0, model.last_id + 1 - back)
+                base = max(0, length - behind)
+                expected = model.grow(node_id, parent, token, base)
+                assert tree.grow(node_id, parent, token, base) is expected
+            case ("commit", list(tokens)):
+                assert tree.commit(tuple(tokens)) == model.commit(tuple(tokens))
+            case ("follow", int(pick)):
+                alive = list(model.alive.values())
+                if alive:
+                    text = alive[pick % len(alive)][len(model.committed) :]
+                    assert tree.commit(text) == model.commit(text)
+            case ("clear",):
+                killed = len(model.alive)
+                model.texts, model.last_id = {}, 0
+                assert tree.clear() == killed
+        _same(tree, model)
+
+
+def _same(tree: SpeculationTree, model: TextModel) -> None:
+    check_tree(tree, "tree")
+    prefix = tuple(tree.prefix.tokens)
+    assert prefix == model.committed
+    assert tree.last_id == model.last_id
+    assert {node_id: (*prefix, *tree.path(node_id)) for node_id in tree.nodes} == model.alive
+    for node_id, text in model.texts.items():
+        place = tree.place(node_id, 0)
+        assert place == (len(text) if model.agrees(text) else None)
+
+
+def _tree(*tokens: int) -> SpeculationTree:
+    return SpeculationTree(CommittedPrefix(PROMPT, tokens))
+
+
+def test_a_node_that_found_no_parent_may_come_again_behind_it() -> None:
+    """A verifier had no room for node 2, so node 3 found no parent; the device sends both again
+    when there is room. Once node 3 had used its id up, node 2 was a repeat, for ever."""
+    tree = _tree()
+    assert tree.grow(1, 0, 4, 2) is Growth.ALIVE
+    assert tree.grow(3, 2, 5, 0) is Growth.STALE
+    assert tree.grow(2, 1, 6, 0) is Growth.ALIVE
+    assert tree.grow(3, 2, 5, 0) is Growth.ALIVE
+    assert tree.grow(3, 2, 5, 0) is Growth.STALE
+
+
+def test_only_so_many_committed_ids_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "MAX_COMMITTED_IDS", 2)
+    tree = _tree()
+    for node_id in (1, 2, 3):
+        tree.grow(node_id, node_id - 1, 4, 2)
+    tree.commit((4, 4, 4))
+    assert [tree.place(node_id, 0) for node_id in (1, 2, 3)] == [None, 4, 5]
+
+
+@given(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=12), st.data())
+def test_another_token_is_another_hash_from_there(tokens: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    changed = [*tokens[:at], tokens[at] + 1, *tokens[at + 1 :]]
+    one, other = CommittedPrefix(tokens), CommittedPrefix(changed)
+    for length in range(len(tokens) + 1):
+        assert (one.hash_at(length) == other.hash_at(length)) is (length <= at)
+
+
+@given(st.lists(st.tuples(_short, _short), max_size=20))
+def test_it_holds_prefix_and_path_and_feeds_the_least(
+    steps: list[tuple[list[int], list[int]]],
+) -> None:
+    prefix, cache = CommittedPrefix((9,)), DraftCache()
+    held: list[int] = []
+    for committed, path in steps:
+        prefix.extend(committed)
+        text = prefix.tokens + path
+        keep, feed = cache.feed(prefix, path)
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(held, text, strict=False)) if a != b),
+            min(len(held), len(text)),
+        )
+        assert keep == min(shared, len(text) - 1)
+        held[keep:] = feed
+        assert held == text
+        assert cache.length == len(held)
+
+
+def test_a_slope_is_that_of_least_squares() -> None:
+    xs, ys = (0.0, 4.0, 1.0, 6.0, 3.0, 2.0, 5.0, 3.0), (9.0, 1.0, 8.0, 0.0, 2.0, 5.0, 2.0, 4.0)
+    slope, flat = SlopeEstimator(), SlopeEstimator()
+    for x, y in zip(xs, ys, strict=True):
+        assert slope.get() is None  # too few
+        slope.add(x, y)
+        flat.add(4.0, y)
+    mean_x, mean_y = sum(xs) / 8, sum(ys) / 8
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    assert slope.get() == pytest.approx(covariance / sum((x - mean_x) ** 2 for x in xs))
+    assert flat.get() is None  # what does not vary has none
+
+
+def test_acceptance_is_a_weighted_count() -> None:
+    usual = AcceptanceEstimator()
+    assert [usual.rate(rank) for rank in range(4)] == pytest.approx([0.7, 0.1, 0.04, 0.02])
+    estimator = AcceptanceEstimator(prior=(0.5,), prior_weight=4.0, memory=0.5)
+    for rank in (0, None, 0):
+        estimator.add(rank)
+    hits, trials = 0.25 + 1.0, 0.25 + 0.5 + 1.0
+    assert estimator.rate(0) == pytest.approx((hits + 2.0) / (trials + 4.0))
+
+
+def test_two_rhythms() -> None:
+    arrivals = ArrivalEstimator()
+    arrivals.on_useful_draft(1.0)
+    arrivals.on_useful_draft(1.5)
+    assert arrivals.expected_at() == pytest.approx(2.0)
+    arrivals.on_miss(3.0)
+    assert arrivals.expected_at() is None
+    arrivals.on_useful_draft(3.25)
+    assert arrivals.expected_at() == pytest.approx(3.75)
+    arrivals.on_miss(4.0)
+    arrivals.on_miss(9.0)  # the first one counts: the device hears of that
+    assert arrivals.expected_at() == pytest.approx(4.25)
+
+
+@pytest.mark.parametrize(
+    "evil",
+    ["\x1b[2J", "\x9b2J", "\x07", "\r", "\b", "\x7f", "\u202e", "\u2066", "\ufeff", "\ud800"],
+)
+def test_control_characters_are_replaced(evil: str) -> None:
+    assert printable(f"a{evil}b") == f"a{REPLACEMENT}{evil[1:]}b"
+
+
+def test_a_message_is_one_line_of_bounded_length() -> None:
+    assert one_line("a\nb\r\n c") == "a b c"
+    assert one_line("x" * 5000) == "x" * MAX_MESSAGE_LENGTH + "…"
+
+
+def test_values_are_equal_by_their_fields_and_have_nothing_else() -> None:
+    assert Received(3, 4) == Received(3, 4) != Received(4, 3)
+    assert len({Received(3, 4), Received(3, 4), Candidate(3, 4.0)}) == 2
+    assert not hasattr(Received(3, 4), "__dict__")
+
+
+def test_the_type_checker_refuses_a_change() -> None:
+    received = Received(3, 4)
+    received.position = 5  # type: ignore[misc] # frozen for the type checker alone
+    assert received == Received(5, 4)
+
+
+def hot_messages(seed: int) -> list[Message]:
+    dice = random.Random(seed)
+
+    def number() -> int:
+        return dice.choice((0, 1, 127, 128, 16_383, 16_384, dice.randrange(1 << 28)))
+
+    count = dice.randrange(0, 9)
+    first = dice.randrange(1, 40_000)
+    parents = tuple(dice.choice((0, first + i - 1, first + i - 1)) for i in range(count))
+    if count and dice.random() < 0.3:  # a chain behind the node before it
+        parents = tuple(first + i - 1 for i in range(count))
+    tokens = tuple(dice.randrange(1 << dice.randrange(1, 17)) for _ in range(count))
+    based = 0 in parents
+    draft = Draft(
+        first if count else 0,
+        parents,
+        tokens,
+        dice.randrange(1, 5000) if based else 0,
+        dice.randrange(1 << 32) if based else 0,
+    )
+    commit = Commit(
+        position=dice.randrange(4000),
+        tokens=tokens,
+        accepted=dice.randrange(count + 1),
+        stale=number(),
+        queue_us=number(),
+        verify_us=number(),
+        rows=number(),
+        echo=number(),
+        held_us=number(),
+        finish=dice.choice((None, FinishReason.STOP)),
+        row_price=dice.choice((None, 0, 1, 127, 128, 1000)),
+        credit=dice.choice((None, 0, 127, 128)),
+    )
+    return [draft, commit, Received(number(), number()), Cancel()]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_travels_all_the_time_is_exact(seed: int) -> None:
+    for message in hot_messages(seed):
+        assert message_bytes(message) == payload_bytes(message), message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Open("a" * 32, "model", "v" * 64, tuple(range(1, 3000)), (5, 6), SamplingParams(seed=9)),
+        Open("s", "", "", (1,), sampling=SamplingParams(temperature=0.7, top_p=0.9)),
+        Opened(Limits(), "toy", 12),
+        Fault(FaultCode.OVERLOADED, "all 64 sessions are taken", 1.0),
+    ],
+)
+def test_what_travels_once_is_close(message: Message) -> None:
+    size = payload_bytes(message)
+    assert abs(message_bytes(message) - size) <= max(32, 0.02 * size)
+
+
+def test_a_session_secret_is_counted() -> None:
+    plain = Open("session", "", "", (1, 2, 3))
+    secret = replace(plain, session_secret=b"x" * 32)
+    more = payload_bytes(secret) - payload_bytes(plain)
+    assert message_bytes(secret) - message_bytes(plain) == more
