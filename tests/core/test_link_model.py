@@ -1,12 +1,19 @@
-"""The link model: each stage by itself with exact figures, then what has to hold for all of them.
+"""The link model: each stage with exact figures, then what has to hold for all of them.
 
-Figures: 1000 bytes at 8 Mbit/s take 1 ms to serialise.
+Figures: 1000 bytes at 8 Mbit/s take 1 ms to serialise. Oracle of a queue's slots: capacity
+integrated in small steps, and a plain list of intervals that is searched from the front for each
+message. The property is conservation: what was sent through a queue by any time is at most what its
+capacity adds up to by then. A queue that gives each link the full rate, and one that forgets what
+it has taken, must fail it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,93 +21,81 @@ from hypothesis import strategies as st
 
 from edgespec.core.link_model import (
     LEAST_TIMEOUT_S,
+    CapacitySchedule,
     DelaySchedule,
     JitterLaw,
     LinkModel,
     LinkSettings,
+    LossSchedule,
+    OutageSchedule,
     SharedQueue,
     late_s,
 )
 
 RATE = 8e6
-MS = 1e-3
+TWICE = OutageSchedule(((1.0, 2.0), (4.0, 5.0)), period_s=10.0)
+LATE_FIRST = DelaySchedule(((0.0, 0.5), (1.0, 0.01)))
+OUT_TWICE = ((0.1, 0.3), (0.3, 0.4), (9.0, 10.0))
 
 
-def near(*values: float) -> list[object]:
-    return [pytest.approx(value, abs=1e-12) for value in values]
+@pytest.mark.parametrize(
+    ("settings", "rate", "messages"),
+    [  # messages: when, of how many bytes, and when it arrives
+        ({}, None, [(1.0, 10**9, 1.0), (2.0, 0, 2.0)]),
+        # Propagation delays every message alike and does not queue.
+        ({"one_way_s": 0.05}, None, [(0.0, 1000, 0.05), (0.0, 9000, 0.05), (0.01, 10, 0.06)]),
+        # Serialisation queues, and frees the link before propagation ends.
+        ({"one_way_s": 0.05}, RATE, [(0.0, 1000, 0.051), (0.0, 1000, 0.052), (0.01, 2000, 0.062)]),
+        ({"overhead_bytes": 500}, RATE, [(0.0, 500, 0.001), (0.0, 0, 0.0015)]),
+        # It leaves before an outage, would be cut off in the middle, and waits.
+        (
+            {"one_way_s": 0.05, "outages_s": OUT_TWICE},
+            RATE,
+            [(0.09, 1000, 0.141), (0.0995, 1000, 0.451), (0.2, 1000, 0.452), (0.5, 1000, 0.551)],
+        ),
+        # A late message holds up those behind it.
+        ({"schedule": LATE_FIRST}, None, [(0.9, 10, 1.4), (1.0, 10, 1.4), (1.5, 10, 1.51)]),
+        (
+            {"outage_schedule": TWICE, "schedule_offset_s": 3.0},
+            None,
+            [(0.5, 1, 0.5), (1.5, 1, 2.0), (8.5, 1, 9.0), (21.2, 1, 22.0)],
+        ),
+        ({"outage_schedule": TWICE, "outages_s": ((2.0, 3.0),)}, None, [(1.5, 1, 3.0)]),
+    ],
+)
+def test_one_link(
+    settings: dict[str, Any], rate: float | None, messages: list[tuple[float, int, float]]
+) -> None:
+    model = LinkModel(LinkSettings(**settings), SharedQueue(rate) if rate else None)
+    for now_s, size_bytes, arrival_s in messages:
+        assert model.arrival(now_s, size_bytes) == pytest.approx(arrival_s, abs=1e-12)
 
 
-def arrivals(model: LinkModel, *messages: tuple[float, int]) -> list[float]:
-    return [model.arrival(now_s, size_bytes) for now_s, size_bytes in messages]
-
-
-def test_a_perfect_link_takes_no_time() -> None:
-    assert arrivals(LinkModel(), (1.0, 10**9), (2.0, 0)) == [1.0, 2.0]
-
-
-def test_propagation_delays_every_message_alike_and_does_not_queue() -> None:
-    model = LinkModel(LinkSettings(one_way_s=0.05))
-    assert arrivals(model, (0.0, 1000), (0.0, 9000), (0.01, 10)) == near(0.05, 0.05, 0.06)
-
-
-def test_serialisation_queues_and_frees_the_link_before_propagation_ends() -> None:
-    model = LinkModel(LinkSettings(one_way_s=0.05), SharedQueue(RATE))
-    messages = ((0.0, 1000), (0.0, 1000), (0.01, 2000))
-    assert arrivals(model, *messages) == near(0.051, 0.052, 0.062)
-
-
-def test_overhead_is_serialised_with_each_message() -> None:
-    model = LinkModel(LinkSettings(overhead_bytes=500), SharedQueue(RATE))
-    assert arrivals(model, (0.0, 500), (0.0, 0)) == near(1 * MS, 1.5 * MS)
-
-
-def test_links_that_share_a_queue_share_its_bandwidth() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "messages"),
+    [  # messages: by which of two links, when, of how many bytes, and when it arrives
+        (
+            {},
+            {"one_way_s": 0.1},
+            [(0, 0.0, 1000, 1e-3), (1, 0.0, 1000, 0.102), (0, 0.0, 1000, 3e-3)],
+        ),
+        # One that is out does not hold up the other: only the slot that it has reserved is taken.
+        (
+            {"outages_s": ((0.0, 1.0),)},
+            {},
+            [(0, 0.5, 1000, 1.001), (1, 0.5, 1000, 0.501), (1, 0.9995, 1000, 1.002)],
+        ),
+        # An outage behind the queue counts too.
+        ({}, {"outages_s": ((0.05, 0.2),)}, [(0, 0.0, 100_000, 0.1), (1, 0.0, 1000, 0.201)]),
+    ],
+)
+def test_links_that_share_a_queue(
+    first: dict[str, Any], second: dict[str, Any], messages: list[tuple[int, float, int, float]]
+) -> None:
     queue = SharedQueue(RATE)
-    near_link = LinkModel(LinkSettings(), queue)
-    far_link = LinkModel(LinkSettings(one_way_s=0.1), queue)
-    alone = LinkModel(LinkSettings(), SharedQueue(RATE))
-    assert near_link.arrival(0.0, 1000) == pytest.approx(1 * MS)
-    assert far_link.arrival(0.0, 1000) == pytest.approx(102 * MS)
-    assert near_link.arrival(0.0, 1000) == pytest.approx(3 * MS)
-    assert alone.arrival(0.0, 1000) == pytest.approx(1 * MS)
-
-
-def test_a_link_that_is_out_does_not_hold_up_those_it_shares_with() -> None:
-    queue = SharedQueue(RATE)
-    out = LinkModel(LinkSettings(outages_s=((0.0, 1.0),)), queue)
-    up = LinkModel(LinkSettings(), queue)
-    assert out.arrival(0.5, 1000) == pytest.approx(1.001)
-    assert up.arrival(0.5, 1000) == pytest.approx(0.501)
-    # Only the slot that the first one has reserved is taken.
-    assert up.arrival(0.9995, 1000) == pytest.approx(1.002)
-
-
-def test_nothing_leaves_in_an_outage_and_what_is_in_flight_arrives() -> None:
-    model = LinkModel(
-        LinkSettings(one_way_s=0.05, outages_s=((0.1, 0.3), (0.3, 0.4), (9.0, 10.0))),
-        SharedQueue(RATE),
-    )
-    assert arrivals(
-        model,
-        (0.09, 1000),  # leaves before, arrives during
-        (0.0995, 1000),  # would be cut off in the middle
-        (0.2, 1000),
-        (0.5, 1000),
-    ) == near(0.141, 0.451, 0.452, 0.551)
-
-
-def test_an_outage_behind_a_queue_counts_too() -> None:
-    queue = SharedQueue(RATE)
-    assert LinkModel(LinkSettings(), queue).arrival(0.0, 100_000) == pytest.approx(0.1)
-    model = LinkModel(LinkSettings(outages_s=((0.05, 0.2),)), queue)
-    assert model.arrival(0.0, 1000) == pytest.approx(0.201)
-
-
-def test_a_late_message_holds_up_the_ones_behind_it() -> None:
-    schedule = DelaySchedule(((0.0, 0.5), (1.0, 0.01)))
-    model = LinkModel(LinkSettings(schedule=schedule))
-    messages = ((0.9, 10), (1.0, 10), (1.5, 10))
-    assert arrivals(model, *messages) == near(1.4, 1.4, 1.51)
+    links = [LinkModel(LinkSettings(**settings), queue) for settings in (first, second)]
+    for link, now_s, size_bytes, arrival_s in messages:
+        assert links[link].arrival(now_s, size_bytes) == pytest.approx(arrival_s)
 
 
 def test_a_schedule_steps_holds_its_ends_and_repeats() -> None:
@@ -108,6 +103,16 @@ def test_a_schedule_steps_holds_its_ends_and_repeats() -> None:
     once, again = DelaySchedule(steps), DelaySchedule(steps, period_s=3.0)
     assert [once.one_way_s(t) for t in (0.0, 1.0, 1.9, 2.0, 99.0)] == [0.1, 0.1, 0.1, 0.2, 0.2]
     assert [again.one_way_s(t) for t in (2.5, 3.0, 4.5, 5.5)] == [0.2, 0.1, 0.1, 0.2]
+    capacity = CapacitySchedule(((1.0, RATE), (2.0, RATE / 2)))
+    assert [capacity.duration_s(t, 8000) for t in (0.0, 50.0)] == pytest.approx([1 * MS, 2 * MS])
+    outages = {
+        0.0: (1.0, 2.0),
+        1.5: (1.0, 2.0),
+        2.0: (4.0, 5.0),
+        5.0: (11.0, 12.0),
+        37.0: (41.0, 42.0),
+    }
+    assert {t: TWICE.next_after(t) for t in outages} == outages
 
 
 @pytest.mark.parametrize("law", JitterLaw)
@@ -162,11 +167,6 @@ def test_packets_that_may_have_overtaken_are_waited_for() -> None:
     assert once == pytest.approx([0.05, 0.05, 0.06, 0.24, 0.24])
 
 
-def test_a_long_round_trip_makes_a_retransmission_later() -> None:
-    model = LinkModel(LinkSettings(one_way_s=0.3, loss=0.99))
-    assert model.arrival(0.0, 100) >= 0.3 + 0.6
-
-
 def test_a_large_message_is_lost_more_often() -> None:
     def late(size_bytes: int) -> int:
         model = LinkModel(LinkSettings(one_way_s=0.01, loss=0.02, seed=1))
@@ -183,24 +183,18 @@ def test_changing_the_loss_leaves_the_jitter_alone() -> None:
         assert difference_s < 1e-9 or difference_s > LEAST_TIMEOUT_S * 0.999
 
 
-TIMES = st.lists(
-    st.tuples(st.integers(0, 300), st.integers(0, 5000), st.integers(0, 1)), max_size=30
-)
+MESSAGES = st.tuples(st.integers(0, 300), st.integers(0, 5000), st.integers(0, 1))
 
 
-@given(TIMES, st.integers(0, 9))
+@given(st.lists(MESSAGES, max_size=30), st.integers(0, 9))
 def test_messages_arrive_in_order_after_they_could_and_the_same_each_time(
     messages: list[tuple[int, int, int]], seed: int
 ) -> None:
+    outages_s = ((0.5, 0.6), (0.65, 1.0))
+    settings = LinkSettings(one_way_s=0.02, jitter_s=0.01, loss=0.2, outages_s=outages_s, seed=seed)
+
     def run() -> list[tuple[int, float, float]]:
         queue = SharedQueue(RATE)
-        settings = LinkSettings(
-            one_way_s=0.02,
-            jitter_s=0.01,
-            loss=0.2,
-            outages_s=((0.5, 0.6), (0.65, 1.0)),
-            seed=seed,
-        )
         links = (LinkModel(settings, queue), LinkModel(settings, queue))
         now_s, found = 0.0, []
         for gap_ms, size_bytes, link in messages:
@@ -221,10 +215,14 @@ def test_messages_arrive_in_order_after_they_could_and_the_same_each_time(
 
 
 def test_a_full_queue_stays_one_slot() -> None:
-    queue = SharedQueue(RATE)
-    model = LinkModel(LinkSettings(), queue)
-    assert arrivals(model, *((0.0, 1000),) * 1000)[-1] == pytest.approx(1.0)
+    queue, past = SharedQueue(RATE), SharedQueue(RATE)
+    model, slow = LinkModel(LinkSettings(), queue), LinkModel(LinkSettings(), past)
+    assert [model.arrival(0.0, 1000) for _ in range(1000)][-1] == pytest.approx(1.0)
     assert queue.slot_count <= 2
+    for n in range(5000):
+        slow.arrival(float(n), 1000)
+        assert past.slot_count <= 2
+    assert len(past._busy) <= 70  # slots that have passed are forgotten
 
 
 @pytest.mark.parametrize(
@@ -238,9 +236,146 @@ def test_a_full_queue_stays_one_slot() -> None:
         (lambda: DelaySchedule(((1.0, 0.1), (1.0, 0.2))), "must increase"),
         (lambda: DelaySchedule(((1.0, -0.1),)), "one_way_s at 1.0 s is -0.1"),
         (lambda: DelaySchedule(((1.0, 0.1),), period_s=1.0), "period_s is 1.0"),
+        (lambda: CapacitySchedule(((0.0, 0.0),)), "bits_per_s at 0.0 s is 0.0"),
+        (lambda: CapacitySchedule(((0.0, math.inf),)), "must be finite"),
+        (lambda: LossSchedule(((0.0, 1.0),)), r"loss at 0.0 s is 1.0, but must be in \[0, 1\)"),
+        (lambda: OutageSchedule(((1.0, 2.0),), period_s=1.5), r"outage \(1.0, 2.0\)"),
+        (lambda: OutageSchedule(((-1.0, 2.0),), period_s=5.0), r"outage \(-1.0, 2.0\)"),
+        (lambda: OutageSchedule(((0.0, 2.0), (2.0, 5.0)), period_s=5.0), "last all of period_s"),
+        (lambda: LinkSettings(schedule_offset_s=math.nan), "schedule_offset_s is nan"),
     ],
 )
-def test_a_setting_out_of_range_is_named(build: object, text: str) -> None:
-    assert callable(build)
+def test_a_setting_out_of_range_is_named(build: Callable[[], object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         build()
+
+
+MS = 0.001
+STEPS = CapacitySchedule(((0.0, RATE), (0.010, RATE / 4), (0.030, RATE * 2)), period_s=0.050)
+
+
+def test_serialisation_integrates_over_the_capacity() -> None:
+    queue = SharedQueue(STEPS)
+    assert queue.serialisation_s(0.0, 1000) == pytest.approx(1 * MS)
+    assert queue.serialisation_s(0.012, 1000) == pytest.approx(4 * MS)
+    # Half of it at the one rate, half of it at the other.
+    assert queue.serialisation_s(0.0095, 1000) == pytest.approx(0.5 * MS + 2 * MS)
+    # A period holds 10 + 5 + 40 kB; three of them and 10 kB more end 10 ms into the fourth.
+    assert queue.serialisation_s(0.0, 3 * 55_000 + 10_000) == pytest.approx(0.160)
+    assert SharedQueue(STEPS, offset_s=0.012).serialisation_s(0.0, 1000) == pytest.approx(4 * MS)
+
+
+@given(st.floats(0.0, 0.2), st.integers(1, 200_000))
+def test_the_integral_is_that_of_small_steps(start_s: float, size_bytes: int) -> None:
+    end_s = start_s + STEPS.duration_s(start_s, size_bytes * 8)
+    count = 4000
+    step_s = (end_s - start_s) / count
+    bits = sum(STEPS.at(start_s + (n + 0.5) * step_s) for n in range(count)) * step_s
+    assert bits == pytest.approx(size_bytes * 8, rel=0.01)
+
+
+Sends = list[tuple[int, int, int]]
+
+
+def overfull(
+    build: Callable[[], SharedQueue], capacity: float | CapacitySchedule, sends: Sends
+) -> float:
+    """The bytes by which three links together exceed what the queue can carry, at the worst;
+    above 0 means that the queue made capacity up. Propagation is 0, so arrivals are departures."""
+    queue = build()
+    links = [LinkModel(LinkSettings(outages_s=((0.02, 0.03 + 0.1 * n),)), queue) for n in range(3)]
+    now_s, slots = 0.0, []
+    for gap_ms, size_bytes, link in sends:
+        now_s += gap_ms * MS
+        slots.append((now_s, links[link].arrival(now_s, size_bytes), size_bytes))
+    worst = -math.inf
+    for from_s, _, _ in slots:
+        for _, until_s, _ in slots:
+            inside = sum(size for start, end, size in slots if from_s <= start and end <= until_s)
+            if inside:
+                worst = max(worst, inside - _carried(capacity, from_s, until_s))
+    return worst
+
+
+def _carried(capacity: float | CapacitySchedule, from_s: float, until_s: float) -> float:
+    if isinstance(capacity, float):
+        return capacity * (until_s - from_s) / 8
+    assert capacity.period_s is not None
+    edges = {from_s, until_s}
+    for period in range(int(until_s / capacity.period_s) + 1):
+        edges |= {period * capacity.period_s + time_s for time_s, _ in capacity.steps}
+    inner = sorted(edge for edge in edges if from_s <= edge <= until_s)
+    return sum(capacity.at((a + b) / 2) * (b - a) / 8 for a, b in itertools.pairwise(inner))
+
+
+SENDS = st.tuples(st.integers(0, 20), st.integers(1, 20_000), st.integers(0, 2))
+
+
+@given(st.lists(SENDS, min_size=1, max_size=40), st.sampled_from((RATE, STEPS)))
+def test_no_queue_carries_more_than_its_capacity(
+    sends: Sends, capacity: float | CapacitySchedule
+) -> None:
+    assert overfull(lambda: SharedQueue(capacity), capacity, sends) < 1e-3
+
+
+class FullRateForEach(SharedQueue):
+    """Planted fault: every message has the queue to itself."""
+
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
+        pass
+
+
+class Forgetful(SharedQueue):
+    """Planted fault: only the latest slot counts."""
+
+    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
+        self._busy = [(start_s, end_s)]
+
+
+class NoSerialisation(SharedQueue):
+    """Planted fault: serialisation is booked elsewhere, as if it were propagation."""
+
+    def serialisation_s(self, start_s: float, size_bytes: int) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("faulty", [FullRateForEach, Forgetful, NoSerialisation])
+def test_a_planted_fault_breaks_conservation(faulty: type[SharedQueue]) -> None:
+    sends = [(n % 3, 3000, n % 3) for n in range(30)]
+    assert overfull(lambda: SharedQueue(RATE), RATE, sends) < 1e-3
+    assert overfull(lambda: faulty(RATE), RATE, sends) > 1000
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(0, 4)), max_size=60))
+def test_slots_are_those_of_a_plain_search(asked: list[tuple[int, int, int]]) -> None:
+    queue, taken = SharedQueue(8.0), list[tuple[float, float]]()
+    now = 0.0
+    for gap, wait, size_bytes in asked:
+        now += gap
+        start_s = queue.first_free_s(now, now + wait, size_bytes)
+        expected = now + wait
+        for busy_start_s, busy_end_s in sorted(taken):
+            if expected < busy_end_s and expected + max(size_bytes, 1e-9) > busy_start_s:
+                expected = busy_end_s
+        if size_bytes:
+            assert start_s == expected
+            taken.append((start_s, start_s + size_bytes))
+        queue.take(start_s, start_s + size_bytes, size_bytes)
+    assert queue.slot_count <= len(taken)
+
+
+def test_a_message_longer_than_any_gap_passes_in_the_end() -> None:
+    every = OutageSchedule(((1.0, 2.0),), period_s=2.0)
+    link = LinkModel(LinkSettings(outage_schedule=every), SharedQueue(8.0))
+    assert 4.0 < link.arrival(0.0, 3) < 20.0
+    assert link.arrival(50.0, 1) == pytest.approx(51.0)  # and one that just fits does
+
+
+def test_loss_follows_its_schedule() -> None:
+    schedule = LossSchedule(((0.0, 0.0), (60.0, 0.5)), period_s=120.0)
+    link = LinkModel(LinkSettings(loss=0.9, loss_schedule=schedule, seed=1))
+    late = [link.arrival(30.0 * n, 100) > 30.0 * n for n in range(2000)]
+    first = [x for n, x in enumerate(late) if n % 4 < 2]
+    second = [x for n, x in enumerate(late) if n % 4 >= 2]
+    assert sum(first) == 0
+    assert sum(second) == pytest.approx(len(second) / 2, rel=0.1)
