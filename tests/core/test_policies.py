@@ -1,17 +1,26 @@
-"""Draft policies, asked directly. Oracle: brute force for the best draft length; for the rest the
-rules of each policy as its docstring states them, on hand-made trees."""
+"""Draft policies and what they learn, asked directly. Oracle: brute force for the best draft
+length, a bandit with arms whose worth is known; for the rest the rules and formulas of each policy
+as its docstring states them, on hand-made trees."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.core.device.confidence import ConfidenceEstimator, GuessChances
+from edgespec.core.device.draft_lengths import MAX_LENGTH, LengthOutcomes, RoundMeter
 from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.goodput_policy import GoodputPolicy
+from edgespec.core.device.learned import MOST_MODELS, Learned, LearnedByModel
 from edgespec.core.device.policy import (
+    DEFAULT_WIDTH,
+    GATHER_SHARE,
     MAX_GAMMA,
     DraftPolicy,
     FixedPolicy,
@@ -19,7 +28,12 @@ from edgespec.core.device.policy import (
     WindowedPolicy,
     best_gamma,
 )
+from edgespec.core.device.policy_names import DEFAULT_POLICY, default_policy, named_policy
+from edgespec.core.device.round_policies import LENGTHS, BanditPolicy, ConfidencePolicy
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
+
+CHAIN = (0, 1, 2, 3)
 
 
 def _view(
@@ -30,31 +44,42 @@ def _view(
     step_s: float = 0.01,
     pass_s: float = 0.02,
     rtt_s: float = 0.04,
+    commit_s: float = 0.02,
     ranks: tuple[int, ...] = (),
+    logprobs: tuple[float, ...] = (),
     row_s: float | None = None,
+    rate: float | None = None,
+    prefix_length: int = 2,
+    commit_tokens: int = 2,
 ) -> DraftView:
     """Node i + 1 hangs on ``parents[i]``; the first ``in_flight`` nodes have been sent. Every
     20 ms two tokens come."""
-    tree = SpeculationTree(CommittedPrefix((1, 2)))
+    tree = SpeculationTree(CommittedPrefix((1,) * prefix_length))
     for index, parent in enumerate(parents):
         rank = ranks[index] if ranks else 0
-        tree.grow(index + 1, parent, 10 + index, 2, rank)
+        logprob = logprobs[index] if logprobs else 0.0
+        tree.grow(index + 1, parent, 10 + index, prefix_length, rank, logprob)
     estimates = DraftEstimates()
     estimates.step_s.add(step_s)
     estimates.pass_s.add(pass_s)
     estimates.rtt_s.add(rtt_s)
-    estimates.commit_s.add(0.02)
-    estimates.commit_tokens.add(2)
-    if row_s is not None:
-        for rows in range(20):
-            estimates.row_s.add(rows, rows * row_s)
+    estimates.commit_s.add(commit_s)
+    estimates.commit_tokens.add(commit_tokens)
+    for rows in range(20 if row_s is not None else 0):
+        estimates.row_s.add(rows, rows * (row_s or 0.0))
+    for trial in range(2000 if rate is not None else 0):
+        estimates.acceptance.add(0 if trial % 100 < 100 * (rate or 0.0) else None)
     return DraftView(tree, len(parents) - in_flight, in_flight, room, end, estimates)
 
 
-CHAIN = (0, 1, 2, 3)
+def _guessed(*logprobs: float, decoding: bool = True, **world: Any) -> DraftView:
+    """A chain of nodes with these log-probabilities. Passes and commits take 25 ms, steps 10."""
+    world = {"rtt_s": 0.02, "commit_s": 0.025 if decoding else 0.1, **world}
+    chain = tuple(range(len(logprobs)))
+    return _view(*chain, logprobs=logprobs, pass_s=0.025, commit_tokens=1, **world)
 
 
-# --- the best draft length --------------------------------------------------------------------
+# --- lengths ----------------------------------------------------------------------------------
 
 
 def _expected_tokens(rate: float, gamma: int) -> float:
@@ -73,35 +98,15 @@ def test_best_gamma_is_the_best(rate: float, step_s: float, round_s: float) -> N
     assert speed(chosen) >= max(map(speed, range(1, MAX_GAMMA + 1))) * (1 - 1e-9)
 
 
-def test_longer_rounds_and_better_drafts_want_longer_drafts() -> None:
-    rounds = [best_gamma(0.8, 0.01, round_s) for round_s in (0.02, 0.1, 0.5)]
-    rates = [best_gamma(rate, 0.01, 0.1) for rate in (0.1, 0.5, 0.9)]
-    assert rounds == sorted(rounds)
-    assert rates == sorted(rates)
-    assert rounds[0] < rounds[-1]
-    assert rates[0] < rates[-1]
-
-
-# --- fixed ------------------------------------------------------------------------------------
-
-
 def test_fixed_drafts_gamma_tokens_sends_them_and_waits() -> None:
     policy = FixedPolicy(3)
     assert [policy.extend(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
     assert [policy.flush(_view(*CHAIN[:n])) for n in range(4)] == [False, False, False, True]
     waiting = _view(*CHAIN[:3], in_flight=3)
     assert (policy.extend(waiting), policy.flush(waiting)) == (None, False)
-
-
-def test_fixed_picks_the_best_length() -> None:
-    view = _view()
-    length = best_gamma(view.estimates.acceptance.rate(0), 0.01, 0.06)
-    chain = tuple(range(length))
-    assert FixedPolicy().flush(_view(*chain))
-    assert not FixedPolicy().flush(_view(*chain[:-1]))
-
-
-# --- pearl ------------------------------------------------------------------------------------
+    best = tuple(range(best_gamma(waiting.estimates.acceptance.rate(0), 0.01, 0.06)))
+    assert FixedPolicy().flush(_view(*best))
+    assert not FixedPolicy().flush(_view(*best[:-1]))
 
 
 def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
@@ -110,42 +115,88 @@ def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
     behind = [policy.extend(_view(*CHAIN[:n], in_flight=1)) for n in (1, 2, 3, 4)]
     assert behind == [1, 2, 3, None]
     assert not policy.flush(_view(*CHAIN, in_flight=1))
+    assert PearlPolicy().extend(_view(*range(5))) == 5  # its length fits into a round
+    assert PearlPolicy().extend(_view(*range(6))) is None
 
 
-def test_pearl_fits_its_length_into_a_round() -> None:
-    six = tuple(range(6))
-    assert PearlPolicy().extend(_view(*six[:5])) == 5
-    assert PearlPolicy().extend(_view(*six)) is None
+def test_specdec_stops_when_a_miss_is_likely() -> None:
+    """0.65 * 0.65 * 0.65 = 0.27: three such nodes are wrong with 0.73, two with 0.58."""
+    policy, unsure = ConfidencePolicy(), math.log(0.65)
+    views = [_guessed(*[unsure] * n) for n in range(4)]
+    assert [policy.extend(view) for view in views] == [ROOT, 1, 2, None]
+    assert [policy.flush(view) for view in views] == [False, False, False, True]
+    waiting = _guessed(*[unsure] * 3, in_flight=3)
+    assert (policy.extend(waiting), policy.flush(waiting)) == (None, False)
+    assert policy.extend(_guessed(*[-0.001] * 5)) == 5
+    assert policy.extend(_guessed(math.log(0.15))) is None
+
+
+def test_a_round_ends_when_nothing_is_in_flight() -> None:
+    outcomes = LengthOutcomes()
+    meter = RoundMeter(outcomes)
+    meter.committed(1, 0, 1.0)
+    meter.sent(3)
+    meter.committed(2, 1, 1.1)
+    assert outcomes.rounds(3) == 0.0
+    meter.committed(1, 0, 1.5)
+    assert outcomes.rounds(3) == 1.0
+    assert outcomes.tokens_per_s(3) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "new_stream"), [((2, 3), False), ((MAX_LENGTH + 1,), False), ((3,), True)]
+)
+def test_rounds_of_no_single_length_do_not_count(
+    batches: tuple[int, ...], new_stream: bool
+) -> None:
+    outcomes = LengthOutcomes()
+    meter = RoundMeter(outcomes)
+    meter.committed(1, 0, 1.0)
+    for nodes in batches:
+        meter.sent(nodes)
+    if new_stream:
+        meter.new_stream()
+    meter.committed(1, 0, 2.0)
+    assert not any(outcomes.rounds(length) for length in range(MAX_LENGTH + 1))
+
+
+def test_the_bandit_finds_the_best_length_and_a_new_one() -> None:
+    policy, view = BanditPolicy(), _view()
+    outcomes, chosen = view.estimates.learned.lengths, list[int]()
+    for best in (6, 1):  # then the link changes
+        for _ in range(300):
+            length = policy.choose(view)
+            outcomes.add(length, 10, 10 / max(4.0, 40.0 - abs(length - best) * 3.0))
+            chosen.append(length)
+        assert chosen[: len(LENGTHS)] == list(LENGTHS)
+        assert chosen[-100:].count(best) > 60
+
+
+def test_the_bandit_drafts_sends_and_waits() -> None:
+    policy, two = BanditPolicy(lengths=(2,)), _view(*CHAIN[:2])
+    assert policy.extend(_view()) == ROOT
+    assert (policy.extend(two), policy.flush(two)) == (None, True)
+    assert not policy.flush(_view(*CHAIN[:2], in_flight=2))
 
 
 # --- windowed ---------------------------------------------------------------------------------
 
 
-def test_windowed_sends_everything_at_once() -> None:
-    assert WindowedPolicy().flush(_view(*CHAIN, in_flight=3))
-    assert not WindowedPolicy().flush(_view(*CHAIN, in_flight=4))
-
-
-def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: float) -> bool:
+def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any) -> bool:
     """Whether a device that gathers holds a node back: passes of 20 ms, steps of 2 ms, 5 ms to the
     verifier and back."""
     world = {"step_s": 0.002, "rtt_s": 0.005, **world}
-    view = _view(*CHAIN, in_flight=in_flight, **world)  # type: ignore[arg-type]
-    view = replace(view, since_commit_s=since_commit_s)
+    view = replace(_view(*CHAIN, in_flight=in_flight, **world), since_commit_s=since_commit_s)
     return not WindowedPolicy(gather=0.1).flush(view)
 
 
 def test_drafts_gather_until_the_next_pass_is_near() -> None:
     """What leaves within 20 - 5 = 15 ms of a commit is in the next pass. Held back until a step and
-    a tenth of a pass before: 15 - 2 - 2 = 11 ms."""
+    a tenth of a pass before: 15 - 2 - 2 = 11 ms. A verifier that is far has a later pass."""
     assert [_waits(since / 1e3) for since in (0, 5, 10, 12, 14)] == [True, True, True, False, False]
     assert [_waits(since / 1e3) for since in (16, 30, 32)] == [True, True, False]  # the one after
-
-
-@pytest.mark.parametrize("rtt_ms", [25, 45, 205])
-def test_drafts_gather_for_a_later_pass_when_the_verifier_is_far(rtt_ms: int) -> None:
-    assert _waits(0.005, rtt_s=rtt_ms / 1e3)
-    assert not _waits(0.013, rtt_s=rtt_ms / 1e3)
+    for rtt_s in (0.025, 0.045, 0.205):
+        assert [_waits(since, rtt_s=rtt_s) for since in (0.005, 0.013)] == [True, False]
 
 
 def test_drafts_do_not_gather_when_somebody_may_wait_for_them() -> None:
@@ -159,20 +210,19 @@ def test_drafts_do_not_gather_when_somebody_may_wait_for_them() -> None:
     assert not WindowedPolicy(gather=0.1).flush(nothing)
 
 
-def test_windowed_stops_at_its_window() -> None:
-    policy = WindowedPolicy(window=3)
+def test_windowed_sends_everything_at_once_and_stops_at_its_window() -> None:
+    assert WindowedPolicy().flush(_view(*CHAIN, in_flight=3))
+    assert not WindowedPolicy().flush(_view(*CHAIN, in_flight=4))
+    policy, default = WindowedPolicy(window=3), tuple(range(2 * 6 + 4))
     assert [policy.extend(_view(*CHAIN[:n])) for n in range(4)] == [ROOT, 1, 2, None]
-    default = 2 * 6 + 4
-    chain = tuple(range(default))
-    assert WindowedPolicy(least_chance=0.0).extend(_view(*chain[:-1])) == default - 1
-    assert WindowedPolicy(least_chance=0.0).extend(_view(*chain)) is None
+    assert WindowedPolicy(least_chance=0.0).extend(_view(*default[:-1])) == len(default) - 1
+    assert WindowedPolicy(least_chance=0.0).extend(_view(*default)) is None
 
 
 def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
     # Node 1 (rank 0) leads its sibling 2; behind 1 lie 3 and 4: 0.7, 0.1, 0.49, 0.07.
     policy = WindowedPolicy(2)
-    view = _view(0, 0, ranks=(0, 1))
-    assert policy.extend(view) == 1
+    assert policy.extend(_view(0, 0, ranks=(0, 1))) == 1
     view = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1))
     assert policy.extend(view) == 3
     for _ in range(200):
@@ -180,52 +230,175 @@ def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
     assert policy.extend(view) == 2
 
 
-def test_windowed_rests_rather_than_guess_wildly() -> None:
-    chain = tuple(range(3))  # 0.7 ** 3 = 0.34
-    assert WindowedPolicy(least_chance=0.3).extend(_view(*chain)) == 3
-    assert WindowedPolicy(least_chance=0.4).extend(_view(*chain)) is None
+WILD = WindowedPolicy(least_chance=0.05, step_price=0.1)
 
 
-def test_windowed_guesses_wildly_while_a_long_pass_runs() -> None:
-    chain = tuple(range(10))  # 0.7 ** 10 = 0.028
-    policy = WindowedPolicy(least_chance=0.05, step_price=0.1)
-    assert policy.extend(_view(*chain, pass_s=0.03, row_s=0.0)) is None  # 0.1 * 0.01 / 0.03
-    assert policy.extend(_view(*chain, pass_s=0.04, row_s=0.0)) == 10
-    assert policy.extend(_view(*chain, pass_s=0.04)) is None  # rows may be dear, for all it knows
-
-
-def test_windowed_spares_the_target_rows_that_do_not_pay() -> None:
-    """A token takes 10 ms; behind a chain of 0.7 ** 3 = 0.34 a step hits with 0.7."""
-    chain = tuple(range(3))
-    assert WindowedPolicy().extend(_view(*chain, row_s=0.0023)) == 3  # 0.23 / 0.7 = 0.33
-    assert WindowedPolicy().extend(_view(*chain, row_s=0.0025)) is None
+@pytest.mark.parametrize(
+    ("policy", "length", "world", "found"),
+    [
+        (WindowedPolicy(least_chance=0.3), 3, {}, 3),  # 0.7 ** 3 = 0.34
+        (WindowedPolicy(least_chance=0.4), 3, {}, None),
+        # It guesses wildly while a long pass runs: 0.7 ** 10 = 0.028 against 0.1 * 0.01 / 0.03.
+        (
+            WindowedPolicy(least_chance=0.05, step_price=0.1),
+            10,
+            {"pass_s": 0.03, "row_s": 0.0},
+            None,
+        ),
+        (WindowedPolicy(least_chance=0.05, step_price=0.1), 10, {"pass_s": 0.04, "row_s": 0.0}, 10),
+        # Rows may be dear, for all it knows.
+        (WindowedPolicy(least_chance=0.05, step_price=0.1), 10, {"pass_s": 0.04}, None),
+        # A token takes 10 ms; behind a chain of 0.34 a step hits with 0.7: 0.23 / 0.7 = 0.33.
+        (WindowedPolicy(), 3, {"row_s": 0.0023}, 3),
+        (WindowedPolicy(), 3, {"row_s": 0.0025}, None),
+    ],
+)
+def test_windowed_rests_where_a_guess_does_not_pay(
+    policy: WindowedPolicy, length: int, world: dict[str, float], found: int | None
+) -> None:
+    assert policy.extend(_view(*range(length), **world)) == found  # type: ignore[arg-type]
     wide = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1), row_s=0.0023)  # 0.49 is the best leaf
     assert WindowedPolicy(2).extend(wide) is None  # 2 * 0.23 / 0.8 = 0.58
 
 
-# --- all --------------------------------------------------------------------------------------
-
-POLICIES = [
-    FixedPolicy(8),
-    FixedPolicy(8, 3),
-    PearlPolicy(8, 3),
-    WindowedPolicy(3),
-    WindowedPolicy(3, gather=0.1),
-    FixedPolicy(),
-]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_drafts_without_room_or_past_the_end(policy: DraftPolicy) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FixedPolicy(8),
+        FixedPolicy(8, 3),
+        PearlPolicy(8, 3),
+        WindowedPolicy(3),
+        WindowedPolicy(3, gather=0.1),
+        FixedPolicy(),
+    ],
+)
+def test_nobody_drafts_without_room_or_past_the_end_or_sends_nothing(policy: DraftPolicy) -> None:
     assert policy.extend(_view(0, room=policy.width)) == 1
     assert policy.extend(_view(0, room=policy.width - 1)) is None
     assert policy.extend(_view(0, end=4)) == 1
     assert policy.extend(_view(0, end=3)) is None
     assert policy.extend(_view(end=3)) == ROOT
     assert policy.extend(_view(end=2)) is None
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_sends_nothing(policy: DraftPolicy) -> None:
     assert not policy.flush(_view())
     assert not policy.flush(_view(0, in_flight=1))
+
+
+# --- goodput ----------------------------------------------------------------------------------
+
+
+def test_goodput_goes_on_where_a_node_is_in_time() -> None:
+    """A verifier that waits for drafts: each node is in time, so a step saves what it hits."""
+    for logprobs, leaf in (((), ROOT), ((-0.1,), 1)):
+        view = _guessed(*logprobs, rate=0.8, decoding=False)
+        rate = view.estimates.acceptance.rate(0)
+        best = rate ** (1 + len(logprobs))
+        assert list(GoodputPolicy(1).best(view)) == pytest.approx([leaf, best])
+
+
+def test_goodput_counts_the_steps_that_only_catch_up() -> None:
+    """RTT 20 ms, steps 10, passes 25: a node drafted now comes after ceil(30 / 25) = 2 tokens; the
+    second after ceil(40 / 25) = 2, the third too, and it is in time."""
+    view = _guessed(rate=0.8)
+    rate = view.estimates.acceptance.rate(0)
+    gains = [sum(rate**j for j in range(3, k + 1)) / k for k in range(3, 25)]
+    leaf, gain = GoodputPolicy(1).best(view)
+    assert (leaf, gain) == (ROOT, pytest.approx(max(gains)))
+    assert GoodputPolicy(1, least_gain=gain).extend(view) == ROOT
+    assert GoodputPolicy(1, least_gain=gain * 1.01).extend(replace(view, end=2)) is None
+
+
+def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
+    """At 0.2 and a round trip of 200 ms no step saves anything; one guess in eight positions keeps
+    the acceptance rate known, and is not sent."""
+    policy, far = GoodputPolicy(1), cast(Any, {"rate": 0.2, "rtt_s": 0.2})
+    asked = {n: policy.extend(_guessed(prefix_length=n, **far)) for n in range(8, 40)}
+    assert [n for n, node in asked.items() if node == ROOT] == [8, 16, 24, 32]
+    probe = _guessed(-0.1, **far)
+    assert (policy.extend(probe), policy.flush(probe)) == (None, False)
+    better = _guessed(-0.1, rate=0.95, rtt_s=0.02)
+    assert (policy.extend(better), policy.flush(better)) == (1, True)
+
+
+def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
+    """Two guesses at the root, 1 and 2, held for so likely that the first is right at 0.45 and the
+    second at 0.4, and behind the first one two of which nobody is sure. By rank alone the chain's
+    end has 0.8 * 0.8; by confidence it has 0.45 * 0.45, and the second choice at the root 0.4."""
+    view, first, second = _guessed(rate=0.8, decoding=False), math.log(0.35), math.log(0.3)
+    for trial in range(2000):
+        view.estimates.guesses.add(0, first, hit=trial % 20 < 9)
+        view.estimates.guesses.add(1, second, hit=trial % 20 < 8)
+    for node, parent in enumerate((ROOT, ROOT, 1, 1), 1):
+        rank = (node + 1) % 2
+        view.tree.grow(node, parent, 10 + node, 2, rank, second if rank else first)
+    assert WindowedPolicy(2).extend(replace(view, unsent=4)) == 3
+    assert GoodputPolicy(2).extend(replace(view, unsent=4)) == 2
+    assert GoodputPolicy(2, window=3).extend(view) == 2
+    assert GoodputPolicy(2, window=2).extend(view) is None
+
+
+def test_who_names_no_policy_has_goodput() -> None:
+    policy = default_policy()
+    assert policy == named_policy(DEFAULT_POLICY)
+    assert isinstance(policy, GoodputPolicy)
+    assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
+
+
+# --- what is learned --------------------------------------------------------------------------
+
+
+def test_confidence_is_what_was_counted() -> None:
+    found = ConfidenceEstimator()
+    assert found.chance(math.log(0.65)) == pytest.approx(0.65)
+    assert found.chance(0.0) == pytest.approx(0.95)
+    for trial in range(14):
+        found.add(math.log(0.65), hit=trial % 2 == 0)
+    assert found.chance(math.log(0.61)) == pytest.approx((7 + 3.9) / 20, abs=0.01)
+    assert found.chance(math.log(0.55)) == pytest.approx(0.55)
+
+
+def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
+    found = GuessChances()
+    hardly, likely = math.log(0.01), math.log(0.3)
+    assert found.chance(1, hardly, 0.1) == pytest.approx(0.1)
+    for _ in range(60):
+        found.add(1, hardly, hit=False)
+    assert found.chance(1, math.log(0.015), 0.1) == pytest.approx(0.6 / 66, rel=0.15)
+    assert found.chance(1, likely, 0.1) == pytest.approx(0.1)
+    assert found.chance(2, hardly, 0.1) == pytest.approx(0.1)
+    found.add(2, likely, hit=True)
+    assert found.chance(7, likely, 0.1) == pytest.approx(1.6 / 7)
+    found.add(0, likely, hit=False)
+    assert found.chance(0, math.log(0.35), 0.8) == pytest.approx(4.8 / 7)
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, -1e9, -1e-300, 0.0, 3.0, math.nan])
+def test_any_guess_has_a_chance(logprob: float) -> None:
+    found = ConfidenceEstimator()
+    found.add(logprob, hit=False)
+    assert 0.0 < found.chance(logprob) < 1.0
+    for rank in (0, 1, 9):
+        guesses = GuessChances()
+        guesses.add(rank, logprob, hit=False)
+        assert 0.0 < guesses.chance(rank, logprob, 0.5) < 0.5
+
+
+def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
+    usual = Learned()
+    learned = LearnedByModel("base", usual)
+    assert learned.of("base") is usual
+    sql = learned.of("sql")
+    assert sql is learned.of("sql")
+    assert sql.confidence is not usual.confidence
+    assert sql.lengths is not usual.lengths
+    greedy, sampled = (usual.guesses(SamplingParams(t)) for t in (0.0, 0.7))
+    assert greedy is usual.guesses(SamplingParams(0.0, seed=9)) is not sampled
+    assert sampled is usual.guesses(SamplingParams(1.0))
+
+
+def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
+    learned = LearnedByModel("", Learned())
+    found = [learned.of(f"a{number}") for number in range(MOST_MODELS)]
+    assert learned.of("a0") is found[0]
+    learned.of("one more")
+    assert learned.of("a0") is found[0]
+    assert learned.of("a1") is not found[1]
