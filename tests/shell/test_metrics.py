@@ -29,7 +29,7 @@ from edgespec.telemetry.metric_table import Kind
 from edgespec.telemetry.metrics_server import METRICS, PREFIX, MetricsServer
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.build import load_target
-from tests.core.fixed_text import MODEL
+from tests.core.scenes import MODEL
 from tests.shell.live_verifier import GatedTarget
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
