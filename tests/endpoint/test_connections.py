@@ -50,21 +50,6 @@ async def connected(
         writer.transport.abort()
 
 
-async def test_an_answer_that_takes_its_time_is_no_silence() -> None:
-    gate = asyncio.Event()
-
-    async def between(place: int) -> None:
-        if place == 1:
-            await gate.wait()
-
-    async with over_script(ScriptedAgent(["a", "b"], between=between), settings=SOON) as live:
-        slow = asyncio.create_task(ask(live, PATH, HELLO))
-        async with connected(live) as (reader, _), asyncio.timeout(WITHIN_S):
-            await reader.read()  # let go: so long has passed
-        gate.set()
-        assert (await slow).json["choices"][0]["text"] == "ab"
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_who_reads_nothing_holds_no_connection(stream: bool) -> None:
     agent = ScriptedAgent(["x" * 100_000] * 400)

@@ -14,7 +14,6 @@ from edgespec.config import EndpointSection, PacingSection, VerifierConfig
 from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint.models import Presence
 from edgespec.endpoint.requests import seed_of
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
@@ -272,18 +271,3 @@ async def test_metrics_version_and_places_that_are_not() -> None:
         nowhere = await ask(live, "/v1/embeddings", {})
         assert (nowhere.status, nowhere.error["type"]) == (404, "not_found_error")
         assert (await ask(live, PATH)).status == 405
-
-
-async def test_a_verifier_that_serves_another_model_is_said_so() -> None:
-    from edgespec.device.build import connect
-    from edgespec.endpoint.models import VerifierWatch
-
-    async with serving() as (address, _):
-        links = {address: connect(address)}
-        watch = VerifierWatch(links, lambda info: f"no {info.model.name} here")
-        await watch.look()
-        await watch.close()
-        (status,) = watch.statuses
-        assert (status.presence, status.why) == (Presence.MISFIT, "no toy here")
-        assert watch.known is None
-        assert not watch.ready

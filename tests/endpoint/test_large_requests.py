@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -136,27 +135,3 @@ async def test_of_a_text_far_beyond_the_context_only_a_piece_is_tokenized() -> N
             assert reply.error["param"] == param
             assert f"the context of {context} tokens" in reply.error["message"]
             assert sum(pieces.read) < 2 * context + 2 * (1 << 16)
-
-
-async def test_large_requests_become_tokens_one_after_the_other() -> None:
-    """Without a verifier no context is known, so that all of each is read."""
-    beside = most = 0
-    lock = threading.Lock()
-
-    class Counting(ToyTokenizer):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-            nonlocal beside, most
-            with lock:
-                beside += 1
-                most = max(most, beside)
-            try:
-                return super().encode(text)
-            finally:
-                with lock:
-                    beside -= 1
-
-    async with over_script(ScriptedAgent(["a"]), Counting()) as live:
-        text = {"prompt": "a" * 300_000}
-        replies = await asyncio.gather(*(ask(live, TEXT, text) for _ in range(8)))
-        assert [one.status for one in replies] == [200] * 8
-    assert most == 1

@@ -5,14 +5,13 @@ Oracle: an adapter is another toy model, so its text is that one's, by the scala
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, NotFoundError
+from openai import NotFoundError
 
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
@@ -24,13 +23,10 @@ from edgespec.endpoint.service import MOST_NAMES, OTHER, EndpointCounts
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from tests.endpoint.live_endpoint import (
     Live,
-    ScriptedAgent,
     ask,
-    over_script,
     over_verifiers,
 )
 from tests.shell.adapted_toy import AdaptedToy
-from tests.shell.fake_vllm import FakeVllm, fake_target
 from tests.shell.live_verifier import serving, toy_text
 
 TEXT = ToyTokenizer()
@@ -55,17 +51,6 @@ def text_of(model: ToyModel, prompt: str = PROMPT) -> str:
 OWN, IN_SQL = text_of(TOY_MODEL), text_of(SQL)
 
 assert len({OWN, IN_SQL, text_of(POETRY)}) == 3
-
-
-def vllm(**adapters: ToyModel) -> FakeVllm:
-    found = FakeVllm(0.1)
-    found.adapters.update(adapters)
-    return found
-
-
-async def completed(client: AsyncOpenAI, model: str, **more: Any) -> Any:
-    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, **more}
-    return await client.completions.create(model=model, extra_body={"ignore_eos": True}, **asked)
 
 
 async def text(live: Live, model: str) -> str:
@@ -104,21 +89,6 @@ async def test_the_model_and_its_adapters_are_listed() -> None:
     assert (health["model"], health["verifiers"][0]["adapters"]) == ("toy", ["sql", "poetry"])
 
 
-@pytest.mark.parametrize("engine", ["vllm", "native"])
-async def test_requests_beside_each_other_take_the_models_they_name(engine: str) -> None:
-    target = fake_target(vllm(**ADAPTERS)) if engine == "vllm" else AdaptedToy(ADAPTERS)
-    wanted = {"toy": OWN, "sql": IN_SQL, "poetry": text_of(POETRY), "edgespec": OWN}
-    names = [name for name in wanted for _ in range(2)]
-    async with over_adapters(target) as live, live.client() as client:
-        answers = await asyncio.gather(*(completed(client, name) for name in names))
-        for name, answer in zip(names, answers, strict=True):
-            assert answer.choices[0].text == wanted[name], name
-            assert answer.model == ("toy" if name == "edgespec" else name)
-        marks = {answer.model: answer.system_fingerprint for answer in answers}
-        assert marks["sql"] == "fp_sql-on-toy"
-        assert len(set(marks.values())) == 3
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_an_unknown_name_is_the_error_that_clients_know(path: str) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else ASKED
@@ -138,21 +108,6 @@ def test_names_in_metrics_are_bounded() -> None:
         counts.add_answer(f"adapter-{number}", 3, ())
     assert len(counts.answers) == MOST_NAMES + 1
     assert counts.prompt_tokens[OTHER] == 3 * MOST_NAMES
-
-
-async def test_a_name_reaches_the_verifier_where_none_has_told_yet() -> None:
-    """It knows; what it says is for the client, and no label."""
-    agent = ScriptedAgent(["a"])
-    async with over_script(agent) as live:
-        for name in ("gpt-7", "edgespec", ""):
-            assert (await ask(live, PATH, {"prompt": "abc", "model": name})).status == 200
-        assert (await ask(live, PATH, {"prompt": "abc", "model": "x" * 300})).status == 404
-        lines = (await ask(live, "/metrics")).body.decode()
-        assert [one["id"] for one in (await ask(live, "/v1/models")).json["data"]] == ["edgespec"]
-        assert (await ask(live, "/v1/models/gpt-7")).status == 404
-    assert agent.models == ["gpt-7", "", ""]
-    assert 'edgespec_endpoint_answers_total{model="other"} 1.0' in lines
-    assert 'edgespec_endpoint_answers_total{model="edgespec"} 2.0' in lines
 
 
 BASE = ModelInfo("base", "words", 100, 4096, (), "fp-base")

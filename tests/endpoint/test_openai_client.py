@@ -47,20 +47,6 @@ def chatted(**sampling: Any) -> str:
     )
 
 
-async def test_a_chat_at_once(client: Any) -> None:
-    done = await client.chat.completions.create(model="toy", messages=MESSAGES, **SAMPLED)
-    (choice,) = done.choices
-    assert choice.message.content == chatted(**SAMPLED)
-    assert choice.message.role == "assistant"
-    assert choice.finish_reason == "length"
-    assert done.object == "chat.completion"
-    assert done.model == "toy"
-    assert done.usage is not None
-    prompt = len(TEXT.encode(TEXT.render_chat(MESSAGES)))
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (prompt, 24)
-    assert done.usage.total_tokens == prompt + 24
-
-
 async def test_a_chat_as_a_stream_is_the_same_text(client: Any) -> None:
     options = {"include_usage": True}
     stream = await client.chat.completions.create(

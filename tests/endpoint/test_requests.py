@@ -200,15 +200,3 @@ async def test_the_turns_of_a_chat_are_one_conversation() -> None:
     assert first == later
     assert len({first, other_system, other}) == 3
     assert len(first) == 16
-
-
-async def test_a_key_names_it_and_texts_of_one_request_share_it() -> None:
-    named = await handed(
-        CHAT_PATH,
-        {"messages": [user("Hi")], "prompt_cache_key": "mine", "n": 2},
-        {"messages": [user("Ho")], "prompt_cache_key": "mine"},
-        {"messages": [user("Ho")], "prompt_cache_key": "yours"},
-    )
-    assert named[0] == named[1] == named[2] != named[3]
-    assert await handed(COMPLETION_PATH, {"prompt": "abc", "prompt_cache_key": "mine"}) == named[:1]
-    assert "mine" not in named[0]

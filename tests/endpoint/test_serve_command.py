@@ -81,19 +81,6 @@ def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
 
 
 @needs_curl
-def test_a_verifier_that_is_not_there_is_a_state() -> None:
-    with endpoint("--verifier", "127.0.0.1:1") as (url, process):
-        assert process.stderr is not None
-        lines = [process.stderr.readline() for _ in range(2)]
-        assert "no verifier answers at 127.0.0.1:1; a request waits 5 s for one, then" in lines[1]
-        assert "then fails with 503" in lines[1]
-        assert "edgespec verifier --port 1" in lines[1]
-        assert curl(f"{url}/health")["verifiers"][0]["state"] == "away"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WITHIN_S) == 0
-
-
-@needs_curl
 @pytest.mark.slow
 def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
     with daemon("--pass-ms", "50") as (address, _):

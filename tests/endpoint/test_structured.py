@@ -87,21 +87,6 @@ async def test_grammars_and_regexes() -> None:
         assert done.choices[0].text in ("yes", "no")
 
 
-async def test_a_json_object() -> None:
-    """Of any kind: all that is promised is that what is complete is one."""
-    async with letters() as found, found.client() as client:
-        for seed in range(2):
-            asked = {**ASKED, "seed": seed, "max_tokens": 100}
-            (choice,) = (
-                await client.chat.completions.create(
-                    response_format={"type": "json_object"}, **asked
-                )
-            ).choices
-            assert choice.message.content.startswith("{")
-            if choice.finish_reason == "stop":
-                assert isinstance(json.loads(choice.message.content), dict)
-
-
 async def test_a_call_that_must_be() -> None:
     choose: Any = {"type": "function", "function": {"name": "feed"}}
     async with letters() as found, found.client() as client:

@@ -112,18 +112,6 @@ def test_a_template_says_which_format_it_teaches() -> None:
     assert tool_format("{{ messages }}") is None
 
 
-def test_ids_are_what_the_templates_take() -> None:
-    (hermes,) = tool_reader(ToolFormat.HERMES, ()).push(CALL)
-    mistral = tool_reader(ToolFormat.MISTRAL, ())
-    mistral.push(MISTRAL)
-    (short,) = mistral.flush()
-    assert isinstance(hermes, ToolCall)
-    assert isinstance(short, ToolCall)
-    assert hermes.id.startswith("call_")
-    assert len(short.id) == 9
-    assert short.id.isalnum()
-
-
 # --- over HTTP -------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from edgespec.config import AgentConfig, DraftSection, PolicySection
 from edgespec.core.device.estimates import DraftEstimates, RowPrice
-from edgespec.core.device.events import DraftCounters, LinkDown
+from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -144,26 +144,6 @@ def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_m
     drafts = [one for one in seen if one.kind is EventKind.DRAFT]
     for before, after in pairwise(drafts):
         assert after.at_s - after.took_s == pytest.approx(before.at_s)
-
-
-async def test_a_text_that_loses_its_link_speaks_for_itself_alone() -> None:
-    """While another text goes on to come, the verifier is there."""
-    async with serving() as (address, _), agent_for(address) as agent:
-        source = StatusSource(agent, (address,))
-        chunks = agent.generate(SECRET, replace(PARAMS, max_tokens=2000))
-        await anext(chunks)
-        running = agent.activity.last
-        assert running is not None
-        other = agent.activity.began(running.session, None)
-        other.record(agent.activity.clock(), "device", "", "event", LinkDown("it broke"))
-        assert source.snapshot().verifiers[0].state is VerifierState.AWAY
-        seen = 0
-        while source.snapshot().verifiers[0].state is VerifierState.AWAY:
-            seen += len((await anext(chunks)).tokens)
-            assert seen < 1000
-        assert source.snapshot().verifiers[0].state is VerifierState.SERVING
-        other.ended()
-        await chunks.aclose()
 
 
 async def test_of_several_verifiers_each_has_a_state(gone: str) -> None:

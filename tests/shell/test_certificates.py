@@ -71,13 +71,6 @@ def handshake(pki: Pki, host: str) -> str:
     return str(ends[0].version())
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_what_is_made_is_what_tls_takes(pki: Pki, host: str) -> None:
-    assert handshake(pki, host) == "TLSv1.3"
-    with pytest.raises(ssl.SSLCertVerificationError, match="match"):
-        handshake(pki, "elsewhere.example")
-
-
 def test_what_is_made_says_what_it_is_for(pki: Pki) -> None:
     ca, server, device = (certificate(pki.folder / f"{n}.pem") for n in ("ca", "server", "device"))
     assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
@@ -142,13 +135,6 @@ def test_a_certificate_without_a_ca_is_refused(tmp_path: Path) -> None:
 
 
 # --- the files of a verifier -------------------------------------------------------------------
-
-
-def test_good_files_are_taken(pki: Pki) -> None:
-    shown, key, ca = (pki.folder / name for name in ("server.pem", "server.key", "ca.pem"))
-    identity = load_server_identity(shown, key, ca, now())
-    assert identity.expires == certificate(shown).not_valid_after_utc
-    assert b"PRIVATE" not in repr(identity).encode()
 
 
 def test_bad_files_are_named_with_the_reason(pki: Pki, tmp_path: Path) -> None:

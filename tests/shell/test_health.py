@@ -56,12 +56,6 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...], message: str) ->
     assert message in result.stderr
 
 
-def test_a_missing_ca_is_named(tmp_path: Path) -> None:
-    result = call(NAME, "--ca", str(tmp_path / "none.pem"))
-    assert result.exit_code == 2
-    assert "none.pem" in result.stderr
-
-
 def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     async def not_serving(address: str, **_: object) -> str:
         return "NOT_SERVING"

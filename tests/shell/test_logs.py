@@ -14,7 +14,7 @@ import pytest
 
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
-from edgespec.telemetry.logs import JsonFormatter, TextFormatter, request_id
+from edgespec.telemetry.logs import JsonFormatter
 from tests.shell.live_verifier import daemon, start
 from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
 from tests.shell.watched_verifier import watched
@@ -72,19 +72,6 @@ def test_a_json_line_is_one_object_whatever_the_message_holds() -> None:
         "message": hostile,
         "tokens": 3,
     }
-
-
-def test_a_line_names_its_stream() -> None:
-    assert TextFormatter().format(_record("m")) == "WARNING edgespec.x: m"
-    assert "request" not in json.loads(JsonFormatter().format(_record("m")))
-    token = request_id.set("abc")
-    try:
-        assert TextFormatter().format(_record("m")) == "WARNING edgespec.x [abc]: m"
-        assert json.loads(JsonFormatter().format(_record("m")))["request"] == "abc"
-        own = _record("m", request_id="own")
-        assert json.loads(JsonFormatter().format(own))["request"] == "own"
-    finally:
-        request_id.reset(token)
 
 
 async def test_every_stream_has_one_line_that_says_what_it_got(log: Lines) -> None:

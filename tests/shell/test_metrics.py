@@ -18,7 +18,7 @@ from edgespec.cli.verifier import Watching
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.protocol.messages import Commit, Fault, Limits, Open, Opened, RunAhead
+from edgespec.core.protocol.messages import Commit, Fault, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
@@ -28,16 +28,11 @@ from edgespec.telemetry import metrics_server
 from edgespec.telemetry.metric_table import Kind
 from edgespec.telemetry.metrics_server import METRICS, PREFIX, MetricsServer
 from edgespec.telemetry.verifier_counts import Watch
-from edgespec.verifier.build import load_target
 from tests.core.scenes import MODEL
-from tests.shell.live_verifier import GatedTarget
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
-from tests.shell.watched_verifier import QUIET, Scrape, Watched, fetch, watched
+from tests.shell.watched_verifier import Scrape, Watched, fetch, watched
 from tests.sources import ROOT
-
-TOY = QUIET
-
 
 IDS = tuple(PROMPT_IDS)
 
@@ -81,26 +76,6 @@ async def test_the_counts_are_those_of_the_devices() -> None:
     assert seen.labels("requests_finished_total") == {"length": 2}
     assert seen.labels("requests_rejected_total") == {}
     assert seen.models == {"toy"}
-
-
-async def test_who_runs_who_waits_and_what_is_held() -> None:
-    target = GatedTarget(load_target(TOY), 0)
-    async with watched(target=target) as found:
-        transport = connect(found.address)
-        streams = [await transport.connect() for _ in range(3)]
-        for number, stream in enumerate(streams):
-            await stream.send(Open(f"s{number}", "", "", IDS, drafting=False))
-            assert isinstance(await stream.receive(), Opened)
-        await asyncio.to_thread(target.reached.wait)
-        during = await found.scrape()
-        target.gate.set()
-        await streams[0].receive()
-        await transport.close()
-    assert during.value("num_requests_running") >= 1
-    running, waiting = during.value("num_requests_running"), during.value("num_requests_waiting")
-    assert running + waiting == 3
-    assert 0 < during.value("kv_cache_usage_perc") < 1
-    assert during.value("generation_tokens_total") == 0
 
 
 async def _ended(found: Watched) -> Scrape:

@@ -6,13 +6,9 @@ Oracle: the toy's text, of devices that the operation is not about; what the pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import pty
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +23,8 @@ from edgespec.device.agent import Agent, Chunk, GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
 from tests.shell.guarded import PROMPT, device_config, keys_in
-from tests.shell.live_verifier import daemon, environment, start, toy_text
+from tests.shell.live_verifier import daemon, start, toy_text
 from tests.shell.pki import Pki
-from tests.sources import ROOT
 
 WITHIN_S = 120
 IDS = ToyTokenizer().encode(PROMPT)
@@ -137,43 +132,6 @@ async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> Non
         await late.close()
         assert await acknowledged(stream, list(first.tokens)) == EXPECTED
         await transport.close()
-        assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
-
-
-@contextlib.contextmanager
-def on_a_terminal(*options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """The daemon as the leader of a terminal's session; the terminal's other end."""
-    ours, theirs = pty.openpty()
-    code = (
-        "import fcntl, os, sys, termios\n"
-        "os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-        "os.execv(sys.executable, [sys.executable, '-m', 'edgespec', *sys.argv[1:]])\n"
-    )
-    arguments = ("verifier", "--model", "toy", "--port", "0", *options)
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        os.close(theirs)
-        try:
-            yield ours, process
-        finally:
-            process.kill()
-
-
-async def test_a_closed_terminal_ends_the_daemon_and_sighup_alone_does_not() -> None:
-    with on_a_terminal() as (terminal, process):
-        assert process.stdout is not None
-        assert "ready on" in await asyncio.to_thread(process.stdout.readline)
-        process.send_signal(signal.SIGHUP)
-        assert "nothing changed" in await said(process, "reload")
-        os.close(terminal)
-        await said(process, "stopping; the devices are told")
         assert await asyncio.to_thread(process.wait, WITHIN_S) == 0
 
 

@@ -181,16 +181,3 @@ async def test_a_browser_shows_it(tmp_path: Path, options: tuple[str, ...]) -> N
     assert f"serving: {address}" in dom
     assert "<td>#1</td><td>toy</td><td>streaming</td>" in dom
     assert 'id="trouble" class="trouble" role="alert" hidden' in dom
-
-
-@browser
-@pytest.mark.slow
-async def test_a_page_whose_numbers_want_a_key_asks_for_it(tmp_path: Path) -> None:
-    async with serving() as (address, _):
-        async with build_agent(AgentConfig(verifier=address, draft=DraftSection("none"))) as agent:
-            async with status_page(StatusSource(agent, (address,)), key="sesame") as url:
-                dom, said = await looked_at(url, tmp_path)
-    assert [line for line in said if "401" not in line] == []
-    assert '<form id="ask">' in dom, "it is not hidden any more"
-    assert "the key is needed" in dom
-    assert address not in dom

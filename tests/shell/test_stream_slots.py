@@ -29,20 +29,6 @@ def test_all_connections_of_a_peer_share_an_address(uri: str, peer: str) -> None
     assert peer_address(uri) == peer
 
 
-def test_a_new_stream_takes_the_place_of_the_oldest_that_has_not_opened() -> None:
-    slots: StreamSlots[int] = StreamSlots(3, 1.0)
-    for stream in (1, 2, 3):
-        assert slots.enter(stream, "a") == Entry()
-    slots.opened(1)
-    assert slots.enter(4, "b") == Entry(evicted=2)
-    assert slots.enter(5, "b") == Entry(evicted=3)  # "a" and "b" have one idle each
-    slots.opened(4)
-    slots.opened(5)
-    assert slots.enter(6, "c") == Entry(refusal="3 streams are open, the limit is 3")
-    slots.leave(1)
-    assert slots.enter(6, "c") == Entry()
-
-
 def test_the_peer_with_most_idle_streams_gives_way() -> None:
     slots: StreamSlots[int] = StreamSlots(4, 1.0)
     slots.enter(1, "honest, in the middle of its round trip")

@@ -74,21 +74,6 @@ async def test_a_certificate_of_another_ca_is_not_trusted(pki: Pki, tmp_path: Pa
                 await collect(agent)
 
 
-async def test_an_expired_certificate_is_named_on_both_sides(tmp_path: Path) -> None:
-    mine = Pki(tmp_path)
-    access = ServerAccess(config := verifier_config(mine.server()))
-    mine.write_expired("server")
-    with pytest.raises(ConfigError, match=r"server\.pem: the certificate expired on 20"):
-        ServerAccess(config)
-    # One that expires while the verifier runs is what a device sees: gRPC is handed it unchecked.
-    identity = access._server_tls.identity  # type: ignore[union-attr] # it has TLS
-    shown = replace(identity, certificate=(tmp_path / "server.pem").read_bytes())
-    access._server_tls.replace(shown)  # type: ignore[union-attr]
-    async with serving(config=config, access=access) as (address, _):
-        text = await refusal(address, mine.device())
-        assert "its certificate is not trusted: certificate has expired" in text
-
-
 async def test_a_certificate_for_another_name_is_named(pki: Pki, tmp_path: Path) -> None:
     mine = Pki(tmp_path)
     mine.renew_server("gpu-box.example")

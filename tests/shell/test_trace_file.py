@@ -32,18 +32,6 @@ def test_a_full_disk_is_told_once_and_ends_the_trace(
     assert record.message == f"the trace {full} ends here: No space left on device"
 
 
-def test_a_disk_that_is_full_at_the_end_is_told_too(
-    full: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        trace = TraceFile(full)
-        trace.record(1.0, "device", "s", "event", Commit(1, (1,)))
-        trace.close()
-        trace.close()
-        trace.record(2.0, "device", "s", "event", Commit(2, (1,)))
-    assert len(caplog.records) == 1
-
-
 def test_a_secret_is_not_traced(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     with TraceFile(path) as trace:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -49,21 +48,6 @@ async def opened(transport: GrpcTransport) -> DeviceStream:
     await stream.send(Open("session", "", "", (1,)))
     assert isinstance(await stream.receive(), Opened)
     return stream
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_a_dead_verifier_is_noticed_in_time(fault: signal.Signals) -> None:
-    with verifier_process() as (process, address):
-        transport = GrpcTransport(address)
-        stream = await opened(transport)
-        process.send_signal(fault)
-        with pytest.raises(LinkError, match=f"verifier at {address}: UNAVAILABLE") as caught:
-            await asyncio.wait_for(stream.receive(), PATIENCE_S)
-        assert caught.value.retryable
-        with pytest.raises(LinkError, match="UNAVAILABLE"):
-            await stream.send(Received(1, 1))
-        await transport.close()
 
 
 @pytest.mark.slow

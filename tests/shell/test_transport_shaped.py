@@ -22,7 +22,6 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.wire.codec import payload_bytes
 from edgespec.wire.shaped import Pipe, ShapedTransport, ThreadPacer, TrafficMeter
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.loopback import LoopbackTransport
 
 INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
@@ -194,29 +193,6 @@ async def test_closing_returns_at_once_and_what_was_sent_still_arrives() -> None
     assert world.arrived == [(0.13, Cancel())]
     assert world.left_s == [0.13]
     await world.transport.close()
-
-
-async def test_a_refused_connection_is_refused_a_round_trip_later() -> None:
-    world = World()
-    world.inner.refuse("nobody home")
-    connecting = asyncio.ensure_future(world.transport.connect())
-    await world.run_until(0.099)
-    assert not connecting.done()
-    await world.run_until(0.1)
-    with pytest.raises(LinkError, match="nobody home"):
-        await connecting
-    await world.transport.close()
-
-
-async def test_a_message_over_a_bound_is_not_sent() -> None:
-    inner = LoopbackTransport(World()._serve, lambda: INFO)
-    transport = ShapedTransport(
-        inner, LinkModel(), LinkModel(), limits=WireLimits(vocabulary_size=2)
-    )
-    stream = await transport.connect()
-    with pytest.raises(ProtocolViolation, match=r"Draft.tokens\[0\] is 5"):
-        await stream.send(draft(5))
-    await transport.close()
 
 
 class HeldClock:
