@@ -168,14 +168,12 @@ class Envelope:
         self.id = self.prefix + secrets.token_hex(12)
 
     def _opening(self, choice: Choice) -> list[Json]:
-        """The first events of a choice, before any text."""
         raise NotImplementedError
 
     def _delta(self, choice: Choice, delta: Delta) -> list[Json]:
         raise NotImplementedError
 
     def _choice(self, choice: Choice) -> Json:
-        """All of it at once."""
         raise NotImplementedError
 
     def _empty(self, choice: Choice) -> Json:
@@ -183,11 +181,9 @@ class Envelope:
         raise NotImplementedError
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The first events of a stream."""
         return b"".join(self._chunk([one]) for choice in choices for one in self._opening(choice))
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
-        """Events of what came anew."""
         return b"".join(self._chunk([one]) for one in self._delta(choice, delta))
 
     def closing(self, choice: Choice) -> bytes:
@@ -195,7 +191,6 @@ class Envelope:
         return self._chunk([self._empty(choice) | {"finish_reason": choice.finish}])
 
     def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
-        """The last events of a stream."""
         return (self._chunk([], usage) if self.with_usage else b"") + DONE
 
     def failed(self, error: ApiError) -> bytes:
@@ -203,7 +198,6 @@ class Envelope:
         return _event(error.body)
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
-        """An answer at once."""
         found = [self._choice(one) | {"finish_reason": one.finish} for one in choices]
         return self._around(self.whole_object, found) | {"usage": usage}
 

@@ -265,7 +265,6 @@ class _Writer:
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Until all of them have ended."""
     for one in tasks:
         one.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -336,8 +335,6 @@ def _csp_digest(text: str) -> str:
 
 
 class _Places:
-    """The routes that do not generate."""
-
     def __init__(self, endpoint: Endpoint, status: StatusSource | None) -> None:
         self._endpoint, self._status = endpoint, status
         tables = [Table(METRICS_PREFIX, METRICS, endpoint.counted)]

@@ -50,7 +50,6 @@ class VerifierPresence:
     rtt_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """For ``/health``."""
         found: dict[str, Any] = {"address": self.address, "state": self.presence.value}
         if self.info is not None:
             found["model"] = self.info.model.name
@@ -102,7 +101,6 @@ class VerifierWatch:
         return tuple(one.info for one in fits if one.info is not None)
 
     async def look(self) -> None:
-        """Ask all of them, now."""
         asked = [self._ask(status) for status in self.statuses]
         self.statuses = tuple(await asyncio.gather(*asked))
         self._looked_at = time.monotonic()
@@ -114,7 +112,6 @@ class VerifierWatch:
                 await self.look()
 
     def start(self) -> None:
-        """Look again and again, from now on."""
         self._task = asyncio.create_task(self._forever())
 
     def hurry(self) -> None:
@@ -122,7 +119,6 @@ class VerifierWatch:
         self._hurry.set()
 
     async def close(self) -> None:
-        """Stop asking, and let go of the connections."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -162,8 +158,6 @@ ALIAS: Final = "edgespec"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One that can be asked for."""
-
     info: ModelInfo
     context_length: int
     """Prompt plus output, in tokens."""
@@ -177,8 +171,6 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a request takes."""
-
     asked: str
     """The name to ask a verifier for; empty: for none."""
     served: ServedModel | None

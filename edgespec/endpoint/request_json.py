@@ -82,17 +82,14 @@ def _encodable(text: str) -> str:
 
 
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
-    """A request that cannot be: 400, and whose fault it is."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, code: str = "verifier_unavailable") -> ApiError:
-    """Later it may go."""
     return ApiError(503, message, code=code, retry_after_s=VERIFIER_BACK_S)
 
 
 def no_such_model(name: str, known: Sequence[str]) -> ApiError:
-    """Nothing of this name is served; ``known`` is."""
     shown = ", ".join(map(repr, known[:_MOST_NAMED]))
     if more := known[_MOST_NAMED:]:
         shown += f" and {len(more)} more"
@@ -106,7 +103,6 @@ def no_such_model(name: str, known: Sequence[str]) -> ApiError:
 
 
 def from_generation(error: GenerationError) -> ApiError:
-    """What a generation that failed is over HTTP."""
     if error.code is None:
         return unavailable(str(error))
     status, code = _FAULTS[error.code]
@@ -241,7 +237,6 @@ class Fields:
         return value
 
     def wrong(self, field: str, value: object, wanted: str) -> ApiError:
-        """The error for a value that is not ``wanted``."""
         name = self.name(field)
         return invalid(name, f"{name} is {shown(value)}, but must be {wanted}")
 
@@ -261,7 +256,6 @@ def encodable(name: str, text: str) -> str:
 
 
 def texts(fields: Fields, field: str, most: int) -> Sequence[str]:
-    """A text, or a list of them; absent: none."""
     value = fields.raw(field)
     if value is None:
         return ()

@@ -136,7 +136,6 @@ def _held_to_schema(name: str, value: Any) -> dict[str, Any]:
 
 
 def _one_of(name: str, value: Any) -> str:
-    """A regular expression of these texts."""
     given = texts(Fields({name: value}), name, MAX_STOP_STRINGS)
     return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in given)
 
@@ -224,7 +223,6 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
 
 
 def completion_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
-    """As ``chat_request``."""
     fields, ignored = understood(data, COMPLETION)
     top, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
     if echo and top is not None:
@@ -250,7 +248,6 @@ def _request(
     scored: bool,
     top: int,
 ) -> Request:
-    """What both kinds of request say."""
     options, stream = fields.section("stream_options"), fields.flag("stream")
     if options is not None and not stream:
         raise invalid("stream_options", "stream_options is given, but stream is not true")
@@ -344,7 +341,6 @@ def _constraint(fields: Fields) -> Constraint | None:
 
 
 def _schema(fields: Fields) -> str | None:
-    """That of ``response_format``."""
     asked = fields.section("response_format")
     if asked is None:
         return None
@@ -367,7 +363,6 @@ def _schema(fields: Fields) -> str | None:
 
 
 def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
-    """``n`` texts of each, and at most ``most`` of all."""
     value = fields.raw("prompt")
     if value is None or value in ("", []):
         raise invalid("prompt", "prompt is missing or empty, but must hold at least one token")
@@ -493,7 +488,6 @@ def _tool(fields: Fields, *, forced: bool) -> dict[str, Any]:
 
 
 def _chosen_tools(fields: Fields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that ``tool_choice`` lets be called."""
     value = fields.raw("tool_choice")
     if value in _FREE_CHOICES:
         return [] if value == "none" else tools

@@ -54,13 +54,11 @@ _STARTED_EVERY_S: Final = 0.005
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The answer that an error is."""
     every = {**error.headers, **(headers or {})}
     return JSONResponse(error.body, status_code=error.status, headers=every)
 
 
 def shows_key(headers: Headers, key: str) -> bool:
-    """Whether ``Authorization: Bearer KEY`` is there and right."""
     scheme, _, shown = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         return False
@@ -113,7 +111,6 @@ class Guard:
 
 
 def too_large(limit: int, size: object) -> ApiError:
-    """For a body beyond ``limit``."""
     why = f"the request has {size} bytes, but at most {limit} are read"
     return ApiError(413, why, code="too_large")
 
@@ -133,7 +130,6 @@ class ConnectionLimits:
 
     @property
     def look_s(self) -> float:
-        """How often each connection is looked at."""
         shortest = min(self.head_within_s, self.write_within_s)
         return min(shortest / _LOOKS, _LONGEST_LOOK_S)
 
@@ -180,7 +176,6 @@ class WatchedConnection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is asked or answered here."""
         answered = getattr(self.cycle, "response_complete", True)  # no cycle: nothing was asked
         unread = self.transport.get_write_buffer_size()
         return (answered or self.transport.is_closing()) and not unread
@@ -217,7 +212,6 @@ class WatchedConnection(H11Protocol):
 
     @property
     def _going(self) -> bool:
-        """Whether its descriptor is about to be closed."""
         return self._whole.is_closing() and not self._whole.get_write_buffer_size()
 
 

@@ -133,7 +133,6 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._waiting)
 
     @asynccontextmanager
@@ -222,7 +221,6 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether every text is complete and read."""
         return self._running == 0 and self._failed is None
 
     async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
@@ -342,8 +340,6 @@ def _tool_use(request: Request, tokenizer: ChatTokenizer) -> ToolUse | None:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request asks for, ready to run."""
-
     envelope: Envelope
     choices: list[Choice]
     prompt_tokens: int
@@ -396,7 +392,6 @@ class Endpoint:
 
     @property
     def active(self) -> int:
-        """Requests that are being answered."""
         return len(self._runs)
 
     def counted(self) -> Self:
@@ -406,22 +401,18 @@ class Endpoint:
         return self
 
     async def idle(self) -> None:
-        """Returns when no request is being answered."""
         await self._idle.wait()
 
     def take_tokenizer(self, tokenizer: ChatTokenizer) -> None:
-        """What was not there at the beginning."""
         self.tokenizer = tokenizer
         self._wake.set()
 
     def begin_stop(self) -> None:
-        """Take nothing new; who waits for a turn is told."""
         self.stopping = True
         self._wake.set()
         self.admission.close(stopping())
 
     def cut(self) -> None:
-        """What still runs is told that it ends here."""
         for run in tuple(self._runs):
             run.fail(stopping())
 
@@ -498,7 +489,6 @@ class Endpoint:
                 self.counts.duration_s.add(time.monotonic() - answer.began_s)
 
     def note_first(self, answer: Answer) -> None:
-        """Tokens of ``answer`` have come."""
         if answer.first_s is None:
             answer.first_s = time.monotonic() - answer.began_s
             self.counts.first_token_s.add(answer.first_s)

@@ -38,8 +38,6 @@ _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
 class ToolFormat(Enum):
-    """How a model writes that it wants a tool called."""
-
     HERMES = "hermes"
     MISTRAL = "mistral"
     LLAMA = "llama"
@@ -71,7 +69,6 @@ def tool_format(template: str) -> ToolFormat | None:
 def tool_reader(
     form: ToolFormat, names: Collection[str], new_id: Callable[[], str] | None = None
 ) -> ToolReader:
-    """A reader for one answer; ``names`` are the tools that there are."""
     if form is ToolFormat.HERMES:
         return _Hermes(new_id or _call_id)
     if form is ToolFormat.MISTRAL:
@@ -227,7 +224,6 @@ def _is_text(text: str) -> bool:
 
 
 def _json(text: str) -> Any:
-    """None for what is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -24,8 +24,6 @@ MAX_EVENTS: Final = 4096
 
 
 class VerifierState(Enum):
-    """How a verifier stands, as far as this agent knows."""
-
     UNKNOWN = "unknown"
     """It was not asked yet."""
     CONNECTING = "connecting"
@@ -38,8 +36,6 @@ class VerifierState(Enum):
 
 
 class EventKind(Enum):
-    """What an event of the timeline is."""
-
     DRAFT = "draft"
     """A draft step ended: ``took_s``, and ``count`` guesses."""
     SEND = "send"
@@ -90,8 +86,6 @@ class VerifierStatus:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStatus:
-    """One generation that runs."""
-
     number: int
     link: str
     """The state of its session, such as ``streaming`` or ``backing_off``."""
@@ -177,8 +171,6 @@ class MemoryStatus:
 
 @dataclass(frozen=True, slots=True)
 class AgentStatus:
-    """Everything about one agent."""
-
     version: str
     clock_s: float
     uptime_s: float
@@ -223,7 +215,6 @@ class AgentStatus:
         return {one.address: one.pass_s for one in self.verifiers if one.pass_s is not None}
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, for ``json.dumps``."""
         return {"format": FORMAT, "version_of_format": VERSION, **plain(self)}
 
 

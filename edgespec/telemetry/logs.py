@@ -66,7 +66,6 @@ class TextFormatter(logging.Formatter):
 
 
 def formatter(name: str) -> logging.Formatter:
-    """The formatter of that name: ``TEXT`` or ``JSON``."""
     return JsonFormatter() if name == JSON else TextFormatter()
 
 

@@ -59,8 +59,6 @@ class TapedGeneration:
 
 @dataclass(frozen=True, slots=True)
 class MatchTape:
-    """Generations of one pair of models under one kind of sampling."""
-
     target: str
     draft: str
     width: int

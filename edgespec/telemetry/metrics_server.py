@@ -105,7 +105,6 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let go of the address; a second call does nothing."""
         if self._thread is not None:
             self._server.shutdown()
             self._thread.join()

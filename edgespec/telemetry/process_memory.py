@@ -19,7 +19,6 @@ _NO_LIMIT: Final = 1 << 60
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
     resident: int = psutil.Process().memory_info().rss
     return resident
 

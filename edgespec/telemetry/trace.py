@@ -44,7 +44,6 @@ class HiddenTokens:
         self._taken: set[int] = set()
 
     def hide(self, name: str, value: Any) -> Any:
-        """``value`` of a field of that name, without what it tells of a text."""
         match name, value:
             case ("token", int()):
                 return self.token(value)

@@ -96,7 +96,6 @@ class StreamRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """From the opening of the stream to its first tokens."""
         return None if self.first_at is None else self.first_at - self.opened_at
 
     @property

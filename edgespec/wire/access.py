@@ -73,8 +73,6 @@ def _warn_once(message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What a reload changed."""
-
     keys: KeyChanges
     certificate: bool
     """Whether another one is shown from now on."""
@@ -109,7 +107,6 @@ class ServerAccess:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What an operator should know of what was read."""
         found = []
         if self._ring is not None and not len(self._ring):
             found.append(f"{self._keys_path} holds no key: nobody is let in")
@@ -158,7 +155,6 @@ class ServerAccess:
 
 
 def _checked(certificate: str, key: str, ca: str) -> list[Path | None]:
-    """The files of these names. Raises ``ConfigError``."""
     names = (certificate, key, ca)
     found = [Path(os.path.expanduser(name)) if name else None for name in names]
     for place, path in enumerate(found):
@@ -169,8 +165,6 @@ def _checked(certificate: str, key: str, ca: str) -> list[Path | None]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAccess:
-    """What a device connects with."""
-
     key: str = ""
     """Empty: none is shown."""
     insecure: bool = False
@@ -196,7 +190,6 @@ class DeviceAccess:
 
 
 def device_access(config: AgentConfig, environment: Mapping[str, str] = os.environ) -> DeviceAccess:
-    """What ``config`` and the environment say. Raises ``ConfigError``."""
     key = _key(config.api_key_file, environment, "EDGESPEC_API_KEY")
     tls = config.tls
     credentials, shows = device_credentials(tls), bool(tls.client_cert)

@@ -142,7 +142,6 @@ class SideServices(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """The handler of the method, with a wait before each request that it reads."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(self._own):
             return handler
@@ -235,7 +234,6 @@ class TokenizerAnswers:
         self._loading: asyncio.Task[tuple[_Found, bool]] | None = None
 
     async def answer(self, request: bytes, context: Any) -> bytes:
-        """The encoded reply to one call."""
         if (credential := self._authenticator.credential(shown_key(context))) is None:
             await self._authenticator.turn_away(context)
         await self._line.turn(context, credential)
@@ -253,7 +251,6 @@ class TokenizerAnswers:
             await abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def close(self) -> None:
-        """Wait for what is being read."""
         if self._loading is not None:
             await asyncio.gather(self._loading, return_exceptions=True)
 

@@ -95,7 +95,6 @@ _NUMBER[FinishReason.CONTEXT] = _NUMBER[FinishReason.LENGTH]
 
 
 def encode_uplink(message: Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
-    """Bytes of one DeviceMessage. Raises ``ProtocolViolation`` for one over a bound."""
     match message:
         case Draft():
             wire = pb.DeviceMessage(draft=_encode_draft(message, limits))
@@ -130,7 +129,6 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink
 
 
 def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
-    """Bytes of one VerifierMessage. Raises ``ProtocolViolation`` for one over a bound."""
     match message:
         case Commit():
             wire = _encode_commit(message, limits)
@@ -169,7 +167,6 @@ def payload_bytes(message: Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
 
 
 def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
-    """Bytes of the InfoReply. Raises ``ProtocolViolation`` for one over a bound."""
     check_number("InfoReply.max_sessions", info.max_sessions, 0, MAX_UINT32)
     check_number("InfoReply.pass_us", info.pass_us, 0, MAX_UINT32)
     _check_info(info, limits)
@@ -184,7 +181,6 @@ def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> byte
 
 
 def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> VerifierInfo:
-    """Raises ``ProtocolViolation`` for malformed bytes and for a reply over a bound."""
     _check_size(payload, limits)
     wire = pb.InfoReply()
     parse(wire, payload)

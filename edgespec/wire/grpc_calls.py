@@ -35,7 +35,6 @@ class ShieldedCall(Generic[_T]):
 
     @property
     def busy(self) -> bool:
-        """Whether an operation is under way, or has a result that nobody took."""
         return self._task is not None
 
     def begin(

@@ -124,7 +124,6 @@ class GrpcTransport:
         return stream
 
     async def info(self) -> VerifierInfo:
-        """Raises ``LinkError`` naming the address and the reason."""
         payload = await self._ask("Info", b"")
         try:
             return decode_info(payload, self._limits)
@@ -289,7 +288,6 @@ class GrpcDeviceStream:
             self._call.cancel()
 
     async def _ended(self) -> LinkError:
-        """Why there is nothing more."""
         if self._violation is not None:
             return LinkError(f"verifier at {self._address}: {self._violation}", retryable=False)
         if self._closed.done():

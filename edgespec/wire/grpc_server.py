@@ -66,8 +66,6 @@ _S = TypeVar("_S", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[_S]):
-    """What became of a stream that asked for a slot."""
-
     refusal: str | None = None
     """Why it got none, with the bound and the value."""
     evicted: _S | None = None
@@ -129,7 +127,6 @@ class StreamSlots(Generic[_S]):
         self._forget_idle(stream, self._owners_of.get(stream, ()))
 
     def leave(self, stream: _S) -> None:
-        """Give the stream's slot back. A stream without a slot is ignored."""
         owners = self._owners_of.pop(stream, ())
         self._forget_idle(stream, owners)
         for owner in owners:
@@ -138,7 +135,6 @@ class StreamSlots(Generic[_S]):
                 del self._held[owner]
 
     def _key_streams(self, credential: Credential) -> int:
-        """How many streams the credential may hold."""
         if not credential.max_sessions:
             return self.peer_streams
         return min(self.peer_streams, 2 * credential.max_sessions + SPARE_STREAMS)
@@ -310,7 +306,6 @@ class GrpcServer:
 
     @property
     def stream_count(self) -> int:
-        """Streams that are being served."""
         return len(self._streams)
 
     async def drain(self) -> None:
@@ -349,7 +344,6 @@ class GrpcServer:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _speculate(self, _requests: Any, context: Any) -> None:
-        """One stream, from its headers to its status."""
         # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
         address = str(context.peer())
         key = shown_key(context)

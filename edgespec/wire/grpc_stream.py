@@ -169,7 +169,6 @@ class GrpcVerifierStream:
             self._take = None
 
     async def _until_news(self) -> None:
-        """Wait for a message or the end. Raises when the end has come, or no message can."""
         if self._reading is None:
             self._reading = self._loop.create_task(self._read_on())
         if self._failure is not None:
@@ -184,7 +183,6 @@ class GrpcVerifierStream:
         self._raise_if_over()
 
     async def close(self) -> None:
-        """End the stream from this side, at once."""
         self.hang_up(None)
 
     async def over(self, timeout_s: float | None = None) -> bool:
@@ -199,11 +197,9 @@ class GrpcVerifierStream:
 
     @property
     def greeted(self) -> bool:
-        """Whether the device was told that its generation is served."""
         return self._greeted
 
     def hang_up(self, fault: Fault | None) -> None:
-        """End the stream from this side, unless it has ended."""
         self._end(fault, "the stream was closed here" if fault is None else fault.message)
 
     def lost(self) -> None:

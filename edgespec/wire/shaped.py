@@ -131,7 +131,6 @@ class Pipe(Generic[_T]):
         self._wake()
 
     async def peek(self) -> _T:
-        """The oldest item, which stays. Raises ``LinkError`` when the pipe ended and is empty."""
         while not self._items and self._reason is None:
             await self._changed.wait()
         if not self._items:
@@ -139,7 +138,6 @@ class Pipe(Generic[_T]):
         return self._items[0]
 
     async def get(self) -> _T:
-        """Take the oldest item. Raises ``LinkError`` when the pipe has ended and is empty."""
         item = await self.peek()
         self._items.popleft()
         self._wake()
@@ -232,15 +230,12 @@ class ShapedTransport:
 
 
 class _Direction:
-    """A link model on the pacer's clock."""
-
     def __init__(self, model: LinkModel, pacer: ThreadPacer, origin_s: float) -> None:
         self._model = model
         self._pacer = pacer
         self._origin_s = origin_s
 
     def arrival(self, size_bytes: int) -> float:
-        """When a message that leaves now arrives, on the pacer's clock."""
         now_s = self._pacer.now() - self._origin_s
         return self._model.arrival(now_s, size_bytes) + self._origin_s
 
@@ -304,7 +299,6 @@ class _ShapedStream:
             self._closing.set_result(arrival_s)
 
     async def pump_up(self) -> None:
-        """Carry messages up as they arrive, and the closing of the stream after them."""
         try:
             await self._carry_up()
             await self._up.wait(await self._closing)
@@ -325,7 +319,6 @@ class _ShapedStream:
             self._close_at(self._up.arrival(0))
 
     async def pump_down(self) -> None:
-        """Stamp what comes down with its arrival."""
         try:
             while True:
                 message = await self._inner.receive()

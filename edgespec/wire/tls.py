@@ -55,7 +55,6 @@ class ServerIdentity:
 def load_server_identity(
     certificate: Path, key: Path, client_ca: Path | None, now: datetime
 ) -> ServerIdentity:
-    """The files, checked. Raises ``TlsFileError``."""
     shown = _read(certificate)
     certificates = _certificates(certificate, shown)
     for one in certificates:
@@ -89,7 +88,6 @@ class ServerTls:
         return self._identity
 
     def replace(self, identity: ServerIdentity) -> None:
-        """From now on this is shown to whoever connects."""
         self._identity = identity
 
     def _newest(self) -> Any:

@@ -46,8 +46,6 @@ class TextFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """What is announced of one file."""
-
     name: str
     size: int
     """In bytes."""
@@ -58,8 +56,6 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file, ready to be sent."""
-
     entry: TextFile
     packed: bytes
 
@@ -125,7 +121,6 @@ def cache_key(entries: Sequence[TextFile]) -> str:
 
 
 def are_as_announced(entries: Sequence[TextFile], contents: Mapping[str, bytes]) -> bool:
-    """Whether these are the files of ``entries``, whole and unchanged."""
     return all(
         entry.name in contents and hashlib.sha256(contents[entry.name]).digest() == entry.sha256
         for entry in entries
@@ -133,7 +128,6 @@ def are_as_announced(entries: Sequence[TextFile], contents: Mapping[str, bytes])
 
 
 def encode_request(file: str, offset: int) -> bytes:
-    """Asks for a part of ``file``; for the list where it is empty."""
     return bytes(pb.TokenizerRequest(file=file, offset=offset).SerializeToString())
 
 

@@ -100,13 +100,11 @@ def check_number(field: str, value: int, low: int, high: int) -> int:
 
 
 def check_count(field: str, count: int, high: int, low: int = 0) -> None:
-    """Raises ``ProtocolViolation`` for fewer than ``low`` or more than ``high`` entries."""
     if not low <= count <= high:
         raise ProtocolViolation(f"{field} has {count} entries, but must have {low} to {high}")
 
 
 def check_context(count: int, limits: WireLimits) -> None:
-    """Raises ``ContextExceeded`` when an Open with ``count`` tokens cannot fit the context."""
     if count > limits.context_length:
         raise ContextExceeded(
             f"Open has {count} tokens (prompt and committed), "
