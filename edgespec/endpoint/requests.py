@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -70,14 +70,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """They ask for another text than could be given, so they are refused; with these values, and with
 null, they ask for nothing."""
-_RENAMED: Final = {
-    "repeat_penalty": "repetition_penalty",
-    "n_predict": "max_tokens",
-    "guided_regex": "regex",
-    "guided_grammar": "grammar",
-}
-_SCHEMAS: Final = ("guided_json", "json_schema")
-_STRUCTURED: Final = {"json": "guided_json", "regex": "regex", "grammar": "grammar"}
 
 
 def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, tuple[str, ...]]:
@@ -105,20 +97,13 @@ def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, 
 def _renamed(name: str, value: Any, known: frozenset[str], found: dict[str, Any]) -> bool:
     """Whether another server's parameter is one of ours by another name; then ``found`` has it.
     Raises ``ApiError``."""
-    if name in _RENAMED:
-        found[_RENAMED[name]] = value
-    elif name in _SCHEMAS:
-        found["response_format"] = _held_to_schema(name, value)
-    elif name == "guided_choice":
-        found["regex"] = _one_of(name, value)
+    if name in _OTHERS:
+        ours, convert = _OTHERS[name]
+        found[ours] = value if convert is None else convert(name, value)
     elif name == "structured_outputs":
         for inner, one in (Fields({name: value}).section(name) or Fields({})).data.items():
-            if inner == "choice":
-                found["regex"] = _one_of(f"{name}.choice", one)
-            elif inner not in _STRUCTURED:
+            if not _renamed(f"guided_{inner}", one, known, found):
                 raise invalid(name, f"{name}.{inner} is not supported", "unsupported_parameter")
-            elif not _renamed(_STRUCTURED[inner], one, known, found):
-                found[inner] = one
     elif name == "reasoning_effort" and "messages" in known:
         found["chat_template_kwargs"] = {name: value, **found.get("chat_template_kwargs", {})}
     else:
@@ -140,6 +125,16 @@ def _one_of(name: str, value: Any) -> str:
     return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in given)
 
 
+_OTHERS: Final[Mapping[str, tuple[str, Callable[[str, Any], Any] | None]]] = {
+    "repeat_penalty": ("repetition_penalty", None),
+    "n_predict": ("max_tokens", None),
+    "guided_regex": ("regex", None),
+    "guided_grammar": ("grammar", None),
+    "guided_choice": ("regex", _one_of),
+    "guided_json": ("response_format", _held_to_schema),
+    "json_schema": ("response_format", _held_to_schema),
+}
+"""Other servers' parameters: the name here, and what makes one of the other."""
 MAX_TOOLS: Final = 128
 MAX_TOKEN_ID: Final = (1 << 31) - 1
 # A drawn seed survives JavaScript, whose numbers hold 53 bits.
