@@ -63,7 +63,6 @@ from edgespec.wire.wire_limits import (
 )
 
 _E = TypeVar("_E", bound=Enum)
-
 DEFAULT_LIMITS: Final = WireLimits()
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from edgespec.core.verifier.credential import Credential
+from edgespec.wire.callers import Entry, StreamSlots
 from edgespec.wire.grpc_calls import peer_address
-from edgespec.wire.grpc_server import Entry, StreamSlots
 
 
 @pytest.mark.parametrize(
