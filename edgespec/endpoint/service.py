@@ -50,7 +50,7 @@ from edgespec.endpoint.requests import (
     token_ids,
 )
 from edgespec.endpoint.responses import ResponseEnvelope, as_chat
-from edgespec.endpoint.tool_calls import MARKS, MarkedText, forced_call, tool_format, tool_reader
+from edgespec.endpoint.tool_calls import MARKS, MarkedText, ToolReader, forced_call, tool_format
 from edgespec.models.chat_template import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
@@ -335,7 +335,7 @@ def _tool_use(request: Request, tokenizer: ChatTokenizer) -> ToolUse | None:
     names = [tool["function"]["name"] for tool in request.tools]
     ids = {tokenizer.special_id(mark): mark for mark in MARKS}
     marks = {token: mark for token, mark in ids.items() if token is not None}
-    return ToolUse(tool_reader(form, names), MarkedText(marks), request.one_call)
+    return ToolUse(ToolReader(form, names), MarkedText(marks), request.one_call)
 
 
 @dataclass(slots=True)

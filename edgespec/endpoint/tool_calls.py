@@ -66,16 +66,6 @@ def tool_format(template: str) -> ToolFormat | None:
     return None
 
 
-def tool_reader(
-    form: ToolFormat, names: Collection[str], new_id: Callable[[], str] | None = None
-) -> ToolReader:
-    if form is ToolFormat.HERMES:
-        return _Hermes(new_id or _call_id)
-    if form is ToolFormat.MISTRAL:
-        return _Mistral(new_id or _short_id)
-    return _Llama(frozenset(names), new_id or _call_id)
-
-
 def _call_id() -> str:
     return "call_" + secrets.token_hex(12)
 
@@ -85,43 +75,50 @@ def _short_id() -> str:
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
-class _Hermes:
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self._new_id = new_id
-        self._held, self._inside, self._after_call = "", False, False
+class ToolReader:
+    """Reads one answer: ``push`` returns what is certain now, ``flush`` the rest. ``names`` are the
+    tools that there are."""
+
+    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+        self._form, self._names = form, frozenset(names)
+        self._mark = MISTRAL_MARK if form is ToolFormat.MISTRAL else OPEN
+        self._new_id = _short_id if form is ToolFormat.MISTRAL else _call_id
+        self._held = ""
+        self._inside = self._after_call = False
+        self._is_text = False
+        """Of an answer in Llama's format, which is all text or all calls."""
 
     def push(self, text: str) -> list[Found]:
         self._held += text
+        if self._form is ToolFormat.LLAMA:
+            start = self._held.lstrip()
+            may_call = start.startswith(("{", LLAMA_MARK)) or LLAMA_MARK.startswith(start)
+            self._is_text = self._is_text or not may_call
+            return self._say(self._take(len(self._held))) if self._is_text else []
         found: list[Found] = []
-        while True:
-            mark = CLOSE if self._inside else OPEN
+        while not (self._inside and self._form is ToolFormat.MISTRAL):
+            mark = CLOSE if self._inside else self._mark
             before, there, rest = self._held.partition(mark)
             if not there:
                 break
-            self._held = rest
-            if self._inside:
-                found += self._read(before, CLOSE)
-            else:
-                found += self._say(before.rstrip())
-            self._inside = not self._inside
+            found += self._read(before, CLOSE) if self._inside else self._say(before.rstrip())
+            self._held, self._inside = rest, not self._inside
         if not self._inside:
-            cut = len(self._held) - _may_begin(OPEN, self._held)
-            said, self._held = self._held[:cut], self._held[cut:]
-            found += self._say(said)
+            found += self._say(self._take(len(self._held) - _may_begin(self._mark, self._held)))
         return found
 
     def flush(self) -> list[Found]:
-        held, self._held = self._held, ""
-        found = self._read(held, "") if self._inside else self._say(held)
+        held, inside = self._take(len(self._held)), self._inside
         self._inside = False
-        return found
+        if self._form is ToolFormat.LLAMA:
+            calls = [] if self._is_text else self._calls(held.replace(LLAMA_MARK, ""))
+            known = calls and all(call.name in self._names for call in calls)
+            return list(calls) if known else self._say(held)
+        return self._read(held, "") if inside else self._say(held)
 
-    def _read(self, body: str, close: str) -> list[Found]:
-        call = _call(_json(body), self._new_id, ("arguments", "parameters"))
-        if call is None:
-            return self._say(OPEN + body + close)
-        self._after_call = True
-        return [call]
+    def _take(self, count: int) -> str:
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
 
     def _say(self, text: str) -> list[Found]:
         """White space between and behind calls is nobody's text."""
@@ -130,88 +127,43 @@ class _Hermes:
         self._after_call = self._after_call and not text
         return [text] if text else []
 
-
-class _Mistral:
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self._new_id = new_id
-        self._held, self._calling = "", False
-
-    def push(self, text: str) -> list[Found]:
-        self._held += text
-        if self._calling:
-            return []
-        before, there, rest = self._held.partition(MISTRAL_MARK)
-        if there:
-            self._held, self._calling = rest, True
-            said = before.rstrip()
-        else:
-            cut = len(self._held) - _may_begin(MISTRAL_MARK, self._held)
-            said, self._held = self._held[:cut], self._held[cut:]
-        return [said] if said else []
-
-    def flush(self) -> list[Found]:
-        held, self._held = self._held, ""
-        if self._calling:
-            self._calling = False
-            calls = self._calls(held)
-            return list(calls) if calls else [MISTRAL_MARK + held]
-        return [held] if held else []
+    def _read(self, body: str, close: str) -> list[Found]:
+        if not (calls := self._calls(body)):
+            return self._say(self._mark + body + close)
+        self._after_call = True
+        return list(calls)
 
     def _calls(self, text: str) -> list[ToolCall]:
         """None of them if one cannot be read."""
-        calls: list[ToolCall] = []
-        for part in text.split(MISTRAL_MARK):
-            value = _json(part)
-            entries = value if isinstance(value, list) else list(_named(part))
-            read = [_call(one, self._new_id, ("arguments",)) for one in entries]
-            if not read or None in read:
-                return []
-            calls += [one for one in read if one is not None]
-        return calls
+        values: list[Any] = []
+        if self._form is ToolFormat.LLAMA:
+            values += _sequence(text)
+        elif self._form is ToolFormat.HERMES:
+            values.append(_json(text))
+        else:
+            for part in text.split(MISTRAL_MARK):
+                value = _json(part)
+                values += value if isinstance(value, list) else [_named(part)]
+        calls = [call for value in values if (call := self._call(value)) is not None]
+        return calls if len(calls) == len(values) else []
 
-
-class _Llama:
-    def __init__(self, names: frozenset[str], new_id: Callable[[], str]) -> None:
-        self._names, self._new_id = names, new_id
-        self._held, self._is_text = "", False
-
-    def push(self, text: str) -> list[Found]:
-        if self._is_text:
-            return [text] if text else []
-        self._held += text
-        start = self._held.lstrip()
-        if start.startswith(("{", LLAMA_MARK)) or LLAMA_MARK.startswith(start):
-            return []
-        self._is_text = True
-        said, self._held = self._held, ""
-        return [said]
-
-    def flush(self) -> list[Found]:
-        held, self._held = self._held, ""
-        calls = [
-            _call(value, self._new_id, ("parameters", "arguments"))
-            for value in _sequence(held.replace(LLAMA_MARK, ""))
-        ]
-        if calls and all(call is not None and call.name in self._names for call in calls):
-            return [call for call in calls if call is not None]
-        return [held] if held else []
-
-
-ToolReader = _Hermes | _Mistral | _Llama
-"""Reads one answer: ``push`` returns what is certain now, ``flush`` the rest."""
-
-
-def _call(value: Any, new_id: Callable[[], str], keys: tuple[str, ...]) -> ToolCall | None:
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str) or not _is_text(name):
-        return None
-    arguments: Any = next((value[key] for key in keys if key in value), {})
-    if isinstance(arguments, str) and isinstance(read := _json(arguments), dict):
-        return ToolCall(new_id(), name, arguments if _is_text(arguments) else json.dumps(read))
-    if not isinstance(arguments, dict):
-        return None
-    written = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(new_id(), name, written if _is_text(written) else json.dumps(arguments))
+    def _call(self, value: Any) -> ToolCall | None:
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or not _is_text(name):
+            return None
+        keys = ("arguments", "parameters")
+        keys = keys[::-1] if self._form is ToolFormat.LLAMA else keys
+        arguments: Any = next((value[key] for key in keys if key in value), {})
+        written = None
+        if isinstance(arguments, str):
+            written, arguments = arguments, _json(arguments)
+        if not isinstance(arguments, dict):
+            return None
+        if written is None:
+            written = json.dumps(arguments, ensure_ascii=False)
+        return ToolCall(
+            self._new_id(), name, written if _is_text(written) else json.dumps(arguments)
+        )
 
 
 def _is_text(text: str) -> bool:
@@ -243,13 +195,12 @@ def _sequence(text: str) -> Iterator[Any]:
         text = text[end:]
 
 
-def _named(text: str) -> Iterator[Any]:
-    """``name[ARGS]{...}``, as newer Mistral models write it."""
-    found = _NAMED.match(text)
-    if found is None:
-        return
+def _named(text: str) -> Any:
+    """``name[ARGS]{...}``, as newer Mistral models write it; None for what is no such call."""
+    if (found := _NAMED.match(text)) is None:
+        return None
     values = list(_sequence(text[found.end() :]))
-    yield {"name": found[1], "arguments": values[0] if len(values) == 1 else None}
+    return {"name": found[1], "arguments": values[0] if len(values) == 1 else None}
 
 
 def _may_begin(mark: str, text: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.endpoint.models import VerifierWatch
-from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, forced_call, tool_reader
+from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, forced_call
 from edgespec.models.grammar import GrammarReader
 from tests.core.token_grammars import EOS
 from tests.endpoint.live_endpoint import Live, live
@@ -127,7 +127,7 @@ def test_what_is_forced_is_what_the_reader_reads(
     constraint = forced_call(template, tools, lambda text: None, one=one)
     for seed in range(3):
         text = random_text(READER.read(constraint), seed)
-        reader = tool_reader(form, ["feed", "wash"])
+        reader = ToolReader(form, ["feed", "wash"])
         found = [*reader.push(text), *reader.flush()]
         calls = [call for call in found if isinstance(call, ToolCall)]
         assert len(calls) == len(found) > 0

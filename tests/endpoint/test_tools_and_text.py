@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.endpoint.models import VerifierWatch
-from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, tool_format, tool_reader
+from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, tool_format
 from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer
 from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, events_of, live, over_script
 from tests.shell.scripted_verifier import QUICK, loopback, streaming
@@ -91,7 +91,7 @@ def text_in(found: Sequence[str | ToolCall]) -> str:
 def test_calls_are_found_however_the_text_is_cut(
     form: str, text: str, said: str | None, calls: list[Any], data: st.DataObject
 ) -> None:
-    reader = tool_reader(ToolFormat(form), ["weather", "time"])
+    reader = ToolReader(ToolFormat(form), ["weather", "time"])
     found: list[str | ToolCall] = []
     rest = text
     while rest:
