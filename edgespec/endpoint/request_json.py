@@ -178,53 +178,45 @@ class Fields:
         return self.data.get(field)
 
     def text(self, field: str) -> str | None:
-        value = self.data.get(field)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise self.wrong(field, value, "text")
-        return encodable(self.name(field), value)
+        value = self._of(field, str, "text")
+        return None if value is None else encodable(self.name(field), value)
 
     def flag(self, field: str) -> bool:
         """Absent: false."""
-        value = self.data.get(field)
-        if not isinstance(value, bool | None):
-            raise self.wrong(field, value, "true or false")
-        return bool(value)
+        return bool(self._of(field, bool, "true or false"))
 
     def number(self, field: str, low: float, high: float) -> float | None:
-        value = self.data.get(field)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(field, value, "a number")
-        if not low <= value <= high:
+        value = self._of(field, int | float, "a number")
+        if value is not None and not low <= value <= high:
             raise self.wrong(field, value, f"in [{low:g}, {high:g}]")
-        return float(value)
+        return None if value is None else float(value)
 
     def whole(self, field: str, low: int, high: int) -> int | None:
-        value = self.data.get(field)
+        value = self._of(field, int | float, "a whole number")
         if value is None:
             return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, float) and not value.is_integer():
             raise self.wrong(field, value, "a whole number")
         if not low <= value <= high:
-            raise self.wrong(field, value, f"in [{low}, {high}]")
-        return value
+            raise self.wrong(field, int(value), f"in [{low}, {high}]")
+        return int(value)
 
     def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...] | None:
         """A list of objects, at most ``most``."""
-        value = self.data.get(field)
+        value = self._of(field, list, "a list of objects")
         if value is None:
             return None
-        if not isinstance(value, list):
-            raise self.wrong(field, value, "a list of objects")
         if most is not None and len(value) > most:
             name = self.name(field)
             raise invalid(name, f"{name} holds {len(value)} objects, but at most {most}")
         return tuple(self._section(f"{field}[{place}]", one) for place, one in enumerate(value))
+
+    def _of(self, field: str, kind: Any, wanted: str) -> Any:
+        value = self.data.get(field)
+        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if value is not None and not fits:
+            raise self.wrong(field, value, wanted)
+        return value
 
     def section(self, field: str) -> Fields | None:
         value = self.data.get(field)
