@@ -31,7 +31,7 @@ from edgespec.bench.report import machine, tape_about, versions
 from edgespec.bench.runner import arm_options, record_tape
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, VerifierConfig
-from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
+from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.link_model import LinkModel, LinkSettings
 from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams

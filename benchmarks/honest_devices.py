@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.config import AgentConfig, DraftSection
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent

@@ -30,11 +30,11 @@ from edgespec.bench.measurement import mean_interval, ratio_interval
 from edgespec.bench.prompts import DEFAULT_PROMPTS, LONG_PROMPTS, read_prompts
 from edgespec.bench.report import machine, versions
 from edgespec.config import VerifierConfig
+from edgespec.core.device.estimates import Learned
 from edgespec.core.device.events import Finish
-from edgespec.core.device.learned import Learned
+from edgespec.core.device.goodput_policy import PolicyName, named_policy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.device.policy_names import PolicyName, named_policy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import Limits, Open

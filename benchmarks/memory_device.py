@@ -24,6 +24,7 @@ import onnxruntime  # noqa: F401 # counted with the runtime
 
 import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.config import DraftSection
+from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.device.memory import DraftSettings, memory_terms, parse_budget
 from edgespec.core.ports import (
     Cancelled,
@@ -36,9 +37,9 @@ from edgespec.core.ports import (
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
-from edgespec.device.build import build_policy, connect
-from edgespec.device.draft_memory import exported_variant, planned_drafter
+from edgespec.device.build import connect
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.model_drafter import exported_variant, planned_drafter
 from edgespec.models.folders import read_config
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
 
@@ -152,7 +153,7 @@ async def chat(job: dict[str, Any], drafter: Drafter, transport: Transport) -> t
         drafter,
         lambda text: [],
         None,  # type: ignore[arg-type] # replaced below: no text is wanted
-        AgentOptions(policy=build_policy(width=job["width"]), run_ahead=RunAhead.NEVER),
+        AgentOptions(policy=named_policy(width=job["width"]), run_ahead=RunAhead.NEVER),
     )
     agent._decoder = lambda prompt: _NoText()
     history: list[int] = []

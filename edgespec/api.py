@@ -15,44 +15,35 @@ from typing import Any, Self, TypeVar
 from edgespec.config import (
     DEFAULT_ADDRESS,
     AgentConfig,
-    ConfigError,
     DraftSection,
     PolicySection,
     load_config,
 )
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import TokenKind
-from edgespec.core.device.policy_names import DEFAULT_POLICY
+from edgespec.core.device.goodput_policy import DEFAULT_POLICY
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
-from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
+from edgespec.core.protocol.messages import FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import (
     Agent,
-    AgentOptions,
     Chunk,
     GenerationError,
     GenerationStats,
-    Piece,
 )
 from edgespec.device.build import LOOKUP, NONE, build_agent
 
 __all__ = [
     "Agent",
     "AgentConfig",
-    "AgentOptions",
     "Chunk",
-    "ConfigError",
     "Constraint",
     "ConstraintError",
     "ConstraintKind",
-    "FaultCode",
     "FinishReason",
     "GenerationError",
-    "GenerationStats",
-    "ModelInfo",
-    "Piece",
     "SamplingParams",
     "SetupError",
     "SyncAgent",
@@ -122,12 +113,10 @@ def connect(
         "insecure": insecure,
     }
     config = load_config(AgentConfig, None, settings, overrides_from="connect")
-    if config.draft.model in (NONE, LOOKUP):
-        from edgespec.device.borrowed_tokenizer import borrows_tokenizer
-        from edgespec.device.borrowing_agent import BorrowingAgent
+    if not config.tokenizer and config.draft.model in (NONE, LOOKUP):
+        from edgespec.device.borrowed_tokenizer import BorrowingAgent
 
-        if borrows_tokenizer(config):
-            return BorrowingAgent(config)
+        return BorrowingAgent(config)
     return build_agent(config)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgespec.core.device.transitions import DRAFT_MOVES
+from edgespec.core.device.events import DRAFT_MOVES
 from edgespec.core.protocol.checks import State
 from edgespec.core.verifier.session_events import VERIFY_MOVES
 
 PAGE = Path(__file__).parents[1] / "docs" / "session-states.md"
 HEAD = """# Session states
 
-Drawn from the tables in `edgespec/core/device/transitions.py` and
+Drawn from the tables in `edgespec/core/device/events.py` and
 `edgespec/core/verifier/session_events.py` by `python -m tools.draw_states`; a test fails when this
 page and the code differ. A move that is not listed is an assertion failure.
 """

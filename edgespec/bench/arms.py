@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
 
+from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.device.policy import (
     DraftPolicy,
     FixedPolicy,
     PearlPolicy,
     WindowedPolicy,
 )
-from edgespec.core.device.policy_names import default_policy
 from edgespec.core.protocol.messages import RunAhead
 
 
@@ -49,7 +49,7 @@ def arm_settings(
     ``edgespec`` (None: the agent's own default); others ignore them."""
     match arm:
         case Arm.TARGET_ONLY:
-            return ArmSettings(default_policy(), RunAhead.ALWAYS)
+            return ArmSettings(named_policy(), RunAhead.ALWAYS)
         case Arm.VANILLA:
             return ArmSettings(FixedPolicy(gamma), RunAhead.NEVER)
         case Arm.PEARL:
@@ -57,6 +57,6 @@ def arm_settings(
         case Arm.WINDOWED:
             return ArmSettings(WindowedPolicy(width=1), RunAhead.NEVER)
         case Arm.EDGESPEC:
-            return ArmSettings(policy or default_policy(), RunAhead.AUTO)
+            return ArmSettings(policy or named_policy(), RunAhead.AUTO)
         case _:
             assert_never(arm)

@@ -26,13 +26,12 @@ from edgespec.cli.running import (
 )
 from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.config.common import SetupError, is_loopback, needs
-from edgespec.core.device.policy_names import DEFAULT_POLICY
+from edgespec.core.device.goodput_policy import DEFAULT_POLICY
 from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
-from edgespec.device.borrowed_tokenizer import borrows_tokenizer
-from edgespec.device.borrowing_agent import BorrowingAgent
+from edgespec.device.borrowed_tokenizer import BorrowingAgent, borrows_tokenizer
 from edgespec.device.build import (
     LOOKUP,
     NONE,

@@ -13,7 +13,7 @@ from edgespec.config.device import (
 )
 from edgespec.config.loading import ConfigError, dump_config, load_config
 from edgespec.config.verifier import LimitsSection, PacingSection, VerifierConfig
-from edgespec.core.device.policy_names import PolicyName
+from edgespec.core.device.goodput_policy import PolicyName
 
 __all__ = [
     "DEFAULT_ADDRESS",

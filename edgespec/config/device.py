@@ -18,10 +18,10 @@ from edgespec.config.common import (
 )
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
+from edgespec.core.device.goodput_policy import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
-from edgespec.core.device.policy_names import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.ports import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.messages import RunAhead
@@ -183,8 +183,7 @@ class PolicySection:
 
     name: PolicyName = DEFAULT_POLICY
     """What to draft. ``goodput`` drafts what is expected to save more than it costs, ``windowed``
-    what is likeliest; ``pearl`` pre- and post-verifies; ``fixed`` drafts, sends and waits;
-    ``specdec++`` does so up to a guess that is unsure, ``bandit`` by the length that paid."""
+    what is likeliest; ``pearl`` pre- and post-verifies; ``fixed`` drafts, sends and waits."""
     gamma: int | None = None
     """Draft length of ``fixed`` and ``pearl``. null adapts."""
     width: int = DEFAULT_WIDTH

@@ -23,20 +23,9 @@ import bisect
 import itertools
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import ClassVar, Final
 
 from edgespec.core.protocol.sampling import keyed_bits, seed_key
-
-# What a link does over time, as steps: delay, loss, capacity, outages.
-#
-# Theory of operation. A ``StepSchedule`` is a piecewise constant function of time: each step holds
-# until the next one, the first one also before its time. ``period_s`` repeats it from 0 on, which
-# is how a recorded trace is played for longer than it lasted. Its kinds differ in the values that
-# go. ``CapacitySchedule`` can also be integrated: how long bits take that start at a given time.
-# ``OutageSchedule`` holds intervals instead, [start, end), in which nothing passes.
-#
-# All are immutable, so one trace's schedules serve any number of links, each at its own offset.
 
 _MAX_STEPS: Final = 1_000_000
 
@@ -45,7 +34,9 @@ _MAX_OUTAGES: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
-    """Steps (time_s, value); the names and bounds of the value are the subclass's."""
+    """A piecewise constant function of time, by steps (time_s, value): each holds until the next,
+    the first also before its time. ``period_s`` repeats it from 0 on, which is how a recorded trace
+    is played for longer than it lasted. Names and bounds of the value are the subclass's."""
 
     steps: tuple[tuple[float, float], ...]
     period_s: float | None = None
@@ -81,9 +72,6 @@ class DelaySchedule(StepSchedule):
     """One-way delay over time, in seconds."""
 
     value_name: ClassVar[str] = "one_way_s"
-
-    def one_way_s(self, time_s: float) -> float:
-        return self.at(time_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +152,14 @@ class OutageSchedule:
         return base_s + start_s, base_s + end_s
 
 
-# How long TCP takes to send a lost packet again, as Linux does it.
-#
-# Theory of operation. RACK (RFC 8985, which Linux follows by default) calls a packet lost once one
-# that was sent after it has been acknowledged, and a quarter of a round trip has passed in which it
-# might only have been overtaken. So a sender that goes on sending finds out a round trip and the
-# gap to its next packet later; three duplicate acknowledgements (RFC 5681) would take three gaps.
-# One that falls silent has the retransmission timeout: a round trip and at least 200 ms in Linux
-# (RFC 6298 asks for more), doubled each time. A tail-loss probe comes no earlier for a lone packet,
-# as it waits for a delayed acknowledgement as well.
-#
-# What is not here: congestion windows, as messages are far below one; and the gap to the packet
-# that comes *next* is not known when a message leaves, so the gap before it stands for it.
+# How long TCP takes to send a lost packet again, as Linux does it. RACK (RFC 8985) calls a packet
+# lost once one that was sent after it has been acknowledged, and a quarter of a round trip has
+# passed in which it might only have been overtaken. So a sender that goes on sending finds out a
+# round trip and the gap to its next packet later. One that falls silent has the retransmission
+# timeout: a round trip and at least 200 ms in Linux (RFC 6298 asks for more), doubled each time; a
+# tail-loss probe comes no earlier for a lone packet. What is not here: congestion windows, as
+# messages are far below one; and the gap to the packet that comes *next* is not known when a
+# message leaves, so the gap before it stands for it.
 
 LEAST_TIMEOUT_S: Final = 0.2
 """Linux's floor of what a retransmission timeout adds to the round trip (TCP_RTO_MIN)."""
@@ -205,24 +189,18 @@ def late_s(draw: float, probability: float, loss: float, rtt_s: float, gap_s: fl
     return total_s
 
 
-# Bandwidth that one or several links send through, one message at a time.
-#
-# Theory of operation. A queue is a line of slots in time, each taken by one message; a message gets
-# the first slot that is long enough from the time on at which it is ready. That is first come,
-# first served, except that a message which may start only later (its link is out) reserves a later
-# slot, and messages of other links that are ready sooner use the gap before it when they fit. How
-# long a slot has to be is the message's size over the capacity, which is a constant or a
-# ``CapacitySchedule`` (then it is integrated from the slot's start on).
-#
-# Slots that touch are joined and slots that have passed are forgotten, so the list is as long as
-# there are gaps ahead: a message costs amortised constant time while messages come in order.
-
 # How many slots that have passed are kept before they are deleted, all at once.
 _MAX_PASSED: Final = 64
 
 
 class SharedQueue:
-    """``bits_per_s`` is the capacity; a schedule's time 0 lies ``offset_s`` before this clock's."""
+    """Bandwidth that one or several links send through, one message at a time: a line of slots in
+    time. A message gets the first slot that is long enough from the time on at which it is ready.
+    That is first come, first served, except that a message which may start only later (its link is
+    out) reserves a later slot, and others that are ready sooner use the gap before it. Slots that
+    touch are joined and slots that have passed are forgotten.
+
+    ``bits_per_s`` is the capacity; a schedule's time 0 lies ``offset_s`` before this clock's."""
 
     def __init__(
         self, bits_per_s: float | CapacitySchedule = math.inf, *, offset_s: float = 0.0
@@ -297,27 +275,12 @@ class SharedQueue:
         busy[first:last] = [(start_s, end_s)]
 
 
-__all__ = [
-    "DelaySchedule",
-    "JitterLaw",
-    "LinkModel",
-    "LinkSettings",
-    "SharedQueue",
-]
-
 _PACKET_BYTES: Final = 1400
 
 # What a draw is for: the hash's third argument.
 _JITTER: Final = 0
 
 _LOSS: Final = 1
-
-
-class JitterLaw(Enum):
-    """How the delay beyond ``one_way_s`` is spread; ``jitter_s`` is its mean in both."""
-
-    UNIFORM = "uniform"
-    EXPONENTIAL = "exponential"
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +290,7 @@ class LinkSettings:
     one_way_s: float = 0.0
     """Propagation; ignored when there is a ``schedule``."""
     jitter_s: float = 0.0
-    """Mean of the extra delay."""
-    jitter_law: JitterLaw = JitterLaw.EXPONENTIAL
+    """Mean of the extra delay, which is exponential."""
     loss: float = 0.0
     """Probability that a packet (1400 bytes) is lost, each time it is sent."""
     overhead_bytes: int = 0
@@ -455,10 +417,7 @@ class LinkModel:
         return (bits + 0.5) * 2.0**-32
 
     def _jitter_s(self) -> float:
-        share, settings = self._chance(_JITTER), self._settings
-        if settings.jitter_law is JitterLaw.UNIFORM:
-            return 2.0 * settings.jitter_s * share
-        return -settings.jitter_s * math.log1p(-share)
+        return -self._settings.jitter_s * math.log1p(-self._chance(_JITTER))
 
     def _retransmission_s(
         self, wire_bytes: int, one_way_s: float, loss: float, gap_s: float

@@ -12,48 +12,13 @@ from typing import Protocol, runtime_checkable
 
 from edgespec.core.protocol.messages import Downlink, Message, Uplink, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import (
-    CacheShape,
-    Candidate,
-    ModelInfo,
-    PassRequest,
-    PassResult,
-    PassShape,
-)
-from edgespec.core.verifier.credential import Credential
-
-__all__ = [
-    "Authenticate",
-    "ByteMeter",
-    "CacheShape",
-    "Cancelled",
-    "Candidate",
-    "CapacityError",
-    "Clock",
-    "Credential",
-    "DeviceStream",
-    "Drafter",
-    "Idling",
-    "LinkError",
-    "ModelInfo",
-    "ModelOutputError",
-    "PassRequest",
-    "PassResult",
-    "PassShape",
-    "ServeStream",
-    "Shaped",
-    "StepCancelledError",
-    "TargetLostError",
-    "TargetModel",
-    "Transport",
-    "Twinned",
-    "UntrustedPeerError",
-    "VerifierStream",
-    "is_idle",
-    "never_cancelled",
-    "pass_shape",
-]
-
+from edgespec.core.protocol.work import CacheShape as CacheShape
+from edgespec.core.protocol.work import Candidate as Candidate
+from edgespec.core.protocol.work import ModelInfo as ModelInfo
+from edgespec.core.protocol.work import PassRequest as PassRequest
+from edgespec.core.protocol.work import PassResult as PassResult
+from edgespec.core.protocol.work import PassShape as PassShape
+from edgespec.core.verifier.credential import Credential as Credential
 
 # --- drafting -------------------------------------------------------------------------------
 
@@ -316,8 +281,3 @@ class ByteMeter(Protocol):
     """Counts payload as a link carries it."""
 
     def count(self, message: Message, payload_bytes: int) -> None: ...
-
-
-class Clock(Protocol):
-    def now(self) -> float:
-        """Seconds on a monotonic clock of arbitrary origin."""

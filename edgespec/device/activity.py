@@ -1,10 +1,9 @@
 """What an agent's generations do is noted here, for whoever asks how the agent is.
 
 Theory of operation. A ``SessionDriver`` tells its tracer of every event and action anyway, so a
-``GenerationNotes`` stands in for the tracer, keeps what a status needs and hands everything on. It
-looks up the class of each item in a table, so most items cost one look-up; nothing is formatted
-before somebody asks. The notes of all generations share one ring of events, a few counts and the
-state of the link, behind a lock that is held for single assignments.
+``GenerationNotes`` stands in for the tracer, keeps what a status needs and hands everything on.
+The notes of all generations share one ring of events, a few counts and the state of the link,
+behind a lock that is held for single assignments.
 
 A fast agent has thousands of events a second, and a picture of ten seconds shows none that is
 shorter than 10 ms. So events of one kind that end within 10 ms of the first are folded into one
@@ -20,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Final
 
 from edgespec.core.device.events import (
     Connect,
@@ -98,8 +97,6 @@ class Activity:
         self.reach = Reach(VerifierState.UNKNOWN, self.began_at)
         self.rate = RecentRate()
         self.last_event = 0
-        self.there: dict[str, float] = {}
-        """Since when each verifier has served or could have, by its address."""
         self._events: deque[_Entry] = deque(maxlen=MAX_EVENTS)
         self._open: dict[EventKind, tuple[float, _Entry]] = {}
         """The entry of each kind that takes in further events, and until when."""
@@ -166,10 +163,6 @@ class Activity:
         if self.reach.state is not state:
             self.reach = Reach(state, at_s, one_line(why)[:_MAX_WHY])
 
-    def left(self, address: str) -> None:
-        """That verifier cannot be reached."""
-        self.there.pop(address, None)
-
     def over(self, notes: GenerationNotes) -> None:
         with self.lock:
             if self.running.pop(notes.number, None) is None:
@@ -205,9 +198,8 @@ class GenerationNotes:
         self._step_at: float | None = None
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
-        noted = _NOTED.get(type(item))
-        if noted is not None:
-            noted(self, at_s, item)
+        if type(item) in _NOTED:
+            self._note(at_s, item)
         self._inner.record(at_s, side, session, kind, item)
 
     @property
@@ -228,84 +220,68 @@ class GenerationNotes:
         found["draft_failures"] = int(bool(counters.draft_failure))
         return found
 
-    # --- one method a class that is noted ------------------------------------------------------
+    def _note(self, at_s: float, item: object) -> None:
+        note = self._activity.note
+        match item:
+            case StartStep():
+                self._step_at = at_s
+            case StepDone(candidates):
+                began, self._step_at = self._step_at, None
+                took_s = 0.0 if began is None else at_s - began
+                note(at_s, self.number, EventKind.DRAFT, len(candidates), took_s=took_s)
+            case Transmit(message):
+                if isinstance(message, Draft) and message.tokens:
+                    note(at_s, self.number, EventKind.SEND, len(message.tokens))
+            case Commit():
+                if item.verify_us:
+                    took_s = item.verify_us / 1e6
+                    note(at_s, self.number, EventKind.PASS, item.rows, took_s=took_s)
+                if count := len(item.tokens):
+                    note(at_s, self.number, EventKind.COMMIT, count, item.accepted)
+            case Deliver():
+                self._delivered(at_s, len(item.tokens))
+            case Finish(reason):
+                self.ending = "cancelled" if reason is FinishReason.CANCELLED else "finished"
+            case Fail():
+                self.ending = "failed"
+            case _:
+                self._note_link(at_s, item)
 
-    def _on_step_begun(self, at_s: float, item: Any) -> None:
-        self._step_at = at_s
+    def _note_link(self, at_s: float, item: object) -> None:
+        activity, reach = self._activity, self._activity.reach.state
+        match item:
+            case Connect():
+                # It stays away until it answers, and serves on while another generation runs there.
+                if reach in (VerifierState.UNKNOWN, VerifierState.READY):
+                    activity.reached(VerifierState.CONNECTING, at_s)
+            case Connected():
+                activity.note(at_s, self.number, EventKind.LINK, 1)
+            case Opened(model=model):
+                self.model = model
+                activity.reached(VerifierState.SERVING, at_s)
+            case LinkDown(why):
+                self._lost(at_s, why)
+            case Fault(code, message):
+                if code.retryable:  # else it refuses this one generation
+                    self._lost(at_s, message)
 
-    def _on_step(self, at_s: float, item: Any) -> None:
-        began, self._step_at = self._step_at, None
-        took_s = 0.0 if began is None else at_s - began
-        self._activity.note(at_s, self.number, EventKind.DRAFT, len(item.candidates), took_s=took_s)
-
-    def _on_sent(self, at_s: float, item: Any) -> None:
-        message = item.message
-        if isinstance(message, Draft) and message.tokens:
-            self._activity.note(at_s, self.number, EventKind.SEND, len(message.tokens))
-
-    def _on_commit(self, at_s: float, item: Any) -> None:
-        activity = self._activity
-        if item.verify_us:
-            took_s = item.verify_us / 1e6
-            activity.note(at_s, self.number, EventKind.PASS, item.rows, took_s=took_s)
-        if count := len(item.tokens):
-            activity.note(at_s, self.number, EventKind.COMMIT, count, item.accepted)
-
-    def _on_tokens(self, at_s: float, item: Any) -> None:
-        count = len(item.tokens)
+    def _delivered(self, at_s: float, count: int) -> None:
         self.last_token_at = at_s
         if self.first_token_at is None:
             self.first_token_at, self.first_count = at_s, count
         self._activity.rate.add(count, at_s)
         if self._activity.reach.state is not VerifierState.SERVING:  # another text lost its link
-            self._activity.there.setdefault(self.verifier, at_s)
             self._activity.reached(VerifierState.SERVING, at_s)
 
-    def _on_connect(self, at_s: float, item: Any) -> None:
-        # It stays away until it answers, and serves on while another generation runs there.
-        if self._activity.reach.state in (VerifierState.UNKNOWN, VerifierState.READY):
-            self._activity.reached(VerifierState.CONNECTING, at_s)
-
-    def _on_connected(self, at_s: float, item: Any) -> None:
-        self._activity.note(at_s, self.number, EventKind.LINK, 1)
-
-    def _on_opened(self, at_s: float, item: Any) -> None:
-        self.model = item.model
-        self._activity.there.setdefault(self.verifier, at_s)
-        self._activity.reached(VerifierState.SERVING, at_s)
-
-    def _on_down(self, at_s: float, item: Any) -> None:
+    def _lost(self, at_s: float, why: str) -> None:
         self._activity.note(at_s, self.number, EventKind.LINK, 0)
-        self._activity.left(self.verifier)
-        self._activity.reached(VerifierState.AWAY, at_s, item.why)
-
-    def _on_fault(self, at_s: float, item: Any) -> None:
-        if item.code.retryable:  # else it refuses this one generation
-            self._activity.note(at_s, self.number, EventKind.LINK, 0)
-            self._activity.left(self.verifier)
-            self._activity.reached(VerifierState.AWAY, at_s, item.message)
-
-    def _on_finish(self, at_s: float, item: Any) -> None:
-        self.ending = "cancelled" if item.reason is FinishReason.CANCELLED else "finished"
-
-    def _on_fail(self, at_s: float, item: Any) -> None:
-        self.ending = "failed"
+        self._activity.reached(VerifierState.AWAY, at_s, why)
 
 
-_NOTED: Final[dict[type, Callable[[GenerationNotes, float, Any], None]]] = {
-    StartStep: GenerationNotes._on_step_begun,
-    StepDone: GenerationNotes._on_step,
-    Transmit: GenerationNotes._on_sent,
-    Commit: GenerationNotes._on_commit,
-    Deliver: GenerationNotes._on_tokens,
-    Connect: GenerationNotes._on_connect,
-    Connected: GenerationNotes._on_connected,
-    Opened: GenerationNotes._on_opened,
-    LinkDown: GenerationNotes._on_down,
-    Fault: GenerationNotes._on_fault,
-    Finish: GenerationNotes._on_finish,
-    Fail: GenerationNotes._on_fail,
-}
+_NOTED: Final = frozenset(
+    {StartStep, StepDone, Transmit, Commit, Deliver, Finish, Fail}
+    | {Connect, Connected, Opened, LinkDown, Fault}
+)
 
 
 def _add(to: dict[str, int], more: dict[str, int]) -> None:

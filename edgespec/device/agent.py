@@ -17,18 +17,17 @@ from dataclasses import dataclass, field, replace
 from typing import Final, assert_never
 
 from edgespec.core.association.policies import conversation_named, conversation_of
-from edgespec.core.device.commit_bounds import largest_id
-from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.commit_reader import largest_id
+from edgespec.core.device.estimates import DraftEstimates, Learned, LearnedByModel, RowPrice
 from edgespec.core.device.events import (
     Deliver,
     DraftCounters,
     Fail,
     Finish,
 )
-from edgespec.core.device.learned import Learned, LearnedByModel
+from edgespec.core.device.goodput_policy import named_policy, why_resting
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.device.policy_names import default_policy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol.checks import bounded
@@ -37,7 +36,6 @@ from edgespec.core.protocol.messages import MAX_NAME_BYTES, FaultCode, FinishRea
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.activity import Activity
-from edgespec.device.draft_worth import why_resting
 from edgespec.device.drafter_pool import DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.reply import Chunk as Chunk
@@ -97,7 +95,7 @@ class GenerationStats:
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    policy: DraftPolicy = field(default_factory=default_policy)
+    policy: DraftPolicy = field(default_factory=named_policy)
     run_ahead: RunAhead = RunAhead.AUTO
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     model: str = ""
@@ -135,7 +133,7 @@ class Agent:
         """Of the generation started last."""
         self.activity = Activity()
         """What its generations do, for a status."""
-        self._transport, self._drafter = transport, drafter
+        self.transport, self.drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
         self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
@@ -143,7 +141,8 @@ class Agent:
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
-        self._price = RowPrice()
+        self.price = RowPrice()
+        """What the verifier last said that a draft node costs."""
         self._learned = LearnedByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
@@ -172,18 +171,19 @@ class Agent:
         ``ConstraintError`` for a constraint that cannot be kept, and ``GenerationError`` when the
         verifier refuses or cannot be reached any more.
         """
+        await self._ready()
         sampling = checked_sampling(sampling)
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         model = checked_model(model) or self.options.model
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_prompt(text, self._vocabulary_size)
         sampling = await self._read(sampling)
-        drafter = self._drafter
+        drafter = self.drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
         belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
         longest = len(tokens) + sampling.max_tokens
-        link, route = link_for(self._transport, belongs, longest, model)
+        link, route = link_for(self.transport, belongs, longest, model)
         session = self._session(tokens, sampling, drafter, logprobs, model)
         notes = self.activity.began(session, route, self._tracer)
         lease = None
@@ -208,10 +208,13 @@ class Agent:
                 if route is not None:
                     await route.close()
 
+    async def _ready(self) -> None:
+        """Before each text; raises ``GenerationError`` where there can be none."""
+
     async def models(self) -> tuple[ModelInfo, ...]:
         """What ``generate`` can be asked for: the models and adapters of the verifiers that answer
         now, the usual one first. Raises ``GenerationError`` where none answers."""
-        transport = self._transport
+        transport = self.transport
         links: Mapping[str, Transport] = (
             await transport.known() if isinstance(transport, VerifierPool) else {"": transport}
         )
@@ -234,19 +237,6 @@ class Agent:
             return sampling
         return replace(sampling, constraint=await asyncio.to_thread(read, constraint))
 
-    @property
-    def transport(self) -> Transport | VerifierPool:
-        return self._transport
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return self._drafter
-
-    @property
-    def price(self) -> RowPrice:
-        """What the verifier last said that a draft node costs."""
-        return self._price
-
     async def close(self) -> None:
         """End what runs, and free the model."""
         drivers, self._drivers = self._drivers, set()
@@ -254,9 +244,9 @@ class Agent:
             await driver.close()
         if ending := {task for driver in drivers for task in driver.running}:
             await asyncio.wait(ending, timeout=_CLOSING_S)
-        await self._transport.close()
-        if self._drafter is not None:
-            self._drafters(self._drafter).close()
+        await self.transport.close()
+        if self.drafter is not None:
+            self._drafters(self.drafter).close()
 
     async def __aenter__(self) -> Agent:
         return self
@@ -303,14 +293,14 @@ class Agent:
             context_length,
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
-            price=self._price,
+            price=self.price,
             learned=self._learned.of(model),
         )
 
     @property
     def _vocabulary_size(self) -> int:
         """0: not known. Whether this very generation drafts makes no difference."""
-        return 0 if self._drafter is None else self._drafter.info.vocabulary_size
+        return 0 if self.drafter is None else self.drafter.info.vocabulary_size
 
     async def _chunks(
         self, driver: SessionDriver, prompt: tuple[int, ...], stops: Sequence[str]

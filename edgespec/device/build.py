@@ -17,11 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-from edgespec.config import DEFAULT_PORT, AgentConfig, LinkSection, PolicyName, PolicySection
+from edgespec.config import DEFAULT_PORT, AgentConfig, LinkSection
 from edgespec.config.common import needs
 from edgespec.core.association.failover import Failover
-from edgespec.core.device.policy import DEFAULT_WIDTH, DraftPolicy
-from edgespec.core.device.policy_names import DEFAULT_POLICY, named_policy
+from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
@@ -195,18 +194,6 @@ def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
     return up, down
 
 
-def build_policy(
-    name: PolicyName | str = DEFAULT_POLICY,
-    gamma: int | None = None,
-    width: int = DEFAULT_WIDTH,
-    window: int | None = None,
-) -> DraftPolicy:
-    """A draft policy by name; ``gamma`` and ``window`` None adapt. Raises ``ValueError``."""
-    name = PolicyName(name)
-    PolicySection(name, gamma, width, window)  # checks the ranges
-    return named_policy(name, gamma, width, window)
-
-
 def build_agent(
     config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
 ) -> Agent:
@@ -227,11 +214,11 @@ def verifier_transport(config: AgentConfig) -> Transport | VerifierPool:
     addresses = tuple(map(with_port, config.verifiers))
     for address in addresses:
         access.key_for(address)
-    dial = partial(connect, link=config.link, access=access)
+    to = partial(connect, link=config.link, access=access)
     if len(addresses) == 1 and not is_name(addresses[0]):
-        return dial(addresses[0])
+        return to(addresses[0])
     failover = Failover(config.failover, config.association, secrets.randbits(32))
-    return VerifierPool(VerifierDirectory(addresses, dial), failover)
+    return VerifierPool(VerifierDirectory(addresses, to), failover)
 
 
 async def ask_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, Answer]:
@@ -255,7 +242,7 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
     """The options of an agent whose tokenizer has this fingerprint; empty is not checked."""
     policy = config.policy
     return AgentOptions(
-        policy=build_policy(policy.name, policy.gamma, policy.width, policy.window),
+        policy=named_policy(policy.name, policy.gamma, policy.width, policy.window),
         run_ahead=policy.run_ahead,
         reconnect=config.reconnect,
         model=config.model,

@@ -14,12 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.core.association.candidates import CLOSED
-from edgespec.core.device.events import STREAMING
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.events import STREAMING, DraftCounters
+from edgespec.core.device.goodput_policy import why_resting
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Transport
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.device.activity import GenerationNotes
-from edgespec.device.draft_worth import draft_worth
 from edgespec.device.prober import ANSWER_S, Answer, ask_all
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.telemetry.agent_status import (
@@ -36,9 +38,16 @@ from edgespec.telemetry.process_memory import resident_bytes
 if TYPE_CHECKING:
     from edgespec.device.agent import Agent
 
+
+_MAX_WHY = 200
+
+
 ASK_EVERY_S: Final = 5.0
+
 _MAX_VERIFIERS: Final = 64
+
 _THERE: Final = (VerifierState.READY, VerifierState.SERVING)
+
 _MAX_WRAPPERS: Final = 8
 
 
@@ -195,19 +204,11 @@ class StatusSource:
 
     def _timed(self, status: VerifierStatus, now: float) -> VerifierStatus:
         """With the time for which it has been in its state, as far as anybody looked."""
-        activity, pooled = self._agent.activity, isinstance(self._agent.transport, VerifierPool)
-        reach, is_there = activity.reach, status.state in _THERE
-        if not pooled and not is_there and status.state is reach.state:
-            return replace(status, since_s=max(0.0, now - reach.since))
+        reach, is_there = self._agent.activity.reach, status.state in _THERE
         kind = VerifierState.READY if is_there else status.state
         state, since = self._since.get(status.address, (None, now))
         if state is not kind:
-            since = now
-        address = status.address if pooled else ""
-        if is_there:  # it may have served for long when somebody looks
-            since = min(since, activity.there.get(address, since))
-        elif status.state is VerifierState.AWAY:
-            activity.left(address)
+            since = reach.since if status.state is reach.state else now
         self._since[status.address] = (kind, since)
         return replace(status, since_s=max(0.0, now - since))
 
@@ -288,3 +289,43 @@ def _told(status: VerifierStatus, info: VerifierInfo | None) -> VerifierStatus:
         sessions=info.sessions,
         max_sessions=info.max_sessions or None,
     )
+
+
+def draft_worth(
+    policy: DraftPolicy,
+    price: RowPrice,
+    estimates: DraftEstimates | None,
+    counters: DraftCounters | None,
+) -> DraftingStatus:
+    """What the policy makes of the price and of what the last generation measured; ``estimates``
+    and ``counters`` are None before the first."""
+    found = DraftingStatus(
+        None,
+        "nothing was drafted yet",
+        acceptance=None if counters is None else counters.acceptance,
+        least_chance=price.least_chance,
+        credit=price.credit,
+    )
+    if estimates is None or counters is None:
+        return found
+    found = replace(
+        found,
+        step_s=estimates.step_s.get(0.0) or None,
+        tokens_per_pass=counters.committed / counters.passes if counters.passes else None,
+    )
+    if counters.draft_failure:
+        why = f"the draft model failed: {counters.draft_failure}"
+        return replace(found, worth=False, why=one_line(why)[:_MAX_WHY])
+    if (rests := why_resting(policy, price, estimates)) is not None:
+        return replace(found, worth=False, why=rests)
+    if not counters.tried:
+        return found
+    return replace(found, worth=True, why=_paying(found, price))
+
+
+def _paying(found: DraftingStatus, price: RowPrice) -> str:
+    why = f"{found.acceptance:.0%} of the draft's first choices were right"
+    why += f", and a chance of {price.least_chance:.2f} would pay" if price.least_chance else ""
+    if found.tokens_per_pass is not None:
+        why += f"; a pass brings {found.tokens_per_pass:.1f} tokens"
+    return why

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Final, Protocol, assert_never
+from typing import Any, Final, assert_never
 
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.candidates import Route
@@ -32,8 +32,9 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.device.link import link_down
 from edgespec.device.prober import ask
+from edgespec.device.session_driver import link_down
+from edgespec.wire.directory import VerifierDirectory
 
 # A verifier that answers though its stream is quiet is asked less and less often.
 _LONGEST_QUIET_S: Final = 12.0
@@ -44,28 +45,17 @@ _MOST_NAMES: Final = 256
 _log = logging.getLogger(__name__)
 
 
-class Directory(Protocol):
-    """Where the verifiers are: names may have several addresses, and other ones tomorrow."""
-
-    async def find(self, *, fresh: bool = False) -> Mapping[str, Transport]:
-        """A transport for each address, in order of preference; the same one each time. ``fresh``:
-        what was found before is of no use. Never raises ``LinkError``."""
-
-    async def close(self) -> None:
-        """Close all transports that were ever found."""
-
-
 class VerifierPool:
     """Carries out what ``failover`` says for all generations of one agent."""
 
     def __init__(
         self,
-        directory: Directory,
+        directory: VerifierDirectory,
         failover: Failover,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.failover, self._clock = failover, clock
+        self.failover, self.clock = failover, clock
         self._directory = directory
         self._transports: Mapping[str, Transport] = {}
         self._numbers = itertools.count(1)
@@ -79,13 +69,6 @@ class VerifierPool:
         self._none_found = False
         self._models: dict[str, ModelIdentity] = {}
         """Of the text before, by the name that it asked for."""
-
-    def clock(self) -> float:
-        return self._clock()
-
-    @property
-    def quiet_s(self) -> float:
-        return self.failover.policy.quiet_s
 
     def route(
         self, needed_length: int = 0, conversation: str = "", model: str = ""
@@ -156,8 +139,8 @@ class VerifierPool:
         known = self.failover.routes.get(route)
         if known is None or known.began is not None:
             return
-        before = self._models.pop(known.model, None)
-        self._models[known.model] = model
+        before = self._models.pop(known.asked.model, None)
+        self._models[known.asked.model] = model
         if len(self._models) > _MOST_NAMES:
             del self._models[next(iter(self._models))]
         if before is not None and not model.is_model_of(before):
@@ -171,7 +154,7 @@ class VerifierPool:
         """Never raises: who waits for a stream hears of a bug, and streams in use go on. Most
         events come from timers and tasks, which nobody awaits."""
         try:
-            for action in self.failover.handle(event, self._clock()):
+            for action in self.failover.handle(event, self.clock()):
                 self._do(action)
             self._arm()
         except Exception as error:
@@ -225,7 +208,7 @@ class VerifierPool:
     async def _dial(self, number: int, address: str) -> None:
         key, me = (number, address), asyncio.current_task()
         if (route := self.failover.routes.get(number)) is not None:
-            _dialing_for.set(route.conversation)
+            _dialing_for.set(route.asked.conversation)
         try:
             transport = self._transports.get(address)
             if transport is None:
@@ -251,7 +234,7 @@ class VerifierPool:
             self.handle(ev.ProbeFailed(address, f"{address} is not known any more"))
             return
         first, limit_s = candidate.rtt_s is None, self.failover.policy.probe_s
-        answer = await ask(transport, limit_s, timed=first, clock=self._clock)
+        answer = await ask(transport, limit_s, timed=first, clock=self.clock)
         if answer.info is not None:
             rtt_s = answer.rtt_s if candidate.rtt_s is None else candidate.rtt_s
             self.handle(ev.ProbeAnswered(address, answer.info, rtt_s or 0.0))
@@ -270,7 +253,7 @@ class VerifierPool:
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            delay_s = max(0.0, deadline - self._clock())
+            delay_s = max(0.0, deadline - self.clock())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -304,12 +287,7 @@ class RoutedTransport:
     @property
     def using(self) -> str:
         """The address of the stream in use, or else of the last token; empty before the first."""
-        return self._route.using or self.last
-
-    @property
-    def last(self) -> str:
-        """The address that brought the last token; empty before the first."""
-        return self._route.last or ""
+        return self._route.using or self._route.last or ""
 
     @property
     def failovers(self) -> int:
@@ -340,7 +318,7 @@ class PooledStream:
         self._pool, self._inner = pool, inner
         self._left: LinkError | None = None
         self._closed = self._progressed = False
-        self._quiet_s = pool.quiet_s
+        self._quiet_s = pool.failover.policy.quiet_s
         self._heard_s = pool.clock()
         self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._listen)
 
@@ -360,7 +338,7 @@ class PooledStream:
             if self._left is None:
                 raise
             raise self._left from error
-        self._heard_s, self._quiet_s = self._pool.clock(), self._pool.quiet_s
+        self._heard_s, self._quiet_s = self._pool.clock(), self._pool.failover.policy.quiet_s
         match message:
             case Commit():
                 if message.tokens and not self._progressed:

@@ -12,8 +12,8 @@ from edgespec.core.device.events import (
     TokenKind,
     Transmit,
 )
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import (
     Limits,

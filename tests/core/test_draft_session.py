@@ -10,10 +10,10 @@ from dataclasses import fields, replace
 import pytest
 
 from edgespec.core.device import events as ev
-from edgespec.core.device.events import LinkState
+from edgespec.core.device.events import DraftCounters, LinkDown, LinkState
 from edgespec.core.device.goodput_policy import GoodputPolicy
+from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.device.reconnect import LEAST_S, Reconnect, ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
@@ -526,65 +526,34 @@ POLICY = ReconnectPolicy(
 )
 
 
-def _attempts(reconnect: Reconnect, now: float = 0.0) -> list[float]:
-    """Delays until it gives up, when every attempt fails at once."""
-    delays = []
-    while (at := reconnect.failed(now)) is not None:
-        delays.append(at - now)
-        now = at
-        assert len(delays) < 1000
+def _delays(seed: int, had_a_stream: bool = False) -> list[float]:
+    """Until it gives up, when every attempt fails at once."""
+    link = LinkKeeper(POLICY, seed, DraftCounters())
+    link.connect(0.0)
+    if had_a_stream:
+        link.connected(REQUEST)
+        link.opened(REQUEST, GREETING, 0.0)
+    delays, now = list[float](), 0.0
+    while link.down(LinkDown("no"), now) == []:
+        assert link.deadline is not None
+        delays.append(link.deadline - now)
+        now = link.deadline
+        link.tick(now)
     return delays
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_delays_double_with_jitter_and_are_bounded(seed: int) -> None:
-    delays = _attempts(Reconnect(POLICY, seed))
+    delays = _delays(seed)
     for attempt, delay_s in enumerate(delays):
         longest_s = min(0.1 * 2**attempt, 1.0)
         assert longest_s / 2 - 1e-9 <= delay_s <= longest_s + 1e-9
     assert 4.0 <= sum(delays) <= 5.0
-    patient = Reconnect(POLICY, seed)  # once it had a stream
-    patient.greeted()
-    assert 19.0 <= sum(_attempts(patient, 100.0)) <= 20.0
+    assert 19.0 <= sum(_delays(seed, had_a_stream=True)) <= 20.0
 
 
-def test_devices_that_were_told_the_same_time_do_not_come_back_together() -> None:
-    assert len({Reconnect(POLICY, seed).failed(0.0) for seed in range(50)}) == 50
-    told = [Reconnect(POLICY, seed).failed(0.0, retry_after_s=3.0) for seed in range(200)]
-    times = [at for at in told if at is not None]
-    assert len(set(times)) == 200
-    assert 3.0 <= min(times) < 3.05
-    assert 3.45 < max(times) <= 3.5
-
-
-def test_a_token_starts_over_and_a_greeting_does_not() -> None:
-    reconnect = Reconnect(POLICY, 1)
-    first = reconnect.failed(0.0)
-    for now in (1.0, 2.0, 3.0):
-        reconnect.failed(now)
-    assert first is not None
-    reconnect.greeted()
-    later = reconnect.failed(40.0)
-    assert later is not None
-    assert later >= 40.5
-    reconnect.progressed()
-    assert reconnect.failed(50.0) == pytest.approx(50.0 + first)
-
-
-def test_the_verifier_may_ask_for_more_time_but_not_for_too_much() -> None:
-    assert Reconnect(POLICY, 1).failed(0.0, retry_after_s=6.0) is None
-    usual = Reconnect(POLICY, 1).failed(0.0)
-    assert Reconnect(POLICY, 1).failed(0.0, retry_after_s=math.nan) == usual
-
-
-def test_thousands_of_attempts_do_not_overflow() -> None:
-    patient = replace(POLICY, first_s=LEAST_S, longest_s=1e3, give_up_first_s=1e7)
-    reconnect, now = Reconnect(patient, 1), 0.0
-    for _ in range(5000):
-        at = reconnect.failed(now)
-        assert at is not None
-        assert at - now <= 1e3
-        now = at
+def test_devices_do_not_come_back_together() -> None:
+    assert len({_delays(seed)[0] for seed in range(50)}) == 50
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(ReconnectPolicy)])
@@ -599,13 +568,3 @@ def test_times_are_in_order() -> None:
         replace(POLICY, first_s=2.0)
     with pytest.raises(ValueError, match=r"silence_s is 301.0, .* at most progress_s"):
         replace(POLICY, silence_s=301.0)
-
-
-def test_another_verifier_is_tried_at_once_and_makes_no_later_wait_longer() -> None:
-    reconnect = Reconnect(POLICY, 1)
-    first = Reconnect(POLICY, 1).failed(3.0)
-    assert first is not None
-    for now in (0.0, 1.0, 2.0):
-        assert reconnect.failed(now, at_once=True) == now
-    assert reconnect.failed(3.0) == pytest.approx(first)
-    assert reconnect.failed(5.1, at_once=True) is None  # patience ends all the same

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -15,11 +19,21 @@ from edgespec.core.association.candidates import (
     CircuitBreaker,
 )
 from edgespec.core.association.failover import Failover, FailoverPolicy
-from edgespec.core.association.policies import Association
+from edgespec.core.association.policies import (
+    BEGINNING_TOKENS,
+    Association,
+    VerifierView,
+    conversation_named,
+    conversation_of,
+    ranked,
+    weight,
+)
 from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo, why_not
+from edgespec.core.protocol.work import ModelInfo
 from tests.core.failover_world import CALM_AFTER_S, DIAL_S, MODEL, Mood, World
 
 SERVED = ModelIdentity("big", "fp-1", 4096)
+
 MOVED = FaultCode.SHUTTING_DOWN
 
 
@@ -45,9 +59,6 @@ def answer(address: str, rtt_s: float, model: object = MODEL) -> ev.ProbeAnswere
     return ev.ProbeAnswered(address, info, rtt_s)
 
 
-# --- getting a stream -------------------------------------------------------------------------
-
-
 def test_before_the_first_stream_all_are_asked_and_the_nearest_is_dialed() -> None:
     found = machine("a", "b", "c", ask_first=True)
     assert found.handle(ev.Wanted(1), 0.0) == (ev.Probe("a"), ev.Probe("b"), ev.Probe("c"))
@@ -57,13 +68,6 @@ def test_before_the_first_stream_all_are_asked_and_the_nearest_is_dialed() -> No
     assert found.handle(ev.Tick(), 0.31) == (ev.Dial(1, "b"),)
 
 
-def test_when_all_have_answered_nobody_is_waited_for() -> None:
-    found = machine(ask_first=True)
-    found.handle(ev.Wanted(1), 0.0)
-    found.handle(ev.ProbeFailed("a", "refused"), 0.001)
-    assert found.handle(answer("b", 0.1), 0.1) == (ev.Dial(1, "b"),)
-
-
 def test_a_second_one_is_dialed_when_the_first_has_not_answered_soon() -> None:
     found = machine()
     assert found.handle(ev.Wanted(1), 0.0) == (ev.Dial(1, "a"),)
@@ -71,25 +75,6 @@ def test_a_second_one_is_dialed_when_the_first_has_not_answered_soon() -> None:
     assert found.handle(ev.Tick(), 0.25) == (ev.Dial(1, "b"),)
     assert found.handle(ev.Dialed(1, "b"), 0.3) == (ev.Use(1, "b"), ev.Drop(1, "a"))
     assert found.handle(ev.Dialed(1, "a"), 0.31) == (ev.Drop(1, "a"),)
-
-
-def test_one_that_refuses_is_passed_over_at_once() -> None:
-    found = machine()
-    found.handle(ev.Wanted(1), 0.0)
-    assert found.handle(ev.DialFailed(1, "a", "refused"), 0.01) == (ev.Dial(1, "b"),)
-    (leave,) = found.handle(ev.DialFailed(1, "b", "no route"), 0.02)
-    assert leave == ev.Leave(1, "a: refused; b: no route", None)
-
-
-def test_a_link_that_is_known_to_be_long_is_given_its_time() -> None:
-    found = machine(ask_first=True)
-    found.handle(ev.Wanted(1), 0.0)
-    found.handle(answer("a", 0.3), 0.6)
-    assert found.handle(answer("b", 0.4), 0.65) == (ev.Dial(1, "a"),)
-    assert found.deadline == pytest.approx(0.65 + 4 * 0.3)
-
-
-# --- losing one -------------------------------------------------------------------------------
 
 
 def test_a_stream_that_broke_is_looked_for_where_its_cache_is_first() -> None:
@@ -143,30 +128,6 @@ def test_a_quiet_verifier_is_asked_and_left_if_it_does_not_answer() -> None:
     assert found.handle(ev.Wanted(1), 7.5) == (ev.Dial(1, "b"),)
 
 
-def test_a_quiet_verifier_is_kept_while_there_is_no_other() -> None:
-    """It may only be slow, and a stream that is given up costs the prompt."""
-    found = streaming()
-    found.handle(ev.ProbeFailed("b", "refused"), 1.0)
-    found.handle(ev.Quiet(1), 2.0)
-    assert found.handle(ev.ProbeFailed("a", "no answer"), 3.5) == ()
-    assert found.routes[1].using == "a"
-    found.handle(answer("b", 0.1), 4.0)
-    found.handle(ev.Quiet(1), 5.0)
-    assert found.handle(ev.ProbeFailed("a", "no answer"), 6.5) == (ev.Leave(1, "no answer", 0.0),)
-
-
-def test_another_model_is_never_used_and_named() -> None:
-    found = streaming()
-    found.handle(ev.Refused(1, MOVED, "resume elsewhere", 1.0), 1.0)
-    found.handle(ev.Wanted(1), 1.0)
-    found.handle(ev.Dialed(1, "b"), 1.1)
-    (leave,) = found.handle(ev.Greeted(1, ModelIdentity("big", "fp-2", 4096)), 1.2)
-    assert isinstance(leave, ev.Leave)
-    assert "'big' (fp-2), but the text was begun by 'big' (fp-1)" in leave.why
-    assert leave.retryable
-    assert leave.again_s == pytest.approx(0.8)
-
-
 def test_when_no_verifier_will_ever_do_the_generation_is_told_why() -> None:
     found = machine()
     found.handle(ev.Wanted(1), 0.0)
@@ -178,24 +139,6 @@ def test_when_no_verifier_will_ever_do_the_generation_is_told_why() -> None:
     assert last == ev.Leave(1, "a: no key; b: wrong name", None, retryable=False)
 
 
-def test_one_that_breaks_again_and_again_is_not_tried_at_once_each_time() -> None:
-    found = streaming("a")
-    assert found.handle(ev.Broke(1, "reset"), 1.0) == (ev.Leave(1, "reset", 0.0),)
-    found.handle(ev.Wanted(1), 1.0)
-    found.handle(ev.Dialed(1, "a"), 1.01)
-    found.handle(ev.Progressed(1), 1.02)
-    assert found.handle(ev.Broke(1, "reset"), 1.1) == (ev.Leave(1, "reset", None),)
-
-
-def test_one_that_greets_and_breaks_is_left_for_the_other() -> None:
-    found = streaming()
-    found.handle(ev.Broke(1, "reset"), 1.0)
-    found.handle(ev.Wanted(1), 1.0)
-    found.handle(ev.Dialed(1, "a"), 1.01)
-    assert found.handle(ev.Broke(1, "reset"), 1.1) == (ev.Leave(1, "reset", 0.0),)
-    assert found.handle(ev.Wanted(1), 1.1) == (ev.Dial(1, "b"),)
-
-
 def test_what_is_late_or_of_another_generation_is_ignored() -> None:
     found = streaming()
     assert found.handle(ev.Over(1), 1.0) == ()
@@ -203,16 +146,6 @@ def test_what_is_late_or_of_another_generation_is_ignored() -> None:
     assert found.handle(ev.Dialed(1, "b"), 1.0) == (ev.Drop(1, "b"),)
     assert found.handle(answer("gone", 0.1), 1.0) == ()
     assert found.deadline is None
-
-
-def test_a_generation_that_ends_while_it_dials_drops_the_dials() -> None:
-    found = machine()
-    found.handle(ev.Wanted(1), 0.0)
-    found.handle(ev.Tick(), 0.25)
-    assert found.handle(ev.Over(1), 0.3) == (ev.Drop(1, "a"), ev.Drop(1, "b"))
-
-
-# --- who may continue a text ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,9 +169,6 @@ def test_verifiers_that_tell_no_fingerprint_are_told_apart_by_name() -> None:
     assert why_not(old, ModelIdentity("small", "", 0), 200) is not None
 
 
-# --- the breaker ------------------------------------------------------------------------------
-
-
 def test_a_breaker_opens_asks_and_closes() -> None:
     breaker = CircuitBreaker(BreakerPolicy(failures=2, open_s=1.0, longest_open_s=4.0), 7)
     breaker.failed(0.0)
@@ -260,19 +190,6 @@ def test_a_breaker_opens_asks_and_closes() -> None:
     breaker.succeeded()
     breaker.failed(60.0)
     assert breaker.state is CLOSED
-
-
-def test_a_breaker_does_not_ask_before_it_was_told_to() -> None:
-    breaker = CircuitBreaker(BreakerPolicy(), 7)
-    breaker.open(0.0)
-    breaker.hold(0.0, 20.0)
-    assert breaker.held(19.9)
-    assert breaker.probe_at == 20.0
-    breaker.hold(0.0, float("nan"))
-    assert breaker.held_until == 20.0
-
-
-# --- random worlds ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -301,3 +218,121 @@ def _all_refused(why: str, count: int) -> bool:
     """A generation fails only when each of the verifiers has refused it for good."""
     final = f"{Mood.KEYLESS.value}|it serves the model"
     return len(re.findall(final, why)) == count
+
+
+# --- replicas behind one name -----------------------------------------------------------------
+
+NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
+
+CONVERSATIONS = [conversation_named(f"chat {number}") for number in range(600)]
+
+Choose = Callable[[str, Sequence[str]], str]
+
+
+def rendezvous(conversation: str, names: Sequence[str]) -> str:
+    views = [VerifierView(name, 0.03, 0) for name in names]
+    return ranked(Association.RENDEZVOUS, conversation, views)[0]
+
+
+def modulo(conversation: str, names: Sequence[str]) -> str:
+    """A mutant: the hash of the conversation modulo the number of replicas."""
+    return names[zlib.crc32(conversation.encode()) % len(names)]
+
+
+def next_in_list(conversation: str, names: Sequence[str]) -> str:
+    """A mutant: who loses its replica goes to the one that follows it in the list, as on a ring
+    with one point each."""
+    place = NAMES.index(rendezvous(conversation, NAMES))
+    places = range(place, place + len(NAMES))
+    return next(one for p in places if (one := NAMES[p % len(NAMES)]) in names)
+
+
+def homes(choose: Choose, names: Sequence[str]) -> dict[str, str]:
+    return {one: choose(one, names) for one in CONVERSATIONS}
+
+
+def moves_only_its_share(choose: Choose) -> bool:
+    """One replica goes: its conversations move, and no other. It is back: they are back."""
+    before = homes(choose, NAMES)
+    for gone in NAMES:
+        after = homes(choose, [name for name in NAMES if name != gone])
+        if any(after[one] != home for one, home in before.items() if home != gone):
+            return False
+    return True
+
+
+def spreads_the_share_of_one_that_goes(choose: Choose) -> bool:
+    before, after = homes(choose, NAMES), homes(choose, NAMES[1:])
+    heirs = {after[one] for one, home in before.items() if home == NAMES[0]}
+    return len(heirs) == len(NAMES) - 1
+
+
+def is_the_same_in_any_order(choose: Choose) -> bool:
+    return homes(choose, NAMES) == homes(choose, NAMES[::-1])
+
+
+def test_what_the_hashing_promises() -> None:
+    assert moves_only_its_share(rendezvous)
+    assert not moves_only_its_share(modulo)
+    assert spreads_the_share_of_one_that_goes(rendezvous)
+    assert moves_only_its_share(next_in_list)
+    assert not spreads_the_share_of_one_that_goes(next_in_list)
+    assert is_the_same_in_any_order(rendezvous)
+    assert not is_the_same_in_any_order(modulo)
+    assert weight("ab", "c") != weight("a", "bc")
+
+
+def test_conversations_spread_evenly() -> None:
+    """Each replica's share of n conversations is within five standard deviations of n/r."""
+    count, share = len(CONVERSATIONS), 1 / len(NAMES)
+    off = 5 * math.sqrt(count * share * (1 - share))
+    counts = Counter(homes(rendezvous, NAMES).values())
+    assert len(counts) == len(NAMES)
+    assert all(abs(number - count * share) < off for number in counts.values())
+
+
+def test_texts_that_begin_alike_are_one_conversation() -> None:
+    prompt = list(range(1, BEGINNING_TOKENS + 1))
+    assert conversation_of(prompt) == conversation_of([*prompt, 7, 8, 9])
+    assert conversation_of(prompt) != conversation_of([*prompt[:-1], 99])
+    assert conversation_of([1, 23]) != conversation_of([12, 3])
+    assert conversation_of([1]) != conversation_named("1")
+    assert len(conversation_of(prompt)) == len(conversation_named("\ud800 half a pair")) == 16
+
+
+def replicas(names: Sequence[str]) -> Failover:
+    found = Failover(FailoverPolicy(), Association.RENDEZVOUS)
+    found.handle(ev.Known(tuple(names)), 0.0)
+    return found
+
+
+def order(conversation: str, names: Sequence[str]) -> list[str]:
+    return sorted(names, key=lambda name: weight(conversation, name), reverse=True)
+
+
+def test_a_text_walks_down_the_order_of_its_conversation() -> None:
+    """The first is full, the second drains, the third is not there: the fourth serves."""
+    conversation = CONVERSATIONS[0]
+    first, second, third, fourth = order(conversation, NAMES[:4])
+    found = replicas(NAMES[:4])
+    assert found.handle(ev.Wanted(1, 100, conversation), 0.0) == (ev.Dial(1, first),)
+    found.handle(ev.Dialed(1, first), 0.1)
+    (left,) = found.handle(ev.Refused(1, FaultCode.OVERLOADED, "full"), 0.2)
+    assert isinstance(left, ev.Leave)
+    assert left.again_s == 0.0
+    assert found.handle(ev.Wanted(1, 100, conversation), 0.2) == (ev.Dial(1, second),)
+    found.handle(ev.Dialed(1, second), 0.3)
+    found.handle(ev.Refused(1, FaultCode.SHUTTING_DOWN, "drains"), 0.4)
+    assert found.handle(ev.Wanted(1, 100, conversation), 0.4) == (ev.Dial(1, third),)
+    assert found.handle(ev.DialFailed(1, third, "nobody there"), 0.5) == (ev.Dial(1, fourth),)
+
+
+def test_a_load_of_long_ago_keeps_nobody_away() -> None:
+    """The first was full when it was last asked; after a while nobody knows."""
+    conversation, (first, second) = CONVERSATIONS[0], order(CONVERSATIONS[0], NAMES[:2])
+    found = replicas(NAMES[:2])
+    model = ModelInfo("big", "words", 100, 4096, (), "fp-1")
+    full = VerifierInfo(model, Limits(), 8, 8, 20_000)
+    found.handle(ev.ProbeAnswered(first, full, 0.01), 0.0)
+    assert found.handle(ev.Wanted(1, 100, conversation), 1.0) == (ev.Dial(1, second),)
+    assert found.handle(ev.Wanted(2, 100, conversation), 60.0) == (ev.Dial(2, first),)

@@ -14,26 +14,23 @@ from hypothesis import strategies as st
 
 from edgespec.core.device.memory import (
     MIB,
+    RECOVERY_S,
+    SMALLEST_WINDOW,
     DraftSettings,
     DraftVariant,
     KvType,
     MachineMemory,
+    MemoryGuard,
     MemoryPlanError,
     MemoryQuestion,
-    candidate_bytes,
-    kv_bytes,
-    load_surplus_bytes,
-    margin_bytes,
+    Observation,
+    Restriction,
     memory_terms,
     parse_budget,
     plan_memory,
-    sampling_bytes,
     smallest_budget,
-    traded,
     unbounded,
-    weights_bytes,
     windows,
-    workspace_bytes,
 )
 
 LARGE = DraftVariant(
@@ -52,6 +49,7 @@ LARGE = DraftVariant(
     vocabulary_size=151_936,
     context_length=4096,
 )
+
 SMALL = replace(
     LARGE,
     name="small",
@@ -65,9 +63,13 @@ SMALL = replace(
     feed_forward=1536,
     vocabulary_size=49_152,
 )
+
 TYPES = tuple(replace(LARGE, kv_type=kv_type) for kv_type in KvType)
+
 RUNTIME = 82 * MIB
+
 VARIANTS = st.sampled_from([(LARGE,), (SMALL,), TYPES, (SMALL, *TYPES)])
+
 QUESTIONS = st.builds(
     MemoryQuestion,
     budget_bytes=st.integers(1, 8192).map(lambda mib: mib * MIB),
@@ -97,7 +99,7 @@ def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
         assert enough.predicted_bytes + enough.margin_bytes <= needed
     else:
         plan = plan_memory(variants, asked)
-        assert plan.predicted_bytes + margin_bytes(asked.budget_bytes) <= asked.budget_bytes
+        assert plan.fits
         again = memory_terms(plan.variant, plan.settings, asked.runtime_bytes)
         assert plan.predicted_bytes == sum(term.bytes for term in again)
         assert all(term.bytes >= 0 for term in plan.terms)
@@ -107,58 +109,25 @@ def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
         assert plan.settings.threads == asked.threads or not asked.threads
 
 
-@settings(max_examples=25)
-@given(VARIANTS, QUESTIONS, st.integers(0, 4096))
-def test_more_memory_never_makes_a_window_or_a_step_smaller(
-    variants: tuple[DraftVariant, ...], asked: MemoryQuestion, more_mib: int
-) -> None:
-    try:
-        before = plan_memory(variants, asked)
-    except MemoryPlanError:
-        return
-    richer = replace(asked, budget_bytes=asked.budget_bytes + more_mib * MIB)
-    for plan in (plan_memory(variants, richer), unbounded(variants, asked)):
-        if plan.variant.name == before.variant.name:
-            now, then = plan.settings, before.settings
-            assert (now.width, now.window) >= (then.width, then.window)
-        else:  # of several, the first that fits
-            assert plan.variant.name == variants[0].name
-
-
-@given(
-    st.sampled_from([LARGE, SMALL, *TYPES]),
-    st.integers(1, 4096),
-    st.integers(1, 8),
-    st.sampled_from([16, 32, 64]),
-)
-def test_every_setting_costs_memory(
-    variant: DraftVariant, window: int, width: int, chunk: int
-) -> None:
-    def steady(one: DraftSettings) -> int:
-        return sum(t.bytes for t in memory_terms(variant, one, RUNTIME) if t.name != "loading")
-
-    base = DraftSettings(window, width, chunk, 1)
-    for more in (
-        replace(base, window=window + 64),
-        replace(base, width=width + 1),
-        replace(base, chunk=chunk + 1),
-        replace(base, threads=2),
-    ):
-        assert steady(more) > steady(base)
-
-
 def test_the_worked_numbers_of_the_terms() -> None:
     assert LARGE.kv_bytes_per_token == 229_376
-    assert kv_bytes(LARGE, 1024) == 224 * MIB
-    assert kv_bytes(replace(LARGE, kv_type=KvType.INT8), 1024) == 56 * MIB
-    hundred = replace(LARGE, stored_bytes=100 * MIB)
-    assert round(weights_bytes(hundred) / MIB) == 167
-    assert weights_bytes(replace(hundred, inline=True)) > weights_bytes(hundred)
-    assert round(load_surplus_bytes(replace(LARGE, table_bytes=93 * MIB)) / MIB) == 74
-    assert candidate_bytes(DraftSettings(128, 2, 64, 1)) == MIB // 2
-    assert round(sampling_bytes(LARGE) / MIB, 1) == 6.4
-    assert round(workspace_bytes(LARGE, DraftSettings(128, 2, 64, 1)) / MIB, 1) == 5.5
-    assert round(margin_bytes(600 * MIB) / MIB) == 30
+    assert replace(LARGE, kv_type=KvType.INT8).kv_bytes(1024) == 56 * MIB
+    one = replace(LARGE, stored_bytes=100 * MIB, table_bytes=93 * MIB)
+    settings = DraftSettings(1024, 2, 64, 1)
+    terms = {term.name: term.bytes for term in memory_terms(one, settings, RUNTIME)}
+    assert terms["keys and values"] == 224 * MIB
+    assert round(terms["weights"] / MIB) == 167
+    assert terms["candidate nodes"] == MIB // 2
+    assert round(terms["logits and sampling"] / MIB, 1) == 6.4
+    assert round(terms["workspace"] / MIB, 1) == 5.5
+    assert terms["loading"] == 0
+    short = memory_terms(one, DraftSettings(1, 1, 1, 1), RUNTIME)
+    grown = sum(term.bytes for term in short[3:-1])
+    assert round((short[-1].bytes + grown) / MIB) == 74
+    inline = memory_terms(replace(one, inline=True), settings, RUNTIME)
+    assert inline[2].bytes > terms["weights"]
+    plan = replace(unbounded([LARGE], question(1)), budget_bytes=600 * MIB)
+    assert round(plan.margin_bytes / MIB) == 30
     assert windows(700) == (700, 512, 384, 256, 192, 128)
     assert windows(100) == (100,)
 
@@ -168,8 +137,8 @@ def test_a_tight_budget_trades_and_says_so() -> None:
     asked = question(smallest_budget([LARGE], question(1)) / MIB + 1)
     plan, best = plan_memory([LARGE], asked), unbounded([LARGE], asked)
     assert best.settings == DraftSettings(1024, 2, 64, 2)
-    assert f"window {plan.settings.window} instead of 1024" in traded(plan, best)
-    assert traded(best, best) == ()
+    assert f"window {plan.settings.window} instead of 1024" in plan.traded(best)
+    assert best.traded(best) == ()
     either = plan_memory(TYPES, asked)
     assert either.variant.kv_type is not KvType.FLOAT32
     assert either.settings.window > plan.settings.window
@@ -183,8 +152,6 @@ def test_a_refusal_names_the_smallest_budget() -> None:
     assert "memory budget is 500.0 MiB" in str(refused.value)
     assert plan_memory([LARGE, SMALL], question(500)).variant is SMALL
 
-
-# --- sizes ----------------------------------------------------------------------------------
 
 MACHINE = MachineMemory(total=8000 * MIB, available=1000 * MIB, resident=80 * MIB)
 
@@ -238,12 +205,86 @@ def test_what_is_left_goes_into_further_caches(extra_mib: int) -> None:
     alone = plan_memory([LARGE], replace(asked, budget_bytes=budget))
     plan = plan_memory([LARGE], replace(asked, budget_bytes=budget, most_caches=6))
     assert replace(plan.settings, caches=1) == alone.settings
-    most = budget - margin_bytes(budget)
+    most = budget - plan.margin_bytes
     assert plan.predicted_bytes <= most
-    cache = kv_bytes(LARGE, plan.settings.window)
+    cache = LARGE.kv_bytes(plan.settings.window)
     grown = plan.predicted_bytes - alone.predicted_bytes
     assert grown <= (plan.settings.caches - 1) * cache
     if plan.settings.caches < 6:
         more = replace(plan.settings, caches=plan.settings.caches + 1)
         assert sum(term.bytes for term in memory_terms(LARGE, more, 60 * MIB)) > most
     assert (plan.settings.caches == 6) == (extra_mib == 4000)
+
+
+# --- the guard of a draft's memory ------------------------------------------------------------
+
+ROW, BUDGET, MARGIN = 1000, 1_000_000, 50_000
+
+FULL = Restriction(500, 4)
+
+
+class Process:
+    """Rows come and go at once, as the pages of ``KvBuffers`` do."""
+
+    def __init__(self) -> None:
+        self.guard = MemoryGuard(BUDGET, MARGIN, FULL, ROW)
+        self.held = 0
+        self.now = 0.0
+
+    def step(self, others: int, tokens: int) -> None:
+        """A draft step that would hold ``tokens`` rows in all."""
+        self.now += 1.0
+        for _ in range(8):  # a driver asks before every step; here until nothing changes
+            wanted = min(tokens, self.guard.current.window)
+            growth = max(0, wanted - self.held) * ROW
+            seen = Observation(others + self.held * ROW, growth, self.held)
+            found = self.guard.observe(seen, self.now)
+            if found is None:
+                break
+            self.held = min(self.held, found.window)
+        self.held = max(self.held, min(tokens, self.guard.current.window))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1_200_000), st.integers(1, 500)), max_size=60))
+def test_the_process_stays_below_the_margin_or_the_draft_rests(
+    steps: list[tuple[int, int]],
+) -> None:
+    process = Process()
+    for others, tokens in steps:
+        process.step(others, tokens)
+        current = process.guard.current
+        below = others + process.held * ROW <= BUDGET - MARGIN
+        assert below or current == Restriction(0, 0)
+        assert current.window <= FULL.window
+        assert current.width <= FULL.width
+
+
+def test_it_takes_no_more_than_needed_and_in_order() -> None:
+    guard = MemoryGuard(BUDGET, MARGIN, FULL, ROW)
+    assert guard.observe(Observation(900_000, 24_000, 400), 0.0) is None
+    # 424 rows reached, 10 too many.
+    assert guard.observe(Observation(936_000, 24_000, 400), 1.0) == Restriction(414, 4)
+    assert guard.observe(Observation(2_000_000, 0, 400), 2.0) == Restriction(SMALLEST_WINDOW, 4)
+    assert guard.observe(Observation(2_000_000, 0, 64), 3.0) == Restriction(SMALLEST_WINDOW, 1)
+    assert guard.observe(Observation(2_000_000, 0, 64), 4.0) == Restriction(0, 0)
+    assert guard.observe(Observation(2_000_000, 0, 0), 5.0) is None
+
+
+def test_the_draft_comes_back_rung_by_rung_after_a_while() -> None:
+    process = Process()
+    process.step(2_000_000, 400)
+    assert process.guard.current == Restriction(0, 0)
+    seen = [process.guard.current]
+    for _ in range(int(RECOVERY_S) * 8):
+        process.step(100_000, 400)
+        if process.guard.current != seen[-1]:
+            seen.append(process.guard.current)
+            process.step(100_000, 400)
+    assert seen == [
+        Restriction(0, 0),
+        Restriction(64, 1),
+        Restriction(64, 4),
+        Restriction(128, 4),
+        Restriction(256, 4),
+        FULL,
+    ]

@@ -11,15 +11,14 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.candidates import CLOSED
 from edgespec.core.association.failover import Failover, FailoverPolicy
 from edgespec.core.association.policies import Association
+from edgespec.core.device.estimates import Learned, LearnedByModel
 from edgespec.core.device.events import Connect, Connected, Disconnect, Fail, Tick, Transmit
-from edgespec.core.device.learned import MOST_MODELS, Learned, LearnedByModel
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
     FaultCode,
     Limits,
-    ModelIdentity,
     Opened,
     VerifierInfo,
 )
@@ -27,7 +26,6 @@ from tests.core.draft_scripts import GREETING, streaming
 from tests.core.failover_world import MODEL
 
 SQL = replace(MODEL, name="sql", fingerprint="sql-1")
-IN_SQL = ModelIdentity("sql", "sql-1", 4096)
 
 
 def answer(address: str, rtt_s: float, *adapters: object) -> ev.ProbeAnswered:
@@ -46,22 +44,6 @@ def asked(near: tuple[object, ...] = (), far: tuple[object, ...] = (SQL,)) -> Fa
 
 def breakers(found: Failover) -> list[object]:
     return [one.breaker.state for one in found.candidates.listed.values()]
-
-
-def test_who_told_of_the_name_is_dialed_and_not_who_is_nearer() -> None:
-    found = asked()
-    assert found.handle(ev.Wanted(1, model="sql"), 0.1) == (ev.Dial(1, "b"),)
-    assert found.handle(ev.Wanted(2, model="big"), 0.1) == (ev.Dial(2, "a"),)
-    assert found.handle(ev.Wanted(3), 0.1) == (ev.Dial(3, "a"),)
-
-
-def test_no_race_is_begun_with_one_that_would_say_no() -> None:
-    """It would win, and the one that has the model would be blamed for being slow."""
-    found = asked()
-    found.handle(ev.Wanted(1, model="sql"), 0.0)
-    assert found.handle(ev.Tick(), 2.1) == ()
-    # An answer may be old: when nothing else is left, it is tried.
-    assert found.handle(ev.DialFailed(1, "b", "gone"), 2.2) == (ev.Dial(1, "a"),)
 
 
 def test_a_verifier_is_not_kept_out_for_a_model_that_it_lacks() -> None:
@@ -92,24 +74,6 @@ def test_a_name_that_nobody_has_is_the_end() -> None:
         leaves += [one for one in found.handle(event, 0.2) if isinstance(one, ev.Leave)]
     assert [one.retryable for one in leaves] == [True, False]
     assert leaves[-1].why == f"a: {refused}; b: {refused}"
-
-
-def test_a_slow_stream_is_not_given_up_for_one_without_the_model() -> None:
-    found = asked()
-    found.handle(ev.Wanted(1, model="sql"), 0.0)
-    found.handle(ev.Dialed(1, "b"), 0.1)
-    found.handle(ev.Greeted(1, IN_SQL), 0.2)
-    found.handle(ev.Progressed(1), 0.3)
-    assert found.handle(ev.Quiet(1), 3.0) == (ev.Probe("b"),)
-    assert found.handle(ev.ProbeFailed("b", "no answer"), 4.5) == ()
-    again = asked(near=(SQL,))
-    again.candidates.listed["a"].breaker.hold(0.0, 1.0)
-    again.handle(ev.Wanted(1, model="sql"), 0.0)
-    again.handle(ev.Dialed(1, "b"), 0.1)
-    again.handle(ev.Progressed(1), 0.3)
-    again.handle(ev.Quiet(1), 3.0)
-    (leave,) = again.handle(ev.ProbeFailed("b", "no answer"), 4.5)
-    assert isinstance(leave, ev.Leave)
 
 
 # --- one verifier -----------------------------------------------------------------------------
@@ -155,12 +119,6 @@ def test_it_goes_on_when_the_model_is_back() -> None:
     assert session.prefix.tokens[-2:] == [10, 11]
 
 
-def test_a_text_without_a_token_may_begin_with_another_model() -> None:
-    session = streaming(greeting=FIRST)
-    session.handle(Tick(), 40.0)
-    assert Disconnect() not in reopened(session, OTHER)
-
-
 # --- what is learned --------------------------------------------------------------------------
 
 
@@ -170,14 +128,4 @@ def test_what_is_learned_of_one_model_is_not_believed_of_another() -> None:
     assert learned.of("base") is usual
     sql = learned.of("sql")
     assert learned.of("sql") is sql
-    assert sql.confidence is not usual.confidence
-    assert sql.lengths is not usual.lengths
-
-
-def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
-    learned = LearnedByModel("", Learned())
-    found = [learned.of(f"a{number}") for number in range(MOST_MODELS)]
-    assert learned.of("a0") is found[0]
-    learned.of("one more")
-    assert learned.of("a0") is found[0]
-    assert learned.of("a1") is not found[1]
+    assert sql.greedy is not usual.greedy

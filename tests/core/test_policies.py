@@ -1,5 +1,5 @@
 """Draft policies and what they learn, asked directly. Oracle: brute force for the best draft
-length, a bandit with arms whose worth is known; for the rest the rules and formulas of each policy
+length; for the rest the rules and formulas of each policy
 as its docstring states them, on hand-made trees."""
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.confidence import ConfidenceEstimator, GuessChances
-from edgespec.core.device.draft_lengths import MAX_LENGTH, LengthOutcomes, RoundMeter
-from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.goodput_policy import GoodputPolicy
-from edgespec.core.device.learned import MOST_MODELS, Learned, LearnedByModel
+from edgespec.core.device.estimates import (
+    MOST_MODELS,
+    DraftEstimates,
+    GuessChances,
+    Learned,
+    LearnedByModel,
+)
+from edgespec.core.device.goodput_policy import DEFAULT_POLICY, GoodputPolicy, named_policy
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
     MAX_GAMMA,
     DraftPolicy,
+    DraftView,
     FixedPolicy,
     PearlPolicy,
     WindowedPolicy,
     best_gamma,
 )
-from edgespec.core.device.policy_names import DEFAULT_POLICY, default_policy, named_policy
-from edgespec.core.device.round_policies import LENGTHS, BanditPolicy, ConfidencePolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 
@@ -117,66 +118,6 @@ def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
     assert not policy.flush(_view(*CHAIN, in_flight=1))
     assert PearlPolicy().extend(_view(*range(5))) == 5  # its length fits into a round
     assert PearlPolicy().extend(_view(*range(6))) is None
-
-
-def test_specdec_stops_when_a_miss_is_likely() -> None:
-    """0.65 * 0.65 * 0.65 = 0.27: three such nodes are wrong with 0.73, two with 0.58."""
-    policy, unsure = ConfidencePolicy(), math.log(0.65)
-    views = [_guessed(*[unsure] * n) for n in range(4)]
-    assert [policy.extend(view) for view in views] == [ROOT, 1, 2, None]
-    assert [policy.flush(view) for view in views] == [False, False, False, True]
-    waiting = _guessed(*[unsure] * 3, in_flight=3)
-    assert (policy.extend(waiting), policy.flush(waiting)) == (None, False)
-    assert policy.extend(_guessed(*[-0.001] * 5)) == 5
-    assert policy.extend(_guessed(math.log(0.15))) is None
-
-
-def test_a_round_ends_when_nothing_is_in_flight() -> None:
-    outcomes = LengthOutcomes()
-    meter = RoundMeter(outcomes)
-    meter.committed(1, 0, 1.0)
-    meter.sent(3)
-    meter.committed(2, 1, 1.1)
-    assert outcomes.rounds(3) == 0.0
-    meter.committed(1, 0, 1.5)
-    assert outcomes.rounds(3) == 1.0
-    assert outcomes.tokens_per_s(3) == pytest.approx(6.0)
-
-
-@pytest.mark.parametrize(
-    ("batches", "new_stream"), [((2, 3), False), ((MAX_LENGTH + 1,), False), ((3,), True)]
-)
-def test_rounds_of_no_single_length_do_not_count(
-    batches: tuple[int, ...], new_stream: bool
-) -> None:
-    outcomes = LengthOutcomes()
-    meter = RoundMeter(outcomes)
-    meter.committed(1, 0, 1.0)
-    for nodes in batches:
-        meter.sent(nodes)
-    if new_stream:
-        meter.new_stream()
-    meter.committed(1, 0, 2.0)
-    assert not any(outcomes.rounds(length) for length in range(MAX_LENGTH + 1))
-
-
-def test_the_bandit_finds_the_best_length_and_a_new_one() -> None:
-    policy, view = BanditPolicy(), _view()
-    outcomes, chosen = view.estimates.learned.lengths, list[int]()
-    for best in (6, 1):  # then the link changes
-        for _ in range(300):
-            length = policy.choose(view)
-            outcomes.add(length, 10, 10 / max(4.0, 40.0 - abs(length - best) * 3.0))
-            chosen.append(length)
-        assert chosen[: len(LENGTHS)] == list(LENGTHS)
-        assert chosen[-100:].count(best) > 60
-
-
-def test_the_bandit_drafts_sends_and_waits() -> None:
-    policy, two = BanditPolicy(lengths=(2,)), _view(*CHAIN[:2])
-    assert policy.extend(_view()) == ROOT
-    assert (policy.extend(two), policy.flush(two)) == (None, True)
-    assert not policy.flush(_view(*CHAIN[:2], in_flight=2))
 
 
 # --- windowed ---------------------------------------------------------------------------------
@@ -338,23 +279,13 @@ def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
 
 
 def test_who_names_no_policy_has_goodput() -> None:
-    policy = default_policy()
+    policy = named_policy()
     assert policy == named_policy(DEFAULT_POLICY)
     assert isinstance(policy, GoodputPolicy)
     assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
 
 
 # --- what is learned --------------------------------------------------------------------------
-
-
-def test_confidence_is_what_was_counted() -> None:
-    found = ConfidenceEstimator()
-    assert found.chance(math.log(0.65)) == pytest.approx(0.65)
-    assert found.chance(0.0) == pytest.approx(0.95)
-    for trial in range(14):
-        found.add(math.log(0.65), hit=trial % 2 == 0)
-    assert found.chance(math.log(0.61)) == pytest.approx((7 + 3.9) / 20, abs=0.01)
-    assert found.chance(math.log(0.55)) == pytest.approx(0.55)
 
 
 def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
@@ -374,9 +305,6 @@ def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
 
 @pytest.mark.parametrize("logprob", [-math.inf, -1e9, -1e-300, 0.0, 3.0, math.nan])
 def test_any_guess_has_a_chance(logprob: float) -> None:
-    found = ConfidenceEstimator()
-    found.add(logprob, hit=False)
-    assert 0.0 < found.chance(logprob) < 1.0
     for rank in (0, 1, 9):
         guesses = GuessChances()
         guesses.add(rank, logprob, hit=False)
@@ -389,8 +317,7 @@ def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
     assert learned.of("base") is usual
     sql = learned.of("sql")
     assert sql is learned.of("sql")
-    assert sql.confidence is not usual.confidence
-    assert sql.lengths is not usual.lengths
+    assert sql.greedy is not usual.greedy
     greedy, sampled = (usual.guesses(SamplingParams(t)) for t in (0.0, 0.7))
     assert greedy is usual.guesses(SamplingParams(0.0, seed=9)) is not sampled
     assert sampled is usual.guesses(SamplingParams(1.0))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.cache import DraftCache
+from edgespec.core.device.session import DraftCache
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_line, printable
 from edgespec.core.protocol.estimators import AcceptanceEstimator, SlopeEstimator

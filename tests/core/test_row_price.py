@@ -122,16 +122,6 @@ def test_with_credit_0_a_device_rests_until_a_commit_brings_credit() -> None:
     assert len(drafted(session, session.handle(commit(5), 1.3))) > 1
 
 
-def test_what_is_drafted_beyond_the_credit_is_not_sent() -> None:
-    session = streaming(WindowedPolicy(2))
-    actions = session.handle(commit(2, credit=0), 0.1)  # while a step runs
-    assert not steps(actions)
-    actions = session.handle(guess(5, 6), 0.2)
-    assert not messages(actions)
-    assert not steps(actions)
-    assert session.counters.sent == 0
-
-
 @pytest.mark.parametrize("policy", [WindowedPolicy(2), PearlPolicy(4)])
 def test_a_verifier_that_waits_for_drafts_hears_that_none_comes(
     policy: WindowedPolicy | PearlPolicy,

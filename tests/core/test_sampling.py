@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.commit_bounds import CommitBounds
+from edgespec.core.device.commit_reader import CommitBounds
 from edgespec.core.device.events import DraftCounters, Finish
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import WindowedPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import (

@@ -13,20 +13,29 @@ from enum import Enum
 import pytest
 
 from edgespec.core.device import link_keeper
-from edgespec.core.device.events import Connected, DraftEvent, LinkDown, LinkState, Start, Stop
+from edgespec.core.device.events import (
+    DRAFT_MOVES,
+    Connected,
+    DraftEvent,
+    LinkDown,
+    LinkState,
+    Start,
+    Stop,
+)
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import WindowedPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.device.transitions import DRAFT_MOVES
 from edgespec.core.protocol.checks import State, transition
-from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open
+from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import Candidate
 from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier.session_events import VERIFY_MOVES, Offer, VerifyState
 from tests.core.scenes import REQUEST, new_session, run_pass
 from tests.sim.random_worlds import play
 
 WORLDS = 120
+
 Move = tuple[Enum, Enum]
 
 
@@ -76,3 +85,18 @@ def test_the_tables_hold_exactly_what_happens(seen: set[Move]) -> None:
 @pytest.mark.parametrize("end", [LinkState.DONE, VerifyState.FINISHED])
 def test_the_end_is_the_end(end: Enum) -> None:
     assert not [move for move in (*DRAFT_MOVES, *VERIFY_MOVES) if move[0] is end]
+
+
+# --- what a ``value`` promises ----------------------------------------------------------------
+
+
+def test_values_are_equal_by_their_fields_and_have_nothing_else() -> None:
+    assert Received(3, 4) == Received(3, 4) != Received(4, 3)
+    assert len({Received(3, 4), Received(3, 4), Candidate(3, 4.0)}) == 2
+    assert not hasattr(Received(3, 4), "__dict__")
+
+
+def test_the_type_checker_refuses_a_change() -> None:
+    received = Received(3, 4)
+    received.position = 5  # type: ignore[misc] # frozen for the type checker alone
+    assert received == Received(5, 4)

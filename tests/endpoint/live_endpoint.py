@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.device.events import TokenKind
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams

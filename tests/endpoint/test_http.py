@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgespec.config import EndpointSection, PacingSection, VerifierConfig
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.requests import seed_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgespec.core.association.policies import Association
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers
 from tests.endpoint.test_http import until
 from tests.endpoint.test_models import (

@@ -16,7 +16,7 @@ from edgespec.config import (
     PolicySection,
     VerifierConfig,
 )
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.profile_fit import Samples, _device_side
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import WindowedPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams

@@ -10,7 +10,7 @@ from dataclasses import replace
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent

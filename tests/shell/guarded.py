@@ -13,7 +13,7 @@ from edgespec.config import (
     VerifierConfig,
 )
 from edgespec.config.key_file import KeyEntry, KeyFile, new_key, save_keys
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, Chunk
 from edgespec.models.toy import ToyTokenizer

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
 from edgespec.core.protocol.messages import (
     Commit,

@@ -4,15 +4,11 @@ whole text or with a ``GenerationError``, and leaves no task behind."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edgespec.bench.measurement import measure
@@ -27,31 +23,23 @@ from edgespec.core.ports import (
     LinkError,
     ModelInfo,
     Transport,
-    VerifierStream,
     never_cancelled,
 )
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
-    FaultCode,
-    Limits,
-    Open,
     Opened,
     Uplink,
     VerifierInfo,
 )
-from edgespec.core.protocol.messages import Fault as VerifierFault
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec.device.link import Link
-from edgespec.device.session_driver import SessionDriver
+from edgespec.device.session_driver import Link
 from edgespec.models.toy import TOY_ALPHABET
-from edgespec.sampling.arrays import best_candidates
 from tests.shell.scripted_verifier import (
     PROMPT,
-    QUICK,
     agent,
     generate,
     loopback,
@@ -229,45 +217,6 @@ async def test_an_exception_ends_the_generation_or_does_no_harm(
     assert again == TOKENS  # the fault was one generation's
 
 
-IMPATIENT = replace(QUICK, silence_s=20.0, progress_s=20.0, max_streams_without_token=3)
-
-
-@pytest.mark.parametrize(
-    ("says", "why"),
-    [
-        (None, "after 3 streams without a new token: not a word from the verifier for 0.02 s"),
-        (VerifierFault(FaultCode.RESYNC, "again"), "after 3 streams without a new token: again"),
-        (VerifierFault(FaultCode.INTERNAL, "oops"), "after 3 streams without a new token: oops"),
-        (Commit(1 << 20, (1,)), "after 3 streams without a new token: commit at 1048576"),
-        (Commit(len(PROMPT), (1,) * 40), "the verifier broke the protocol"),
-    ],
-    ids=["silent", "resync", "internal", "wrong commit", "too many tokens"],
-)
-async def test_a_sick_verifier_is_given_up(says: Downlink | None, why: str) -> None:
-    async def serve(stream: VerifierStream) -> None:
-        opening = await stream.receive()
-        assert isinstance(opening, Open)
-        await stream.send(Opened(Limits(), "sick", len(opening.prompt)))
-        if says is not None:
-            await stream.send(says)
-        with contextlib.suppress(LinkError):
-            while True:
-                await stream.receive()
-
-    # What is said comes at once, but on a busy machine not within any short silence.
-    patience = replace(IMPATIENT, silence_s=0.02) if says is None else IMPATIENT
-    async with nothing_left(), agent(loopback(serve), reconnect=patience) as one:
-        tokens: list[int] = []
-
-        async def follow() -> None:
-            async for chunk in generate(one, len(TOKENS)):
-                tokens.extend(chunk.tokens)
-
-        with pytest.raises(GenerationError, match=re.escape(why)):
-            await follow()
-        assert len(tokens) == (len(TOKENS) if "protocol" in why else 0)
-
-
 EVENTS = (ev.Start, ev.Connected, ev.StepDone, Opened, Commit, ev.LinkDown, ev.Tick)
 
 
@@ -292,25 +241,6 @@ async def test_a_bug_in_the_session_is_heard_of(
             assert await told(one) == "the device failed: ZeroDivisionError: a bug"
     driver = [r.levelno for r in caplog.records if r.name == "edgespec.device.session_driver"]
     assert driver == [logging.ERROR]
-
-
-ACTIONS = (ev.Connect, ev.Transmit, ev.StartStep, ev.Deliver, ev.Disconnect, ev.Finish)
-
-
-@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
-async def test_an_action_that_cannot_be_carried_out_is_heard_of(
-    action: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    do = SessionDriver._do
-
-    def buggy(driver: SessionDriver, asked: ev.DraftAction) -> None:
-        if isinstance(asked, action):
-            raise ZeroDivisionError("a bug")
-        do(driver, asked)
-
-    monkeypatch.setattr(SessionDriver, "_do", buggy)
-    async with nothing_left(), agent(loopback(streaming(TOKENS)), toy_drafter()) as one:
-        assert await told(one) == "the device failed: ZeroDivisionError: a bug"
 
 
 @pytest.mark.parametrize("method", ["_run", "_connect", "_use", "_read"])
@@ -364,31 +294,4 @@ async def test_a_failed_draft_is_told_once_in_words(
             assert "drafting stopped: RuntimeError: head_size" in summary(Progress(), one.stats)
         with pytest.raises(GenerationError, match="draft model failed: RuntimeError: head_size"):
             await measure(one, PROMPT, SamplingParams(max_tokens=len(TOKENS)), ())
-    assert caplog.text.count("the text went on without drafts") == 1
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-async def test_logits_that_are_no_numbers_are_told_once_wherever_they_come(
-    bad: float,
-    temperature: float,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    drafter = toy_drafter()
-    logits = np.zeros(drafter.info.vocabulary_size, dtype=np.float32)
-    logits[7] = bad
-    params = SamplingParams(max_tokens=len(TOKENS), temperature=temperature, top_p=0.9)
-
-    def step(keep_length: int, feed: Sequence[int], width: int, _: Cancelled) -> object:
-        return best_candidates(logits, params, keep_length + len(feed), width)
-
-    monkeypatch.setattr(drafter, "step", step, raising=True)
-    async with nothing_left(), undrafted(TOKENS, drafter) as one:
-        for length in (1, 2, 3):
-            chunks = [chunk async for chunk in one.generate(PROMPT[:length], params)]
-            assert [token for chunk in chunks for token in chunk.tokens] == TOKENS
-            assert one.stats is not None
-            why = f"the draft computes no finite scores: the largest is {bad}"
-            assert one.stats.counters.draft_failure == f"ValueError: {why}"
     assert caplog.text.count("the text went on without drafts") == 1

@@ -22,8 +22,7 @@ from edgespec.device import status
 from edgespec.device.activity import Activity
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
-from edgespec.device.draft_worth import draft_worth
-from edgespec.device.status import StatusSource
+from edgespec.device.status import StatusSource, draft_worth
 from edgespec.telemetry.agent_status import (
     AGENT_METRICS,
     MAX_EVENTS,

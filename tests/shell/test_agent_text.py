@@ -11,7 +11,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import MAX_TOKEN_ID, Chunk
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec.device.link import Link
+from edgespec.device.session_driver import Link
 from edgespec.models.toy import TOY_ALPHABET, ToyTokenizer
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.scripted_verifier import PROMPT, agent, generate, loopback, play, streaming
@@ -130,21 +129,6 @@ async def test_a_prompt_that_cannot_be_is_refused_before_anything_starts(
         assert one.stats is None
 
 
-async def test_a_drafters_vocabulary_bounds_the_prompt() -> None:
-    drafter = ToyDrafter(ToyModel(len(TOY_ALPHABET), order=2))
-    async with agent(loopback(streaming(TOKENS)), drafter) as one:
-        with pytest.raises(ValueError, match=r"prompt\[0\] is the token id 5000, but must be in"):
-            await anext(one.generate([5000]))
-
-
-async def test_integers_of_any_library_are_ids() -> None:
-    async with agent(loopback(streaming(TOKENS))) as one:
-        chunks = [
-            chunk async for chunk in generate(one, len(TOKENS), prompt=list(np.array(PROMPT)))
-        ]
-    assert [token for chunk in chunks for token in chunk.tokens] == TOKENS
-
-
 async def test_sampling_of_another_kind_is_refused() -> None:
     async with agent(loopback(streaming(TOKENS))) as one:
         with pytest.raises(TypeError, match="sampling is dict, but must be SamplingParams"):
@@ -235,24 +219,6 @@ async def test_the_text_is_complete_before_a_running_step_is() -> None:
         ["begin", "step", "step ended", "close"],
         ["begin", "step", "step ended", "begin", "close"],
     )
-
-
-@pytest.mark.parametrize("early", [True, False])
-async def test_closing_waits_for_the_step_before_it_frees_the_model(early: bool) -> None:
-    drafter = SlowDrafter()
-    async with asyncio.timeout(WITHIN_S):
-        one = agent(text_after(drafter), drafter)
-        chunks = generate(one, len(TOKENS))
-        await anext(chunks)
-        if early:
-            await chunks.aclose()
-        closing = asyncio.create_task(one.close())
-        await asyncio.to_thread(drafter.heard_of_it.wait)
-        assert "close" not in drafter.did
-        drafter.gate.set()
-        await closing
-        await chunks.aclose()
-    assert drafter.did[-2:] == ["step ended", "close"]
 
 
 def tokens_of(chunks: Sequence[Chunk]) -> list[int]:

@@ -22,13 +22,12 @@ from typer.testing import CliRunner, Result
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.config.common import SetupError
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import GenerationError
-from edgespec.device.borrowed_tokenizer import with_tokenizer
-from edgespec.device.borrowing_agent import BorrowingAgent
+from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.build import build_agent
 from edgespec.verifier.build import packed_texts
 from edgespec.wire.callers import TOKENIZER_LIMITS, Authenticator, CallLine, TokenizerAnswers

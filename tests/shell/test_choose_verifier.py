@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from edgespec.api import connect as edgespec_connect
 from edgespec.cli.device import greet
 from edgespec.cli.main import app
 from edgespec.config import (
@@ -26,7 +25,7 @@ from edgespec.core.association.policies import Association, ranked
 from edgespec.core.ports import DeviceStream, LinkError, ModelInfo
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.build import build_agent, connect
+from edgespec.device.build import build_agent
 from edgespec.device.prober import ask, ask_all
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.build import load_target
@@ -156,17 +155,6 @@ def test_the_shortest_round_comes_first(
     assert ranked(Association.LISTED, "", views_of(known))[: len(listed)] == listed
 
 
-async def test_a_live_verifier_tells_its_pass_time_once_it_has_one() -> None:
-    async with serving() as (address, _):
-        link = connect(address)
-        assert (await link.info()).pass_us == 0
-        async with build_agent(AgentConfig(address, draft=DraftSection("toy"))) as agent:
-            async for _chunk in agent.generate(PROMPT, SamplingParams(max_tokens=8)):
-                pass
-        assert (await link.info()).pass_us > 0
-        await link.close()
-
-
 async def test_a_full_verifier_is_passed_over() -> None:
     small = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_sessions=1))
     gated = GatedTarget(load_target(small), free_passes=1)
@@ -214,11 +202,6 @@ def test_a_dead_verifier_is_named_and_the_other_one_used(address: str, dead: str
     assert lines[0].startswith(f"left out: {dead} (")
     assert lines[1].startswith(f"using {address} (lowest-delay): round trip ")
     assert lines[1].endswith("of 64 sessions")
-
-
-def test_one_verifier_is_used_without_a_word(address: str) -> None:
-    assert generate("--verifier", address).stderr == ""
-    assert generate("--verifier", address, "--verifier", address).stderr == ""
 
 
 def test_several_come_from_the_environment_and_from_a_file(
@@ -283,28 +266,9 @@ def test_the_summary_says_who_served(address: str, dead: str) -> None:
     assert "served by" not in alone.stderr
 
 
-async def test_an_agent_of_several_chooses_by_itself(address: str, dead: str) -> None:
-    params = SamplingParams(max_tokens=16)
-    async with edgespec_connect([dead, address], draft="toy") as agent:
-        ids = [one async for chunk in agent.generate(PROMPT, params) for one in chunk.tokens]
-        assert agent.stats is not None
-        assert agent.stats.verifiers == (address,)
-    assert ids == toy_text(ToyTokenizer().encode(PROMPT), params)
-
-
 def test_the_key_goes_to_none_of_several_that_others_could_listen_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("EDGESPEC_API_KEY", "word")
     with pytest.raises(ConfigError, match="the key for gpu-box:7420 would be sent without TLS"):
         build_agent(AgentConfig(("127.0.0.1", "gpu-box"), draft=DraftSection("toy")))
-
-
-def test_failover_is_configured_in_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "agent.yaml"
-    path.write_text("failover: {hedge_s: 0.5, breaker: {failures: 3}}\n")
-    config = load_config(AgentConfig, path)
-    assert (config.failover.hedge_s, config.failover.breaker.failures) == (0.5, 3)
-    path.write_text("failover: {hedge_s: 0}\n")
-    with pytest.raises(ConfigError, match=r"hedge_s is 0.0, but must be in \[0.001, 3600.0\]"):
-        load_config(AgentConfig, path)

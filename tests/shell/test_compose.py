@@ -15,14 +15,12 @@ from edgespec.config import (
     DraftSection,
     PolicySection,
     VerifierConfig,
-    load_config,
 )
 from edgespec.config.common import SetupError
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.device.build import build_agent, load_drafter, with_port
-from edgespec.verifier.build import build_verifier, load_target
+from edgespec.verifier.build import load_target
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import write_checkpoint
 
@@ -101,14 +99,3 @@ def test_cut_off_weights_are_named(tmp_path: Path) -> None:
 )
 def test_an_address_without_a_port_gets_the_default_one(address: str, whole: str) -> None:
     assert with_port(address) == whole
-
-
-@pytest.mark.parametrize("share", SharePrefixes)
-async def test_the_engine_shares_prefixes_as_configured(share: SharePrefixes) -> None:
-    config = load_config(
-        VerifierConfig, overrides={"model": "toy", "port": 0, "limits.share_prefixes": share.value}
-    )
-    verifier, server = build_verifier(config)
-    assert verifier.engine.engine_limits.share_prefixes is share
-    await verifier.stop()
-    await server.stop(0.0)

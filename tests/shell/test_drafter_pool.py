@@ -22,7 +22,6 @@ from edgespec.device import drafter_pool
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import connect
 from edgespec.device.drafter_pool import DraftThread
-from edgespec.device.drafters.text_drafter import TextDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
@@ -170,14 +169,6 @@ async def test_a_text_takes_a_cache_that_was_given_back_and_begins_it_anew() -> 
         drafter.freed.set()
         assert await other == right(PROMPTS[0], 60)
     assert sum(steps.done.values()) > 0
-
-
-async def test_a_drafter_without_a_model_is_shared_too() -> None:
-    drafter, steps = TextDrafter(load_target(TOY).info, least_chance=0.0), Steps(6)
-    async with crowd(drafter, steps) as agent:
-        texts = await asyncio.gather(*(text_of(agent, prompt) for prompt in PROMPTS[:6]))
-    assert texts == [right(prompt) for prompt in PROMPTS[:6]]
-    assert len(steps.done) >= 4
 
 
 async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:

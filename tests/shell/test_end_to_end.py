@@ -7,36 +7,44 @@ drafts, whatever the policy, the link or a fault do, the stream is that text.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from edgespec.config import (
     AgentConfig,
     DraftSection,
-    LimitsSection,
-    LinkSection,
     PolicyName,
     PolicySection,
     VerifierConfig,
 )
-from edgespec.core.device.reconnect import ReconnectPolicy
-from edgespec.core.protocol.messages import FaultCode, FinishReason, RunAhead
+from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.protocol.messages import Fault, FaultCode, FinishReason, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationError
-from edgespec.device.build import build_agent, build_policy, connect
+from edgespec.device.build import build_agent, connect
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
+from edgespec.wire.codec import encode_uplink
 from tests.adversarial import AdversarialDrafter
-from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
+from tests.shell.live_verifier import GatedTarget, own_port, serving, toy_text
 
 PROMPT = "the quick brown fox"
+
 IDS = ToyTokenizer().encode(PROMPT)
+
 GREEDY = SamplingParams(max_tokens=40)
+
 SAMPLED = SamplingParams(
     max_tokens=40, temperature=0.9, top_k=20, top_p=0.95, seed=11, frequency_penalty=0.5
 )
+
 QUICK = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=0.5, give_up_s=20.0)
 
 
@@ -90,30 +98,11 @@ async def test_a_drafter_that_is_always_wrong_changes_nothing() -> None:
     drafter = AdversarialDrafter(ToyDrafter(TOY_MODEL, load_target(TOY).info))
     text = ToyTokenizer()
     async with serving() as (address, _):
-        options = AgentOptions(policy=build_policy("windowed", width=2))
+        options = AgentOptions(policy=named_policy(PolicyName.WINDOWED, width=2))
         async with Agent(connect(address), drafter, text.encode, text.stream, options) as agent:
             assert tokens(await collect(agent, SAMPLED)) == toy_text(IDS, SAMPLED)
             assert agent.stats is not None
             assert agent.stats.counters.hits == 0
-
-
-async def test_a_slow_and_lossy_link_changes_nothing() -> None:
-    async with serving() as (address, _):
-        link = LinkSection(rtt_ms=4.0, jitter_ms=1.0, mbps=5.0, loss=0.01)
-        async with build_agent(replace(config(address), link=link)) as agent:
-            assert tokens(await collect(agent, SAMPLED)) == toy_text(IDS, SAMPLED)
-
-
-async def test_generations_beside_each_other_keep_apart() -> None:
-    other = replace(SAMPLED, seed=12)
-    async with serving() as (address, _):
-        async with build_agent(config(address)) as one, build_agent(config(address)) as two:
-            found = await asyncio.gather(
-                collect(one, SAMPLED), collect(two, other), collect(one, GREEDY, "another prompt")
-            )
-    assert tokens(found[0]) == toy_text(IDS, SAMPLED)
-    assert tokens(found[1]) == toy_text(IDS, other)
-    assert tokens(found[2]) == toy_text(ToyTokenizer().encode("another prompt"), GREEDY)
 
 
 @pytest.mark.parametrize("draft", ["toy", "none"])
@@ -137,30 +126,6 @@ async def test_a_verifier_that_dies_and_is_replaced_is_not_noticed(draft: str) -
 async def _into(received: list[Chunk], agent: Agent) -> None:
     async for chunk in agent.generate(PROMPT, LONG):
         received.append(chunk)
-
-
-async def test_stop_strings_end_the_text_before_them() -> None:
-    whole = ToyTokenizer().decode(toy_text(IDS, GREEDY))
-    stop = whole[10:13]
-    async with serving() as (address, _), build_agent(config(address)) as agent:
-        chunks = await collect(agent, replace(GREEDY, stop=(stop, "never there")))
-    assert "".join(chunk.text for chunk in chunks) == whole[: whole.index(stop)]
-    assert chunks[-1].finish is FinishReason.STOP
-
-
-async def test_leaving_the_loop_cancels_and_frees_the_agent() -> None:
-    async with serving() as (address, _), build_agent(config(address)) as agent:
-        chunks = agent.generate(PROMPT, LONG)
-        assert (await anext(chunks)).tokens
-        await chunks.aclose()
-        assert tokens(await collect(agent, GREEDY)) == toy_text(IDS, GREEDY)
-
-
-async def test_a_verifier_that_is_not_there_is_given_up() -> None:
-    with nobody() as address:
-        async with build_agent(config(address)) as agent:
-            with pytest.raises(GenerationError, match=f"gave up on the verifier.*{address}"):
-                await collect(agent, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +152,6 @@ async def test_a_refusal_says_why(
             assert caught.value.code is code
 
 
-@pytest.mark.parametrize(("draft", "error"), [("none", GenerationError), ("toy", ValueError)])
-async def test_an_id_beyond_the_vocabulary_is_refused(draft: str, error: type[Exception]) -> None:
-    """By the verifier, or by the device when it knows the vocabulary."""
-    async with serving() as (address, _), build_agent(config(address, draft)) as agent:
-        with pytest.raises(error, match=str(1 << 20)):
-            await anext(agent.generate([1 << 20], GREEDY))
-
-
 async def test_a_prompt_beyond_the_drafts_context_is_served_without_drafting() -> None:
     text = ToyTokenizer()
     async with serving() as (address, _):
@@ -206,24 +163,51 @@ async def test_a_prompt_beyond_the_drafts_context_is_served_without_drafting() -
             assert agent.stats.counters.sent == 0
 
 
-async def test_more_sessions_than_allowed_wait_their_turn_or_are_told() -> None:
-    limits = LimitsSection(max_sessions=1)
-    one_only = VerifierConfig(model="toy", port=0, limits=limits)
-    gated = GatedTarget(load_target(one_only), free_passes=2)
-    async with serving(gated, config=one_only) as (address, _):
-        async with build_agent(config(address)) as first, build_agent(config(address)) as second:
-            task = asyncio.create_task(collect(first, GREEDY))
-            await asyncio.to_thread(gated.reached.wait)
-            link = connect(address)
-            told = await link.info()
-            await link.close()
-            assert (told.model, told.sessions, told.max_sessions) == (gated.info, 1, 1)
-            assert told.limits.context_length == gated.info.context_length
-            with pytest.raises(GenerationError, match="1"):
-                await collect(second, GREEDY)
-            gated.gate.set()
-            assert tokens(await task) == toy_text(IDS, GREEDY)
-
-
 TOY = VerifierConfig(model="toy", port=0)
+
 LONG = SamplingParams(max_tokens=120)
+
+
+# --- bounds of peers as a user meets them -----------------------------------------------------
+
+
+async def test_a_half_closed_stream_that_is_refused_ends_with_the_status_of_the_fault() -> None:
+    async with serving() as (address, _):
+        channel = grpc.aio.insecure_channel(address)
+        method: Any = channel.stream_stream("/edgespec.v1.Verifier/Speculate", None, None)
+        call = method()
+        await call.write(encode_uplink(Open("session", "another model", "", (1, 2))))
+        await call.done_writing()
+        assert b"unknown model" in await call.read()
+        assert await call.code() is grpc.StatusCode.NOT_FOUND
+        await channel.close(None)
+
+
+async def test_an_open_beyond_the_context_is_refused_by_its_count() -> None:
+    config = VerifierConfig(model="toy", port=0, max_model_len=64)
+    async with serving(config=config) as (address, _):
+        transport = connect(address)
+        stream = await transport.connect()
+        await stream.send(Open("session", "", "", (1,) * 65))
+        fault = await stream.receive()
+        text = "Open has 65 tokens (prompt and committed), but the context is 64"
+        assert fault == Fault(FaultCode.CONTEXT_TOO_LONG, text)
+        await transport.close()
+
+
+async def test_no_secret_and_no_whole_session_id_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="edgespec")
+    session_id = "3f2c9a7e-of-which-the-rest-is-nobody's-business"
+    async with serving() as (address, _):
+        transport = connect(address)
+        for prompt in ((1, 2), (1, 2), (3,)):
+            stream = await transport.connect()
+            await stream.send(Open(session_id, "", "", prompt, session_secret=b"hush" * 4))
+            first = await stream.receive()
+            assert isinstance(first, Opened | Fault)
+            await stream.close()
+        await transport.close()
+    assert session_id not in caplog.text
+    assert "hush" not in caplog.text

@@ -11,26 +11,45 @@ import contextlib
 import random
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.candidates import BreakerPolicy
 from edgespec.core.association.failover import Failover, FailoverPolicy
 from edgespec.core.association.policies import Association
 from edgespec.core.ports import DeviceStream, LinkError, ServeStream, Transport, VerifierStream
-from edgespec.core.protocol.messages import Commit, Limits, Open, Opened
+from edgespec.core.protocol.messages import Commit, FaultCode, Limits, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent, AgentOptions
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.agent import Agent, AgentOptions, GenerationError
+from edgespec.device.build import connect
 from edgespec.device.verifier_pool import VerifierPool
-from edgespec.verifier.build import load_target
+from edgespec.models.toy import TOY_MODEL
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.access import ServerAccess, device_access
 from edgespec.wire.directory import VerifierDirectory
-from tests.shell.failing_verifiers import EXPECTED, PACED, PATIENT, WITHIN_S, agent, collect, gates
-from tests.shell.live_verifier import GatedTarget, daemon, own_port, serving
+from tests.shell.failing_verifiers import (
+    EXPECTED,
+    HASTY,
+    PACED,
+    PARAMS,
+    PATIENT,
+    PROMPT,
+    TEXT,
+    WARY,
+    WITHIN_S,
+    agent,
+    collect,
+    gates,
+)
+from tests.shell.guarded import device_config, keys_in
+from tests.shell.live_verifier import daemon, serving
 from tests.shell.loopback import LoopbackTransport
+from tests.shell.pki import Pki
 from tests.shell.scripted_verifier import loopback, streaming
-
-# --- kills ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("draft", "most"), [("toy", 21), ("none", 6)])
@@ -44,7 +63,7 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
             assert one.stats is not None
             assert one.stats.route is not None
             for gate, port in found:
-                if gate.address == one.stats.route.last:
+                if gate.address == one.stats.route.using:
                     gate.kill()
                     kills += 1
                 else:
@@ -55,86 +74,6 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
             assert await collect(one, dict.fromkeys(moments, swap)) == EXPECTED
             assert one.stats is not None
             assert one.stats.failovers >= 1
-
-
-async def test_a_text_goes_on_at_the_other_one_and_says_so() -> None:
-    async with gates(2) as ((gate, _), (other, _)):
-        async with agent(gate.address, other.address) as one:
-            assert await collect(one, {30: gate.kill}) == EXPECTED
-            assert one.stats is not None
-            assert one.stats.verifiers == (gate.address, other.address)
-            assert one.stats.failovers == 1
-
-
-async def test_it_comes_back_to_the_first_with_the_next_text() -> None:
-    async with gates(2) as ((gate, port), (other, _)):
-        soon = FailoverPolicy(breaker=BreakerPolicy(open_s=0.05, longest_open_s=0.05))
-        async with agent(gate.address, other.address, failover=soon) as one:
-            assert await collect(one, {30: gate.kill}) == EXPECTED
-            gate.port = port
-            served: tuple[str, ...] = ()
-            async with asyncio.timeout(WITHIN_S):
-                while gate.address not in served:
-                    assert await collect(one) == EXPECTED
-                    assert one.stats is not None
-                    served = one.stats.verifiers
-
-
-async def test_a_session_that_was_left_behind_is_taken_up_again() -> None:
-    """The first verifier still holds the beginning when the text comes back from the second."""
-    async with gates(2) as ((first, port), (second, _)):
-
-        def back() -> None:
-            first.port = port
-            second.kill()
-
-        async with agent(first.address, second.address) as one:
-            assert await collect(one, {20: first.kill, 60: back}) == EXPECTED
-            assert one.stats is not None
-            assert one.stats.failovers == 2
-
-
-@pytest.mark.slow
-async def test_verifier_processes_are_killed_and_started_again() -> None:
-    paced, port = ("--pass-ms", "10"), str(own_port())
-    with daemon(*paced, "--port", port) as (a, one_process), daemon(*paced) as (b, _):
-        async with agent(a, b) as one:
-            assert await collect(one, {40: one_process.kill}) == EXPECTED
-            assert one.stats is not None
-            assert one.stats.verifiers == (a, b)
-        one_process.wait()
-        with daemon(*paced, "--port", port) as (again, _):
-            assert again == a
-            async with agent(a, b) as one:
-                assert await collect(one) == EXPECTED
-                assert one.stats is not None
-                assert one.stats.verifiers == (a,)
-
-
-# --- drains -----------------------------------------------------------------------------------
-
-
-async def test_what_is_told_to_resume_elsewhere_does() -> None:
-    async with gates(1) as ((other, _),), contextlib.AsyncExitStack() as drained:
-        gated = GatedTarget(load_target(PACED), free_passes=0)
-        address, verifier = await drained.enter_async_context(serving(gated, config=PACED))
-        stopping: list[asyncio.Task[None]] = []
-
-        def stop() -> None:
-            stopping.append(asyncio.create_task(verifier.stop()))
-
-        both = (address, other.address)
-        async with agent(*both, draft="none") as one, agent(*both, draft="none") as two:
-            texts = asyncio.gather(collect(one, {30: stop}), collect(two))
-            async with asyncio.timeout(WITHIN_S):
-                while len(verifier.engine.sessions) < 2:  # noqa: ASYNC110 # no event
-                    await asyncio.sleep(0)
-            gated.gate.set()  # now that both are there, both have as many tokens at any time
-            assert list(await texts) == [EXPECTED, EXPECTED]
-            for each in (one, two):
-                assert each.stats is not None
-                assert each.stats.verifiers == (address, other.address)
-        await stopping[0]
 
 
 @pytest.mark.slow
@@ -162,9 +101,6 @@ async def test_all_streams_of_a_verifier_that_is_drained_go_on_elsewhere() -> No
             served = [one.stats.verifiers for one in agents if one.stats is not None]
         assert served.count((address, other.address)) >= 4
         assert await asyncio.to_thread(process.wait) == 0
-
-
-# --- text -------------------------------------------------------------------------------------
 
 
 def pooled(*links: LoopbackTransport) -> VerifierPool:
@@ -301,3 +237,144 @@ async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
         assert pool.failover.routes == {}
         let_go.set()
         await one.close()
+
+
+# --- verifiers of no use for a text, or none at all -------------------------------------------
+
+
+@pytest.mark.parametrize("when", [0, 40], ids=["from the beginning", "in mid-text"])
+async def test_one_that_says_nothing_any_more_is_left(when: int) -> None:
+    async with gates(2) as ((hole, _), (other, _)):
+        if when == 0:
+            hole.swallow()
+        async with agent(hole.address, other.address, failover=WARY) as one:
+            assert await collect(one, {when: hole.swallow}) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.verifiers[-1] == other.address
+
+
+def stranger(**changes: object) -> ToyTarget:
+    """Another model of the same name and vocabulary, unless told otherwise."""
+    settings: dict[str, object] = {
+        "name": "toy",
+        "vocabulary": f"toy-{TOY_MODEL.vocabulary_size}",
+        "fingerprint": "stranger",
+    }
+    model = ToyModel(TOY_MODEL.vocabulary_size, order=2, seed=9)
+    return ToyTarget(model, **{**settings, **changes})  # type: ignore[arg-type]
+
+
+async def test_a_text_is_not_continued_by_another_model() -> None:
+    async with gates(2, [None, stranger()]) as ((gate, _), (other, _)):
+        async with agent(gate.address, other.address, reconnect=HASTY) as one:
+            with pytest.raises(GenerationError) as caught:
+                await collect(one, {30: gate.kill})
+            why = str(caught.value)
+            assert f"{other.address}: it serves the model 'toy' (stranger)" in why
+            assert "but the text was begun by 'toy' (" in why
+            assert gate.address in why
+
+
+async def test_a_new_text_may_be_of_another_model_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with gates(2, [None, stranger()]) as ((gate, _), (other, _)):
+        async with agent(gate.address, other.address) as one:
+            assert await collect(one) == EXPECTED
+            assert not caplog.records
+            gate.kill()
+            assert len(await collect(one)) == len(EXPECTED)
+            assert one.stats is not None
+            assert one.stats.verifiers == (other.address,)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert told[0].startswith(f"{other.address} serves the model 'toy' (stranger); the text before")
+
+
+async def test_one_that_refuses_the_key_is_passed_over_and_named(tmp_path: Path) -> None:
+    keys_in(tmp_path / "keys.yaml", "somebody")
+    guarded = ServerAccess(replace(PACED, keys=str(tmp_path / "keys.yaml")))
+    async with gates(2, access=guarded) as ((gate, port), (refuses, _)):
+        async with agent(refuses.address, gate.address, reconnect=HASTY) as one:
+            assert await collect(one) == EXPECTED
+            gate.kill()
+            with pytest.raises(GenerationError, match="this verifier asks for a key") as caught:
+                await collect(one)
+            assert refuses.address in str(caught.value)
+            assert gate.address in str(caught.value)
+            gate.port = port
+            assert await collect(one) == EXPECTED
+        async with agent(refuses.address, refuses.address.replace("127.0.0.1", "localhost")) as one:
+            with pytest.raises(GenerationError, match="asks for a key") as caught:
+                await collect(one)
+            assert caught.value.code is FaultCode.UNAUTHENTICATED
+
+
+async def test_when_all_are_down_each_is_named_and_one_that_returns_is_used() -> None:
+    async with gates(3) as found:
+        addresses = [gate.address for gate, _ in found]
+
+        def die() -> None:
+            for gate, _ in found:
+                gate.kill()
+
+        def one_returns() -> None:
+            found[2][0].port = found[2][1]
+
+        def all_die() -> None:
+            die()
+            asyncio.get_running_loop().call_later(0.7, one_returns)
+
+        async with agent(*addresses) as one:
+            assert await collect(one, {50: all_die}) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.verifiers == (addresses[0], addresses[2])
+        async with agent(*addresses, reconnect=HASTY) as one:
+            die()
+            with pytest.raises(GenerationError, match="gave up on the verifier") as caught:
+                await collect(one)
+            assert caught.value.code is FaultCode.OVERLOADED
+            for address in addresses:
+                assert address in str(caught.value)
+
+
+async def test_leaving_a_text_early_leaves_nothing_behind() -> None:
+    async with gates(2) as ((gate, _), (other, _)):
+        gate.swallow()
+        before = asyncio.all_tasks()
+        one = agent(gate.address, other.address, failover=WARY)
+        chunks = one.generate(PROMPT, PARAMS)
+        await anext(chunks)
+        await chunks.aclose()
+        other.swallow()
+        waiting = asyncio.ensure_future(anext(one.generate(PROMPT, PARAMS)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await one.close()
+        left = [repr(task.get_coro()) for task in asyncio.all_tasks() - before]
+        ours = ("VerifierPool", "PooledStream", "Link.", "SessionDriver")
+        assert not [one for one in left if any(name in one for name in ours)]
+
+
+async def test_each_address_of_a_name_shows_the_certificate_of_the_name(tmp_path: Path) -> None:
+    """Nobody listens at the first address of the name; the second shows the name's certificate,
+    which says nothing of addresses."""
+    pki = Pki(tmp_path)
+    pki.renew_server("gpu-box")
+    config = device_config("gpu-box:1", pki.device())
+    async with serving(config=replace(PACED, tls=pki.server())) as (address, _):
+        port = address.rpartition(":")[2]
+        dial = partial(connect, access=device_access(config))
+
+        async def look_up(host: str, port: int) -> Sequence[str]:
+            return ["127.0.0.2", "127.0.0.1"]
+
+        directory = VerifierDirectory((f"gpu-box:{port}",), dial, look_up=look_up)
+        failover = Failover(FailoverPolicy(), Association.LISTED)
+        options = AgentOptions(reconnect=PATIENT)
+        pool = VerifierPool(directory, failover)
+        async with Agent(pool, None, TEXT.encode, TEXT.stream, options) as one:
+            assert await collect(one) == EXPECTED
+            assert one.stats is not None
+            assert one.stats.verifiers == (f"gpu-box:{port} (127.0.0.1)",)

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
-from edgespec.config import AgentConfig, ConfigError, DraftSection, PolicySection, load_config
+from edgespec.config import AgentConfig, DraftSection, PolicySection
 from edgespec.core.device.memory import (
     MIB,
     KvType,
@@ -31,22 +30,19 @@ from edgespec.core.device.memory import (
 from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.build import BUNDLED, build_agent, load_drafter, load_tokenizer
-from edgespec.device.draft_memory import (
+from edgespec.device.build import BUNDLED, build_agent, load_drafter
+from edgespec.device.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.model_drafter import (
     exported_variant,
-    question_of,
     source_variant,
     variants_of,
 )
-from edgespec.device.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
-from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.folders import (
     Role,
     model_info,
     read_config,
     resolve_model,
-    vocabulary_fingerprint,
 )
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
 from tests.shell.live_verifier import serving
@@ -93,20 +89,6 @@ def call(*arguments: str) -> Result:
 # --- the command line -----------------------------------------------------------------------
 
 
-def test_plan_memory_prints_terms_whose_sum_is_the_peak() -> None:
-    result = call("plan", "memory", "--memory-budget", "4GiB")
-    assert (result.exit_code, result.stderr) == (0, "")
-    rows = re.findall(r"^(\w[\w ,:]*?)  +(\d+\.\d)", result.stdout, re.MULTILINE)
-    found = {name: float(number) for name, number in rows}
-    total = found.pop("sum: the peak")
-    assert found.pop("budget") == 4096.0
-    assert found.pop("kept free") == 204.8
-    assert len(found) == 9
-    assert abs(sum(found.values()) - total) < 0.6  # each is rounded
-    assert "take: edgespec-draft, 4 bits, float32" in result.stdout
-    assert "traded: nothing" in result.stdout
-
-
 def test_plan_memory_as_json_says_the_same() -> None:
     result = call("plan", "memory", "--memory-budget", "4GiB", "--json")
     found = json.loads(result.stdout)
@@ -137,7 +119,7 @@ def test_a_bad_size_is_one_clear_line(command: tuple[str, ...], size: str, why: 
 
 def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the process holds varies, also from one call to the next.
-    monkeypatch.setattr("edgespec.device.draft_memory.resident_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr("edgespec.device.model_drafter.resident_bytes", lambda: 200 * MIB)
     refused = call("plan", "memory", "--memory-budget", "10MiB")
     assert refused.exit_code == 1
     needed = re.search(r"needs at least (\d+\.\d) MiB", refused.stderr)
@@ -145,16 +127,6 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
     smallest = float(needed[1])
     for budget, code in ((smallest + 0.1, 0), (smallest - 0.1, 1)):
         assert call("plan", "memory", "--memory-budget", f"{budget:.1f}MiB").exit_code == code
-
-
-def test_the_configuration_holds_a_budget(tmp_path: Path) -> None:
-    path = tmp_path / "agent.yaml"
-    path.write_text("draft: {memory_budget: 25%, kv_type: int8, window: 256}\n")
-    draft = load_config(AgentConfig, path).draft
-    assert (draft.memory_budget, draft.kv_type, draft.window) == ("25%", KvType.INT8, 256)
-    path.write_text("draft: {memory_budget: 0%}\n")
-    with pytest.raises(ConfigError, match=r"agent\.yaml: draft\.memory budget is '0%'"):
-        load_config(AgentConfig, path)
 
 
 # --- drafts ---------------------------------------------------------------------------------
@@ -177,29 +149,6 @@ def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() 
     config = AgentConfig(draft=DraftSection(memory_budget="10MiB"))
     with pytest.raises(MemoryPlanError, match="needs at least"):
         load_drafter(config)
-
-
-def test_a_budget_that_is_planned_is_enough_for_every_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What ``serve`` alone loads is counted before it is there."""
-    monkeypatch.setattr("edgespec.device.draft_memory.resident_bytes", lambda: 100 * MIB)
-    monkeypatch.delitem(sys.modules, "edgespec.endpoint.app", raising=False)
-    generates = question_of(DraftSection(), 2)
-    monkeypatch.setitem(sys.modules, "edgespec.endpoint.app", sys)
-    serves = question_of(DraftSection(), 2)
-    assert generates.runtime_bytes >= serves.runtime_bytes + 8 * MIB
-
-
-def test_a_process_reads_a_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan measures a process that has one. Agent and endpoint share it, and who asks again
-    whether a verifier has its vocabulary reads no file for it."""
-    first = load_tokenizer(BUNDLED)
-    assert load_tokenizer(BUNDLED) is first
-    path = resolve_model(BUNDLED, Role.DRAFT) / "tokenizer.json"
-    found = vocabulary_fingerprint(path)
-    monkeypatch.setattr("edgespec.models.folders.read_vocabulary", None)
-    assert vocabulary_fingerprint(path) == found
 
 
 async def test_a_text_does_not_depend_on_the_budget() -> None:
@@ -276,34 +225,20 @@ def test_a_measurement_that_fails_is_told_once_and_drafting_goes_on(
     drafter.close()
 
 
-def test_it_is_measured_now_and_then_only() -> None:
-    now, asked = [0.0], [0]
-
-    def measure() -> int:
-        asked[0] += 1
-        return 50 * MIB
-
-    drafter = guarded(measure, lambda: now[0])
-    drafter.begin(10, SamplingParams())
-    for index in range(40):
-        now[0] = index * MEASURE_EVERY_S / 10
-        drafter.step(index, [PROMPT[index]], 1)
-    assert asked[0] == 4
-    drafter.close()
-
-
 async def test_the_stream_goes_on_while_the_draft_rests() -> None:
     """A governor that lets the draft rest from the start: the text is the target's all the same."""
 
-    class Rests:
+    class Rests(MemoryGuard):
         def observe(self, seen: Observation, now: float) -> Restriction | None:
             return Restriction(0, 0)
 
     drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=256)
-    resting = GuardedDrafter(drafter, drafter, Rests(), resident_bytes, lambda: 0.0)
+    resting = GuardedDrafter(
+        drafter, drafter, Rests(1, 0, Restriction(256, 4), 1), resident_bytes, lambda: 0.0
+    )
     async with serving(HashedText()) as (address, _):
         agent = build_agent(AgentConfig(verifier=address, draft=DraftSection(model="none")))
-        agent._drafter = resting
+        agent.drafter = resting
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)
         async with asyncio.timeout(60):
             chunks = [chunk async for chunk in agent.generate(PROMPT, sampling)]
@@ -360,19 +295,12 @@ def test_a_process_knows_what_it_holds() -> None:
     assert peak is None or peak >= held - 4 * MIB  # some of what it holds is counted late
 
 
-def test_toys_take_no_budget() -> None:
-    """A budget is about models: the toy is as it is."""
-    config = AgentConfig(draft=DraftSection(model="toy", memory_budget="1MiB"))
-    drafter = load_drafter(config)
-    assert isinstance(drafter, ToyDrafter)
-
-
 def test_further_caches_are_bounded_together() -> None:
     """A window that the governor shortens is shorter in each of them, and there are as many as were
     planned."""
     tight = [False]
 
-    class Halves:
+    class Halves(MemoryGuard):
         def observe(self, seen: Observation, now: float) -> Restriction | None:
             assert seen.held_tokens <= 256
             return Restriction(64, 1) if tight[0] else None
@@ -384,7 +312,9 @@ def test_further_caches_are_bounded_together() -> None:
         return float(next(ticks))
 
     caches = CacheGroup(drafter, 2)
-    first = GuardedDrafter(drafter, drafter, Halves(), resident_bytes, now, caches)
+    first = GuardedDrafter(
+        drafter, drafter, Halves(1, 0, Restriction(256, 4), 1), resident_bytes, now, caches
+    )
     second, text = first.twin(), (PROMPT * 9)[:120]
     for one in (first, second):
         one.begin(40, SamplingParams())

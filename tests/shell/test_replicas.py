@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import grpc.aio
+import pytest
 
-from edgespec.config import LimitsSection, VerifierConfig
+from edgespec.config import VerifierConfig
 from edgespec.core.association.failover import Failover, FailoverPolicy
 from edgespec.core.association.policies import (
     Association,
@@ -19,25 +20,35 @@ from edgespec.core.association.policies import (
     conversation_of,
     weight,
 )
-from edgespec.core.ports import LinkError, TargetModel
+from edgespec.core.ports import DeviceStream, LinkError, TargetModel, Transport
+from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError, GenerationStats
 from edgespec.device.build import connect
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
-from edgespec.wire.directory import VerifierDirectory
+from edgespec.wire.directory import (
+    FRESH_S,
+    KEEP_S,
+    VerifierDirectory,
+    is_name,
+    look_up,
+)
 from edgespec.wire.grpc_calls import CONVERSATION_HEADER
 from tests.shell.failing_verifiers import PACED, TEXT, agent
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, serving, toy_text
 
 WITHIN_S = 200.0  # also on a machine that does much else
+
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
 CHATS = [f"chat {number}" for number in range(9)]
+
 # Nobody is left for being slow: what moves here moves for the reason that the test gives.
 CALM = FailoverPolicy(hedge_s=WITHIN_S, quiet_s=WITHIN_S, probe_s=WITHIN_S)
-ONE_SESSION = replace(PACED, limits=LimitsSection(max_sessions=1, peer_share=1.0))
+
 ONE_A_PASS = replace(PACED, server_drafts=False)
 
 
@@ -101,13 +112,6 @@ async def test_the_next_turns_of_a_chat_meet_the_same_replica_and_its_cache() ->
         assert hits > asked / 3
 
 
-async def test_of_a_bare_prompt_the_beginning_counts() -> None:
-    prompt = list(range(1, 60))
-    async with replicas() as found, device(tuple(found)) as one:
-        home = by_hash(conversation_of(prompt), tuple(found))[0]
-        assert await served(one, prompt) == (home,)
-
-
 @contextlib.asynccontextmanager
 async def halting(chat: str) -> AsyncIterator[tuple[dict[str, tuple[Gate, Verifier]], GatedTarget]]:
     """Replicas of which the first of ``chat`` has ten passes of a token each, and waits then for
@@ -138,42 +142,6 @@ async def test_a_replica_that_dies_in_mid_answer_is_followed_by_the_next_in_orde
         async with asyncio.timeout(WITHIN_S):  # and when it is back, so are its conversations
             while await served(one, [1, 2, 3], CHATS[0]) != (first,):
                 pass
-
-
-async def test_a_drained_replica_hands_its_conversations_on() -> None:
-    async with halting(CHATS[1]) as (found, halts), device(tuple(found)) as one:
-        first, second, _ = order(CHATS[1], tuple(found))
-        stopping: list[asyncio.Task[None]] = []
-
-        def drain() -> None:
-            stopping.append(asyncio.create_task(found[first][1].stop()))
-            halts.gate.set()
-
-        assert await served(one, [1, 2, 3], CHATS[1], 10, drain) == (first, second)
-        await stopping[0]
-        assert await served(one, [1, 2, 3], CHATS[1]) == (second,)
-
-
-async def test_a_full_replica_is_passed_over() -> None:
-    """Each holds one session; those of the first two wait in their second pass."""
-    targets = [GatedTarget(load_target(ONE_SESSION), free_passes=1) for _ in range(3)]
-    async with replicas(ONE_SESSION, targets) as found, contextlib.AsyncExitStack() as stack:
-        for target in targets:
-            stack.callback(target.gate.set)
-        by_address = dict(zip(found, targets, strict=True))
-        first, second, third = order(CHATS[2], tuple(found))
-        by_address[third].gate.set()
-        devices = [await stack.enter_async_context(device(tuple(found))) for _ in range(3)]
-        began = list[GenerationStats]()
-        async with asyncio.timeout(WITHIN_S):
-            for one in devices[:2]:
-                texts = one.generate([1, 2], PARAMS, conversation=CHATS[2], started=began.append)
-                await stack.enter_async_context(contextlib.aclosing(texts))
-                await anext(texts)
-        assert [stats.verifiers for stats in began] == [(first,), (second,)]
-        assert await served(devices[2], [1, 2], CHATS[2]) == (third,)
-        for target in targets:
-            target.gate.set()
 
 
 async def test_addresses_of_one_name_are_replicas() -> None:
@@ -234,3 +202,140 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
         assert CONVERSATION_HEADER not in seen[0]
     finally:
         await server.stop(None)
+
+
+# --- what names stand for ---------------------------------------------------------------------
+
+
+class Made:
+    """A transport that only remembers how it was made."""
+
+    def __init__(self, address: str, server_name: str) -> None:
+        self.made_with, self.closed = (address, server_name), False
+
+    async def connect(self) -> DeviceStream:
+        raise LinkError("only made")
+
+    async def info(self) -> VerifierInfo:
+        raise LinkError("only made")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Resolver:
+    def __init__(self, **names: Sequence[str]) -> None:
+        self.names, self.asked, self.now = dict(names), 0, 0.0
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked += 1
+        if host not in self.names:
+            raise OSError(f"no such name: {host}")
+        return self.names[host]
+
+    def directory(self, *verifiers: str) -> VerifierDirectory:
+        def make(address: str, *, server_name: str = "") -> Transport:
+            return Made(address, server_name)
+
+        return VerifierDirectory(verifiers, make, look_up=self, clock=lambda: self.now)
+
+
+def made(found: object) -> dict[str, tuple[str, str]]:
+    assert isinstance(found, dict)
+    return {label: one.made_with for label, one in found.items()}
+
+
+async def test_each_address_of_a_name_is_a_verifier_and_shows_the_names_certificate() -> None:
+    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2", "10.0.0.1", "fd00::7"], box=["10.0.0.9"])
+    found = await resolver.directory("pool:7420", "10.1.1.1:1", "box:7420").find()
+    assert made(found) == {
+        "pool:7420 (10.0.0.1)": ("10.0.0.1:7420", "pool"),
+        "pool:7420 (10.0.0.2)": ("10.0.0.2:7420", "pool"),
+        "pool:7420 ([fd00::7])": ("[fd00::7]:7420", "pool"),
+        "10.1.1.1:1": ("10.1.1.1:1", ""),
+        "box:7420": ("box:7420", ""),
+    }
+
+
+async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() -> None:
+    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2"])
+    directory = resolver.directory("pool:1")
+    first = await directory.find()
+    await directory.find()
+    assert resolver.asked == 1
+    resolver.names["pool"], resolver.now = ["10.0.0.2", "10.0.0.3"], FRESH_S + 0.1
+    assert made(await directory.find()) == made(first)
+    found = await directory.find(fresh=True)
+    assert list(found) == ["pool:1 (10.0.0.2)", "pool:1 (10.0.0.3)"]
+    assert found["pool:1 (10.0.0.2)"] is first["pool:1 (10.0.0.2)"]
+    resolver.now += KEEP_S + 1.0
+    del resolver.names["pool"]  # the resolver fails: what was found before stands
+    assert list(await directory.find()) == list(found)
+    assert resolver.asked == 3
+    await directory.close()
+    assert all(one.closed for one in {**first, **found}.values() if isinstance(one, Made))
+
+
+class Busy(Made):
+    """It knows whether it is in use."""
+
+    idle = False
+
+
+async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses_them() -> None:
+    resolver = Resolver(pool=["10.0.0.1", "10.0.0.2"])
+    directory = VerifierDirectory(
+        ("pool:1",),
+        lambda address, *, server_name="": Busy(address, server_name),
+        look_up=resolver,
+        clock=lambda: resolver.now,
+    )
+
+    async def find() -> list[Busy]:
+        resolver.now += KEEP_S + 1.0
+        found = [one for one in (await directory.find()).values() if isinstance(one, Busy)]
+        await asyncio.sleep(0)
+        return found
+
+    first, second = await find()
+    resolver.names["pool"] = ["10.0.0.2", "10.0.0.3"]
+    assert (await find())[0] is second
+    assert not first.closed  # a text still comes over it
+    first.idle = second.idle = True
+    resolver.now -= KEEP_S  # no other addresses are looked for
+    _, third = await find()
+    assert [one.closed for one in (first, second, third)] == [True, False, False]
+    resolver.names["pool"] = ["10.0.0.1", "10.0.0.2"]
+    again, _ = await find()
+    assert again is not first
+    assert not third.closed
+    third.idle = again.idle = True
+    for _ in range(50):
+        resolver.names["pool"] = [f"10.0.1.{resolver.asked}", "10.0.0.2"]
+        for one in await find():
+            one.idle = True
+    assert len(directory._transports) == 2
+    await directory.close()
+    assert all(one.closed for one in (second, third, again))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "asked"),
+    [
+        ("gpu-box:7420", True),
+        ("gpu.example.com:1", True),
+        ("127.0.0.1:7420", False),
+        ("[::1]:7420", False),
+        ("localhost:7420", False),
+        ("unix:/run/edgespec.sock", False),
+        ("dns:///gpu-box:1", False),
+        ("gpu-box", False),
+    ],
+)
+def test_only_names_are_looked_up(verifier: str, asked: bool) -> None:
+    assert is_name(verifier) is asked
+
+
+async def test_the_systems_resolver_is_asked() -> None:
+    found = await asyncio.wait_for(look_up("127.0.0.1", 80), 10.0)
+    assert list(found) == ["127.0.0.1"]

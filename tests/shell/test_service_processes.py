@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
 from edgespec.core.protocol.sampling import SamplingParams

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from edgespec.core.device import events as draft_events
-from edgespec.core.device.cache import DraftCache
-from edgespec.core.device.commit_reader import CommitReader
-from edgespec.core.device.draft_steps import DraftSteps
+from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
 from edgespec.core.device.events import Deliver
-from edgespec.core.device.outbox import DraftOutbox
-from edgespec.core.device.session import DraftSession
+from edgespec.core.device.session import DraftCache, DraftSession
 from edgespec.core.protocol.messages import (
     Commit,
     Draft,
@@ -49,7 +46,7 @@ _attach, _opened = VerifySession._on_attach, DraftSession._on_opened
 _verifiable = DraftInbox.verifiable
 _handle, _victims = VerifySession.handle, CacheKeeper._victims
 _end, _probe_done = SessionRegistry.end, Containment.probe_done
-_step_done, _offer = DraftSteps.done, VerifySession._on_offer
+_step_done, _offer = DraftSession._step_done, VerifySession._on_offer
 _take = BlockLedger._take
 
 
@@ -165,7 +162,7 @@ def _acknowledges_rarely(
     return actions
 
 
-def _repeats_empty_steps(steps: DraftSteps, done: draft_events.StepDone, now: float) -> None:
+def _repeats_empty_steps(steps: DraftSession, done: draft_events.StepDone, now: float) -> None:
     _step_done(steps, done, now)
     steps._speechless = None
 
@@ -245,7 +242,7 @@ CORE_MUTANTS = (
     Mutant("resume sends nothing", patch(VerifySession, "_on_attach", _resume_sends_nothing), 200),
     Mutant("independent siblings", patch(ExactRule, "walk", _siblings_are_independent), 60),
     Mutant("acknowledges rarely", patch(DraftSession, "_on_opened", _acknowledges_rarely), 20),
-    Mutant("empty steps repeated", patch(DraftSteps, "done", _repeats_empty_steps), 300),
+    Mutant("empty steps repeated", patch(DraftSession, "_step_done", _repeats_empty_steps), 300),
     Mutant("new stream, old marks", patch(DraftOutbox, "new_stream", lambda outbox: None), 500),
     Mutant("flow control off", patch(VerifySession, "_on_offer", _flow_control_off), 20),
     Mutant("failed pass hangs", patch(VerifySession, "handle", _failed_pass_hangs), 50),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edgespec.core.device.events import Fail
+from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.device.policy_names import default_policy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits, Open, RunAhead
@@ -79,7 +79,7 @@ def play(
         drafting=policy is not None,
     )
     session = DraftSession(
-        opened, policy or default_policy(), ReconnectPolicy(), drafter.info.context_length
+        opened, policy or named_policy(), ReconnectPolicy(), drafter.info.context_length
     )
     up = OneHop(queue, LinkModel(setting.up, SharedQueue(setting.up_bits_per_s)))
     down = OneHop(queue, LinkModel(setting.down))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from math import inf
 
-from edgespec.core.device.draft_view import DraftView
 from edgespec.core.device.estimates import RowPrice
+from edgespec.core.device.policy import DraftView
 from edgespec.core.protocol.messages import (
     Commit,
 )
@@ -47,7 +47,7 @@ from tests.core.test_run_ahead import (
 from tests.sim.mutant import Mutant, patch
 
 _trim, _victims = BlockLedger.trim, CacheKeeper._victims
-_hear = RowPrice.hear
+_hear = RowPrice.take
 _reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger.adopt
 _take, _batch_failed = BlockLedger._take, Containment.batch_failed
 _learn, _propose = VerifySession._learn, ServedDrafts.propose
@@ -249,6 +249,6 @@ SHARING_MUTANTS = (
         0,
         taken_along,
     ),
-    Mutant("credit ignored", patch(RowPrice, "hear", _credit_is_ignored), 0, rests),
-    Mutant("old prices stay", patch(RowPrice, "hear", _old_prices_stay), 0, hears),
+    Mutant("credit ignored", patch(RowPrice, "take", _credit_is_ignored), 0, rests),
+    Mutant("old prices stay", patch(RowPrice, "take", _old_prices_stay), 0, hears),
 )

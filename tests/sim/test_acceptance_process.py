@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.verifier.engine import VerifyEngine

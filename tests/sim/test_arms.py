@@ -12,8 +12,8 @@ from functools import cache
 
 import pytest
 
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Downlink, Draft, Limits, Open, RunAhead, Uplink
 from edgespec.core.protocol.sampling import SamplingParams

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from edgespec.core.device.events import DraftEvent, Transmit
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import GATHER_SHARE, WindowedPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Draft, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.device.policy_names import PolicyName, named_policy
+from edgespec.core.device.goodput_policy import PolicyName, named_policy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec_sim.run_summary import ArmSummary
 from edgespec_sim.scenario.network import LinkSection
@@ -26,10 +26,8 @@ from edgespec_sim.world.run import jobs_of, play, summarise
 from tests.sim.faults.options import WorldOptions
 from tests.sim.faults.worlds import run_world
 
-LEARNING = (PolicyName.GOODPUT, PolicyName.SPECDEC, PolicyName.BANDIT)
 
-
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", PolicyName)
 @pytest.mark.parametrize("run_ahead", [RunAhead.AUTO, RunAhead.NEVER])
 def test_every_policy_gives_the_target_text(name: PolicyName, run_ahead: RunAhead) -> None:
     policy = named_policy(name)
@@ -69,6 +67,6 @@ def _arms(section: DeviceSection) -> tuple[ArmSummary, ...]:
 
 def test_a_scenario_says_by_what_its_devices_draft() -> None:
     section = FAR.devices["laptop"]
-    found = [_arms(replace(section, policy=name))[0].all for name in LEARNING]
-    assert len({one.wasted_per_token for one in found}) == len(LEARNING)
+    found = [_arms(replace(section, policy=name))[0].all for name in PolicyName]
+    assert len({one.wasted_per_token for one in found}) == len(PolicyName)
     assert not any(one.mismatches for one in found)

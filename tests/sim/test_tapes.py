@@ -14,9 +14,9 @@ import pytest
 
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.core.device.goodput_policy import PolicyName, named_policy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.device.policy_names import PolicyName, default_policy, named_policy
-from edgespec.core.device.reconnect import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Limits, Open
@@ -149,7 +149,7 @@ def test_by_confidence_a_tape_comes_near(rtt_ms: float, kind: str) -> None:
     """What the draft would have thought behind a wrong guess is on no tape, so a policy that looks
     at it draws elsewhere now and then: all texts together take the same time to a few percent, and
     as many rows."""
-    tape, sampling, policy = taped(kind), SAMPLINGS[kind], default_policy()
+    tape, sampling, policy = taped(kind), SAMPLINGS[kind], named_policy()
     pairs = []
     for number in range(TEXTS):
         prompt = prompt_of(number)

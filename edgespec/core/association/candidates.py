@@ -28,6 +28,7 @@ from enum import Enum
 from statistics import fmean
 from typing import Final
 
+from edgespec.core.association import failover_events as ev
 from edgespec.core.association.policies import Association, VerifierView, ranked
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
@@ -167,10 +168,7 @@ class Candidate:
 class Route:
     """What one generation has tried, uses and has been given."""
 
-    needed_length: int = 0
-    conversation: str = ""
-    model: str = ""
-    """The name that it asks for; empty: the model that is served."""
+    asked: ev.Wanted = field(default_factory=lambda: ev.Wanted(0))
     wanted: bool = False
     """A stream is asked for."""
     asking_until: float | None = None
@@ -196,6 +194,10 @@ class Route:
     """The addresses that brought tokens, each once."""
     failovers: int = 0
     """How often a token came from another address than the one before."""
+
+    @property
+    def number(self) -> int:
+        return self.asked.route
 
     def brought_token(self) -> None:
         """The first token of the stream in use is there."""
@@ -246,11 +248,11 @@ class Candidates:
         if len(best) == 1 or any(one.address == route.last for one in best):
             return route.last if len(best) > 1 else best[0].address
         views = views_of([(one.address, one.info, one.load(now), one.rtt_s) for one in best])
-        return ranked(self._association, route.conversation, views)[0]
+        return ranked(self._association, route.asked.conversation, views)[0]
 
     def fits(self, address: str, route: Route) -> bool:
         """Whether nothing that this one told speaks against the model of ``route``."""
-        return self.listed[address].fits(route.began, route.model)
+        return self.listed[address].fits(route.began, route.asked.model)
 
     def free_in_s(self, now: float, avoid: Collection[str]) -> float | None:
         """How long all of them but ``avoid`` are held; None: at least one is not."""

@@ -28,8 +28,12 @@ from edgespec.core.association.policies import Association
 from edgespec.core.protocol.checks import bounded, one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, why_not
 
-_LEAST_S = 1e-3
-_LONGEST_S = 3600.0
+_LEAST_S, _LONGEST_S = 1e-3, 3600.0
+# How long the one that was dialed first may take, where it is far.
+_ROUND_TRIPS, _HEDGE_LONGEST_S = 4.0, 2.0
+# A verifier that breaks so soon after it was tried at once is not tried at once again.
+_SOON_S = 0.5
+Actions = list[ev.FailoverAction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,125 +61,15 @@ class FailoverPolicy:
             bounded(name, getattr(self, name), _LEAST_S, _LONGEST_S)
 
 
-Actions = list[ev.FailoverAction]
-_ROUND_TRIPS = 4.0
-_HEDGE_LONGEST_S = 2.0
-
-
-class Dialing:
-    """For all generations of one device."""
-
-    def __init__(self, policy: FailoverPolicy, candidates: Candidates, ask_first: bool) -> None:
-        self._policy, self._candidates, self._ask_first = policy, candidates, ask_first
-
-    def wanted(self, number: int, route: Route, now: float) -> Actions:
-        route.wanted, route.using = True, None
-        listed = self._candidates.listed.values()
-        first = route.last is None and all(one.info is None for one in listed)
-        if self._ask_first and first:
-            asked = [one for one in listed if not one.breaker.held(now) and not one.error]
-            if len(asked) > 1:
-                route.asking_until = now + self._policy.ask_s
-                return [probe(one) for one in asked if not one.probing]
-        return self.next(number, route, now)
-
-    def next(self, number: int, route: Route, now: float) -> Actions:
-        route.hedge_at = route.asking_until = None
-        avoid = {*route.tried, *route.unfit, *route.dialing}
-        address = self._candidates.choose(now, avoid, route)
-        if address is None:
-            return [] if route.dialing else [self.none_left(number, route, now)]
-        if route.dialing and not self._candidates.fits(address, route):
-            return []  # it would win a race only to say no
-        route.dialing.append(address)
-        rtt_s = self._candidates.listed[address].rtt_s or 0.0
-        patience_s = min(rtt_s * _ROUND_TRIPS, _HEDGE_LONGEST_S)
-        route.hedge_at = now + max(self._policy.hedge_s, patience_s)
-        return [ev.Dial(number, address)]
-
-    def dialed(self, number: int, route: Route, address: str, now: float) -> Actions:
-        if not route.wanted or address not in route.dialing:
-            return [ev.Drop(number, address)]
-        losers = [other for other in route.dialing if other != address]
-        for other in losers[: route.dialing.index(address)]:  # it had a start, and did not use it
-            if (slow := self._candidates.listed.get(other)) is not None:
-                slow.error = f"did not answer before {address} did"
-                slow.breaker.failed(now)
-        route.wanted, route.using, route.dialing, route.hedge_at = False, address, [], None
-        route.progressed = route.suspects = False
-        route.greeted = None
-        return [ev.Use(number, address), *(ev.Drop(number, other) for other in losers)]
-
-    def failed(
-        self, number: int, route: Route, address: str, why: str, retryable: bool, now: float
-    ) -> Actions:
-        if address not in route.dialing:
-            return []
-        route.dialing.remove(address)
-        self.blame(route, address, why, retryable, now)
-        route.tried.add(address)
-        return self.next(number, route, now) if route.wanted else []
-
-    def none_left(self, number: int, route: Route, now: float) -> ev.Leave:
-        """Nobody can be dialed now."""
-        route.wanted, route.using = False, None
-        route.tried.clear()
-        fit = [one for one in self._candidates.listed if one not in route.unfit]
-        again_s = self._candidates.free_in_s(now, route.unfit)
-        retryable = bool(fit) or not self._candidates.listed
-        return ev.Leave(number, self.reasons(route), again_s, retryable)
-
-    # --- parts -----------------------------------------------------------------------------
-
-    def reasons(self, route: Route) -> str:
-        """Each address with what it failed with last."""
-        if not self._candidates.listed:
-            return "no verifier is known"
-        told = [
-            (address, route.unfit.get(address) or one.error or "not tried")
-            for address, one in self._candidates.listed.items()
-        ]
-        if len(told) == 1:
-            return told[0][1]
-        return "; ".join(why if address in why else f"{address}: {why}" for address, why in told)
-
-    def blame(self, route: Route, address: str, why: str, retryable: bool, now: float) -> None:
-        candidate = self._candidates.listed.get(address)
-        if not retryable:
-            route.unfit[address] = one_line(why)
-        if candidate is None:
-            return
-        candidate.error = one_line(why)
-        if retryable:
-            candidate.breaker.failed(now)
-        elif candidate.breaker.state is CLOSED:
-            candidate.breaker.open(now)
-
-
-def probe(candidate: Candidate) -> ev.Probe:
-    """The question to this verifier; it is under way from now on."""
-    candidate.probing = True
-    return ev.Probe(candidate.address)
-
-
-# A verifier that breaks so soon after it was tried at once is not tried at once again.
-_SOON_S = 0.5
-
-
 class Failover:
     """All generations of one device. ``seed`` makes its jitter its own. Before the first stream all
     are asked, where the association wants to know of them."""
 
-    def __init__(
-        self,
-        policy: FailoverPolicy,
-        association: Association,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, policy: FailoverPolicy, association: Association, seed: int = 0) -> None:
         self.policy = policy
         self.candidates = Candidates(association, policy.breaker, seed)
-        self._dialing = Dialing(policy, self.candidates, association.looks_at_answers)
         self.routes: dict[int, Route] = {}
+        self._ask_first = association.looks_at_answers
 
     @property
     def deadline(self) -> float | None:
@@ -196,75 +90,131 @@ class Failover:
                 return tuple(self._on_probe(event, now))
             case ev.Tick():
                 return tuple(self._on_tick(now))
-            case ev.Wanted(number, needed_length, conversation, model):
-                route = self.routes.setdefault(number, Route(needed_length, conversation, model))
-                return tuple(self._dialing.wanted(number, route, now))
-        route_or_none = self.routes.get(event.route)
-        if route_or_none is None:
-            if isinstance(event, ev.Dialed):
-                return (ev.Drop(event.route, event.address),)
-            return ()
-        return tuple(self._on_route(event, route_or_none, now))
+            case ev.Wanted(number):
+                route = self.routes.setdefault(number, Route(event))
+                return tuple(self._on_wanted(route, now))
+        if (known := self.routes.get(event.route)) is not None:
+            return tuple(self._on_route(event, known, now))
+        if isinstance(event, ev.Dialed):
+            return (ev.Drop(event.route, event.address),)
+        return ()
 
     def _on_route(self, event: ev.RouteEvent, route: Route, now: float) -> Actions:
-        number = event.route
         match event:
             case ev.Dialed(_, address):
-                return self._dialing.dialed(number, route, address, now)
+                return self._on_dialed(route, address, now)
             case ev.DialFailed(_, address, why, retryable):
-                return self._dialing.failed(number, route, address, why, retryable, now)
+                if address not in route.dialing:
+                    return []
+                route.dialing.remove(address)
+                self._blame(route, address, why, retryable, now)
+                route.tried.add(address)
+                return self._dial_next(route, now) if route.wanted else []
             case ev.Greeted(_, model):
-                return self._on_greeted(number, route, model, now)
+                return self._on_greeted(route, model, now)
             case ev.Progressed():
                 route.brought_token()
                 if (candidate := self._of(route)) is not None:
                     candidate.breaker.succeeded()
                 return []
             case ev.Refused(_, code, why, retry_after_s):
-                return self._on_refused(number, route, code, why, retry_after_s, now)
+                return self._on_refused(route, code, why, retry_after_s, now)
             case ev.Broke(_, why, retryable):
-                return self._on_broken(number, route, why, retryable, now)
+                return self._on_broken(route, why, retryable, now)
             case ev.Quiet():
                 return self._on_quiet(route, now)
             case ev.Unwanted() | ev.Over():
-                dropped = [ev.Drop(number, address) for address in route.dialing]
+                dropped = [ev.Drop(route.number, address) for address in route.dialing]
                 route.wanted, route.using = False, None
                 route.dialing, route.hedge_at, route.asking_until = [], None, None
                 if isinstance(event, ev.Over):
-                    del self.routes[number]
+                    del self.routes[route.number]
                 return [*dropped]
             case _:
                 assert_never(event)
 
+    # --- how one generation gets a stream --------------------------------------------------
+
+    def _on_wanted(self, route: Route, now: float) -> Actions:
+        route.wanted, route.using = True, None
+        listed = self.candidates.listed.values()
+        if self._ask_first and route.last is None and all(one.info is None for one in listed):
+            asked = [one for one in listed if not one.breaker.held(now) and not one.error]
+            if len(asked) > 1:
+                route.asking_until = now + self.policy.ask_s
+                return [_probe(one) for one in asked if not one.probing]
+        return self._dial_next(route, now)
+
+    def _dial_next(self, route: Route, now: float) -> Actions:
+        route.hedge_at = route.asking_until = None
+        avoid = {*route.tried, *route.unfit, *route.dialing}
+        address = self.candidates.choose(now, avoid, route)
+        if address is None:
+            return [] if route.dialing else [self._none_left(route, now)]
+        if route.dialing and not self.candidates.fits(address, route):
+            return []  # it would win a race only to say no
+        route.dialing.append(address)
+        rtt_s = self.candidates.listed[address].rtt_s or 0.0
+        patience_s = min(rtt_s * _ROUND_TRIPS, _HEDGE_LONGEST_S)
+        route.hedge_at = now + max(self.policy.hedge_s, patience_s)
+        return [ev.Dial(route.number, address)]
+
+    def _on_dialed(self, route: Route, address: str, now: float) -> Actions:
+        if not route.wanted or address not in route.dialing:
+            return [ev.Drop(route.number, address)]
+        losers = [other for other in route.dialing if other != address]
+        for other in losers[: route.dialing.index(address)]:  # it had a start, and did not use it
+            if (slow := self.candidates.listed.get(other)) is not None:
+                slow.error = f"did not answer before {address} did"
+                slow.breaker.failed(now)
+        route.wanted, route.using, route.dialing, route.hedge_at = False, address, [], None
+        route.progressed = route.suspects = False
+        route.greeted = None
+        dropped = [ev.Drop(route.number, other) for other in losers]
+        return [ev.Use(route.number, address), *dropped]
+
+    def _none_left(self, route: Route, now: float) -> ev.Leave:
+        """Nobody can be dialed now."""
+        route.wanted, route.using = False, None
+        route.tried.clear()
+        listed = self.candidates.listed
+        retryable = not listed or any(one not in route.unfit for one in listed)
+        again_s = self.candidates.free_in_s(now, route.unfit)
+        return ev.Leave(route.number, self._reasons(route), again_s, retryable)
+
+    def _reasons(self, route: Route) -> str:
+        """Each address with what it failed with last."""
+        told = [
+            (address, route.unfit.get(address) or one.error or "not tried")
+            for address, one in self.candidates.listed.items()
+        ]
+        if len(told) < 2:
+            return told[0][1] if told else "no verifier is known"
+        return "; ".join(why if address in why else f"{address}: {why}" for address, why in told)
+
     # --- what happens to a stream ----------------------------------------------------------
 
-    def _on_greeted(self, number: int, route: Route, model: ModelIdentity, now: float) -> Actions:
+    def _on_greeted(self, route: Route, model: ModelIdentity, now: float) -> Actions:
         route.greeted = model
         if route.began is None or route.using is None:
             return []
-        why = why_not(route.began, model, route.needed_length)
+        why = why_not(route.began, model, route.asked.needed_length)
         if why is None:
             return []
         route.unfit[route.using] = why
-        return [self._leave(number, route, f"{route.using}: {why}", now)]
+        return [self._leave(route, f"{route.using}: {why}", now)]
 
     def _on_refused(
-        self,
-        number: int,
-        route: Route,
-        code: FaultCode,
-        why: str,
-        retry_after_s: float,
-        now: float,
+        self, route: Route, code: FaultCode, why: str, retry_after_s: float, now: float
     ) -> Actions:
         candidate = self._of(route)
         if candidate is None or code is FaultCode.INVALID:
-            return [ev.Leave(number, one_line(why), None, code.retryable)]
+            return [ev.Leave(route.number, one_line(why), None, code.retryable)]
         candidate.error = one_line(why)
         candidate.breaker.hold(now, retry_after_s)
         match code:
             case FaultCode.RESYNC:  # no fault of the verifier's; its cache may still be of use
-                return [ev.Leave(number, candidate.error, None)]
+                return [ev.Leave(route.number, candidate.error, None)]
             case FaultCode.SHUTTING_DOWN:
                 candidate.breaker.open(now)
             case FaultCode.OVERLOADED:
@@ -273,31 +223,29 @@ class Failover:
                 candidate.breaker.failed(now)
             case FaultCode.UNKNOWN_MODEL:  # nothing is wrong with it; what it has now is asked
                 route.unfit[candidate.address] = candidate.error
-                asked = [] if candidate.probing else [probe(candidate)]
-                return [*asked, self._leave(number, route, candidate.error, now)]
+                asked = [] if candidate.probing else [_probe(candidate)]
+                return [*asked, self._leave(route, candidate.error, now)]
             case _:
-                self._dialing.blame(route, candidate.address, why, False, now)
+                self._blame(route, candidate.address, why, False, now)
         route.tried.add(candidate.address)
-        return [self._leave(number, route, candidate.error, now)]
+        return [self._leave(route, candidate.error, now)]
 
-    def _on_broken(
-        self, number: int, route: Route, why: str, retryable: bool, now: float
-    ) -> Actions:
+    def _on_broken(self, route: Route, why: str, retryable: bool, now: float) -> Actions:
         if route.using is None:
             return []
-        self._dialing.blame(route, route.using, why, retryable, now)
+        self._blame(route, route.using, why, retryable, now)
         if not route.progressed:
             route.tried.add(route.using)
-        return [self._leave(number, route, one_line(why), now)]
+        return [self._leave(route, one_line(why), now)]
 
     def _on_quiet(self, route: Route, now: float) -> Actions:
         candidate = self._of(route)
         if candidate is None or len(self.candidates.listed) == 1 or candidate.breaker.held(now):
             return []
         route.suspects = True
-        return [] if candidate.probing else [probe(candidate)]
+        return [] if candidate.probing else [_probe(candidate)]
 
-    def _leave(self, number: int, route: Route, why: str, now: float) -> ev.Leave:
+    def _leave(self, route: Route, why: str, now: float) -> ev.Leave:
         """The stream in use is gone. Another one can be tried at once while there is a verifier
         that is not known to be of no use."""
         left, route.using = route.using, None
@@ -305,23 +253,34 @@ class Failover:
         found = self.candidates.choose(now, avoid, route, closed_only=True)
         again = found == left and route.moved_at is not None and now - route.moved_at < _SOON_S
         if found is None or again:
-            none = self._dialing.none_left(number, route, now)
-            return none if found is None else ev.Leave(number, why)
+            none = self._none_left(route, now)
+            return none if found is None else ev.Leave(route.number, why)
         route.moved_at = now
-        return ev.Leave(number, why, 0.0)
+        return ev.Leave(route.number, why, 0.0)
+
+    def _blame(self, route: Route, address: str, why: str, retryable: bool, now: float) -> None:
+        if not retryable:
+            route.unfit[address] = one_line(why)
+        if (candidate := self.candidates.listed.get(address)) is None:
+            return
+        candidate.error = one_line(why)
+        if retryable:
+            candidate.breaker.failed(now)
+        elif candidate.breaker.state is CLOSED:
+            candidate.breaker.open(now)
 
     # --- probes ----------------------------------------------------------------------------
 
     def _on_tick(self, now: float) -> Actions:
         actions: Actions = []
-        for number, route in self.routes.items():
+        for route in self.routes.values():
             times = (route.hedge_at, route.asking_until)
             if route.wanted and any(time is not None and time <= now for time in times):
-                actions += self._dialing.next(number, route, now)
+                actions += self._dial_next(route, now)
         if self.routes:
             for candidate in self.candidates.due(now):
                 candidate.breaker.probing()
-                actions.append(probe(candidate))
+                actions.append(_probe(candidate))
         return actions
 
     def _on_probe(self, event: ev.ProbeAnswered | ev.ProbeFailed, now: float) -> Actions:
@@ -329,31 +288,31 @@ class Failover:
         if candidate is None:
             return []
         candidate.probing = False
+        alive = answered = isinstance(event, ev.ProbeAnswered)
         if isinstance(event, ev.ProbeAnswered):
-            candidate.info, candidate.rtt_s = event.info, event.rtt_s
-            candidate.told_at = now
+            candidate.info, candidate.rtt_s, candidate.told_at = event.info, event.rtt_s, now
             candidate.breaker.answered()
-        elif not (event.alive and candidate.breaker.state is CLOSED):
-            candidate.error = one_line(event.why)
-            candidate.breaker.open(now)
-        answered = isinstance(event, ev.ProbeAnswered)
-        alive = answered or (isinstance(event, ev.ProbeFailed) and event.alive)
+        else:
+            alive = event.alive
+            if not (alive and candidate.breaker.state is CLOSED):
+                candidate.error = one_line(event.why)
+                candidate.breaker.open(now)
         actions: Actions = []
-        for number, route in self.routes.items():
+        for route in self.routes.values():
             if route.asking_until is not None:
-                actions += self._asked(number, route, answered, now)
+                actions += self._asked(route, answered, now)
             elif route.suspects and route.using == event.address:
                 route.suspects = False
                 if not alive and self._has_other(route, now):
                     route.tried = {event.address}
-                    actions.append(self._leave(number, route, candidate.error, now))
+                    actions.append(self._leave(route, candidate.error, now))
         return actions
 
-    def _asked(self, number: int, route: Route, answered: bool, now: float) -> Actions:
+    def _asked(self, route: Route, answered: bool, now: float) -> Actions:
         """One of those who were asked before the first stream has answered, or not."""
         assert route.asking_until is not None
         if not any(one.probing for one in self.candidates.listed.values()):
-            return self._dialing.next(number, route, now)
+            return self._dial_next(route, now)
         if answered:
             route.asking_until = min(route.asking_until, now + self.policy.settle_s)
         return []
@@ -368,3 +327,9 @@ class Failover:
     def _of(self, route: Route) -> Candidate | None:
         """The verifier of the stream in use."""
         return None if route.using is None else self.candidates.listed.get(route.using)
+
+
+def _probe(candidate: Candidate) -> ev.Probe:
+    """The question to this verifier; it is under way from now on."""
+    candidate.probing = True
+    return ev.Probe(candidate.address)

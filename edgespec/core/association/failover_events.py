@@ -8,27 +8,25 @@ from __future__ import annotations
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, VerifierInfo
 from edgespec.core.statically_frozen import statically_frozen
 
-# --- events ---------------------------------------------------------------------------------
-
 
 @statically_frozen
 class Known:
     """These are the verifiers that can be used, in order of preference where nothing else counts.
-    Those of before that are not among them are forgotten when nobody uses them."""
+    Those of before that are not among them are forgotten."""
 
     addresses: tuple[str, ...]
 
 
 @statically_frozen
 class Wanted:
-    """A generation wants a stream. ``needed_length`` is how much context its whole text takes, in
-    tokens; 0: not known. ``conversation`` is what it belongs to (``conversation.py``), ``model``
-    the name that it asks for; empty: the model that is served."""
+    """A generation wants a stream."""
 
     route: int
     needed_length: int = 0
+    """How much context its whole text takes, in tokens; 0: not known."""
     conversation: str = ""
     model: str = ""
+    """The name that it asks for; empty: the model that is served."""
 
 
 @statically_frozen
@@ -99,7 +97,7 @@ class Broke:
 
 @statically_frozen
 class Quiet:
-    """Nothing was heard on the route's stream for a while."""
+    """Nothing came on the route's stream for a while."""
 
     route: int
 
@@ -115,8 +113,8 @@ class ProbeAnswered:
 
 @statically_frozen
 class ProbeFailed:
-    """No answer of use, and why. ``alive``: somebody is there and says that he does not want to be
-    asked (so often); that is no reason to leave a stream."""
+    """No answer of use. ``alive``: somebody is there and does not want to be asked (so often); that
+    is no reason to leave a stream."""
 
     address: str
     why: str
@@ -129,11 +127,7 @@ class Tick:
 
 
 RouteEvent = Unwanted | Over | Dialed | DialFailed | Greeted | Progressed | Refused | Broke | Quiet
-"""What happens to a generation that is known."""
 FailoverEvent = Known | Wanted | RouteEvent | ProbeAnswered | ProbeFailed | Tick
-
-
-# --- actions --------------------------------------------------------------------------------
 
 
 @statically_frozen
@@ -162,15 +156,14 @@ class Use:
 
 @statically_frozen
 class Leave:
-    """The generation has no stream, or is to let go of the one it has.
-
-    ``again_s`` 0: another verifier can be tried at once; else not before so many seconds, None: it
-    knows best. ``retryable`` False: no verifier will do.
-    """
+    """The generation has no stream, or is to let go of the one it has. ``retryable`` False: no
+    verifier will do."""
 
     route: int
     why: str
     again_s: float | None = None
+    """0: another verifier can be tried at once; else not before so many seconds, None: it knows
+    best."""
     retryable: bool = True
 
 

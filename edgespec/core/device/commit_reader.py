@@ -1,25 +1,96 @@
-"""The device reads a commit: checks that it continues, moves the root, learns from it.
+"""What a device sends of its tree, and how it reads a commit: checks that it continues, moves the
+root, learns from it.
 
 Every position at which the drafter had a guess is one trial of its ranks, whoever decided it: the
-acceptance rate is a property of the draft on committed prefixes, not of what happened to be sent.
+acceptance rate is a property of the draft on committed prefixes, not of what happened to be sent. A
+verifier that sends more than was asked for, or ids that do not exist, breaks the protocol: what it
+sent before the first such token is still the user's, nothing behind it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
 
-from edgespec.core.device.draft_lengths import RoundMeter
-from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.estimates import DraftEstimates, Learned, RowPrice
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
-from edgespec.core.device.learned import Learned
-from edgespec.core.device.outbox import DraftOutbox
-from edgespec.core.protocol.messages import Commit, Received
+from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import SpeculationTree
+from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.statically_frozen import statically_frozen
 
+MAX_NODES_PER_DRAFT = 64
 # Acknowledge at least this often, or before the verifier would pause, if that is sooner: flow
 # control and round-trip samples cost a few bytes each.
 RECEIVED_EVERY = 8
+
+
+class DraftOutbox:
+    """Knows which nodes of the tree were sent, and makes the messages that send the rest. A stream
+    knows only what was sent on it: after a reconnect every alive node is unsent again."""
+
+    def __init__(self, tree: SpeculationTree) -> None:
+        self._tree = tree
+        self._sent_through = 0
+        """Alive nodes up to this id were sent: the oldest always go first."""
+
+    def new_stream(self) -> None:
+        self._sent_through = 0
+
+    def was_sent(self, node_id: int) -> bool:
+        return node_id <= self._sent_through
+
+    @property
+    def unsent(self) -> int:
+        count = 0
+        if self._tree.last_id > self._sent_through:
+            for node_id in reversed(self._tree.nodes):
+                if node_id <= self._sent_through:
+                    break
+                count += 1
+        return count
+
+    def trim(self, limit: int) -> None:
+        """The verifier takes ``limit`` nodes: it dropped what was sent beyond them."""
+        in_flight = (node_id for node_id in self._tree.nodes if node_id <= self._sent_through)
+        self._sent_through = max(islice(in_flight, limit), default=0)
+
+    def take(self, limit: int) -> list[Draft]:
+        """Messages for the unsent alive nodes, oldest first, until ``limit`` are in flight; one a
+        run of consecutive ids."""
+        nodes, unsent = self._tree.nodes, self.unsent
+        waiting = list(islice(reversed(nodes.values()), unsent))[::-1]
+        del waiting[max(0, limit - (len(nodes) - unsent)) :]
+        if not waiting:
+            return []
+        first, last = waiting[0].id, waiting[-1].id
+        self._sent_through = last
+        if last - first < min(len(waiting), MAX_NODES_PER_DRAFT):  # one run, as usual
+            return [self._message(waiting)]
+        runs = [[waiting[0]]]
+        for before, node in pairwise(waiting):
+            if before.id + 1 == node.id and len(runs[-1]) < MAX_NODES_PER_DRAFT:
+                runs[-1].append(node)
+            else:
+                runs.append([node])
+        return [self._message(run) for run in runs]
+
+    def nothing(self) -> Draft:
+        """The message that says no draft is coming."""
+        return Draft(self._tree.last_id + 1, (), ())
+
+    def _message(self, run: list[Node]) -> Draft:
+        prefix = self._tree.prefix
+        parents = tuple([node.parent for node in run])
+        base = prefix.length if ROOT in parents else 0
+        return Draft(
+            run[0].id,
+            parents,
+            tuple([node.token for node in run]),
+            base,
+            prefix.hash_at(base) if base else 0,
+        )
 
 
 class CommitReader:
@@ -33,10 +104,8 @@ class CommitReader:
         learned: Learned,
         sampling: SamplingParams,
     ) -> None:
-        guesses = learned.guesses(sampling)
-        self.estimates = DraftEstimates(price=price, learned=learned, guesses=guesses)
+        self.estimates = DraftEstimates(price=price, guesses=learned.guesses(sampling))
         self.counters = DraftCounters()
-        self._round = RoundMeter(learned.lengths)
         self.max_unreceived = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
         self._acknowledged = tree.prefix.length
@@ -46,7 +115,6 @@ class CommitReader:
     def new_stream(self) -> None:
         self._acknowledged, self._echo = self._prefix.length, None
         self._commit_at = None
-        self._round.new_stream()
 
     def continues(self, commit: Commit) -> bool:
         """Whether it starts at or before the end of what is held, and agrees where it overlaps."""
@@ -68,7 +136,6 @@ class CommitReader:
                 for index, token in enumerate(tokens, overlap)
             ]
         )
-        self._round.committed(len(tokens), len(self._tree.nodes) - self._outbox.unsent, now)
         return Deliver(position, tokens, kinds, commit.logprobs[overlap:]) if tokens else None
 
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
@@ -82,11 +149,6 @@ class CommitReader:
             return Received(length, 0)
         self._echo = (length, now)
         return Received(length, length)
-
-    def sent(self, nodes: int) -> None:
-        """So many nodes have left together."""
-        self.counters.sent += nodes
-        self._round.sent(nodes)
 
     def score(self, winner: int | None, offered: Sequence[tuple[int, float]]) -> None:
         """A position was decided: by the drafter's choice of rank ``winner``, or by none of those
@@ -102,9 +164,6 @@ class CommitReader:
         children = self._tree.roots
         matching = next((node for node in children if node.token == token), None)
         if children:
-            first = children[0]
-            if first.rank == 0:
-                self.estimates.learned.confidence.add(first.logprob, hit=matching is first)
             offered = [(node.rank, node.logprob) for node in children]
             self.score(None if matching is None else matching.rank, offered)
         missed = matching is None and any(self._outbox.was_sent(node.id) for node in children)
@@ -122,7 +181,7 @@ class CommitReader:
         counters.rows += commit.rows
         if commit.verify_us:
             counters.passes += 1
-            self.estimates.price.hear(commit)
+            self.estimates.price.take(commit)
             counters.queue_s += commit.queue_us / 1e6
             counters.verify_s += commit.verify_us / 1e6
             self.estimates.pass_s.add(commit.verify_us / 1e6)
@@ -135,3 +194,64 @@ class CommitReader:
             rtt_s = now - self._echo[1] - commit.held_us / 1e6
             self.estimates.rtt_s.add(max(0.0, rtt_s))
             self._echo = None
+
+
+def largest_id(vocabulary_size: int) -> int:
+    """The last token id that a model may have whose draft's vocabulary is of this size.
+
+    It is one hundredth beyond the draft's own: checkpoints of one tokenizer pad their tables to
+    different sizes (Qwen2.5: 151,936 rows at 0.5B and 152,064 at 7B), and a padding row is a token
+    like any other to the model that holds it.
+    """
+    return vocabulary_size + vocabulary_size // 100 - 1
+
+
+@statically_frozen
+class CommitBounds:
+    """``context_length`` 0: no verifier has told its own yet. ``vocabulary_size`` 0: not known."""
+
+    prompt_length: int
+    max_tokens: int
+    vocabulary_size: int = 0
+    context_length: int = 0
+
+    @classmethod
+    def of(cls, request: Open, vocabulary_size: int) -> CommitBounds:
+        return cls(len(request.prompt), request.sampling.max_tokens, vocabulary_size)
+
+    @property
+    def length(self) -> int:
+        """Tokens that prompt and output may have together."""
+        asked_for = self.prompt_length + self.max_tokens
+        return min(asked_for, self.context_length) if self.context_length else asked_for
+
+    def fitting(self, commit: Commit) -> tuple[Commit, str | None]:
+        """The part of ``commit`` that is within the bounds, and what is wrong with the rest."""
+        tokens, why = commit.tokens, None
+        largest = largest_id(self.vocabulary_size) if self.vocabulary_size else None
+        if largest is not None and tokens and max(tokens) > largest:
+            wrong = next(token for token in tokens if token > largest)
+            tokens = tokens[: tokens.index(wrong)]
+            why = f"token id {wrong} is beyond the vocabulary of {self.vocabulary_size}"
+        if commit.position + len(tokens) > self.length:
+            tokens = tokens[: max(0, self.length - commit.position)]
+            why = (
+                f"tokens up to position {commit.position + len(commit.tokens)}, but {self._limit}"
+                f" end at {self.length}"
+            )
+        if why is None:
+            return commit, None
+        commit = replace(commit, tokens=tokens, logprobs=commit.logprobs[: len(tokens)])
+        return commit, f"the verifier broke the protocol: {why}"
+
+    def told_apart(self, finish: FinishReason, generated: int) -> FinishReason:
+        """The verifier has one word for a full output and a full context; the user gets two."""
+        if finish is FinishReason.LENGTH and generated < self.max_tokens:
+            return FinishReason.CONTEXT
+        return finish
+
+    @property
+    def _limit(self) -> str:
+        if self.length == self.prompt_length + self.max_tokens:
+            return f"a prompt of {self.prompt_length} and max_tokens {self.max_tokens}"
+        return "the context it announced"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, FinishReason, Opened, Uplink
 from edgespec.core.protocol.work import Candidate, TokenScore
@@ -12,7 +13,7 @@ from edgespec.core.statically_frozen import statically_frozen
 
 
 class LinkState(Enum):
-    """Where a ``DraftSession`` is; the moves stand in ``core/device/transitions.py``."""
+    """Where a ``DraftSession`` is; the moves stand in ``DRAFT_MOVES``."""
 
     IDLE = "idle"
     CONNECTING = "connecting"
@@ -22,6 +23,25 @@ class LinkState(Enum):
 
 
 IDLE, CONNECTING, STREAMING, BACKING_OFF, DONE = LinkState
+
+DRAFT_MOVES: Final[dict[tuple[LinkState, LinkState], str]] = {
+    (IDLE, CONNECTING): "`Start`",
+    (CONNECTING, STREAMING): "`Connected`",
+    (CONNECTING, BACKING_OFF): "`LinkDown`, or `Tick` when nobody answers in time",
+    (STREAMING, BACKING_OFF): (
+        "`LinkDown`, a retryable `Fault`, a `Commit` that does not continue, or `Tick` when the "
+        "verifier does not greet in time or has fallen silent"
+    ),
+    (BACKING_OFF, CONNECTING): "`Tick` after the back-off",
+    (IDLE, DONE): "`Stop`",
+    (CONNECTING, DONE): "`Stop`, or giving up",
+    (STREAMING, DONE): (
+        "a `Commit` with a finish or beyond the bounds, `Stop`, a final `Fault`, `Tick` when no "
+        "token comes, or giving up"
+    ),
+    (BACKING_OFF, DONE): "`Stop`",
+}
+"""Every move of a ``DraftSession``, with its causes."""
 
 
 class TokenKind(Enum):

@@ -25,11 +25,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from enum import Enum
+from typing import Final, assert_never
 
-from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.policy import WindowedPolicy, is_full
+from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.policy import (
+    DEFAULT_WIDTH,
+    GATHER_SHARE,
+    DraftPolicy,
+    DraftView,
+    FixedPolicy,
+    PearlPolicy,
+    WindowedPolicy,
+    is_full,
+)
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
 
 LEAST_GAIN: Final = 0.002
@@ -172,3 +181,69 @@ def _chances(view: DraftView, rates: Sequence[float]) -> Callable[[Node], float]
         return chance(rank, node.logprob, rates[rank if rank < last else last])
 
     return of
+
+
+def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
+    """Why the policy would not begin to draft now; None: it would, or its rule is another."""
+    if price.credit == 0:
+        return _priced_out(price)
+    chance = estimates.acceptance.rate(0)
+    if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.least_chance > chance:
+        return (
+            f"a row is dear: it pays from a chance of {price.least_chance:.2f} on, and the draft's"
+            f" first choice is expected right with {chance:.2f}"
+        )
+    if isinstance(policy, GoodputPolicy):
+        gain = policy.fresh_gain(estimates)
+        if gain < policy.least_gain:
+            return (
+                f"a draft step would save {gain:.3f} tokens, and has to save {policy.least_gain:g}"
+            )
+    return None
+
+
+def _priced_out(price: RowPrice) -> str:
+    """Not that the verifier has no place for sessions: its passes are what is short."""
+    why = "the verifier's passes are busy: it takes no drafts now"
+    return (
+        f"{why}, a row pays from a chance of {price.least_chance:.2f} on"
+        if price.least_chance
+        else why
+    )
+
+
+# --- policies by name, for command lines, configuration files and scenarios --------------------
+
+
+class PolicyName(Enum):
+    WINDOWED = "windowed"
+    PEARL = "pearl"
+    FIXED = "fixed"
+    GOODPUT = "goodput"
+
+
+DEFAULT_POLICY: Final = PolicyName.GOODPUT
+GAMMA_OF: Final = (PolicyName.FIXED, PolicyName.PEARL)
+"""Those with a draft length."""
+WINDOW_OF: Final = (PolicyName.GOODPUT, PolicyName.WINDOWED)
+"""Those with a bound on steps outstanding."""
+
+
+def named_policy(
+    name: PolicyName = DEFAULT_POLICY,
+    gamma: int | None = None,
+    width: int = DEFAULT_WIDTH,
+    window: int | None = None,
+) -> DraftPolicy:
+    """``gamma`` and ``window`` None adapt."""
+    match name:
+        case PolicyName.WINDOWED:
+            return WindowedPolicy(width=width, window=window, gather=GATHER_SHARE)
+        case PolicyName.PEARL:
+            return PearlPolicy(gamma=gamma, width=width)
+        case PolicyName.FIXED:
+            return FixedPolicy(gamma=gamma, width=width)
+        case PolicyName.GOODPUT:
+            return GoodputPolicy(width, gather=GATHER_SHARE, window=window)
+        case _:
+            assert_never(name)

@@ -11,18 +11,73 @@ Invariant: in every state but ``IDLE`` and ``DONE`` there is a ``deadline``, so 
 for ever. What a stranger says passes ``one_line`` before it gets into a ``Fail``. And no text goes
 on with another model than it was begun with: a verifier that has become one of another is asked
 again for as long as one that brings no token.
+
+Before attempt n = 1, 2, ... it waits for
+
+    wait_s = min(first_s * 2**(n - 1), longest_s) * (1 - jitter / 2),    jitter in [0, 1)
+
+where the jitter is the device's own, so that many devices do not come back together. With
+``first_s`` 0.1 and ``longest_s`` 1 the fifth wait is min(1.6, 1) = 1 s, shortened to between 0.5
+and 1 s: a verifier that is back hears from everybody within the second. A verifier that asks for
+more time gets it, and up to half a ``longest_s`` on top, again so that not all come at once.
+
+The waits start over when a token was delivered, not when a stream was opened: a verifier that
+greets and then says nothing useful is asked less and less often, and in the end no more.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import Final
+
 from edgespec.core.device import events as ev
-from edgespec.core.device.reconnect import Reconnect, ReconnectPolicy
-from edgespec.core.device.transitions import DRAFT_MOVES
-from edgespec.core.protocol.checks import one_line, transition
+from edgespec.core.protocol.checks import bounded, one_line, transition
 from edgespec.core.protocol.messages import Cancel, Fault, FaultCode, ModelIdentity, Open, Opened
+from edgespec.core.protocol.sampling import noise_bits
 
 # A verifier that is full or going away is not sick: asking again costs it nothing.
 _BUSY = (FaultCode.OVERLOADED, FaultCode.SHUTTING_DOWN)
+
+LEAST_S: Final = 1e-3
+LONGEST_S: Final = 1e7
+MAX_STREAMS: Final = 10_000
+# 2**30 milliseconds are twelve days: no longer wait is of any use, and no float overflows.
+_MAX_DOUBLINGS: Final = 30
+
+
+@dataclass(frozen=True, slots=True)
+class ReconnectPolicy:
+    """How patient a device is; seconds. Raises ``ValueError`` naming field, value and limit."""
+
+    first_s: float = 0.1
+    """The first wait; each further one is twice as long."""
+    longest_s: float = 1.0
+    """No wait is longer, unless the verifier asks for more time."""
+    give_up_first_s: float = 5.0
+    """How long to try for a first stream."""
+    give_up_s: float = 60.0
+    """How long to try for the next one after a stream broke."""
+    answer_s: float = 10.0
+    """How long a connection may take to come up and the verifier to greet."""
+    grammar_s: float = 60.0
+    """How much longer it may take to greet a text with a constraint: a grammar that it has not seen
+    is tried before, beside whatever keeps the machine busy."""
+    silence_s: float = 30.0
+    """A verifier that has greeted and then says nothing for so long counts as a broken link. An
+    empty ``Commit`` is a sign of life."""
+    progress_s: float = 300.0
+    """A generation fails when no token has come for so long from a verifier that answers."""
+    max_streams_without_token: int = 8
+    """So many streams in a row that brought no token are enough: the generation fails."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith("_s"):
+                bounded(field.name, getattr(self, field.name), LEAST_S, LONGEST_S)
+        bounded("max_streams_without_token", self.max_streams_without_token, 1, MAX_STREAMS)
+        for name, limit in (("first_s", "longest_s"), ("silence_s", "progress_s")):
+            if (value := getattr(self, name)) > (most := getattr(self, limit)):
+                raise ValueError(f"{name} is {value}, but must be at most {limit}, which is {most}")
 
 
 class LinkKeeper:
@@ -34,7 +89,10 @@ class LinkKeeper:
         self.state = ev.IDLE
         self.deadline: float | None = None
         self._counters = counters
-        self._policy, self._attempts = policy, Reconnect(policy, jitter_seed)
+        self._policy, self._seed = policy, jitter_seed
+        self._attempts = self._streams_without_token = 0
+        self._failing_since: float | None = None
+        self._ever_greeted = False
         self._greeted = False
         """Whether the verifier has answered on this stream."""
         self._brought_token = False
@@ -83,7 +141,8 @@ class LinkKeeper:
 
     def greeted(self, now: float) -> None:
         self._greeted, self._waiting_since = True, now
-        self._attempts.greeted()
+        # The time to give up after starts over, the waits do not.
+        self._failing_since, self._ever_greeted = None, True
         self.heard(now)
 
     def heard(self, now: float) -> None:
@@ -95,7 +154,7 @@ class LinkKeeper:
         """A token was delivered."""
         self._began = self._model
         self._brought_token, self._waiting_since, self._waited_s = True, now, 0.0
-        self._attempts.progressed()
+        self._attempts, self._failing_since, self._streams_without_token = 0, None, 0
         self.heard(now)
 
     # --- how it ends -----------------------------------------------------------------------
@@ -152,20 +211,39 @@ class LinkKeeper:
     ) -> list[ev.DraftAction]:
         if self._greeted:
             self._waited_s += now - self._waiting_since
-            if not self._brought_token:
-                self._attempts.brought_nothing()
-        again_at = self._attempts.failed(now, retry_after_s, at_once=at_once)
-        if count := self._attempts.out_of_patience():
-            return self.end(ev.Fail(f"gave up on the verifier {count}: {why}", code))
+            self._streams_without_token += not self._brought_token
+        count = self._streams_without_token
+        if count >= self._policy.max_streams_without_token:
+            after = f"after {count} streams without a new token"
+            return self.end(ev.Fail(f"gave up on the verifier {after}: {why}", code))
+        again_at = self._again_at(now, retry_after_s, at_once)
         if again_at is None:
             return self.end(ev.Fail(f"gave up on the verifier: {why}", code))
         self._counters.reconnects += 1
         self._move(ev.BACKING_OFF, again_at)
         return []
 
+    def _again_at(self, now: float, retry_after_s: float, at_once: bool) -> float | None:
+        """When to try again, or None when the time to give up after is over. ``at_once``: another
+        verifier is there to be tried, so there is no wait, and none of the later ones grows."""
+        policy = self._policy
+        if self._failing_since is None:
+            self._failing_since = now
+        at = now
+        if not at_once:
+            self._attempts += 1
+            doublings = min(self._attempts - 1, _MAX_DOUBLINGS)
+            wait_s = min(policy.first_s * 2**doublings, policy.longest_s)
+            jitter = noise_bits(self._seed, self._attempts, 0) / 2**32
+            at = now + wait_s * (1 - jitter / 2)
+            if now + retry_after_s > at:
+                at = now + retry_after_s + policy.longest_s * jitter / 2
+        allowed_s = policy.give_up_s if self._ever_greeted else policy.give_up_first_s
+        return at if at - self._failing_since <= allowed_s else None
+
     @property
     def _token_is_owed_at(self) -> float:
         return self._waiting_since + self._policy.progress_s - self._waited_s
 
     def _move(self, state: ev.LinkState, deadline: float | None) -> None:
-        self.state, self.deadline = transition(DRAFT_MOVES, self.state, state), deadline
+        self.state, self.deadline = transition(ev.DRAFT_MOVES, self.state, state), deadline

@@ -22,26 +22,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
-from typing import Final, Protocol
+from typing import Final
 
 MIB: Final = 1 << 20
 
 # --- what a user grants -----------------------------------------------------------------------
 
-AUTO = "auto"
-_UNITS = {
-    "b": 1,
-    "kb": 1000,
-    "mb": 1000**2,
-    "gb": 1000**3,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-}
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]+|%)")
 _FORM = "must be a size such as 600MiB, 0.5GiB or 600 MB, a share such as 25%, or auto"
 # More than any device has: a slip of a unit is more likely.
 _MOST_BYTES = 1 << 44
+AUTO = "auto"
 AUTO_SHARE = 0.9
 """Of what is free beside this process, how much ``auto`` takes: other programs grow too."""
 
@@ -61,13 +54,12 @@ class MachineMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """``text`` as the user wrote it; exactly one of the others says what it means."""
+    """``text`` as the user wrote it; at most one of the others says what it means; none: auto."""
 
     text: str
     bytes: int | None = None
     share: float | None = None
     """Of the machine's memory."""
-    automatic: bool = False
 
     def resolve(self, machine: MachineMemory) -> int:
         """The budget of the whole process, in bytes.
@@ -85,7 +77,7 @@ def parse_budget(text: str) -> MemoryBudget:
     """``600MiB``, ``600 MB``, ``25%`` or ``auto``. Raises ``ValueError`` naming the text and what
     it must be."""
     if text == AUTO:
-        return MemoryBudget(text, automatic=True)
+        return MemoryBudget(text)
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         hint = ": it lacks a unit" if re.fullmatch(r"[0-9.]+", text.strip()) else ""
@@ -124,11 +116,8 @@ class KvType(Enum):
 
     @property
     def bytes(self) -> int:
-        """Of one number."""
-        return _NUMBER_BYTES[self]
+        return {KvType.FLOAT32: 4, KvType.FLOAT16: 2, KvType.INT8: 1}[self]
 
-
-_NUMBER_BYTES = {KvType.FLOAT32: 4, KvType.FLOAT16: 2, KvType.INT8: 1}
 
 # The runtime's code and tables that a first session touches.
 _SESSION_BYTES = 11 * MIB
@@ -174,6 +163,15 @@ class DraftVariant:
         as float32."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_type.bytes
 
+    def kv_bytes(self, window: int) -> int:
+        """Keys and values of a full window, in whole pages for each head of each buffer.
+
+        Formula: 2 * layers * kv_heads * ceil(window * head_dim * bytes / 4096) * 4096. 28 layers of
+        8 heads of 128 float32 numbers and 1024 tokens: 448 * 128 pages, 224 MiB.
+        """
+        pages = -(-window * self.head_dim * self.kv_type.bytes // PAGE_BYTES)
+        return 2 * self.layers * self.kv_heads * pages * PAGE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class DraftSettings:
@@ -202,44 +200,46 @@ def memory_terms(
     variant: DraftVariant, settings: DraftSettings, runtime_bytes: int
 ) -> tuple[MemoryTerm, ...]:
     """The terms whose sum is the predicted peak of the process, in bytes."""
-    at_rest = weights_bytes(variant)
-    terms = (
+    window, per_token = settings.window, variant.kv_bytes_per_token
+    tokens = f"{window} tokens of {per_token} bytes ({variant.kv_type.value})"
+    if settings.caches > 1:
+        tokens += f" in each of {settings.caches} caches"
+    rest = (
         MemoryTerm("runtime and libraries", runtime_bytes, "measured, with the tokenizer"),
         MemoryTerm("draft session", _SESSION_BYTES, "code and tables of the runtime"),
         MemoryTerm(
-            "weights", at_rest, f"{variant.bits} bits, {variant.stored_bytes / MIB:.1f} MiB stored"
+            "weights",
+            _weights_bytes(variant),
+            f"{variant.bits} bits, {variant.stored_bytes / MIB:.1f} MiB stored",
         ),
-        MemoryTerm(
-            "keys and values",
-            settings.caches * kv_bytes(variant, settings.window),
-            f"{settings.window} tokens of {variant.kv_bytes_per_token} bytes"
-            f" ({variant.kv_type.value})"
-            + (f" in each of {settings.caches} caches" if settings.caches > 1 else ""),
-        ),
+    )
+    grown = (
+        MemoryTerm("keys and values", settings.caches * variant.kv_bytes(window), tokens),
         MemoryTerm(
             "candidate nodes",
-            candidate_bytes(settings),
+            _MOST_NODES * settings.width * _NODE_BYTES,
             f"width {settings.width}, at most {_MOST_NODES} steps",
         ),
         MemoryTerm(
             "logits and sampling",
-            sampling_bytes(variant),
+            _SAMPLING_ROWS * variant.vocabulary_size * 4,
             f"{_SAMPLING_ROWS} rows of {variant.vocabulary_size} ids",
         ),
         MemoryTerm(
             "workspace",
-            workspace_bytes(variant, settings),
+            _workspace_bytes(variant, settings),
             f"{settings.chunk} tokens at a time, threads: {settings.threads}",
         ),
         MemoryTerm("link", _LINK_BYTES, "gRPC, event loop, messages"),
     )
-    grown = sum(term.bytes for term in terms[3:])
-    surplus = max(0, load_surplus_bytes(variant) - grown)
-    loading = MemoryTerm("loading", surplus, "what the loading of weights needs for a moment")
-    return (*terms, loading)
+    # The integers of the largest matrix, the table, before they are repacked.
+    loading = int(_TABLE_INTEGERS[variant.bits] * variant.table_bytes)
+    surplus = max(0, loading - sum(term.bytes for term in grown))
+    why = "what the loading of weights needs for a moment"
+    return (*rest, *grown, MemoryTerm("loading", surplus, why))
 
 
-def weights_bytes(variant: DraftVariant) -> int:
+def _weights_bytes(variant: DraftVariant) -> int:
     """What the weights keep resident: the kernels' repacked copy, and of 8 and 32 bits the table
     again as it is stored, for looking up embeddings.
 
@@ -251,41 +251,7 @@ def weights_bytes(variant: DraftVariant) -> int:
     return int((kept + inline) * variant.stored_bytes + table * variant.table_bytes)
 
 
-def load_surplus_bytes(variant: DraftVariant) -> int:
-    """What loading needs for a moment beyond what stays: the integers of the largest matrix, the
-    table, before they are repacked.
-
-    Formula: c * table, c by bits: 4: 0.8, 8: 0.89, 32: 0. A table of 93 MiB in 4 bits: 74 MiB.
-    """
-    return int(_TABLE_INTEGERS[variant.bits] * variant.table_bytes)
-
-
-def kv_bytes(variant: DraftVariant, window: int) -> int:
-    """Keys and values of a full window, in whole pages for each head of each buffer.
-
-    Formula: 2 * layers * kv_heads * ceil(window * head_dim * bytes / 4096) * 4096. 28 layers of 8
-    heads of 128 float32 numbers and 1024 tokens: 448 * 128 pages, 224 MiB.
-    """
-    head_bytes = window * variant.head_dim * variant.kv_type.bytes
-    pages = -(-head_bytes // PAGE_BYTES)
-    return 2 * variant.layers * variant.kv_heads * pages * PAGE_BYTES
-
-
-def candidate_bytes(settings: DraftSettings) -> int:
-    """The speculation tree: its nodes, their guesses and messages.
-
-    Formula: 256 steps * width * 1 KiB. Width 2: 0.5 MiB."""
-    return _MOST_NODES * settings.width * _NODE_BYTES
-
-
-def sampling_bytes(variant: DraftVariant) -> int:
-    """The row of logits, and the scratch arrays of whoever chooses from it.
-
-    Formula: 11 * vocabulary * 4. 151,936 ids: 6.4 MiB."""
-    return _SAMPLING_ROWS * variant.vocabulary_size * 4
-
-
-def workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
+def _workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
     """Activations of a chunk, the attention's scratch, the threads' stacks.
 
     Formula: chunk * 4 * (3 * feed_forward + 2 * (heads + 2 * kv_heads) * head_dim + 4 * hidden)
@@ -294,9 +260,8 @@ def workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
     """
     heads = (variant.heads + 2 * variant.kv_heads) * variant.head_dim
     row = 4 * (3 * variant.feed_forward + 2 * heads + 4 * variant.hidden)
-    scratch = 0
-    if variant.kv_type is KvType.FLOAT16:
-        scratch = 6 * variant.heads * settings.chunk * settings.window
+    widened = variant.kv_type is KvType.FLOAT16
+    scratch = 6 * variant.heads * settings.chunk * settings.window if widened else 0
     return settings.chunk * row + scratch + settings.threads * _THREAD_BYTES
 
 
@@ -359,6 +324,19 @@ class MemoryPlan:
         """Whether the margin is left free."""
         return self.predicted_bytes + self.margin_bytes <= self.budget_bytes
 
+    def traded(self, best: MemoryPlan) -> tuple[str, ...]:
+        """What this plan does with less of than ``best``, in words."""
+        ours, theirs = self.settings, best.settings
+        pairs = [
+            ("draft", self.variant.name, best.variant.name),
+            ("keys and values", self.variant.kv_type.value, best.variant.kv_type.value),
+            ("window", ours.window, theirs.window),
+            ("width", ours.width, theirs.width),
+            ("prefill chunk", ours.chunk, theirs.chunk),
+            ("caches", ours.caches, theirs.caches),
+        ]
+        return tuple(f"{what} {one} instead of {two}" for what, one, two in pairs if one != two)
+
 
 def margin_bytes(budget_bytes: int) -> int:
     """What a plan leaves free: for the errors of its arithmetic, and for the guard to act in.
@@ -368,7 +346,8 @@ def margin_bytes(budget_bytes: int) -> int:
 
 
 def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
-    """The best plan within the budget: of several drafts, the first that fits.
+    """The best plan within the budget: of several drafts, the first that fits, with as many caches
+    as the question would have and the budget holds.
 
     Raises ``MemoryPlanError`` naming the smallest budget that would do.
     """
@@ -376,7 +355,11 @@ def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> M
     plan = next((one for one in _plans(variants, question) if one.fits), None)
     if plan is None:
         raise _refusal(variants, question)
-    return _with_caches(plan, question)
+    for caches in range(question.most_caches, 1, -1):
+        richer = _plan(plan.variant, replace(plan.settings, caches=caches), question)
+        if richer.fits:
+            return richer
+    return plan
 
 
 def unbounded(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlan:
@@ -390,30 +373,6 @@ def smallest_budget(variants: Sequence[DraftVariant], question: MemoryQuestion) 
     Formula: max(p + 8 MiB, p / 0.95) for a leanest prediction of p. 152 MiB need 160 MiB."""
     leanest = min(plan.predicted_bytes for plan in _plans(variants, question))
     return max(leanest + LEAST_MARGIN_BYTES, int(leanest / (1.0 - MARGIN_SHARE)) + 1)
-
-
-def traded(plan: MemoryPlan, best: MemoryPlan) -> tuple[str, ...]:
-    """What ``plan`` does with less of than ``best``, in words."""
-    ours, theirs = plan.settings, best.settings
-    pairs = [
-        ("draft", plan.variant.name, best.variant.name),
-        ("keys and values", plan.variant.kv_type.value, best.variant.kv_type.value),
-        ("window", ours.window, theirs.window),
-        ("width", ours.width, theirs.width),
-        ("prefill chunk", ours.chunk, theirs.chunk),
-        ("caches", ours.caches, theirs.caches),
-    ]
-    return tuple(f"{name} {one} instead of {other}" for name, one, other in pairs if one != other)
-
-
-def _with_caches(plan: MemoryPlan, question: MemoryQuestion) -> MemoryPlan:
-    """``plan`` with as many caches as the question would have and the budget holds."""
-    for caches in range(question.most_caches, 1, -1):
-        settings = replace(plan.settings, caches=caches)
-        richer = _plan(plan.variant, settings, question)
-        if richer.fits:
-            return richer
-    return plan
 
 
 def _plans(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Iterator[MemoryPlan]:
@@ -484,13 +443,6 @@ class Observation:
     """Rows that are resident now."""
 
 
-class MemoryGovernor(Protocol):
-    """Decides what a draft may use of memory."""
-
-    def observe(self, seen: Observation, now: float) -> Restriction | None:
-        """The restriction that holds from now on; None: as before."""
-
-
 class MemoryGuard:
     """Keeps ``resident + growth`` below ``budget - margin``.
 
@@ -513,16 +465,13 @@ class MemoryGuard:
         recovery_s: float = RECOVERY_S,
     ) -> None:
         self.current = full
-        self.tightened = 0
-        """How often a rung was left downwards."""
-        self._most = budget_bytes - margin_bytes
-        self._slack = margin_bytes
-        self._full = full
-        self._row_bytes = max(1, bytes_per_token)
+        self._most, self._slack = budget_bytes - margin_bytes, margin_bytes
+        self._full, self._row_bytes = full, max(1, bytes_per_token)
         self._recovery_s = recovery_s
         self._calm_since: float | None = None
 
     def observe(self, seen: Observation, now: float) -> Restriction | None:
+        """The restriction that holds from now on; None: as before."""
         excess = seen.resident_bytes + seen.growth_bytes - self._most
         if excess > 0:
             self._calm_since = None
@@ -538,8 +487,8 @@ class MemoryGuard:
             self._calm_since = now
         if now - self._calm_since < self._recovery_s:
             return None
-        self._calm_since = now
-        return self._changed(richer)
+        self._calm_since, self.current = now, richer
+        return richer
 
     def _tighten(self, seen: Observation, excess: int) -> Restriction | None:
         """The longest window that gives ``excess`` bytes back or does not take them.
@@ -551,13 +500,13 @@ class MemoryGuard:
             return None  # it has nothing to give
         reached = seen.held_tokens + seen.growth_bytes // self._row_bytes
         window = min(current.window, reached) + -excess // self._row_bytes
-        if window >= SMALLEST_WINDOW:
-            return self._changed(Restriction(window, current.width))
-        if current.window > SMALLEST_WINDOW:
-            return self._changed(Restriction(SMALLEST_WINDOW, current.width))
-        if current.width > 1:
-            return self._changed(Restriction(current.window, 1))
-        return self._changed(Restriction(0, 0))
+        if window >= SMALLEST_WINDOW or current.window > SMALLEST_WINDOW:
+            self.current = Restriction(max(window, SMALLEST_WINDOW), current.width)
+        elif current.width > 1:
+            self.current = Restriction(current.window, 1)
+        else:
+            self.current = Restriction(0, 0)
+        return self.current
 
     def _richer(self) -> Restriction:
         current, full = self.current, self._full
@@ -566,8 +515,3 @@ class MemoryGuard:
         if current.width < full.width:
             return Restriction(current.window, full.width)
         return Restriction(min(full.window, 2 * current.window), full.width)
-
-    def _changed(self, to: Restriction) -> Restriction:
-        self.tightened += to.window < self.current.window or to.width < self.current.width
-        self.current = to
-        return to

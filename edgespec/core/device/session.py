@@ -2,8 +2,8 @@
 
 Theory of operation. The session owns the committed prefix (what the user has been given: the truth
 on reconnect), the tree of guesses behind it, and the plan of what to draft next. Three things run
-side by side: the link (``LinkKeeper``), at most one draft step (``DraftSteps``), and the stream of
-commits (``CommitReader``). Every event ends in ``_go_on``, which sends what the policy wants sent
+side by side: the link (``LinkKeeper``), at most one draft step, and the stream of commits
+(``CommitReader``). Every event ends in ``_go_on``, which sends what the policy wants sent
 and starts the step it wants started.
 
     IDLE -> CONNECTING -> STREAMING -> DONE, and BACKING_OFF -> CONNECTING after a broken link
@@ -15,20 +15,15 @@ it. ``deadline`` is when to send ``Tick``; there is one as long as the session r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
 from edgespec.core.device import events as ev
-from edgespec.core.device.commit_bounds import CommitBounds
-from edgespec.core.device.commit_reader import CommitReader
-from edgespec.core.device.draft_steps import DraftSteps
-from edgespec.core.device.draft_view import DraftView
-from edgespec.core.device.estimates import RowPrice
-from edgespec.core.device.learned import Learned
-from edgespec.core.device.link_keeper import LinkKeeper
-from edgespec.core.device.outbox import DraftOutbox
-from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.commit_reader import CommitBounds, CommitReader, DraftOutbox
+from edgespec.core.device.estimates import Learned, RowPrice
+from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
+from edgespec.core.device.policy import DraftPolicy, DraftView
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -38,8 +33,14 @@ from edgespec.core.protocol.messages import (
     Opened,
     RunAhead,
 )
-from edgespec.core.protocol.tree import CommittedPrefix, SpeculationTree
+from edgespec.core.protocol.tree import FORWARDED, CommittedPrefix, SpeculationTree
+from edgespec.core.protocol.work import Candidate
+from edgespec.core.statically_frozen import statically_frozen
 
+# Feeding more than this is prefill or catching up, and says little about a usual step.
+_USUAL_FEED = 2
+# After so many steps the choices that are hardly ever right are kept once.
+_KEEP_ALL_EVERY = 16
 # Until ``Opened`` tells; a verifier that takes less drops the rest, which is harmless.
 _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 
@@ -73,7 +74,11 @@ class DraftSession:
         self._reader = CommitReader(self.tree, self._outbox, price, learned, request.sampling)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
-        self._steps = DraftSteps(self.tree, self._reader)
+        self._cache = DraftCache()
+        self._step: _Step | None = None
+        """The one that runs."""
+        self._speechless: tuple[int, int] | None = None
+        """Where the last step had no guess: the committed length, and the node."""
         self._said_no_draft_comes = False
         """Whether the verifier was told so since its last commit."""
         self._busy_since: float | None = None
@@ -96,7 +101,7 @@ class DraftSession:
             return ()  # too late, or said on a link that is gone
         match event:
             case ev.StepDone():
-                self._steps.done(event, now)
+                self._step_done(event, now)
                 actions = []
             case Commit():
                 actions = self._on_commit(event, now)
@@ -113,9 +118,8 @@ class DraftSession:
             case ev.Tick():
                 actions = self.link.tick(now)
             case ev.StepFailed(why):
-                self._steps.failed()
                 self.counters.draft_failure = why
-                self.drafting, actions = False, []
+                self._step, self.drafting, actions = None, False, []
             case ev.Stop(reason):
                 actions = [ev.Transmit(Cancel())] if state is ev.STREAMING else []
                 actions += self.link.end(ev.Finish(reason))
@@ -151,7 +155,7 @@ class DraftSession:
             return self.link.abandon(why, now)
         commit, wrong = self._bounds.fitting(commit)
         self._said_no_draft_comes = False
-        rests = self.drafting and not (self._steps.running or self._in_flight)
+        rests = self.drafting and self._step is None and not self._in_flight
         delivered = self._reader.read(commit, now)
         self.counters.rested += len(delivered.tokens) if delivered and rests else 0
         if commit.verify_us:
@@ -184,13 +188,13 @@ class DraftSession:
         if streaming and unsent and self._policy.flush(self._view(unsent, now)):
             actions += self._send_drafts()
             unsent = self._outbox.unsent
-        if self._steps.running:
+        if self._step is not None:
             return
         if self.drafting:
             view = self._view(unsent, now)
             parent = self._policy.extend(view)
-            if parent is not None and self._steps.is_worth_asking(parent):
-                actions.append(self._steps.start(parent, view, self._policy, now))
+            if parent is not None and self._speechless != (self.prefix.length, parent):
+                actions.append(self._start_step(parent, view, now))
                 return
         if streaming and unsent and self._policy.flush(self._view(unsent, now, resting=True)):
             actions += self._send_drafts()
@@ -198,9 +202,53 @@ class DraftSession:
         if streaming and unsent == len(self.tree.nodes):
             actions += self._leave_nothing_open()
 
+    def _start_step(self, parent: int, view: DraftView, now: float) -> ev.StartStep:
+        """Draft behind ``parent`` as many choices as the policy wants and the price allows."""
+        width = view.paying(parent, self._policy.width)
+        keep, feed = self._cache.feed(self.prefix, self.tree.path(parent))
+        least = self._policy.least_choice
+        self._step = _Step(parent, width, least, self.prefix.length, now, len(feed))
+        return ev.StartStep(keep, feed, width)
+
+    def _step_done(self, event: ev.StepDone, now: float) -> None:
+        """Grow the tree by the step's guesses. Where the root has moved meanwhile they become nodes
+        behind the new one, turn out to be what was committed (which still says how good the draft
+        is), or are dropped."""
+        assert self._step is not None
+        step, self._step = self._step, None
+        if not event.candidates:
+            self._speechless = step.base_position, step.parent
+            return
+        self._speechless = None
+        self.counters.steps += 1
+        if step.fed <= _USUAL_FEED:
+            self.estimates.step_s.add(now - step.started_at)
+        found = self._worth_keeping(event.candidates[: step.width], step.least_choice)
+        tree, winner, late = self.tree, None, False
+        if step.base_position < self.prefix.length:
+            position = tree.place(step.parent, step.base_position)
+            late = position is not None and position < self.prefix.length
+        for rank, one in enumerate(found):
+            node_id, base = tree.last_id + 1, step.base_position
+            growth = tree.grow(node_id, step.parent, one.token, base, rank, one.logprob)
+            winner = rank if growth is FORWARDED else winner
+        if late:
+            self._reader.score(winner, [(rank, one.logprob) for rank, one in enumerate(found)])
+
+    def _worth_keeping(self, found: Sequence[Candidate], least: float) -> Sequence[Candidate]:
+        """The choices up to the first that is hardly ever right: then none behind it is kept, so
+        that ranks have no gaps. Now and then all are kept, to learn what they are worth."""
+        if not least or self.counters.steps % _KEEP_ALL_EVERY == 0:
+            return found
+        guesses, rate = self.estimates.guesses, self.estimates.acceptance.rate
+        for rank, one in enumerate(found):
+            if rank and guesses.chance(rank, one.logprob, rate(rank)) < least:
+                return found[:rank]
+        return found
+
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take(self._most_outstanding)
-        self._reader.sent(sum([len(draft.tokens) for draft in drafts]))
+        self.counters.sent += sum([len(draft.tokens) for draft in drafts])
         return [ev.Transmit(draft) for draft in drafts]
 
     def _leave_nothing_open(self) -> list[ev.DraftAction]:
@@ -236,3 +284,56 @@ class DraftSession:
             None if since is None else now - since,
             resting,
         )
+
+
+@statically_frozen
+class _Step:
+    parent: int
+    width: int
+    least_choice: float
+    """Of the choices after the first only such as are right with this chance are kept."""
+    base_position: int
+    started_at: float
+    fed: int
+
+
+class DraftCache:
+    """The tokens behind a drafter's cached rows, and the cheapest way from there to the next step.
+    A drafter only truncates and appends: rolling back after a miss costs one integer."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._agreed = 0
+        """Leading cached tokens known to equal the committed prefix."""
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def feed(self, prefix: CommittedPrefix, path: list[int]) -> tuple[int, tuple[int, ...]]:
+        """Make the cache hold ``prefix`` and then ``path``: (tokens to keep, tokens to append).
+
+        At least one token is appended, because its row of logits is what the step is for.
+        """
+        if self._agreed < prefix.length:
+            self._catch_up(prefix)
+        keep, length, cached = self._agreed, prefix.length, self._tokens
+        if keep == length:
+            drafted = cached[length : length + len(path)]
+            if drafted == path[: len(drafted)]:  # as usual
+                keep += len(drafted)
+            else:
+                while cached[keep] == path[keep - length]:
+                    keep += 1
+        keep = min(keep, length + len(path) - 1)
+        appended = (*prefix.tokens[keep:], *path[max(0, keep - length) :])
+        cached[keep:] = appended
+        self._agreed = min(self._agreed, keep)
+        return keep, appended
+
+    def _catch_up(self, prefix: CommittedPrefix) -> None:
+        while self._agreed < min(len(self._tokens), prefix.length):
+            if self._tokens[self._agreed] != prefix.tokens[self._agreed]:
+                del self._tokens[self._agreed :]
+                return
+            self._agreed += 1

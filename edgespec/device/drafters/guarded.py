@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-from edgespec.core.device.memory import MemoryGovernor, Observation, Restriction
+from edgespec.core.device.memory import MemoryGuard, Observation, Restriction
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.token_cache import twin_of
@@ -77,7 +77,7 @@ class GuardedDrafter:
         self,
         inner: Drafter,
         restrictable: Restrictable,
-        governor: MemoryGovernor,
+        governor: MemoryGuard,
         measure: Callable[[], int],
         clock: Callable[[], float],
         caches: CacheGroup | None = None,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from edgespec.core.device.memory import AUTO_SHARE, MachineMemory, MemoryBudget
+from edgespec.core.device.memory import AUTO, AUTO_SHARE, MachineMemory, MemoryBudget
 from edgespec.core.ports import PassRequest
 from edgespec.verifier.targets.canonical_mode import TOKENS_NEEDED
 from edgespec.verifier.targets.checkpoints import UnsupportedModelError
@@ -80,7 +80,7 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     else:
         assert budget.kv is not None
         named = f"kv_budget is {budget.kv.text}"
-        if budget.kv.automatic:
+        if budget.kv.text == AUTO:
             tokens = (AUTO_SHARE * figures.free - figures.activations) / with_copy
             tokens = min(tokens, most_tokens)
         else:

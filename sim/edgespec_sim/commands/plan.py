@@ -90,7 +90,7 @@ def _measured(
     so the first one's is loaded, with what the commands that draft load."""
     import edgespec.cli.chat
     import edgespec.cli.serve  # noqa: F401
-    from edgespec.device.draft_memory import question_of, variants_of
+    from edgespec.device.model_drafter import question_of, variants_of
 
     tokenizer = load_tokenizer(references[0])
     variants = tuple(
@@ -102,10 +102,10 @@ def _measured(
 
 
 def _answer(variants: tuple[DraftVariant, ...], question: MemoryQuestion, as_json: bool) -> None:
-    from edgespec.core.device.memory import plan_memory, traded, unbounded
+    from edgespec.core.device.memory import plan_memory, unbounded
 
     plan = plan_memory(variants, question)
-    changes = traded(plan, unbounded(variants, question))
+    changes = plan.traded(unbounded(variants, question))
     if as_json:
         typer.echo(json.dumps(_plain_memory(plan, changes), indent=2))
     else:

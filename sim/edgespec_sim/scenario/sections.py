@@ -11,8 +11,8 @@ from pathlib import Path
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError, load_config
+from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
-from edgespec.core.device.policy_names import DEFAULT_POLICY, PolicyName
 from edgespec.core.protocol.checks import bounded
 from edgespec_sim.scenario.network import LinkSection, RadioSection
 from edgespec_sim.scenario.power import RADIOS

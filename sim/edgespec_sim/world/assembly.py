@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.bench.arms import Arm
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.core.device.estimates import RowPrice
+from edgespec.core.device.estimates import Learned, RowPrice
 from edgespec.core.device.events import Fail
-from edgespec.core.device.learned import Learned
-from edgespec.core.device.policy_names import named_policy
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Open, RunAhead

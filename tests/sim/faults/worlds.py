@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edgespec.core.device.events import Fail, Finish, LinkState
-from edgespec.core.device.reconnect import ReconnectPolicy
+from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, Uplink
 from edgespec.core.protocol.work import PassRequest
