@@ -28,7 +28,6 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.prober import Answer, ask_all
 from edgespec.device.reply import TextDecoder
 from edgespec.device.verifier_pool import VerifierPool, current_conversation
-from edgespec.models.chat_template import ChatTokenizer
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import (
     DRAFT_MANIFEST,
@@ -40,6 +39,7 @@ from edgespec.models.folders import (
     vocabulary_info,
 )
 from edgespec.models.grammar import device_reader
+from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access

@@ -25,7 +25,7 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.endpoint.request_json import Fields, encodable, invalid, shown, texts
-from edgespec.models.chat_template import MAX_MESSAGES
+from edgespec.models.tokenizer import MAX_MESSAGES
 
 COMMON: Final = frozenset(
     "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"

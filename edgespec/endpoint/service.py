@@ -51,7 +51,7 @@ from edgespec.endpoint.requests import (
 )
 from edgespec.endpoint.responses import ResponseEnvelope, as_chat
 from edgespec.endpoint.tool_calls import MARKS, MarkedText, ToolReader, forced_call, tool_format
-from edgespec.models.chat_template import ChatTokenizer, TokenizerError
+from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 

@@ -225,15 +225,6 @@ def _own_graph_or(error: ModelFolderError, folder: Path) -> None:
         raise error
 
 
-# --------------------------------------------------------------------------------------------
-# What the files beside a graph of others say of it: names and sizes that are not in the graph.
-#
-# ``config.json`` (also with a ``text_config`` inside, and with the older names of sizes) and
-# ``genai_config.json`` are read, whichever is there; ids that end a text come from
-# ``generation_config.json`` first. The fingerprint is that of the folder's ``tokenizer.json``, so
-# such a draft is compared with the target as one of ours is.
-
-
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -250,8 +241,10 @@ class ForeignInfo:
 
 
 def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) -> ForeignInfo:
-    """``tokenizer`` is the folder of another tokenizer to go with the graph, for a folder that has
-    none. Raises ``ModelFolderError`` or ``VocabularyError`` naming the file and the field."""
+    """Names and sizes that are not in a graph of others, from ``config.json`` (also with a
+    ``text_config`` inside, and with the older names of sizes) and ``genai_config.json``, whichever
+    is there. ``tokenizer`` is the folder of another tokenizer to go with the graph, for a folder
+    that has none. Raises ``ModelFolderError`` naming the file and the field."""
     path = folder / "config.json"
     config = _text_config(read_json(path)) if path.is_file() else {}
     genai = genai_model(folder)

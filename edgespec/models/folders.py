@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
@@ -21,26 +21,16 @@ from typing import Any, Final
 
 from edgespec.core.ports import ModelInfo
 
-# --------------------------------------------------------------------------------------------
-# The fingerprint of a vocabulary: equal for two models exactly when ids mean the same text.
-#
-# Drafts travel as token ids, so a device and a verifier must agree on what an id means, and nothing
-# else: merges, normalisation and chat templates may differ. The hash covers every (id, token
-# string), added tokens included, in order of id. Two ``tokenizer.json`` files of one vocabulary
-# agree however they are laid out.
-
-
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TOKEN_ID = (1 << 24) - 1
 _FINGERPRINT_DIGITS = 32
 
 
-class VocabularyError(ValueError):
-    """A tokenizer file cannot be read; the message names the file and what is wrong with it."""
-
-
 def vocabulary_fingerprint(path: Path) -> str:
-    """32 hex digits (128 bits of SHA-256) for a ``tokenizer.json``. Raises ``VocabularyError``.
+    """32 hex digits (128 bits of SHA-256) for a ``tokenizer.json``: equal for two models exactly
+    when ids mean the same text, whatever their merges, normalisation and chat templates. The hash
+    covers every (id, token string), added tokens included, in order of id. Raises
+    ``ModelFolderError``.
 
     A file is read once: that takes ten times its size of memory, and ``serve`` asks every while."""
     try:
@@ -63,8 +53,10 @@ def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
 
 
 def read_vocabulary(path: Path) -> dict[int, str]:
-    """Token strings by id, added tokens last. Raises ``VocabularyError``."""
-    data = _read(path)
+    """Token strings by id, added tokens last. Raises ``ModelFolderError``."""
+    if path.is_file() and (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise ModelFolderError(f"{path}: {size} bytes, but at most {MAX_TOKENIZER_BYTES} are read")
+    data = read_json(path)
     model = data.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     tokens: dict[int, str]
@@ -75,36 +67,17 @@ def read_vocabulary(path: Path) -> dict[int, str]:
             case list():  # Unigram: [token, score] at the place of its id
                 tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
             case _:
-                raise VocabularyError(f"{path}: model.vocab is missing")
+                raise ModelFolderError(f"{path}: model.vocab is missing")
         for added in data.get("added_tokens") or ():
             tokens[int(added["id"])] = str(added["content"])
-    except VocabularyError:
+    except ModelFolderError:
         raise
     except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
-        raise VocabularyError(f"{path}: unreadable vocabulary entry: {error!r}") from error
+        raise ModelFolderError(f"{path}: unreadable vocabulary entry: {error!r}") from error
     low, high = min(tokens, default=0), max(tokens, default=0)
     if low < 0 or high > MAX_TOKEN_ID:  # whoever counts ids from 0 on would never end
-        raise VocabularyError(f"{path}: token ids {low} to {high}, limit 0 to {MAX_TOKEN_ID}")
+        raise ModelFolderError(f"{path}: token ids {low} to {high}, limit 0 to {MAX_TOKEN_ID}")
     return tokens
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        size = path.stat().st_size
-        if size > MAX_TOKENIZER_BYTES:
-            raise VocabularyError(
-                f"{path}: {size} bytes, but at most {MAX_TOKENIZER_BYTES} are read"
-            )
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise VocabularyError(f"{path}: no such file") from error
-    except VocabularyError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise VocabularyError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise VocabularyError(f"{path}: holds a JSON {type(data).__name__}, not an object")
-    return data
 
 
 BUNDLED = "bundled"
@@ -198,7 +171,7 @@ def model_info(folder: Path) -> ModelInfo:
     """What the folder says: of a draft folder its manifest, else config and tokenizer.
 
     The tokenizer of a draft folder must still be the one that the draft was exported with.
-    Raises ``ModelFolderError`` or ``VocabularyError``, naming the file.
+    Raises ``ModelFolderError``, naming the file.
     """
     if (folder / DRAFT_MANIFEST).is_file():
         return _info_of_draft(folder / DRAFT_MANIFEST)
@@ -215,7 +188,7 @@ def model_info(folder: Path) -> ModelInfo:
 
 def token_count(folder: Path) -> int:
     """How many ids, from 0 on, have a text: a model's vocabulary may be padded beyond them. Raises
-    ``VocabularyError``."""
+    ``ModelFolderError``."""
     return 1 + max(read_vocabulary(folder / "tokenizer.json"), default=0)
 
 
@@ -364,22 +337,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-# --------------------------------------------------------------------------------------------
-# What a drafter without a model has to know of the target: its vocabulary.
-
-
 def vocabulary_info(folder: Path, context_length: int) -> ModelInfo:
     """The vocabulary of a model's folder, or of one that holds a ``tokenizer.json`` and no more,
-    with a context of this length. Raises ``ModelFolderError`` or ``VocabularyError``, naming the
+    with a context of this length. Raises ``ModelFolderError``, naming the
     file."""
     if any((folder / name).is_file() for name in (DRAFT_MANIFEST, "config.json")):
         return replace(model_info(folder), context_length=context_length)
     vocabulary = vocabulary_fingerprint(folder / "tokenizer.json")
     return ModelInfo(folder.name, vocabulary, token_count(folder), context_length)
-
-
-# --------------------------------------------------------------------------------------------
-# What a repository on the Hugging Face Hub holds, asked before anything is downloaded.
 
 
 def hub_files(reference: str) -> list[str]:
@@ -410,17 +375,6 @@ def cached_snapshot(reference: str, error: ModelFolderError) -> Path:
         raise error from error.__cause__
 
 
-# --------------------------------------------------------------------------------------------
-# The fingerprint of a model's weights: equal for two folders that hold the same model.
-#
-# A device continues a text at another verifier only if that one serves the model that began it, and
-# names can be given to anything. Reading all of a large model would take minutes, so the hash
-# covers its configuration, the names, types and shapes of all tensors (the headers of the
-# safetensors files), and from the data of each file 1,024 pieces of 1 KiB, evenly spread: a fine-
-# tuned, merged or quantised copy differs there. It is no defence against somebody who makes two
-# models agree on purpose; whoever serves the target is trusted anyway.
-
-
 PIECES: Final = 1024
 PIECE_BYTES: Final = 1024
 MAX_HEADER_BYTES: Final = 100 << 20
@@ -433,7 +387,13 @@ _BESIDE_THE_POINT: Final = frozenset(
 
 
 def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
-    """32 hex digits (128 bits of SHA-256) of the model in ``folder``, with its ``vocabulary``.
+    """32 hex digits (128 bits of SHA-256) of the model in ``folder``, with its ``vocabulary``: a
+    device continues a text only at a verifier of the model that began it.
+
+    The hash covers the configuration, the names, types and shapes of all tensors, and of the data
+    of each file 1,024 pieces of 1 KiB, evenly spread, where a fine-tuned, merged or quantised copy
+    differs. It is no defence against somebody who makes two models agree on purpose; whoever serves
+    the target is trusted anyway.
 
     Raises ``ValueError`` or ``OSError`` naming a file that cannot be read.
     """

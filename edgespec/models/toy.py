@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.core.ports import ModelInfo
 from edgespec.core.toy_model import ToyModel
-from edgespec.models.chat_template import ChatTemplate, Message
+from edgespec.models.tokenizer import ChatTemplate, Message
 
 TOY = "toy"
 TOY_CONTEXT_LENGTH = 4096

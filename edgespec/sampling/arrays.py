@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,43 +39,17 @@ class Workspace:
     """Scratch arrays of one thread, by name; each as large as the largest row so far."""
 
     def __init__(self) -> None:
-        self._floats: dict[str, NDArray[np.float32]] = {}
-        self._words: dict[str, NDArray[np.uint32]] = {}
-        self._keys = np.empty(0, dtype=np.intp)
-        self._weights = np.empty(0, dtype=np.float64)
-        self._flags = np.empty(0, dtype=np.bool_)
+        self._held: dict[str, NDArray[Any]] = {}
 
-    def floats(self, name: str, size: int) -> NDArray[np.float32]:
-        """float32 [size], whatever it holds; the same memory for the same name."""
-        if name not in self._floats or self._floats[name].size < size:
-            self._floats[name] = np.empty(size, dtype=np.float32)
-        return self._floats[name][:size]
-
-    def words(self, name: str, size: int) -> NDArray[np.uint32]:
-        """uint32 [size], likewise."""
-        if name not in self._words or self._words[name].size < size:
-            self._words[name] = np.empty(size, dtype=np.uint32)
-        return self._words[name][:size]
-
-    def keys(self, size: int) -> NDArray[np.intp]:
-        if self._keys.size < size:
-            self._keys = np.empty(size, dtype=np.intp)
-        return self._keys[:size]
-
-    def weights(self, size: int) -> NDArray[np.float64]:
-        if self._weights.size < size:
-            self._weights = np.empty(size, dtype=np.float64)
-        return self._weights[:size]
+    def array(self, name: str, size: int, dtype: Any = np.float32) -> NDArray[Any]:
+        """[size], whatever it holds; the same memory for the same name, of one ``dtype``."""
+        held = self._held.get(name)
+        if held is None or held.size < size:
+            held = self._held[name] = np.empty(size, dtype=dtype)
+        return held[:size]
 
     def flags(self, size: int) -> NDArray[np.bool_]:
-        if self._flags.size < size:
-            self._flags = np.empty(size, dtype=np.bool_)
-        return self._flags[:size]
-
-    def nbytes(self) -> int:
-        held = sum(a.nbytes for a in self._floats.values())
-        held += sum(a.nbytes for a in self._words.values())
-        return held + self._keys.nbytes + self._weights.nbytes + self._flags.nbytes
+        return self.array("flags", size, np.bool_)
 
 
 # Largest value ``gumbel`` can give: -log(-log(1 - 2**-24)) = 16.636, rounded up.
@@ -104,20 +78,15 @@ def gumbel_noise(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArr
     return gumbel(noise_bits(seed, position, tokens))
 
 
-def gumbel_row(seed: int, position: int, vocabulary_size: int) -> NDArray[np.float32]:
-    """The noise of every token id below ``vocabulary_size`` at ``position``, shape [V]."""
-    return gumbel(row_bits(seed, position, vocabulary_size))
-
-
 def row_bits(
     seed: int, position: int, vocabulary_size: int, work: Workspace | None = None
 ) -> NDArray[np.uint32]:
     """``noise_bits`` of every token id below ``vocabulary_size``, shape [V]; they last until the
     next row of the same ``work``."""
     work = work or Workspace()
-    bits = work.words("bits", vocabulary_size)
+    bits = work.array("bits", vocabulary_size, np.uint32)
     bits[:] = _spread(vocabulary_size)
-    return _keyed(bits, seed, position, work.words("shifted", vocabulary_size))
+    return _keyed(bits, seed, position, work.array("shifted", vocabulary_size, np.uint32))
 
 
 def least_bits(noise: float) -> np.uint32:
@@ -197,7 +166,7 @@ class Support(NamedTuple):
         """The logarithm of ``mass``, which is summed here where it is not known."""
         if self.mass is not None:
             return math.log(self.mass)
-        weights = work.floats("weights", scores.size)
+        weights = work.array("weights", scores.size)
         if self.floor == -math.inf:
             return math.log(np.exp(scores, out=weights).sum(dtype=np.float64))
         kept = np.greater_equal(scores, self.floor, out=work.flags(scores.size))
@@ -216,7 +185,7 @@ EVERYTHING = Support()
 def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
     """The smallest set of best ``scores`` whose probability reaches ``top_p``, at least one token;
     of equal scores the lowest ids first. ``scores`` are float32 [V], their maximum 0."""
-    masses = np.exp(scores, out=work.floats("weights", scores.size))
+    masses = np.exp(scores, out=work.array("weights", scores.size))
     total = float(masses.sum(dtype=np.float64))
     needed, above = top_p * total, 0.0
     # Tokens of less make up no more than half of what is cut off.
@@ -225,7 +194,7 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
     if np.count_nonzero(able) * 8 < scores.size:
         values, weights = scores[able], masses[able].astype(np.float64)
     else:
-        values, weights = scores, work.weights(scores.size)
+        values, weights = scores, work.array("masses", scores.size, np.float64)
         weights[:] = masses
     while values.size > _FEW:
         best = values.max()
@@ -253,10 +222,10 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
 
 def _keys(values: Row, best: np.float32, span: float, work: Workspace) -> Ids:
     """The bucket of each value: 0 for the best, ``_BUCKETS`` from ``span`` below it on."""
-    depth = np.subtract(best, values, out=work.floats("spare", values.size))
+    depth = np.subtract(best, values, out=work.array("spare", values.size))
     depth *= np.float32(_BUCKETS / span)
     np.minimum(depth, _BUCKETS, out=depth)
-    keys = work.keys(values.size)
+    keys = work.array("keys", values.size, np.intp)
     keys[:] = depth
     return keys
 
@@ -326,7 +295,7 @@ def best_token(row: Row, params: SamplingParams, position: int, work: Workspace)
     best = int(row.argmax())
     if params.greedy:
         return best
-    scores = np.subtract(row, row[best], out=work.floats("scores", row.size))
+    scores = np.subtract(row, row[best], out=work.array("scores", row.size))
     support = _warmed(scores, params, work)
     return int(_sampled(scores, support, params.seed, position, 1, work)[0])
 
@@ -342,7 +311,7 @@ def _biased(
     logits: Row, params: SamplingParams, counts: TokenCounts | None, work: Workspace
 ) -> Row:
     """A copy of ``logits`` with bias and penalties, as the first lines of ``warp``."""
-    scores = work.floats("scores", logits.size)
+    scores = work.array("scores", logits.size)
     scores[:] = logits.reshape(-1)
     for token, bias in params.logit_bias.items():
         if 0 <= token < scores.size:
@@ -432,7 +401,7 @@ def _best(scores: Row, count: int, work: Workspace) -> Ids:
 
 
 def _nth_best(scores: Row, n: int, work: Workspace) -> np.float32:
-    spare = work.floats("spare", scores.size)
+    spare = work.array("spare", scores.size)
     spare[:] = scores
     cut = scores.size - n
     spare.partition(cut)

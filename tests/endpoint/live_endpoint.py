@@ -26,7 +26,7 @@ from edgespec.endpoint.app import build_app
 from edgespec.endpoint.models import VerifierWatch
 from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
-from edgespec.models.chat_template import ChatTokenizer
+from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier
 from tests.shell.live_verifier import serving

@@ -14,13 +14,14 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from edgespec.models.chat_template import (
+from edgespec.models.tokenizer import (
     ChatTemplate,
     ChatTemplateError,
+    TextTokenizer,
+    TokenBytes,
     TokenizerError,
     read_chat_templates,
 )
-from edgespec.models.tokenizer import TextTokenizer, TokenBytes
 from tests.shell.tiny_checkpoints import write_tokenizer
 
 NOW = datetime(2026, 3, 14, 15, 9)

@@ -13,7 +13,7 @@ import pytest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.request_json import MAX_VALUES, ApiError, read_object
 from edgespec.endpoint.requests import chat_request, completion_request
-from edgespec.models.chat_template import MAX_MESSAGES
+from edgespec.models.tokenizer import MAX_MESSAGES
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     ScriptedAgent,

@@ -11,8 +11,8 @@ from edgespec.core.protocol.messages import Limits
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
-from edgespec.models.chat_template import ChatTemplate, Message
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.tokenizer import ChatTemplate, Message
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import EOS

@@ -26,7 +26,6 @@ from edgespec.models.folders import (
     PIECES,
     ModelFolderError,
     Role,
-    VocabularyError,
     check_folder,
     eos_token_ids,
     model_info,
@@ -201,13 +200,13 @@ def test_ids_that_are_none_are_named_with_their_file(
     tmp_path: Path, vocabulary: dict[str, Any], added: list[dict[str, Any]], message: str
 ) -> None:
     """A device has such files from its verifier, and counts ids from 0 on."""
-    with pytest.raises(VocabularyError, match=rf"tokenizer\.json: {message}"):
+    with pytest.raises(ModelFolderError, match=rf"tokenizer\.json: {message}"):
         fingerprint(tmp_path, vocabulary, added)
 
 
 def test_files_that_nest_too_deep_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("[" * 100_000)
-    with pytest.raises(VocabularyError, match=r"tokenizer\.json: not readable as JSON"):
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json: not readable as JSON"):
         vocabulary_fingerprint(tmp_path / "tokenizer.json")
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ModelFolderError, match=r"config\.json: not readable as JSON"):

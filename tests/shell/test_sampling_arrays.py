@@ -19,8 +19,8 @@ from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, nois
 from edgespec.sampling.arrays import (
     Workspace,
     best_candidates,
-    gumbel_row,
     least_bits,
+    row_bits,
 )
 from edgespec.sampling.arrays import gumbel as array_gumbel
 from edgespec.sampling.arrays import noise_bits as array_noise_bits
@@ -169,7 +169,7 @@ def expected(logits: Values, params: SamplingParams, position: int, width: int) 
         inside = inside[: int(np.searchsorted(mass, params.top_p * mass[-1])) + 1]
     if params.min_p > 0.0:
         inside = inside[scores[inside] >= np.float32(np.log(params.min_p))]
-    perturbed = scores + gumbel_row(params.seed, position, scores.size)
+    perturbed = scores + array_gumbel(row_bits(params.seed, position, scores.size))
     outside = np.setdiff1d(ranked, inside)
 
     def best(ids: np.ndarray[Any, np.dtype[np.intp]]) -> list[int]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,7 @@ def read_manifest(folder: Path) -> DraftManifest:
     data.pop("kept_count", None)  # of older exports
     try:
         model = ModelInfo(**data.pop("model"))
-        eos = tuple(int(token) for token in model.eos_token_ids)
-        model = ModelInfo(
-            str(model.name), str(model.vocabulary), model.vocabulary_size, model.context_length, eos
-        )
+        model = replace(model, eos_token_ids=tuple(int(token) for token in model.eos_token_ids))
         manifest = DraftManifest(model=model, **data)
     except (TypeError, ValueError, KeyError) as error:
         raise DraftModelError(f"{path}: {error}") from error

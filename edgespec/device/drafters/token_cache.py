@@ -107,18 +107,15 @@ class TokenCache:
         return len(self._tokens)
 
 
-# --------------------------------------------------------------------------------------------
-# Which tokens of a growing text a draft model holds keys and values of: the last ones.
-#
-# Rows are counted from the window's first token on, so a position inside the model is never beyond
-# the window's size, however long the text is. A text that outgrows the window slides it: the second
-# half of what may be held is fed again from row 0 (its keys were rotated for other positions), and
-# as many tokens fit until the next time. A token so costs one more token of prefill on average.
-
-
 class DraftWindow:
-    """The rows of one sequence: row ``i`` is the token at position ``first + i``; ``held`` rows are
-    valid. ``size`` is the most there may be."""
+    """Which tokens of a growing text a draft model holds keys and values of: the last ones. Row
+    ``i`` is the token at position ``first + i``; ``held`` rows are valid, at most ``size``.
+
+    So a position inside the model is never beyond the window's size, however long the text is. A
+    text that outgrows the window slides it: the second half of what may be held is fed again from
+    row 0 (its keys were rotated for other positions), and as many tokens fit until the next time.
+    A token so costs one more token of prefill on average.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -138,10 +135,6 @@ class DraftWindow:
         elif keep_length < self.first or length - self.first > self.size:
             self.first, self.held = max(0, length - max(1, self.size // 2)), 0
         return self.first + self.held
-
-
-# --------------------------------------------------------------------------------------------
-# A drafter that wraps another one has twins where that has them.
 
 
 def twin_of(drafter: Drafter) -> Drafter:

@@ -6,7 +6,6 @@ refused by name; ``Checkpoint`` reads tensors of ``*.safetensors`` one at a time
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MODEL_TYPES = (
-    "gemma2",
-    "gemma3_text",
-    "granite",
-    "llama",
-    "mistral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-)
+from edgespec.models.folders import DRAFT_MODEL_TYPES, read_json
+
 _GEMMA = ("gemma2", "gemma3_text")
 _WINDOWED = ("mistral", "phi3", *_GEMMA)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -111,10 +101,12 @@ class DecoderShape:
 def read_shape(folder: Path) -> DecoderShape:
     """Raises ``CheckpointError`` naming the field and the value for anything unsupported."""
     path = folder / "config.json"
-    config = _read_json(path)
+    config = read_json(path)
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise CheckpointError(f"{path}: model_type {model_type!r} is not one of {MODEL_TYPES}")
+    if model_type not in DRAFT_MODEL_TYPES:
+        raise CheckpointError(
+            f"{path}: model_type {model_type!r} is not one of {DRAFT_MODEL_TYPES}"
+        )
     gemma = model_type in _GEMMA
     usual = "gelu_pytorch_tanh" if gemma else "silu"
     act = config.get("hidden_activation") or config.get("hidden_act") or usual
@@ -276,37 +268,22 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
-    return value
-
-
-# --------------------------------------------------------------------------------------------
-# A family's checkpoint as that of a plain decoder: what can be folded into weights, is.
-#
-# * Phi-3 stores queries, keys and values as one matrix, gate and up as another: they are cut.
-# * Gemma's norms multiply by 1 + weight: the 1 is added.
-# * A factor on embeddings (Gemma, Granite) would need the table twice where the head shares it.
-# Instead the whole stream is kept that many times too small: what is added to it is divided by the
-# factor, and norms of the stream, which no factor changes, take an epsilon that is smaller by its
-# square (``DecoderShape.stream_epsilon``).
-# * A factor on branches (Granite) goes into their last matrix, a divisor of logits into the last
-# norm.
-
-
 _LAST_MATRICES = (".self_attn.o_proj.", ".mlp.down_proj.")
 _BRANCH_NORMS = (".post_attention_layernorm.", ".post_feedforward_layernorm.")
 
 
 class FamilyWeights:
-    """``Checkpoint``, under the names and with the meaning that Llama's tensors have."""
+    """``Checkpoint``, under the names and with the meaning that Llama's tensors have.
+
+    * Phi-3 stores queries, keys and values as one matrix, gate and up as another: they are cut.
+    * Gemma's norms multiply by 1 + weight: the 1 is added.
+    * A factor on embeddings (Gemma, Granite) would need the table twice where the head shares it.
+      Instead the whole stream is kept that many times too small: what is added to it is divided by
+      the factor, and norms of the stream, which no factor changes, take an epsilon that is smaller
+      by its square (``DecoderShape.stream_epsilon``).
+    * A factor on branches (Granite) goes into their last matrix, a divisor of logits into the last
+      norm.
+    """
 
     def __init__(self, checkpoint: Checkpoint, shape: DecoderShape) -> None:
         self._checkpoint, self._shape = checkpoint, shape

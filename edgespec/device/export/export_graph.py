@@ -33,9 +33,6 @@ from onnx import TensorProto, helper
 from edgespec.device.export.checkpoint import Checkpoint, DecoderShape, FamilyWeights
 from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix, quantize_matrix
 
-# --------------------------------------------------------------------------------------------
-# What goes into a draft graph of ours, and what comes out of it.
-
 
 def graph_signature(
     shape: DecoderShape,
@@ -63,20 +60,16 @@ def graph_signature(
     return inputs, outputs
 
 
-# --------------------------------------------------------------------------------------------
-# Rotary position tables for the graph: cos and sin of position times frequency.
-#
-# Frequencies follow Su et al. 2021 (RoFormer) with theta from the config; ``linear`` divides
-# positions by a factor (Chen et al. 2023), ``llama3`` stretches only the long wavelengths, with a
-# linear blend between two wavelength limits (Llama 3.1 model card), ``yarn`` blends by how often a
-# dimension turns within the original context and makes the attention sharper by a factor on both
-# tables (Peng et al. 2023, section 3).
-
-
 def rope_tables(
     rope: Mapping[str, Any], head_dim: int, context_length: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(cos, sin), float32 [context_length, head_dim / 2] each.
+    """(cos, sin) of position times frequency, float32 [context_length, head_dim / 2] each.
+
+    Frequencies follow Su et al. 2021 (RoFormer) with theta from the config; ``linear`` divides
+    positions by a factor (Chen et al. 2023), ``llama3`` stretches only the long wavelengths, with a
+    linear blend between two limits (Llama 3.1 model card), ``yarn`` blends by how often a dimension
+    turns within the original context and sharpens the attention by a factor on both tables (Peng
+    et al. 2023, section 3).
 
     The product is taken in float32, as the reference implementation does: at long positions a
     float64 product would differ from what the model was trained with.
@@ -153,26 +146,17 @@ def _yarn_sharpness(rope: Mapping[str, Any]) -> float:
     return scale(1.0)
 
 
-# --------------------------------------------------------------------------------------------
-# Attention heads of a size that the runtime's kernel takes, with the same results.
-#
-# ``GroupQueryAttention`` with rotary positions wants head sizes that are multiples of 16. A head of
-# another size d is widened to the next multiple P by entries that are zero in queries, keys and
-# values, so no product changes. Rotation pairs entry i with entry i + P / 2, so each half of the
-# head is widened by itself: entry i of the first half stays, entry d / 2 + i moves to P / 2 + i.
-#
-# Three numbers would change with the size and are corrected: the attention's scale stays 1 /
-# sqrt(d); a norm over the head (Qwen3) divides by the mean over P entries instead of d, so its
-# weight is multiplied by sqrt(d / P) and its epsilon by d / P.
-
-
-HEAD_MULTIPLE = 16
-
-
 def padded_head_dim(head_dim: int) -> int:
-    """The smallest size that the kernel takes and that holds ``head_dim`` (even) entries; 24 gives
-    32."""
-    return -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    """The smallest size P that the kernel takes and that holds ``head_dim`` (d, even) entries:
+    ``GroupQueryAttention`` with rotary positions wants multiples of 16.
+
+    A head is widened by entries that are zero in queries, keys and values, so no product changes.
+    Rotation pairs entry i with entry i + P / 2, so each half is widened by itself: entry d / 2 + i
+    moves to P / 2 + i. Three numbers would change with the size and are corrected: the attention's
+    scale stays 1 / sqrt(d); a norm over the head (Qwen3) divides by the mean over P entries instead
+    of d, so its weight is multiplied by sqrt(d / P) and its epsilon by d / P.
+    """
+    return -(-head_dim // 16) * 16
 
 
 def pad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
