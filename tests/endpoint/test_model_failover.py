@@ -21,8 +21,8 @@ from tests.endpoint.test_models import (
     text,
     text_of,
 )
-from tests.shell.adapted_toy import AdaptedToy
 from tests.shell.failing_verifiers import STEADY
+from tests.shell.fake_vllm import adapted_toy
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, serving
 
@@ -34,7 +34,7 @@ class Held:
     """A verifier's target with the adapter, which dies in the middle of a text."""
 
     def __init__(self) -> None:
-        self.target = GatedTarget(AdaptedToy({"sql": SQL}), 10)
+        self.target = GatedTarget(adapted_toy({"sql": SQL}), 10)
 
     async def fail_over(self, live: Live, gate: Gate, port: int | None) -> None:
         """Let another one take its place once it holds the text up."""
@@ -73,7 +73,7 @@ async def behind_a_gate(*targets: Any, **more: Any) -> AsyncIterator[tuple[Live,
 async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
     """The verifier came back with a newer adapter: what was begun is not mixed with it."""
     held = Held()
-    both = held.target, AdaptedToy({"sql": POETRY}, mark="newer")
+    both = held.target, adapted_toy({"sql": POETRY}, "newer")
     few = replace(PATIENT, max_streams_without_token=3)
     async with behind_a_gate(*both, reconnect=few) as (live, gate, ports):
         asked = {**ASKED, "model": "sql", "stream": True}
@@ -96,10 +96,10 @@ async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
 async def test_a_text_goes_on_where_the_same_adapter_is() -> None:
     """The nearest verifier has none of that name, and another one of the same name is another."""
     async with contextlib.AsyncExitStack() as stack:
-        held = GatedTarget(AdaptedToy({"sql": SQL}), 10)
+        held = GatedTarget(adapted_toy({"sql": SQL}), 10)
         stack.callback(held.gate.set)
-        other = AdaptedToy({"sql": POETRY}, mark="newer")
-        targets = held, AdaptedToy({}), other, AdaptedToy({"sql": SQL})
+        other = adapted_toy({"sql": POETRY}, "newer")
+        targets = held, adapted_toy({}), other, adapted_toy({"sql": SQL})
         gates = []
         for target in targets:
             address, _ = await stack.enter_async_context(serving(target))

@@ -26,7 +26,7 @@ from tests.endpoint.live_endpoint import (
     ask,
     over_verifiers,
 )
-from tests.shell.adapted_toy import AdaptedToy
+from tests.shell.fake_vllm import adapted_toy
 from tests.shell.live_verifier import serving, toy_text
 
 TEXT = ToyTokenizer()
@@ -64,7 +64,7 @@ async def text(live: Live, model: str) -> str:
 
 @contextlib.asynccontextmanager
 async def over_adapters(target: Any = None, **more: Any) -> AsyncIterator[Live]:
-    async with serving(target or AdaptedToy(ADAPTERS)) as (address, _):
+    async with serving(target or adapted_toy(ADAPTERS)) as (address, _):
         async with over_verifiers(address, **more) as live:
             yield live
 

@@ -108,11 +108,22 @@ class FakeVllm:
         return self._random.random() < self._whims
 
 
-def fake_target(engine: FakeVllm | None = None, max_sessions: int = 64) -> VllmTarget:
+def fake_target(
+    engine: FakeVllm | None = None, max_sessions: int = 64, mark: str = "toy"
+) -> VllmTarget:
+    """``mark`` is a part of its fingerprints."""
     engine = engine or FakeVllm()
     size, eos = engine.model.vocabulary_size, engine.model.eos_token
     info = ModelInfo(
-        "toy", f"toy-{size}", size, CONTEXT_LENGTH, () if eos is None else (eos,), "toy"
+        "toy", f"toy-{size}", size, CONTEXT_LENGTH, () if eos is None else (eos,), mark
     )
-    adapters = [replace(info, name=name, fingerprint=f"{name}-on-toy") for name in engine.adapters]
+    adapters = [
+        replace(info, name=name, fingerprint=f"{name}-on-{mark}") for name in engine.adapters
+    ]
     return VllmTarget(engine, info, max_sessions, adapters=adapters)
+
+
+def adapted_toy(adapters: Mapping[str, ToyModel], mark: str = "toy") -> VllmTarget:
+    engine = FakeVllm(whims=0.1)
+    engine.adapters.update(adapters)
+    return fake_target(engine, mark=mark)

@@ -13,20 +13,13 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from edgespec.config import VerifierConfig
-from edgespec.core.ports import (
-    CacheShape,
-    ModelInfo,
-    PassRequest,
-    PassResult,
-    TargetModel,
-    adapters_of,
-    use_adapter,
-)
+from edgespec.core.ports import PassRequest, PassResult, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.wire.access import ServerAccess
 from tests.sources import ROOT
 
@@ -63,33 +56,14 @@ def toy_text(
     return tokens[len(prompt) :]
 
 
-class GatedTarget:
+class GatedTarget(PacedTarget):
     """A target that lets ``free_passes`` sampling passes through and then waits for ``gate``."""
 
     def __init__(self, inner: TargetModel, free_passes: int) -> None:
-        self._inner, self._left = inner, free_passes
+        super().__init__(inner, 0.0, 0.0)
+        self._left = free_passes
         self.gate = threading.Event()
         self.reached = threading.Event()
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._inner.info
-
-    @property
-    def cache(self) -> CacheShape | None:
-        return self._inner.cache
-
-    @property
-    def adapters(self) -> tuple[ModelInfo, ...]:
-        return adapters_of(self._inner)
-
-    def use_adapter(self, key: str, name: str) -> None:
-        use_adapter(self._inner, key, name)
-
-    def open(
-        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
-    ) -> None:
-        self._inner.open(key, prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         if any(request.sample for request in batch):
@@ -98,13 +72,7 @@ class GatedTarget:
                 self.gate.wait()
             else:
                 self._left -= 1
-        return self._inner.forward(batch)
-
-    def keep(self, key: str, nodes: Sequence[int]) -> None:
-        self._inner.keep(key, nodes)
-
-    def close(self, key: str) -> None:
-        self._inner.close(key)
+        return super().forward(batch)
 
 
 def environment() -> dict[str, str]:

@@ -16,7 +16,7 @@ from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
-from tests.shell.adapted_toy import AdaptedToy
+from tests.shell.fake_vllm import adapted_toy
 from tests.shell.live_verifier import environment, nobody, serving, toy_text
 from tests.sources import ROOT
 
@@ -34,7 +34,7 @@ async def text(agent: Agent, model: str = "") -> str:
 
 
 async def test_one_agent_takes_a_model_for_each_text() -> None:
-    async with serving(AdaptedToy({"sql": SQL})) as (address, _):
+    async with serving(adapted_toy({"sql": SQL})) as (address, _):
         async with edgespec.connect(address, draft="toy") as agent:
             assert [one.name for one in await agent.models()] == ["toy", "sql"]
             names = ["", "sql", "toy", "sql", ""]
@@ -53,7 +53,7 @@ async def test_one_agent_takes_a_model_for_each_text() -> None:
 
 async def test_who_serves_what_is_told_by_those_that_answer() -> None:
     with nobody() as away:
-        async with serving(AdaptedToy({"sql": SQL})) as (address, _):
+        async with serving(adapted_toy({"sql": SQL})) as (address, _):
             async with edgespec.connect([away, address], draft="toy") as agent:
                 assert [one.name for one in await agent.models()] == ["toy", "sql"]
         for addresses in (away, [away, away.replace("127.0.0.1", "localhost")]):
@@ -68,7 +68,7 @@ async def test_who_serves_what_is_told_by_those_that_answer() -> None:
 async def test_a_chat_goes_on_with_another_model() -> None:
     lines = "hello\n/model sequel\n/model sql\nagain\n/model\n/model toy\nonce more\n"
     options = ("--draft", "toy", "-n", "12", "--set", "sampling.ignore_eos=true")
-    async with serving(AdaptedToy({"sql": SQL})) as (address, _):
+    async with serving(adapted_toy({"sql": SQL})) as (address, _):
         command = (sys.executable, "-m", "edgespec", "chat", "--verifier", address, *options)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(

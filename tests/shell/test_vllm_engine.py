@@ -1,7 +1,7 @@
 """The real vLLM behind the real daemon. Skipped where vLLM is not installed: ``make unit-vllm``.
 
 Oracle: this project's own engine on the same model, in float32. The suite's tests of the same code
-on a stand-in are in ``test_vllm_target.py``.
+on a stand-in are in ``test_vllm.py``.
 """
 
 from __future__ import annotations

