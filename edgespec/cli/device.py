@@ -43,7 +43,6 @@ _MEANINGS = {
     TokenKind.CORRECTED: "corrected: the draft said otherwise",
     TokenKind.DECODED: "decoded: by the target alone",
 }
-
 _ENDINGS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length (max_tokens)",
@@ -119,27 +118,6 @@ class JsonView:
 
     def end(self) -> None:
         return
-
-
-@dataclass(slots=True)
-class ScoredView:
-    """``inner``, and in the end one line a token on stderr: its log-probability, its text, and the
-    ids and log-probabilities of the likeliest tokens."""
-
-    inner: View
-    _lines: list[str] = field(default_factory=list)
-
-    def show(self, chunk: Chunk) -> None:
-        self.inner.show(chunk)
-        for piece, token, score in zip(chunk.pieces, chunk.tokens, chunk.logprobs, strict=False):
-            top = " ".join(f"{one}:{logprob:.4f}" for one, logprob in score.top)
-            self._lines.append(f"{score.logprob:9.4f}  {token:6} {piece.text!r}  {top}")
-
-    def end(self) -> None:
-        self.inner.end()
-        for line in self._lines:
-            print(line, file=sys.stderr)
-        self._lines.clear()
 
 
 @dataclass(slots=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-)
+from rich.progress import Progress
 
 from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.config import ConfigError
@@ -91,7 +87,9 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
 
         folder = resolve_model(source, Role.TARGET)
         check_checkpoint(folder)
-        with _placed(out) as work, _bar() as progress:
+        layers = Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True))
+        with _placed(out) as work, layers:
+            bar = layers.add_task("layers", total=None)
             manifest = export_draft(
                 folder,
                 work,
@@ -101,7 +99,7 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
                 token_count=token_count(folder),
                 kv_type=kv_type,
                 trained_length=trained_length(folder),
-                progress=progress,
+                progress=lambda done, all_: layers.update(bar, completed=done, total=all_),
             )
     typer.echo(
         f"{out}: {manifest.layers} layers, {manifest.bits} bits, {_graph_bytes(out) / 1e6:.1f} MB,"
@@ -164,19 +162,3 @@ def _placed(out: Path) -> Iterator[Path]:
         if out.is_dir():
             out.rmdir()  # it is empty
         work.rename(out)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, on a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("layers", total=None)
-
-        def show(done: int, layers: int) -> None:
-            bar.update(task, completed=done, total=layers)
-            if done == layers:
-                bar.update(task, description="writing")
-
-        yield show

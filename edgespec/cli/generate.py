@@ -11,7 +11,6 @@ import typer
 
 from edgespec.cli.device import (
     JsonView,
-    ScoredView,
     TextView,
     View,
     check_prompt,
@@ -75,7 +74,7 @@ Logprobs = Annotated[
         max=MAX_LOGPROBS,
         show_default=False,
         metavar="N",
-        help="Show the N likeliest of each token",
+        help="Print JSON, with the N likeliest of each token",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -104,7 +103,8 @@ def generate(
     """
     set_up_logging(settings.log_level, settings.log_format)
     settings = _held(settings, json_schema, grammar)
-    run(_generate(settings, _prompt(prompt), _view(json_lines, logprobs), stats, logprobs))
+    view = JsonView() if json_lines or logprobs else TextView(use_color())
+    run(_generate(settings, _prompt(prompt), view, stats, logprobs))
 
 
 def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
@@ -147,13 +147,6 @@ def _read(option: str, path: Path, most: int) -> str:
         raise ConfigError(f"{option} {path}: is not UTF-8: {error}") from None
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
-
-
-def _view(json_lines: bool, logprobs: int) -> View:
-    if json_lines:
-        return JsonView()
-    text = TextView(use_color())
-    return ScoredView(text) if logprobs else text
 
 
 async def _generate(

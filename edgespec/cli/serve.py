@@ -24,17 +24,15 @@ from edgespec.cli.running import (
     stoppable,
     trace_to,
 )
-from edgespec.config import AgentConfig, ConfigError, DraftSection
+from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError, is_loopback, needs
-from edgespec.core.device.goodput_policy import DEFAULT_POLICY
+from edgespec.core.device.memory import MIB
 from edgespec.core.ports import LinkError
-from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.messages import RunAhead, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, borrows_tokenizer
 from edgespec.device.build import (
-    LOOKUP,
-    NONE,
     PromptTokenizer,
     build_agent,
     connect,
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
     from edgespec.endpoint.service import Endpoint
 
 
-_MIB = 1 << 20
 _MOST_NAMED = 8
 _AGAIN_S = 2.0
 _LOOK_EVERY_S = 0.2
@@ -243,27 +240,20 @@ def _sampling(config: AgentConfig) -> SamplingParams:
 
 
 def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:
-    """Five lines: what was chosen, and why."""
+    """What was chosen, a line each."""
+    endpoint, draft, policy = config.endpoint, config.draft, config.policy
+    memory = machine_memory()
+    budget = f"at most {draft.memory_budget}" if draft.memory_budget else "no budget"
+    beside = ", and guesses from the text" if draft.lookup else ""
+    ahead = "" if policy.run_ahead is RunAhead.NEVER else ", the verifier runs ahead"
+    who = "this machine" if is_loopback(endpoint.host) else f"all that reach {endpoint.host}"
     return [
-        f"  draft     {_draft(config)}",
-        *(f"  verifier  {_verifier(config, status)}" for status in watch.statuses),
-        f"  memory    {_memory(config)}",
-        f"  policy    {_policy(config)}",
-        f"  clients   {_clients(config, has_key)}",
+        f"  draft     {draft.model}{beside}; policy {policy.name.value}{ahead}",
+        *(f"  verifier  {_verifier(config, one)}" for one in watch.statuses),
+        f"  memory    {budget}; {memory.resident // MIB} MiB held, {memory.available // MIB} free",
+        f"  clients   {who}, {'with the key' if has_key else 'no key'};"
+        f" {endpoint.max_concurrent} texts at a time, {endpoint.max_queue} requests may wait",
     ]
-
-
-def _draft(config: AgentConfig) -> str:
-    model = config.draft.model
-    if model == NONE:
-        return "none: the verifier's text is only streamed"
-    if model == LOOKUP:
-        return "lookup: guesses from the text itself, no model"
-    why = "as asked for"
-    if model == DraftSection().model:
-        why = "the small one that comes with edgespec; --draft takes others"
-    beside = ", and guesses from the text" if config.draft.lookup else ""
-    return f"{model}{beside} ({why}); its vocabulary has to be the verifier's"
 
 
 def _waiting(config: AgentConfig) -> str:
@@ -275,51 +265,16 @@ def _verifier(config: AgentConfig, status: VerifierPresence) -> str:
     from edgespec.endpoint.models import Presence, context_of
 
     if status.presence is Presence.READY and status.info is not None:
-        rtt_ms = (status.rtt_s or 0.0) * 1e3
+        names = [one.name for one in status.info.served]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         return (
-            f"{status.address}: serves {_names(status.info)}, context"
-            f" {context_of(status.info)}, answered in {rtt_ms:.0f} ms"
+            f"{status.address}: serves {', '.join(names[:_MOST_NAMED])}{more}, context"
+            f" {context_of(status.info)}, answered in {(status.rtt_s or 0.0) * 1e3:.0f} ms"
         )
     if status.presence is Presence.AWAY:
         first, second = no_verifier(status.address, LinkError(status.why)).splitlines()[:2]
         return f"{first}; {_waiting(config)}; {second.strip()}"
     return f"{status.address}: of no use: {status.why}"
-
-
-def _names(info: VerifierInfo) -> str:
-    """The model, and its adapters as far as there is room."""
-    shown = [one.name for one in info.served[:_MOST_NAMED]]
-    more = len(info.served) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
-
-
-def _memory(config: AgentConfig) -> str:
-    memory = machine_memory()
-    budget = config.draft.memory_budget
-    bound = f"a budget of {budget}" if budget else "no budget (--memory-budget sets one)"
-    return (
-        f"{bound}; this process holds {memory.resident // _MIB} MiB,"
-        f" {memory.available // _MIB} MiB are free"
-    )
-
-
-def _policy(config: AgentConfig) -> str:
-    policy = config.policy
-    usual = policy.name is DEFAULT_POLICY
-    why = "drafts what saves more than it costs" if usual else "as asked for"
-    ahead = "; the verifier decodes on by itself when no guess is there"
-    return f"{policy.name.value} ({why}){'' if policy.run_ahead.value == 'never' else ahead}"
-
-
-def _clients(config: AgentConfig, has_key: bool) -> str:
-    settings = config.endpoint
-    who = "this machine" if is_loopback(settings.host) else f"whoever reaches {settings.host}"
-    key = "with the key" if has_key else "no key"
-    pages = ", ".join(settings.allow_origins) or "none"
-    return (
-        f"{who}, {key}; web pages: {pages}; {settings.max_concurrent} texts at a time,"
-        f" {settings.max_queue} requests may wait"
-    )
 
 
 def _url(host: str, port: int) -> str:
