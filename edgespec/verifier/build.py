@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError, needs
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 def pool_budget(limits: LimitsSection) -> PoolBudget | None:
-    """None where ``limits`` count tokens instead."""
     from edgespec.verifier.targets.pool_size import PoolBudget
 
     if not limits.kv_budget and limits.gpu_memory_utilization is None:
@@ -134,7 +133,7 @@ def load_target(config: VerifierConfig) -> TargetModel:
         return target
     from edgespec.verifier.targets.paced import PacedTarget
 
-    return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
+    return cast(TargetModel, PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms))
 
 
 def target_mode(target: TargetModel) -> str:
@@ -147,7 +146,6 @@ def target_mode(target: TargetModel) -> str:
 
 
 def model_name(config: VerifierConfig) -> str:
-    """What devices may ask for: the name given, the folder's, or the reference itself."""
     if config.name:
         return config.name
     path = Path(os.path.expanduser(config.model))

@@ -77,7 +77,6 @@ class ConstraintDesk:
     async def prepared(
         self, request: Open, peer: str, credential: Credential = ANYBODY
     ) -> Open | Fault:
-        """The request with a constraint that can be kept, or why there is none."""
         constraint = request.sampling.constraint
         if constraint is None or self._read is None:
             return request

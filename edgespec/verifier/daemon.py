@@ -70,7 +70,6 @@ class Backlog:
 
     @property
     def empty(self) -> bool:
-        """Whether its reader has taken all."""
         return not self._messages
 
     @property
@@ -269,7 +268,6 @@ class Verifier:
 
     @property
     def info(self) -> VerifierInfo:
-        """What is served and how busy this verifier is, now."""
         engine = self.engine
         bound = engine.engine_limits.max_sessions
         pass_us = round((engine.pass_s or 0.0) * 1e6)

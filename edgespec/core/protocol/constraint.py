@@ -76,13 +76,11 @@ class Constraint:
 
 
 def allows(mask: bytes, token: int) -> bool:
-    """Whether ``mask`` has the bit of ``token``."""
     place = token >> 3
     return place < len(mask) and bool(mask[place] >> (token & 7) & 1)
 
 
 def mask_of(tokens: Iterable[int]) -> bytes:
-    """The mask that has these bits and no others."""
     bits = 0
     for token in tokens:
         bits |= 1 << token

@@ -155,7 +155,6 @@ class AcceptanceEstimator:
             hits[rank] += 1.0
 
     def rate(self, rank: int) -> float:
-        """Estimated probability that the choice of this rank is the target's token."""
         if rank >= len(self.prior):
             return self.prior[-1] / 2
         hits, trials = (self.hits[rank], self.trials[rank]) if self.hits else (0.0, 0.0)

@@ -237,7 +237,6 @@ class ModelIdentity:
     fingerprint: str
     """Empty: one that does not tell it; then the name has to do."""
     context_length: int
-    """Prompt plus output, in tokens; 0: not told."""
 
     @classmethod
     def of(cls, opened: Opened) -> ModelIdentity:

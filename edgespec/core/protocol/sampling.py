@@ -58,7 +58,6 @@ def position_keys(seed: int, position: int) -> tuple[int, int]:
 
 
 def noise_bits(seed: int, position: int, token: int) -> int:
-    """32 hash bits of (seed, position, token)."""
     return keyed_bits(seed_key(seed), position, token)
 
 

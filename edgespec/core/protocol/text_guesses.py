@@ -64,7 +64,6 @@ class TextChances:
         self._trials = [0.0] * len(self.of)
 
     def note(self, cell: int, hit: bool) -> None:
-        """A guess of this cell was compared with the text."""
         self._trials[cell] = trials = self._trials[cell] * MEMORY + 1.0
         self._hits[cell] = hits = self._hits[cell] * MEMORY + hit
         self.of[cell] = (hits + self._prior_hits[cell]) / (trials + PRIOR_WEIGHT)
@@ -164,13 +163,11 @@ class PromptLookup:
         return self._places.get(pair, -1)
 
     def load(self, tokens: Sequence[int], end: int) -> None:
-        """Index the text up to ``end`` and find its match."""
         self._index(tokens, max(self.known, end - self._most_pairs), end)
         self.known = end
         self._search(tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Index the next token of the text and move its match on."""
         at = self.known
         if at >= 2:
             if len(self._places) >= self._most_pairs:

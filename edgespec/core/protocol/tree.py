@@ -65,7 +65,6 @@ MAX_COMMITTED_IDS = 4096
 
 class Growth(Enum):
     ALIVE = "alive"
-    """The node is part of the tree now."""
     FORWARDED = "forwarded"
     """The node agrees with tokens already committed."""
     STALE = "stale"

@@ -70,7 +70,6 @@ class CacheShape:
 
     @property
     def tokens(self) -> int:
-        """How many rows fit in all."""
         return self.block_count * self.block_tokens
 
 
@@ -139,11 +138,8 @@ class PassShape:
     """What a target can take of one pass; the defaults: whatever it is given."""
 
     trees: bool = True
-    """False: a session's nodes must be a chain."""
     max_nodes: int = 1 << 16
-    """Of one session."""
     max_rows: int = 1 << 16
-    """Of all sessions."""
 
 
 @statically_frozen

@@ -16,7 +16,6 @@ from edgespec.core.verifier.session import VerifySession
 
 
 def limits_of(credential: Credential, limits: Limits) -> Limits:
-    """The verifier's limits as they are for this credential: its context may be shorter."""
     own = credential.context_length
     return replace(limits, context_length=own) if 0 < own < limits.context_length else limits
 
@@ -130,7 +129,6 @@ class SessionSlots:
     def __init__(self, limits: EngineLimits, sessions: Mapping[str, VerifySession]) -> None:
         self._limits, self._sessions = limits, sessions
         self.credential_of: dict[str, Credential] = {}
-        """Whose each session is, by key."""
         self._peer_of: dict[str, str] = {}
         self._asked_at: dict[str, float] = {}
         """By the keys of sessions that were refused, in the order of the first time."""
@@ -138,7 +136,6 @@ class SessionSlots:
         self._entered_at: float | None = None
 
     def take(self, key: str, peer: str, credential: Credential, now: float) -> None:
-        """The session now counts for the peer and the credential."""
         self._peer_of[key], self.credential_of[key] = peer, credential
         self._asked_at.pop(key, None)
         if self._entered_at is not None:
@@ -146,7 +143,6 @@ class SessionSlots:
         self._entered_at = now
 
     def free(self, key: str) -> None:
-        """The session is over."""
         self._peer_of.pop(key, None)
         self.credential_of.pop(key, None)
 

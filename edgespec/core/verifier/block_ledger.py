@@ -56,19 +56,15 @@ class BlockLedger:
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Sessions that hold at least one block."""
         return tuple(self._tables)
 
     def table(self, key: str) -> tuple[int, ...]:
-        """The blocks of a session in the order of its positions; empty if it holds none."""
         return tuple(self._tables.get(key, ()))
 
     def held(self, key: str) -> int:
-        """How many blocks a session holds."""
         return len(self._tables.get(key, ()))
 
     def holder_count(self, block: int) -> int:
-        """How many sessions hold the block."""
         return self._holders[block]
 
     def writable(self, block: int) -> bool:
@@ -76,7 +72,6 @@ class BlockLedger:
         return self._holders[block] == 1 and block not in self._name_of
 
     def blocks_for(self, length: int) -> int:
-        """How many blocks ``length`` rows fill."""
         return -(-length // self.block_tokens)
 
     def missing(self, key: str, length: int) -> int:
@@ -113,7 +108,6 @@ class BlockLedger:
     # --- names -----------------------------------------------------------------------------
 
     def find(self, name: bytes) -> int | None:
-        """The block of this name; None if there is none."""
         return self._block_of.get(name)
 
     def publish(self, key: str, place: int, name: bytes) -> None:
@@ -173,7 +167,6 @@ class SharePrefixes(Enum):
 
     ALL = "all"
     CREDENTIAL = "credential"
-    """Those that showed the same key (``credential.py``)."""
     NONE = "none"
 
 

@@ -108,7 +108,6 @@ class PrefixSharing:
         names.published = count
 
     def forget(self, key: str) -> None:
-        """The session is over."""
         self._names.pop(key, None)
 
     def _take(self, key: str, names: BlockNames, place: int) -> int:
@@ -142,7 +141,6 @@ class CacheKeeper:
     ) -> None:
         self.ledger = ledger
         self.evictions = 0
-        """How often a session had to give up its blocks."""
         self.preemptions = 0
         """Of these, how often one that had work."""
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
@@ -217,7 +215,6 @@ class CacheKeeper:
             self.ledger.withdraw(key)
 
     def release(self, key: str) -> None:
-        """The session is over."""
         if self._sharing is not None:
             self._sharing.forget(key)
         if self.ledger is not None:

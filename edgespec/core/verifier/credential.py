@@ -23,13 +23,11 @@ class Credential:
     """For logs and metrics; not secret. Empty: the device showed no key."""
     max_sessions: int = 0
     context_length: int = 0
-    """Prompt plus output of one session, in tokens."""
     tokens_per_s: float = 0.0
     """Committed tokens of all its sessions together, in the long run."""
     priority: int = 0
     """Sessions of a higher priority get room in a pass first."""
     models: tuple[str, ...] = ()
-    """Names of models it may use; empty: all."""
 
 
 ANYBODY = Credential()
@@ -40,7 +38,6 @@ DIGEST_BYTES = 32
 
 
 def digest(key: str) -> bytes:
-    """What a ring keeps of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -90,7 +87,6 @@ class KeyRing:
         return len(self._keys)
 
     def credential(self, key: str) -> Credential | None:
-        """Whose key it is; None: nobody's."""
         shown, found = digest(key), None
         for of_key, credential in self._keys.values():
             if hmac.compare_digest(of_key, shown):
@@ -98,7 +94,6 @@ class KeyRing:
         return found
 
     def changes(self, newer: KeyRing) -> KeyChanges:
-        """What ``newer`` differs in."""
         mine, theirs = self._keys, newer._keys
         kept = {name for name in mine.keys() & theirs.keys() if mine[name][0] == theirs[name][0]}
         return KeyChanges(

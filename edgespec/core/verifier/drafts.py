@@ -63,11 +63,8 @@ class RunAheadView:
     idle_since: float
     """When the session last committed, or was opened."""
     pass_s: float
-    """Expected length of a pass."""
     expected_at: float | None
-    """When the next useful draft should arrive; None if unknown."""
     no_draft_coming: bool
-    """The device said that no draft is coming."""
     hit_rate: float = 0.0
     """How often a pass with drafts found the target's token among their first nodes."""
     runs_anyway: bool = False
@@ -149,7 +146,6 @@ class DraftInbox:
         self._waiting_since: float | None = None
 
     def reset(self, drafting: bool) -> None:
-        """A new stream: ids start over and nothing is outstanding."""
         self.tree.clear()
         self.no_draft_coming, self._waiting_since = not drafting, None
 

@@ -67,7 +67,6 @@ class SessionRegistry:
         self._trees = engine_limits.trees
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
-        """Whose each session is, by key."""
         self._guesses = ServedDraftsMaker() if engine_limits.server_drafts else None
         self._cached: set[str] = set()
         """Sessions for which the target holds a sequence."""
@@ -151,7 +150,6 @@ class SessionRegistry:
             self.sessions[key].device.behind = True
 
     def caught_up(self, stream: int) -> None:
-        """It has left."""
         if (key := self.key_of.get(stream)) is not None:
             self.sessions[key].device.behind = False
             self.touched.setdefault(key)
@@ -250,7 +248,6 @@ class Containment:
         return None if self._suspect is None else self._suspect[2]
 
     def batch_failed(self, failure: ee.BatchFailed, now: float) -> None:
-        """A pass failed: blame a session, or find out."""
         batch = self._scheduler.finish(now)
         for session, request in batch.parts:
             key = request.key
@@ -295,7 +292,6 @@ class Containment:
         self._registry.end(key, Fault(code, why, retry_after_s=1.0))
 
     def give_up(self, why: str) -> None:
-        """End everything."""
         self.broken = why
         for key in tuple(self._registry.sessions):
             self._registry.end(key, RESTARTS)
@@ -346,7 +342,6 @@ class VerifyEngine:
 
     @property
     def broken(self) -> str | None:
-        """Why this verifier serves nobody any more; None while it does."""
         return self._containment.broken
 
     @property
@@ -362,7 +357,6 @@ class VerifyEngine:
 
     @property
     def running(self) -> bool:
-        """Whether the target is at work, or about to be."""
         return self._scheduler.running is not None or self._containment.probing_since is not None
 
     @property
@@ -409,7 +403,6 @@ class VerifyEngine:
         return actions
 
     def _owner_of(self, key: str) -> str:
-        """Sessions with equal owners may use each other's cached prefixes."""
         # What an adapter has computed is of no use to another one.
         adapter = self.registry.adapter_of(key)
         if self.engine_limits.share_prefixes is SharePrefixes.ALL:

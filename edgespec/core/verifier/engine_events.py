@@ -45,8 +45,6 @@ class EngineLimits:
 
 @statically_frozen
 class StreamOpened:
-    """A stream's first message."""
-
     stream: int
     request: Open
     peer: str = ""
@@ -56,16 +54,12 @@ class StreamOpened:
 
 @statically_frozen
 class StreamMessage:
-    """Any later message of a stream."""
-
     stream: int
     message: Draft | Received | Cancel
 
 
 @statically_frozen
 class StreamLost:
-    """The device let go, or the link broke."""
-
     stream: int
 
 
@@ -82,8 +76,6 @@ class BatchDone:
 
 @statically_frozen
 class StreamCaughtUp:
-    """All that a stream of ``BatchDone.behind`` was to be sent has left."""
-
     stream: int
 
 
@@ -138,8 +130,6 @@ EngineEvent = (
 
 @statically_frozen
 class SendTo:
-    """Hand this message to the stream, in order."""
-
     stream: int
     message: Downlink
 
@@ -166,8 +156,6 @@ class OpenSequence:
 
 @statically_frozen
 class CloseSequence:
-    """Free it again."""
-
     key: str
 
 
@@ -181,8 +169,6 @@ class KeepNodes:
 
 @statically_frozen
 class RunBatch:
-    """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``."""
-
     requests: tuple[PassRequest, ...]
 
 
@@ -200,7 +186,6 @@ class ReportFailure:
     key: str
     details: str
     stream: int | None = None
-    """The stream it had, if it had one."""
 
 
 @statically_frozen

@@ -147,12 +147,10 @@ class Fairness:
         return slopes is None or account.left_s >= self._session_s(slopes)
 
     def over_rate(self, key: str) -> bool:
-        """Whether the session waits for its credential's rate, as far as the last line tells."""
         account = self._accounts.get(self._of(key).name)
         return account is not None and account.left_tokens < -_TOKEN
 
     def count(self, key: str, rows: int, *, prompt: bool) -> None:
-        """The session takes part with so many rows."""
         account = self._accounts[self._credential_of.get(key, ANYBODY).name]
         account.left_tokens -= 1.0
         if prompt:
@@ -170,11 +168,9 @@ class Fairness:
         self._took_s.add(sessions, rows - sessions, took_s)
 
     def note_rows(self, rows: int) -> None:
-        """A session that decodes had so many rows in a pass."""
         self._rows.add(rows)
 
     def spend(self, key: str, tokens: int, now: float) -> None:
-        """The session committed so many tokens."""
         account = self._accounts.get(self._credential_of.get(key, ANYBODY).name)
         if account is not None and account.bucket is not None:
             account.bucket.take(tokens, now)
@@ -196,7 +192,6 @@ class Fairness:
         return left_out < AGE_PASSES, -self._of(key).priority
 
     def _account(self, key: str, now: float) -> Account:
-        """The account of the session's credential, with the limits that it has now."""
         credential = self._of(key)
         account = self._accounts.get(credential.name)
         if account is None:

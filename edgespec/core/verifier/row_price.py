@@ -129,7 +129,6 @@ class PricedShare:
         return self._share.get(0.0) if self._waits else 1.0
 
     def note_pass(self, started_at: float, now: float) -> None:
-        """A pass of the session that began at ``started_at`` commits ``now``."""
         before, self._committed_at = self._committed_at, now
         if self._waits and before is not None and now > before:
             self._share.add(min(1.0, (now - started_at) / (now - before)))

@@ -35,8 +35,6 @@ from edgespec.core.verifier.session_events import Offer
 
 @statically_frozen
 class Batch:
-    """A pass that is running: each session with its part."""
-
     started_at: float
     parts: tuple[tuple[VerifySession, PassRequest], ...]
 
@@ -64,7 +62,6 @@ class Forming:
 
 
 def decodes(session: VerifySession) -> bool:
-    """Whether the session's text moves on by the next pass."""
     return session.missing_rows == 1
 
 
@@ -122,7 +119,6 @@ class PrefillBudget:
 
     @property
     def rows(self) -> int:
-        """Prompt rows that a pass may carry beside decoding sessions."""
         return self._budget // 2 if self._halve else self._budget
 
     def _affordable(self, arriving: float, pace: float) -> int:
@@ -158,12 +154,10 @@ class PromptLoad:
         self._counts[credential] += rows
 
     def rows_per_s(self, now: float) -> float:
-        """The load as of now."""
         self._turn(now)
         return self._median / SLOT_S
 
     def _turn(self, now: float) -> None:
-        """Close the slots that are over."""
         if self._slot_ends_at is None or now >= self._slot_ends_at + SLOTS * SLOT_S:
             self._slots.extend([0] * SLOTS)
             self._counts.clear()
@@ -192,7 +186,6 @@ class PromptLine:
 
     @property
     def rows(self) -> int:
-        """Prompt rows that the next pass may carry beside decoding sessions."""
         return self._budget.rows
 
     def order(self, missing: Mapping[str, int], now: float) -> list[str]:
@@ -206,7 +199,6 @@ class PromptLine:
         return sorted(missing, key=lambda key: ((since[key] - now) / missing[key], missing[key]))
 
     def forget(self, key: str) -> None:
-        """The session is over, or its prompt is fed."""
         self._since.pop(key, None)
 
     def note(
@@ -250,7 +242,6 @@ class PassScheduler:
 
     @property
     def pass_s(self) -> float | None:
-        """Moving average of the passes that sampled; None before the first."""
         return self._price.pass_s
 
     @property
@@ -391,7 +382,6 @@ class PassScheduler:
         return request.with_blocks(table)
 
     def finish(self, now: float, target_s: float | None = None) -> Batch:
-        """The pass is over, well or badly; ``target_s`` as in ``BatchDone``."""
         assert self.running is not None
         batch, self.running = self.running, None
         self.passes += 1
@@ -416,7 +406,6 @@ class PassScheduler:
 
     @property
     def row_price(self) -> int:
-        """``least_chance`` in thousandths, as commits tell it."""
         return min(MAX_PRICE, round(MAX_PRICE * self.least_chance))
 
     def run_alone(self, key: str) -> None:

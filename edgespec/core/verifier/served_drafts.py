@@ -62,7 +62,6 @@ class Proposal:
     for -1."""
 
     position: int = 0
-    """How long the text was."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)

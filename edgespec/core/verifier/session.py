@@ -57,7 +57,6 @@ class Attachment:
         self.behind = False
         """Whether what it was to be sent before the last pass still waits to leave."""
         self.spoke_at = now
-        """When the device was last sent something."""
         self.received = length
         """The device holds all tokens before this position."""
         self._echo: tuple[int, float] | None = None
@@ -67,7 +66,6 @@ class Attachment:
         return self.detached_at is None
 
     def attach(self, length: int, now: float) -> None:
-        """A stream opened, and its device holds ``length`` tokens."""
         self.detached_at, self.unread_since, self._echo = None, None, None
         self.behind = False
         self.received, self.spoke_at = length, now
@@ -123,7 +121,6 @@ class ScoreKeeper:
         self._kept += [rows[row] for row in (0, *(1 + node for node in nodes))[:count]]
 
     def acknowledged(self, position: int) -> None:
-        """The device holds all tokens before ``position``."""
         while self._kept and self._position < position:
             self._kept.popleft()
             self._position += 1

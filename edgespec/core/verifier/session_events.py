@@ -12,8 +12,6 @@ from edgespec.core.statically_frozen import statically_frozen
 
 @statically_frozen
 class Attach:
-    """A stream of this session opened (the first, or one after a broken link)."""
-
     request: Open
 
 
@@ -28,7 +26,6 @@ class Offer:
 
     max_rows: int
     pass_s: float
-    """How long the pass is expected to take."""
     least_chance: float = 0.0
     """Draft nodes less likely to be right do not pay for their row."""
     runs_anyway: bool = False
@@ -96,8 +93,6 @@ VerifyEvent = (
 
 @statically_frozen
 class Send:
-    """Hand this message to the session's stream."""
-
     message: Downlink
 
 
@@ -137,8 +132,6 @@ READY, PASSING, FINISHED = VerifyState
 
 @statically_frozen
 class RunningPass:
-    """A session's part of the pass that is running."""
-
     request: PassRequest
     started_at: float
     queue_s: float

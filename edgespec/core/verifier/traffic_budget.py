@@ -37,7 +37,6 @@ class ShareLimits:
     """Rates are costs a second."""
 
     rate: float
-    """Of all payers together."""
     least_rate: float
     """Of each, however many there are."""
     burst: float = 256.0
@@ -57,7 +56,6 @@ class _Account:
     filled_at: float
     spent_at: float
     spent: float = 0.0
-    """In this slot."""
 
 
 class FairShares:
@@ -80,7 +78,6 @@ class FairShares:
         assert 0.0 <= limits.first <= limits.burst
         self.limits = limits
         self.share = limits.rate
-        """Costs a second that each payer may have now."""
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
         """Who has spent least lately comes first."""
         self._slot_began_at = now
@@ -233,7 +230,6 @@ class TokenBucket:
         self._rate, self._burst, self._level, self._at = rate, burst, burst, now
 
     def level(self, now: float) -> float:
-        """Tokens at hand; negative: a debt."""
         return self.take(0.0, now)
 
     def take(self, amount: float, now: float) -> float:
@@ -271,8 +267,6 @@ def without_keys(limits: UplinkLimits) -> UplinkLimits:
 
 
 class Wait(Enum):
-    """For whose sake a stream is not read for a while."""
-
     STREAM = "stream"
     """Its own: it sent more than one stream may."""
     CREDENTIAL = "credential"
@@ -301,7 +295,6 @@ class UplinkBudget:
         self._most_debt = limits.max_total_debt_s * limits.total_message_rate
 
     def open(self, now: float, payer: str = "") -> StreamBudget:
-        """The budget of a new stream, full; what it costs is charged to ``payer``."""
         return StreamBudget(self, now, payer)
 
     def turn(self, payer: str, now: float, most_s: float) -> float:
@@ -313,7 +306,6 @@ class UplinkBudget:
         return wait_s
 
     def take(self, now: float) -> None:
-        """Count one message of any stream."""
         if self._total.take(1.0, now) < 0.0:
             self._total.limit_debt(self._most_debt)
 
@@ -372,8 +364,6 @@ class StreamBudget:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """The budget of calls. Rates are per second."""
-
     peer_rate: float
     peer_burst: float
     total_rate: float
@@ -422,7 +412,6 @@ class CallBudget:
 
     @property
     def peer_count(self) -> int:
-        """Peers remembered."""
         return len(self._peers)
 
     def turn(self, peer: str, now: float, payer: str | None = None) -> float:
@@ -454,5 +443,4 @@ class CallBudget:
 
 
 def _wait_after(bucket: TokenBucket, rate: float, now: float) -> float:
-    """How long one would wait who took one token now."""
     return max(0.0, (1.0 - bucket.level(now)) / rate)

@@ -55,7 +55,6 @@ class CanonicalGroup:
     positions: torch.Tensor | None = None
     """int64 [padded], for layers with a window."""
     least_position: int = 0
-    """Of the rows."""
 
     def windowed(self, window: int) -> CanonicalGroup:
         """The same rows, seeing no key ``window`` positions or more behind them. Tiles of which no
@@ -89,8 +88,6 @@ class CanonicalAttention:
 
 @dataclass(slots=True)
 class CanonicalLayout:
-    """One pass in canonical mode."""
-
     groups: tuple[CanonicalGroup, ...]
     last_position: int
     _windowed: tuple[int, tuple[CanonicalGroup, ...]] | None = None
@@ -205,7 +202,6 @@ def _easy_groups(
 
 
 def _tuples(tensors: Sequence[torch.Tensor], size: int) -> Iterable[tuple[torch.Tensor, ...]]:
-    """So many at a time."""
     return zip(*[iter(tensors)] * size, strict=True)
 
 

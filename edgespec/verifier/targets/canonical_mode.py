@@ -218,13 +218,11 @@ _TRIED_KEYS = KEY_TILE + 40
 @dataclass(frozen=True, slots=True)
 class HeadShape:
     heads: int
-    """Query heads."""
     kv_heads: int
     head_dim: int
 
 
 def head_shape(loaded: LoadedModel) -> HeadShape:
-    """The heads of the model's attention."""
     config = loaded.model.config
     heads = int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -238,7 +236,6 @@ class CanonicalModeError(ValueError):
 @dataclass(frozen=True, slots=True)
 class CanonicalMode:
     tiles: RowTiles | None
-    """None when nothing holds."""
     failures: tuple[str, ...]
     """Why each base that was tried before does not hold."""
 

@@ -76,7 +76,6 @@ def _unknown_type(config: Any) -> str:
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters of the model, or of each of its kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     if _LAYER_TYPES.isdisjoint(rope):
         yield rope
@@ -173,7 +172,6 @@ def prepare_format(path: str, config: Any, *, on_cpu: bool) -> str:
 
 
 def not_loaded(path: str, method: str, error: Exception) -> UnsupportedModelError:
-    """What to raise when transformers refused to load a quantised checkpoint."""
     return UnsupportedModelError(
         f"{path}: the checkpoint is quantised as {method!r}, and transformers cannot load it on "
         f"this machine: {error}"

@@ -126,8 +126,6 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupedLayout:
-    """One pass, in groups."""
-
     groups: list[AttentionGroup]
     buffers: list[torch.Tensor]
     """For gathered keys and values, [slots, row width]; used again by the next layer and pass."""
@@ -286,7 +284,6 @@ def _side_by_side(rows: BatchRows, order: Indices, key_limit: int) -> list[Atten
 
 
 _Picked = tuple[torch.Tensor | slice, torch.Tensor | None, torch.Tensor | None]
-"""``rows``, ``real`` and ``goal`` of a group."""
 
 
 def _picked(packed: Indices, sessions: list[int], device: torch.device) -> _Picked:
@@ -308,7 +305,6 @@ def _picked_of(packed: Indices, real: npt.NDArray[np.bool_], device: torch.devic
 def _key_slots(
     rows: BatchRows, sessions: Indices, key_limit: int
 ) -> tuple[torch.Tensor | None, int]:
-    """``key_slots`` and ``first_slot`` of a group."""
     slots = rows.key_slots(sessions, key_limit)
     if len(sessions) == 1:
         first = int(slots[0, 0])

@@ -48,7 +48,6 @@ class BlockTables:
         self._free: list[int] = []
 
     def take(self) -> int:
-        """A row without blocks."""
         if self._free:
             return self._free.pop()
         self._tables.append(())
@@ -124,14 +123,10 @@ Slots = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class CachedSequence:
-    """One sequence's share of the pool."""
-
     prompt_length: int
     sampling: SamplingParams
     table: int
-    """Its row of ``KvPool.tables``."""
     blocks: tuple[int, ...] = ()
-    """Its table in the last pass."""
     bare: bool = False
     """Whether that came from the pool's own ledger."""
     text: Sequence[int] = ()
@@ -205,7 +200,6 @@ class KvPool:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values, all layers."""
         sides, layers, _, width = self._data.shape
         return sides * layers * width * self._data.element_size()
 
@@ -289,7 +283,6 @@ class KvPool:
             self.tables.write(sequence.table, sequence.blocks)
 
     def commit(self, request: PassRequest) -> None:
-        """``commit_all`` of one request."""
         self.commit_all(PassBatch.of([request]))
 
     def commit_all(self, batch: PassBatch) -> None:
@@ -325,7 +318,6 @@ class KvPool:
             self._own.trim(key, len(sequence.tokens))
 
     def table_rows(self, batch: PassBatch) -> Indices:
-        """[sessions]: each session's row of ``tables``."""
         sequences = self._sequences
         return np.array([sequences[key].table for key in batch.keys])
 

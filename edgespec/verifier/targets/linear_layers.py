@@ -125,12 +125,10 @@ def pack_model(model: Any) -> int:
 
 
 def is_packed(model: Any) -> bool:
-    """Whether any layer of ``model`` is packed."""
     return any(isinstance(part, PackedLinear) for part in model.modules())
 
 
 def unpack_model(model: Any) -> int:
-    """Undo ``pack_model``; how many layers were packed."""
     parts = list(model.named_modules())
     for name, part in parts:
         if isinstance(part, NarrowEmbedding):

@@ -96,7 +96,6 @@ def _read(
     quantize: str,
     share: StageShare | None,
 ) -> Any:
-    """The model with all its weights, or the share of them, on ``device``, in evaluation mode."""
     method = prepare_format(path, config, on_cpu=device.type == "cpu")
     if method and quantize:
         raise UnsupportedModelError(

@@ -5,19 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from edgespec.core.ports import (
-    ModelInfo,
-    PassRequest,
-    PassResult,
-    PassShape,
-    TargetModel,
-    adapters_of,
-    pass_shape,
-    use_adapter,
-)
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import CacheShape
+from edgespec.core.ports import PassRequest, PassResult, TargetModel
 
 # A coarse sleep may oversleep by a scheduler tick, so the last stretch is slept in small steps.
 _COARSE_MARGIN_S = 1e-3
@@ -28,9 +18,6 @@ class PacedTarget:
     """``inner`` with a pass that takes ``base_ms + per_row_ms * rows`` in all; one in which every
     request is prefill takes ``per_row_ms * rows``, because it is compute-bound. A pass of the
     wrapped target that takes longer stays as long as it is."""
-
-    emulated = True
-    description = "emulated pass time"
 
     def __init__(
         self,
@@ -50,29 +37,8 @@ class PacedTarget:
         self._sleep = sleep
         self._clock = clock
 
-    @property
-    def info(self) -> ModelInfo:
-        return self.inner.info
-
-    @property
-    def pass_shape(self) -> PassShape:
-        return pass_shape(self.inner)
-
-    @property
-    def cache(self) -> CacheShape | None:
-        return self.inner.cache
-
-    def open(
-        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
-    ) -> None:
-        self.inner.open(key, prompt_length, sampling, text)
-
-    @property
-    def adapters(self) -> tuple[ModelInfo, ...]:
-        return adapters_of(self.inner)
-
-    def use_adapter(self, key: str, name: str) -> None:
-        use_adapter(self.inner, key, name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         end_s = self._clock() + self.pass_s(batch)
@@ -80,14 +46,7 @@ class PacedTarget:
         self._wait_until(end_s)
         return results
 
-    def keep(self, key: str, nodes: Sequence[int]) -> None:
-        self.inner.keep(key, nodes)
-
-    def close(self, key: str) -> None:
-        self.inner.close(key)
-
     def pass_s(self, batch: Sequence[PassRequest]) -> float:
-        """How long a pass over ``batch`` shall take."""
         rows = sum(request.row_count for request in batch)
         base_s = self._base_s if any(request.sample for request in batch) else 0.0
         return base_s + self._per_row_s * rows

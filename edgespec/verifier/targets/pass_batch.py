@@ -34,7 +34,6 @@ class TreeShape:
     line: npt.NDArray[np.bool_]
     """[nodes, nodes]: True where the second is the first itself or an ancestor of it."""
     depth: int
-    """The largest of ``depths``."""
 
 
 def tree_shape(parents: tuple[int, ...]) -> TreeShape:
@@ -81,13 +80,9 @@ class PassBatch(Sequence[PassRequest]):
     trees: tuple[TreeShape | None, ...]
     """None for a request without nodes."""
     cached: Indices
-    """[sessions]: ``cache_length``."""
     fed: Indices
-    """[sessions]."""
     node_counts: Indices
-    """[sessions]."""
     has_nodes: bool
-    """Whether any request has nodes."""
 
     @classmethod
     def of(cls, requests: Sequence[PassRequest]) -> PassBatch:

@@ -25,8 +25,6 @@ from edgespec.verifier.targets.row_tiles import RowTiles
 
 @dataclass(frozen=True, slots=True)
 class SessionRows:
-    """One request, laid out."""
-
     request: PassRequest
     first_row: int
     positions: Indices
@@ -52,7 +50,6 @@ class BatchRows:
     counts: Indices
     """[sessions]: rows."""
     first_rows: Indices
-    """[sessions]."""
     bases: Indices
     """[sessions]: key index of the first node, which is the length of the text with the feed."""
     lengths: Indices
@@ -61,7 +58,6 @@ class BatchRows:
     own_keys: Indices
     """[rows]: key index of the row itself."""
     positions: Indices
-    """[rows]."""
 
     @property
     def trees(self) -> tuple[TreeShape | None, ...]:
@@ -79,7 +75,6 @@ class BatchRows:
         return self.pool.tables.key_slots(self.tables[sessions], count)
 
     def session(self, index: int) -> SessionRows:
-        """One session by itself."""
         first, length = int(self.first_rows[index]), int(self.lengths[index])
         positions = self.positions[first : first + int(self.counts[index])]
         slots = self.pool.tables.slots_of(self.tables[index : index + 1], np.arange(length))
@@ -87,7 +82,6 @@ class BatchRows:
 
 
 def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
-    """All rows of reserved requests."""
     batch = PassBatch.of(requests)
     tables = pool.table_rows(batch)
     pool.tables.extend(tables, batch.ends)
@@ -178,8 +172,6 @@ class LayerStates:
 
 
 class AttentionLayout(Protocol):
-    """One pass, laid out."""
-
     def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
         """[rows, heads, head_dim] in the type of the query; what rows of padding hold is of no
         meaning, but finite."""
@@ -200,11 +192,8 @@ class PassPlan:
     row_count: int
     """Rows that are not padding."""
     tokens: torch.Tensor
-    """int64 [1, padded]."""
     positions: torch.Tensor
-    """int64 [1, padded]."""
     write_slots: torch.Tensor
-    """int64 [row_count]."""
     sampled_rows: torch.Tensor
     """int64 [padded]: rows whose logits are wanted."""
     sampled_count: int

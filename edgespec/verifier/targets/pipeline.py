@@ -58,8 +58,6 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """What a stage is started with."""
-
     rank: int
     """In the process group. Rank r > 0 is the r-th stage, rank 0 is the last."""
     stages: int
@@ -67,7 +65,6 @@ class StageOptions:
     """Where the stages meet, on the loopback interface."""
     delay_s: float
     target: dict[str, Any]
-    """Arguments of ``TorchTarget``."""
 
 
 def pipeline_target(

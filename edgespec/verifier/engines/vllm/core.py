@@ -27,8 +27,6 @@ _HERE: Final = "edgespec.verifier.engines.vllm"
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """``flags`` are vLLM's own, as on its command line."""
-
     model: str
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -63,10 +61,8 @@ class VllmCore:
         self._adapters = self._loaded(options.adapters)
         self._scheduler = self._core.scheduler
         self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
-        """Of one step."""
 
     def _loaded(self, adapters: Sequence[Adapter]) -> dict[str, Any]:
-        """vLLM's requests for them, by name."""
         from vllm.lora.request import LoRARequest
 
         requests: dict[str, Any] = {"": None}

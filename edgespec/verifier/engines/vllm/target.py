@@ -41,8 +41,6 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What came of it."""
-
     computed: int
     """Tokens whose keys and values vLLM holds, of the text as it was before the step."""
     tokens: tuple[int, ...] = ()
@@ -57,8 +55,6 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter (LoRA) of the model."""
-
     name: str
     folder: Path
     """As PEFT writes it: ``adapter_config.json`` and ``adapter_model.safetensors``."""
@@ -121,7 +117,6 @@ class KnownText:
         self._rows: tuple[int, ...] = ()
 
     def take(self, stepped: Stepped) -> None:
-        """A step is over."""
         self.computed = stepped.computed
         if not stepped.tokens:
             return
@@ -199,7 +194,6 @@ class _Sequence:
     known: KnownText | None = None
     adapter: str = ""
     failure: str = ""
-    """Why it cannot go on; empty: it can."""
 
 
 class VllmTarget:
@@ -222,7 +216,6 @@ class VllmTarget:
         self.mode, self.adapters = mode, tuple(adapters)
         self.pass_shape = PassShape(trees=False, max_nodes=max_nodes, max_rows=max_rows)
         self.steps = 0
-        """Steps of vLLM so far."""
         self._engine, self._info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
 

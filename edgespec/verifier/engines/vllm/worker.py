@@ -23,7 +23,6 @@ from edgespec.sampling.tensors import SampleBlock, TokenCounts, choose_tokens, s
 EXTRA = "edgespec"
 """Under this name a request's ``extra_args`` say how to choose its tokens."""
 Row = tuple[tuple[int, ...], tuple[TokenScore, ...], str]
-"""Targets, scores, and why there are none."""
 
 
 class NoProposer:
@@ -72,8 +71,6 @@ def leaving_reason(path: Path, start: Callable[..., None]) -> Callable[..., None
 
 
 class _Text:
-    """What is known of one request, for its penalties."""
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.params = sampling_of(arguments)
         self._prompt_length = int(arguments["prompt_length"])
