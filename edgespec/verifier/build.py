@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError, needs
@@ -133,7 +133,7 @@ def load_target(config: VerifierConfig) -> TargetModel:
         return target
     from edgespec.verifier.targets.paced import PacedTarget
 
-    return cast(TargetModel, PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms))
+    return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
 
 
 def target_mode(target: TargetModel) -> str:
