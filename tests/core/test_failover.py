@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -220,8 +221,6 @@ def _all_refused(why: str, count: int) -> bool:
     return len(re.findall(final, why)) == count
 
 
-# --- replicas behind one name -----------------------------------------------------------------
-
 NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
 
 CONVERSATIONS = [conversation_named(f"chat {number}") for number in range(600)]
@@ -336,3 +335,56 @@ def test_a_load_of_long_ago_keeps_nobody_away() -> None:
     found.handle(ev.ProbeAnswered(first, full, 0.01), 0.0)
     assert found.handle(ev.Wanted(1, 100, conversation), 1.0) == (ev.Dial(1, second),)
     assert found.handle(ev.Wanted(2, 100, conversation), 60.0) == (ev.Dial(2, first),)
+
+
+# --- a generation names a model that not every verifier has -------------------------------------
+
+SQL = replace(MODEL, name="sql", fingerprint="sql-1")
+
+
+def told_by(address: str, rtt_s: float, *adapters: object) -> ev.ProbeAnswered:
+    info = VerifierInfo(MODEL, Limits(), 0, 8, 20_000, adapters)  # type: ignore[arg-type]
+    return ev.ProbeAnswered(address, info, rtt_s)
+
+
+def asked(near: tuple[object, ...] = (), far: tuple[object, ...] = (SQL,)) -> Failover:
+    """Both have answered; ``a`` is nearer."""
+    found = Failover(FailoverPolicy(), Association.LOWEST_DELAY, 1)
+    found.handle(ev.Known(("a", "b")), 0.0)
+    found.handle(told_by("a", 0.01, *near), 0.0)
+    found.handle(told_by("b", 0.2, *far), 0.0)
+    return found
+
+
+def breakers(found: Failover) -> list[object]:
+    return [one.breaker.state for one in found.candidates.listed.values()]
+
+
+def test_a_verifier_is_not_kept_out_for_a_model_that_it_lacks() -> None:
+    """It is asked what it has by now; the generation goes elsewhere, others go on there."""
+    found = asked(near=(SQL,))
+    assert found.handle(ev.Wanted(1, model="sql"), 0.0) == (ev.Dial(1, "a"),)
+    found.handle(ev.Dialed(1, "a"), 0.1)
+    refused = ev.Refused(1, FaultCode.UNKNOWN_MODEL, "unknown model 'sql'")
+    probe, leave = found.handle(refused, 0.2)
+    assert probe == ev.Probe("a")
+    assert isinstance(leave, ev.Leave)
+    assert (leave.again_s, leave.retryable) == (0.0, True)
+    assert breakers(found) == [CLOSED, CLOSED]
+    assert found.handle(ev.Wanted(1, model="sql"), 0.2) == (ev.Dial(1, "b"),)
+    assert found.handle(ev.Wanted(2), 0.2) == (ev.Dial(2, "a"),)
+    found.handle(told_by("a", 0.01), 0.3)
+    assert found.handle(ev.Wanted(3, model="sql"), 0.4) == (ev.Dial(3, "b"),)
+
+
+def test_a_name_that_nobody_has_is_the_end() -> None:
+    found = asked()
+    refused = "unknown model 'sequel'"
+    leaves = []
+    for address in ("a", "b"):
+        assert found.handle(ev.Wanted(1, model="sequel"), 0.0) == (ev.Dial(1, address),)
+        found.handle(ev.Dialed(1, address), 0.1)
+        event = ev.Refused(1, FaultCode.UNKNOWN_MODEL, refused)
+        leaves += [one for one in found.handle(event, 0.2) if isinstance(one, ev.Leave)]
+    assert [one.retryable for one in leaves] == [True, False]
+    assert leaves[-1].why == f"a: {refused}; b: {refused}"

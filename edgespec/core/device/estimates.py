@@ -14,7 +14,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage, SlopeEstimator
+from edgespec.core.protocol.estimators import (
+    AcceptanceEstimator,
+    DecayedRate,
+    MovingAverage,
+    SlopeEstimator,
+)
 from edgespec.core.protocol.messages import MAX_PRICE, Commit
 from edgespec.core.protocol.sampling import SamplingParams
 
@@ -35,14 +40,13 @@ class GuessChances:
     the two models and on whether they sample, and outlives a generation."""
 
     def __init__(self) -> None:
-        self._hits = [[0.0] * CELLS for _ in range(_RANKS)]
-        self._trials = [[0.0] * CELLS for _ in range(_RANKS)]
+        self._rates = [
+            [DecayedRate(_MEMORY, _PRIOR_WEIGHT) for _ in range(CELLS)] for _ in range(_RANKS)
+        ]
 
     def add(self, rank: int, logprob: float, *, hit: bool) -> None:
         """A position was decided at which the choice of this rank had this log-probability."""
-        cell, row = _cell(rank, logprob), min(rank, _LAST)
-        self._hits[row][cell] = self._hits[row][cell] * _MEMORY + hit
-        self._trials[row][cell] = self._trials[row][cell] * _MEMORY + 1.0
+        self._rates[min(rank, _LAST)][_cell(rank, logprob)].add(hit)
 
     def chance(self, rank: int, logprob: float, rate: float) -> float:
         """Formula: (hits + 6 * rate) / (trials + 6) of the guesses of this rank in the same cell,
@@ -50,9 +54,8 @@ class GuessChances:
         Cells are tenths for first choices, halvings for others. Where 60 second choices held for
         0.01 were tried and none was right, and second choices are right at 0.1: 0.6 / 66 = 0.009.
         """
-        cell, row = _cell(rank, logprob), rank if rank < _LAST else _LAST
-        hits, trials = self._hits[row][cell], self._trials[row][cell]
-        return (hits + _PRIOR_WEIGHT * rate) / (trials + _PRIOR_WEIGHT)
+        row = rank if rank < _LAST else _LAST
+        return self._rates[row][_cell(rank, logprob)].rate(rate)
 
 
 def _cell(rank: int, logprob: float) -> int:

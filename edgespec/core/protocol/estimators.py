@@ -124,6 +124,28 @@ class PlaneEstimator:
         return slope, slope
 
 
+class DecayedRate:
+    """How often something was right of late.
+
+    Formula: (hits + prior * weight) / (trials + weight), where both lose a share 1 - ``memory`` at
+    each trial. With a prior of 0.8 that counts for 4 trials, 2 hits in 4 give about
+    (2 + 3.2) / (4 + 4) = 0.65.
+    """
+
+    __slots__ = ("_hits", "_memory", "_trials", "_weight")
+
+    def __init__(self, memory: float, weight: float) -> None:
+        self._hits = self._trials = 0.0
+        self._memory, self._weight = memory, weight
+
+    def add(self, hit: bool) -> None:
+        self._trials = self._trials * self._memory + 1.0
+        self._hits = self._hits * self._memory + hit
+
+    def rate(self, prior: float) -> float:
+        return (self._hits + prior * self._weight) / (self._trials + self._weight)
+
+
 @dataclass(slots=True)
 class AcceptanceEstimator:
     """How often the draft's choice of each rank is the target's token.

@@ -25,6 +25,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from edgespec.core.protocol.estimators import DecayedRate
+
 # --- chances --------------------------------------------------------------------------------
 
 MEMORY: Final = 0.98
@@ -59,14 +61,12 @@ class TextChances:
     def __init__(self, everybodys: TextChances | None = None) -> None:
         self._everybodys = everybodys
         self.of: list[float] = list(_FIRST if everybodys is None else everybodys.of)
-        self._prior_hits = [prior * PRIOR_WEIGHT for prior in self.of]
-        self._hits = [0.0] * len(self.of)
-        self._trials = [0.0] * len(self.of)
+        self._priors = tuple(self.of)
+        self._rates = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.of]
 
     def note(self, cell: int, hit: bool) -> None:
-        self._trials[cell] = trials = self._trials[cell] * MEMORY + 1.0
-        self._hits[cell] = hits = self._hits[cell] * MEMORY + hit
-        self.of[cell] = (hits + self._prior_hits[cell]) / (trials + PRIOR_WEIGHT)
+        self._rates[cell].add(hit)
+        self.of[cell] = self._rates[cell].rate(self._priors[cell])
         if self._everybodys is not None:
             self._everybodys.note(cell, hit)
 

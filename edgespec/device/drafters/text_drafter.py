@@ -35,6 +35,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 from edgespec.core.ports import (
     PREFILL_CHUNK,
@@ -46,6 +47,7 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.constraint import Constraint, allows
+from edgespec.core.protocol.estimators import DecayedRate
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import (
     BEHIND,
@@ -66,7 +68,7 @@ TRUSTED = 0.5
 LEAST_WORTH = 0.025
 EXPLORE = 12
 NO_GUESS = -1
-_MEMORY, _PRIOR_WEIGHT = 0.98, 4.0
+_rate = partial(DecayedRate, memory=0.98, weight=4.0)
 # The model is taken to be so good until it was judged: its choices together, and its first.
 _MODEL_PRIOR, _FIRST_PRIOR = 0.8, 0.7
 
@@ -236,30 +238,12 @@ class TextGuesses:
         return best, best_position
 
 
-class Rate:
-    """How often something was right of late.
-
-    Formula: (hits + prior * 4) / (trials + 4), where both lose a share of 0.02 at each trial. With
-    a prior of 0.8, 2 hits in 4 trials give about (2 + 3.2) / (4 + 4) = 0.65.
-    """
-
-    def __init__(self) -> None:
-        self._hits = self._trials = 0.0
-
-    def note(self, hit: bool) -> None:
-        self._trials = self._trials * _MEMORY + 1.0
-        self._hits = self._hits * _MEMORY + hit
-
-    def value(self, prior: float) -> float:
-        return (self._hits + prior * _PRIOR_WEIGHT) / (self._trials + _PRIOR_WEIGHT)
-
-
 class ModelRates:
     """How good the model is beside guesses of each kind; it outlives a generation."""
 
     def __init__(self) -> None:
-        self._overall, self._first = Rate(), Rate()
-        self._of_kind: dict[int, Rate] = {}
+        self._overall, self._first = _rate(), _rate()
+        self._of_kind: dict[int, DecayedRate] = {}
         self._passed_over: dict[int, int] = {}
         """By kind: steps in a row that the model was not asked."""
 
@@ -268,8 +252,8 @@ class ModelRates:
         step behind a text that is the target's with the chance ``reach``. Asking counts."""
         if chance >= TRUSTED:
             return True
-        rate = self._of_kind.setdefault(kind, Rate())
-        its = rate.value(self._overall.value(_MODEL_PRIOR))
+        rate = self._of_kind.setdefault(kind, _rate())
+        its = rate.rate(self._overall.rate(_MODEL_PRIOR))
         if chance < its and reach * its >= LEAST_WORTH:
             return False
         passed_over = self._passed_over.get(kind, 0) + 1
@@ -278,16 +262,16 @@ class ModelRates:
 
     def chances(self, count: int) -> tuple[float, ...]:
         """Those of the model's choices."""
-        first = self._first.value(_FIRST_PRIOR)
-        rest = max(0.0, self._overall.value(_MODEL_PRIOR) - first)
+        first = self._first.rate(_FIRST_PRIOR)
+        rest = max(0.0, self._overall.rate(_MODEL_PRIOR) - first)
         return (first, *(rest,) * (count - 1))
 
     def note(self, kind: int, answers: tuple[int, ...], token: int) -> None:
         """What the model answered, and the target's token."""
         hit = token in answers
-        self._overall.note(hit)
-        self._first.note(token in answers[:1])
-        self._of_kind.setdefault(kind, Rate()).note(hit)
+        self._overall.add(hit)
+        self._first.add(token in answers[:1])
+        self._of_kind.setdefault(kind, _rate()).add(hit)
 
 
 class TextDrafter:
