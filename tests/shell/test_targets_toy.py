@@ -52,7 +52,7 @@ def test_what_the_cache_does_not_hold_is_an_error() -> None:
 def test_capacity_names_the_limit() -> None:
     target = _opened(max_sessions=1, max_cached_tokens=8, context_length=10)
     target.open("probe", 1, SamplingParams())
-    with pytest.raises(CapacityError, match="2 sessions open, limit 1"):
+    with pytest.raises(CapacityError, match="2 sessions are open, limit max_sessions 1"):
         target.open("t", 1, SamplingParams())
     target.close("probe")
     with pytest.raises(CapacityError, match="9 cached tokens wanted, limit 8"):

@@ -15,7 +15,7 @@ of its last pass lie behind them until ``keep`` or the next ``reserve``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.sampling.tensors import is_plain, to_device
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
+from edgespec.verifier.targets.pass_requests import SequenceText
 
 BLOCK_SIZE = 16
 Blocks = npt.NDArray[np.int64]
@@ -122,30 +123,13 @@ Slots = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class CachedSequence:
-    prompt_length: int
-    sampling: SamplingParams
-    table: int
+class CachedSequence(SequenceText):
+    table: int = 0
+    """Its row of ``KvPool.tables``."""
     blocks: tuple[int, ...] = ()
+    """Its table in the last pass."""
     bare: bool = False
     """Whether that came from the pool's own ledger."""
-    text: Sequence[int] = ()
-    """Committed tokens, as many as were ever known at once: some may have lost their blocks."""
-    tokens: list[int] = field(default_factory=list)
-    """Committed tokens whose keys are cached."""
-    nodes: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def cut(self, length: int) -> None:
-        """Of the committed tokens the first ``length`` are cached."""
-        if length < self.length and len(self.text) < self.length:
-            self.text = tuple(self.tokens)
-        del self.tokens[length:]
-        self.tokens += self.text[self.length : length]
 
 
 class KvPool:
@@ -174,7 +158,7 @@ class KvPool:
         """[2, keys] each: the same by slots, of tables that have changed since."""
         self.tables = BlockTables()
         self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
-        self._sequences: dict[str, CachedSequence] = {}
+        self.sequences: dict[str, CachedSequence] = {}
         self.special: set[str] = set()
         """Sequences whose tokens are not just the largest logits."""
 
@@ -203,24 +187,18 @@ class KvPool:
         sides, layers, _, width = self._data.shape
         return sides * layers * width * self._data.element_size()
 
-    @property
-    def session_count(self) -> int:
-        return len(self._sequences)
-
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
         """Start a sequence; it holds no block before its first pass. Raises ``ValueError`` when
         the key is in use."""
-        if key in self._sequences:
-            raise ValueError(f"sequence {key!r} is already open")
         table = self.tables.take()
-        self._sequences[key] = CachedSequence(prompt_length, sampling, table, text=text)
+        self.sequences[key] = CachedSequence(prompt_length, sampling, text, table=table)
         if not is_plain(sampling):
             self.special.add(key)
 
     def close(self, key: str) -> None:
-        sequence = self._sequences.pop(key, None)
+        sequence = self.sequences.pop(key, None)
         if sequence is not None:
             self.tables.give_back(sequence.table)
             self._own.release(key)
@@ -228,16 +206,16 @@ class KvPool:
 
     def sequence(self, key: str) -> CachedSequence:
         """Raises ``ValueError`` for a key that is not open."""
-        if key not in self._sequences:
+        if key not in self.sequences:
             raise ValueError(f"sequence {key!r} is not open")
-        return self._sequences[key]
+        return self.sequences[key]
 
     def cached_length(self, request: PassRequest) -> int:
         """How many tokens the request may find cached, of its session's passes or in its blocks.
         Raises as ``sequence`` does."""
         sequence = self.sequence(request.key)
         shared = len(sequence.text) if request.blocks else 0
-        return max(sequence.length, shared)
+        return max(len(sequence.tokens), shared)
 
     def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
         """By how many tokens the free room is too small for requests that bring no table."""
@@ -288,11 +266,11 @@ class KvPool:
     def commit_all(self, batch: PassBatch) -> None:
         """The pass has run: its fed tokens are cached, its nodes wait for ``keep``."""
         for key, feed in zip(batch.keys, batch.feeds, strict=True):
-            self._sequences[key].tokens += feed
+            self.sequences[key].tokens += feed
         if batch.has_nodes:
             for request in batch:
                 if request.tokens:
-                    sequence = self._sequences[request.key]
+                    sequence = self.sequences[request.key]
                     sequence.nodes, sequence.parents = request.tokens, request.parents
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
@@ -301,31 +279,24 @@ class KvPool:
         Raises ``ValueError`` when they are not such a path.
         """
         sequence = self.sequence(key)
-        drawn, parents, parent = sequence.nodes, sequence.parents, -1
-        for node in nodes:
-            if not 0 <= node < len(drawn) or parents[node] != parent:
-                raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
-            parent = node
-        if parent >= 0:
-            tokens, first = sequence.tokens, len(sequence.tokens)
+        if sequence.nodes or nodes:
+            first = len(sequence.tokens)
+            sequence.keep(key, nodes)
             for place, node in enumerate(nodes):
                 if node != place:
                     self._moves.append((sequence.table, first + node, first + place))
-            tokens += [drawn[node] for node in nodes]
-        if drawn:
-            sequence.nodes = sequence.parents = ()
         if sequence.bare:
             self._own.trim(key, len(sequence.tokens))
 
     def table_rows(self, batch: PassBatch) -> Indices:
-        sequences = self._sequences
+        sequences = self.sequences
         return np.array([sequences[key].table for key in batch.keys])
 
     def cached_lengths(self, batch: PassBatch) -> Indices:
         """[sessions]: tokens that the passes of each session have cached. Raises as ``sequence``
         does."""
         try:
-            found = [len(self._sequences[key].tokens) for key in batch.keys]
+            found = [len(self.sequences[key].tokens) for key in batch.keys]
         except KeyError as error:
             raise ValueError(f"sequence {error.args[0]!r} is not open") from None
         return np.array(found)

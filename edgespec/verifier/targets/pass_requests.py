@@ -6,11 +6,60 @@ one that is longer than the context; both name the session, the value and the li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from edgespec.core.ports import CapacityError, ModelInfo, ModelOutputError, PassRequest
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class SequenceText:
+    """What a target knows of one sequence's text."""
+
+    prompt_length: int
+    sampling: SamplingParams
+    text: Sequence[int] = ()
+    """Committed tokens, as many as were ever known at once: some may have lost their blocks."""
+    tokens: list[int] = field(default_factory=list)
+    """Committed tokens whose keys are cached."""
+    nodes: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    """The tree of the last pass, until it is kept or dropped."""
+
+    def cut(self, length: int) -> None:
+        """Of the committed tokens the first ``length`` are cached."""
+        if length < len(self.tokens) and len(self.text) < len(self.tokens):
+            self.text = tuple(self.tokens)
+        del self.tokens[length:]
+        self.tokens += self.text[len(self.tokens) : length]
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        """Commit ``nodes`` of the last pass and forget the others. Raises ``ValueError`` when they
+        are not a path from the root."""
+        drawn, parents, parent = self.nodes, self.parents, -1
+        for node in nodes:
+            if not 0 <= node < len(drawn) or parents[node] != parent:
+                raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
+            parent = node
+        self.tokens += [drawn[node] for node in nodes]
+        self.nodes = self.parents = ()
+
+
+def check_opening(
+    key: str, prompt_length: int, opened: Collection[str], max_sessions: int, info: ModelInfo
+) -> None:
+    """Raises ``ValueError`` for a key that is in use, and ``CapacityError``. There may be one more
+    than are served: the probe that finds out whether the target still works."""
+    if key in opened:
+        raise ValueError(f"sequence {key!r} is already open")
+    if len(opened) > max_sessions:
+        raise CapacityError(f"{len(opened)} sessions are open, limit max_sessions {max_sessions}")
+    if not 0 < prompt_length <= info.context_length:
+        raise CapacityError(
+            f"prompt of {prompt_length} tokens, limit 1 to {info.context_length} (context_length)"
+        )
 
 
 def check_batch(

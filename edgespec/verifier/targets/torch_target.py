@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
+from edgespec.core.ports import ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.sampling.tensors import (
@@ -40,7 +40,7 @@ from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
 from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_shape
 from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, plan_pass
-from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch
+from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
 from edgespec.verifier.targets.pipeline_stage import StageShare
 from edgespec.verifier.targets.pool_size import (
     PoolBudget,
@@ -177,17 +177,8 @@ class TorchTarget:
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        # One more than are served: the probe that finds out whether the target still works.
-        if self._pool.session_count > self._max_sessions:
-            raise CapacityError(
-                f"{self._pool.session_count} sessions are open, limit max_sessions "
-                f"{self._max_sessions}"
-            )
-        if not 0 < prompt_length <= self._info.context_length:
-            raise CapacityError(
-                f"prompt of {prompt_length} tokens, limit 1 to {self._info.context_length} "
-                "(context_length)"
-            )
+        opened, most = self._pool.sequences, self._max_sessions
+        check_opening(key, prompt_length, opened, most, self._info)
         self._pool.open(key, prompt_length, sampling, text)
         try:
             self._constrained.open(key, sampling)
@@ -313,7 +304,7 @@ class TorchTarget:
     def _sample_block(self, request: PassRequest) -> SampleBlock:
         """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""
         sequence = self._pool.sequence(request.key)
-        params, length = sequence.sampling, sequence.length
+        params, length = sequence.sampling, len(sequence.tokens)
         counts = None
         if params.penalised:
             counts = self._counts.of(

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, score_token
 from edgespec.core.toy_model import ToyModel
-from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch
+from edgespec.verifier.targets.pass_requests import (
+    ConstrainedRows,
+    SequenceText,
+    check_batch,
+    check_opening,
+)
 
 _EMPTY = -1
 _BEGINNING = 0
@@ -125,26 +129,6 @@ def _marks(known: Sequence[int], tokens: Sequence[int]) -> list[int]:
     return marks
 
 
-@dataclass(slots=True)
-class _Sequence:
-    prompt_length: int
-    sampling: SamplingParams
-    text: Sequence[int] = ()
-    """Committed tokens, as many as were ever known at once."""
-    tokens: list[int] = field(default_factory=list)
-    """Committed tokens in the cache."""
-    nodes: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    """Tree of the last pass, until it is kept or dropped."""
-
-    def cut(self, length: int) -> None:
-        """Of the committed tokens the first ``length`` are cached."""
-        if length < len(self.tokens) and len(self.text) < len(self.tokens):
-            self.text = tuple(self.tokens)
-        del self.tokens[length:]
-        self.tokens += self.text[len(self.tokens) : length]
-
-
 class ToyTarget:
     """``ports.TargetModel`` over a ``ToyModel``, standard library only. With ``cache`` its cache is
     a real one, whose tables come with the requests; else ``max_cached_tokens`` bounds it."""
@@ -172,7 +156,7 @@ class ToyTarget:
         self._max_cached_tokens = max_cached_tokens
         self._cache = cache
         self._memory = None if cache is None else ToyMemory(cache)
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, SequenceText] = {}
         self._constrained = ConstrainedRows(self._info)
 
     @property
@@ -186,16 +170,9 @@ class ToyTarget:
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        if key in self._sequences:
-            raise ValueError(f"sequence {key!r} is already open")
-        if len(self._sequences) > self._max_sessions:  # one more than are served, for a probe
-            raise CapacityError(f"{len(self._sequences)} sessions open, limit {self._max_sessions}")
-        if not 0 < prompt_length <= self._info.context_length:
-            raise CapacityError(
-                f"prompt of {prompt_length} tokens, limit 1 to {self._info.context_length}"
-            )
+        check_opening(key, prompt_length, self._sequences, self._max_sessions, self._info)
         self._constrained.open(key, sampling)
-        self._sequences[key] = _Sequence(prompt_length, sampling, text)
+        self._sequences[key] = SequenceText(prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self._check(batch)
@@ -207,13 +184,8 @@ class ToyTarget:
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         sequence = self._sequence(key)
-        length, parent = len(sequence.tokens), -1
-        for node in nodes:
-            if not 0 <= node < len(sequence.nodes) or sequence.parents[node] != parent:
-                raise ValueError(f"nodes {list(nodes)} of {key!r} are not a path from the root")
-            sequence.tokens.append(sequence.nodes[node])
-            parent = node
-        sequence.nodes = sequence.parents = ()
+        length = len(sequence.tokens)
+        sequence.keep(key, nodes)
         if self._memory is not None:
             self._memory.keep(key, length, nodes)
 
@@ -227,7 +199,7 @@ class ToyTarget:
         """The committed tokens in the cache of ``key``, for tests. Raises ``ValueError``."""
         return tuple(self._sequence(key).tokens)
 
-    def _sequence(self, key: str) -> _Sequence:
+    def _sequence(self, key: str) -> SequenceText:
         if key not in self._sequences:
             raise ValueError(f"sequence {key!r} is not open")
         return self._sequences[key]
@@ -283,11 +255,11 @@ class ToyTarget:
         ]
         return PassResult(request.key, targets, tuple(scores))
 
-    def _tail(self, sequence: _Sequence, path: tuple[int, ...]) -> list[int]:
+    def _tail(self, sequence: SequenceText, path: tuple[int, ...]) -> list[int]:
         """What the model looks at: no copy of a long text."""
         return [*sequence.tokens[-self.model.order :], *path] if self.model.order else []
 
-    def _sample(self, sequence: _Sequence, path: tuple[int, ...], mask: bytes | None) -> int:
+    def _sample(self, sequence: SequenceText, path: tuple[int, ...], mask: bytes | None) -> int:
         # Only the tail and, when penalised, the whole text are looked at.
         tail = self._tail(sequence, path)
         length = len(sequence.tokens) + len(path)

@@ -24,7 +24,7 @@ from edgespec.core.ports import (
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
-from edgespec.verifier.targets.pass_requests import check_batch
+from edgespec.verifier.targets.pass_requests import check_batch, check_opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +231,7 @@ class VllmTarget:
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        if key in self._sequences:
-            raise ValueError(f"sequence {key!r} is already open")
-        count, limit = len(self._sequences), self._info.context_length
-        # One more than are served: the probe that finds out whether the engine still works.
-        if count > self._max_sessions:
-            raise CapacityError(
-                f"{count} sessions are open, limit max_sessions {self._max_sessions}"
-            )
-        if not 0 < prompt_length <= limit:
-            raise CapacityError(f"prompt of {prompt_length} tokens, limit 1 to {limit} (context)")
+        check_opening(key, prompt_length, self._sequences, self._max_sessions, self._info)
         self._sequences[key] = _Sequence(prompt_length, sampling, tuple(text), len(text))
 
     def use_adapter(self, key: str, name: str) -> None:
