@@ -6,22 +6,19 @@ Oracle: the exit code that was promised, and not one line of a traceback.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from edgespec.cli.running import Stopping, stoppable
-from edgespec.device import drafters
+from edgespec.cli.running import Stopping
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
 
@@ -88,40 +85,6 @@ def test_a_full_disk_is_named() -> None:
     code, output = shell('"$@" > /dev/full', "--version")
     assert (code, output) == (1, "error: [Errno 28] No space left on device\n")
     assert shell('"$@" > /dev/full 2>&1', "--version") == (1, "")
-
-
-_SHOWS = """
-import sys
-from edgespec.device.reply import Chunk, Piece
-from edgespec.cli.entry import start
-from edgespec.cli.device import JsonView, TextView
-from edgespec.core.device.events import TokenKind
-chunk = Chunk(1, (1,), (Piece("caf\\xe9 \\u2713", TokenKind.DECODED),))
-view = {"json": JsonView(), "plain": TextView(False), "color": TextView(True)}[sys.argv.pop()]
-start(lambda: view.show(chunk))
-"""
-
-
-@pytest.mark.parametrize(
-    ("encoding", "plain"),
-    [("ascii", b"caf\\xe9 \\u2713"), ("latin-1", b"caf\xe9 \\u2713"), ("utf-8", "café ✓".encode())],
-)
-def test_a_text_goes_on_where_the_encoding_lacks_a_letter(encoding: str, plain: bytes) -> None:
-    def shown(view: str) -> bytes:
-        done = subprocess.run(
-            [sys.executable, "-c", _SHOWS, view],
-            cwd=ROOT,
-            env={**environment(), "PYTHONIOENCODING": encoding},
-            capture_output=True,
-            timeout=WITHIN_S,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, b"")
-        return done.stdout
-
-    assert shown("plain") == plain
-    assert plain in shown("color")
-    assert json.loads(shown("json").decode("utf-8"))["text"] == "café ✓"
 
 
 def test_an_argument_that_is_not_utf8_is_named() -> None:
@@ -219,23 +182,6 @@ def test_loading_can_be_stopped_in_order_and_if_need_be_without(
         output, errors = process.communicate(timeout=WITHIN_S)
     code = -number if kind == "held" else 128 + number  # a shell makes the same of both
     assert (process.returncode, output, errors) == (code, left, "")
-
-
-def test_what_a_block_of_loading_changed_is_as_it_was() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(before[1])
-    threads = threading.active_count()
-    for _ in range(3):
-        with stoppable():
-            assert signal.getsignal(signal.SIGTERM) is not before[0]
-    now = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(now[1])
-    assert now == before
-    assert drafters.around_deaf_calls is nullcontext
-    for one in threading.enumerate():
-        if one.name == "edgespec-signals":
-            one.join(WITHIN_S)
-    assert threading.active_count() == threads
 
 
 def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:

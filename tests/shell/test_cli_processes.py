@@ -61,19 +61,6 @@ def test_sigterm_stops_the_daemon_and_a_replacement_continues_the_text() -> None
     assert _tokens([*lines, *out.splitlines()]) == _expected()
 
 
-def test_a_killed_daemon_costs_no_text() -> None:
-    place = ("--port", str(own_port()))
-    with daemon("--pass-ms", "10", *place) as (address, verifier):
-        device = generating(address)
-        lines = [first_line(device)]
-        verifier.kill()
-        verifier.wait(WITHIN_S)
-    with daemon(*place) as _, device:
-        out, err = rest_of(device)
-    assert device.returncode == 0, err
-    assert _tokens([*lines, *out.splitlines()]) == _expected()
-
-
 def test_a_stopped_device_leaves_the_daemon_serving() -> None:
     with daemon("--pass-ms", "10") as (address, verifier):
         for number in (signal.SIGTERM, signal.SIGINT):

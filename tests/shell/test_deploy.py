@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,7 +27,7 @@ import typer
 import yaml
 
 from edgespec.cli.main import app
-from edgespec.config import AgentConfig, VerifierConfig, load_config
+from edgespec.config import VerifierConfig, load_config
 from edgespec.verifier.daemon import _LAST_PASS_S, _LAST_WORDS_S
 from tests.shell.deploy_tools import (
     COMPOSE,
@@ -246,7 +243,6 @@ def test_the_builder_is_sent_what_it_copies_and_little_more(path: Path) -> None:
 # --- the trial on one machine -------------------------------------------------------------------
 
 SERVICES: dict[str, Any] = document(COMPOSE)["services"]
-WITHIN_S = 60
 
 
 def test_the_files_follow_the_specification() -> None:
@@ -270,14 +266,6 @@ def test_everything_mounted_is_there_and_everything_there_is_mounted() -> None:
     assert used == set(configs)
     assert volumes == set(whole["volumes"])
     assert networks == set(whole["networks"])
-
-
-def test_the_devices_reach_the_verifier_over_a_shaped_link_alone() -> None:
-    config = load_config(AgentConfig, DEPLOY / "compose/device.yaml")
-    assert config.verifiers == ("verifier:7420",)
-    assert config.link.shaped
-    assert SERVICES["device"]["networks"] == ["link"]
-    assert "link" in SERVICES["verifier"]["networks"]
 
 
 def test_stopping_waits_for_the_drain() -> None:
@@ -311,41 +299,6 @@ def test_prometheus_and_grafana_find_what_they_are_given() -> None:
     environment = SERVICES["grafana"]["environment"]
     assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == dashboard
     assert environment["PROMETHEUS_URL"].startswith("http://prometheus:")
-
-
-def _stand_in(folder: Path, log: Path) -> dict[str, str]:
-    """An environment in which ``edgespec`` writes its arguments to ``log``, and fails."""
-    command = folder / "edgespec"
-    program = (
-        "import json, sys; "
-        f"print(json.dumps(sys.argv[1:]), file=open({str(log)!r}, 'a'), flush=True); sys.exit(1)"
-    )
-    command.write_text(f'#!/bin/sh\nexec python3 -c "{program}" "$@"\n')
-    command.chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PAUSE_S": "0"}
-
-
-def test_the_loop_asks_on_whatever_fails_and_ends_when_told(tmp_path: Path) -> None:
-    log = tmp_path / "asked.jsonl"
-    log.touch()
-    with subprocess.Popen(
-        ["/bin/sh", DEPLOY / "compose/device.sh", "device.yaml"],
-        env=_stand_in(tmp_path, log),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as loop:
-        assert loop.stderr is not None
-        for _ in range(4):
-            assert loop.stderr.readline() == "the generation failed; trying again\n"
-        loop.send_signal(signal.SIGTERM)
-        loop.communicate(timeout=WITHIN_S)
-        assert loop.returncode == 143
-    asked = [json.loads(line) for line in log.read_text().splitlines()]
-    assert {arguments[0] for arguments in asked} == {"generate"}
-    assert [arguments[arguments.index("--seed") + 1] for arguments in asked[:4]] == list("1234")
-    assert len({arguments[1] for arguments in asked[:4]}) == 3
-    assert all(arguments[2:4] == ["--config", "device.yaml"] for arguments in asked)
 
 
 # --- systemd ------------------------------------------------------------------------------------

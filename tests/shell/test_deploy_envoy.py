@@ -169,16 +169,3 @@ async def test_a_text_goes_on_elsewhere_and_its_chat_comes_back(pki: Pki, tmp_pa
         targets[list(found.replicas).index(lost)].gate.set()
         while await home(found, one, [1, 2, 3], "chat") != lost:
             pass
-
-
-async def test_a_draining_verifier_gets_no_more_texts(pki: Pki, tmp_path: Path) -> None:
-    async with (
-        asyncio.timeout(WITHIN_S),
-        fleet(tmp_path, pki, (None,) * 3) as found,
-        device(found, pki) as one,
-    ):
-        first = await home(found, one, [1, 2, 3], "chat")
-        await found.replicas[first].server.drain()
-        while await home(found, one, [1, 2, 3], "chat") == first:
-            pass
-        await found.proxy.sends_to(set(found.replicas) - {first})

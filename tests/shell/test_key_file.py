@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from edgespec.cli import credentials as keys_command
 from edgespec.cli.main import app
 from edgespec.config import ConfigError
-from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, save_keys
+from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.verifier.credential import Credential, digest
 
 SHA256 = digest("x").hex()
@@ -110,15 +110,6 @@ def test_mistakes_in_a_file_are_named_with_their_place(
         load_keys(path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
-
-
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    save_keys(path, KeyFile({"a": KeyEntry(SHA256)}))
-    with pytest.raises(ConfigError, match="missing"):
-        save_keys(tmp_path / "missing" / "keys.yaml", KeyFile())
-    assert list(load_keys(path).keys) == ["a"]
-    assert [one.name for one in tmp_path.iterdir()] == ["keys.yaml"]
 
 
 OWNER, GROUP = 4711, 4712

@@ -130,24 +130,6 @@ def test_planted_laws_are_recovered() -> None:
         assert 0.0 <= mean <= worst < 0.05
 
 
-def test_passes_back_to_back_say_what_lies_between_them() -> None:
-    made = traces()
-    made.run_pass(1, 0)
-    for _ in range(5):
-        made.now_s += 0.002
-        made.run_pass(1, 0)
-    # After a pass with nothing to do, the next one follows another event: that is no turnaround.
-    made.now_s += 3.0
-    made.open(9)
-    made.draft(9)
-    made.run_pass(1, 0)
-    found = fit_profile(samples_of(made.device, made.verifier), "planted", {})
-    assert len(found.turnaround.table) == 1
-    gaps = [sample.seconds for sample in samples_of(made.device, made.verifier).turnarounds]
-    assert gaps[-5:] == pytest.approx([0.002] * 5)
-    assert max(gaps) < 1.0
-
-
 def shifted(lines: Sequence[Line], by_s: float) -> list[Line]:
     return [{**line, "at_s": line["at_s"] + by_s} for line in lines]
 
@@ -156,13 +138,6 @@ def test_traces_of_two_clocks_are_refused() -> None:
     made = traces()
     with pytest.raises(ProfileError, match="not on one clock"):
         samples_of(made.device, shifted(made.verifier, -1.0))
-
-
-def test_traces_of_two_runs_are_refused() -> None:
-    one, other = traces(), traces()
-    renamed = [{**line, "session": "x" + line["session"]} for line in other.device]
-    with pytest.raises(ProfileError, match="no message that both sides saw"):
-        samples_of(renamed, one.verifier)
 
 
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:

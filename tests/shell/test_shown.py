@@ -1,22 +1,96 @@
-"""What somebody sees who tries it for the first time. Oracle: the words, and the sums in them."""
+"""What a user is shown: chunks on a terminal and in a pipe, what drafts brought, the demo's table,
+and what somebody sees who tries it for the first time. Oracle: the bytes and numbers, by hand."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from edgespec.cli.device import Progress, for_trying, worth
+from edgespec.cli.demo import Arm, report
+from edgespec.cli.device import JsonView, Progress, TextView, for_trying, summary, worth
 from edgespec.cli.verifier import next_command
 from edgespec.config import AgentConfig, VerifierConfig
+from edgespec.config.common import SetupError
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.events import DraftCounters
+from edgespec.core.device.events import DraftCounters, TokenKind
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import GenerationStats
+from edgespec.device.agent import Chunk, GenerationStats, Piece
 from edgespec.device.build import with_model_sampling
+
+EVIL = "a\x1b]0;owned\x07b\n"
+HARMLESS = "a\N{REPLACEMENT CHARACTER}]0;owned\N{REPLACEMENT CHARACTER}b\n"
+
+
+def chunk(text: str, finish: FinishReason | None = None) -> Chunk:
+    return Chunk(3, (1,), (Piece(text, TokenKind.DECODED),), finish)
+
+
+@pytest.mark.parametrize(
+    ("color", "terminal", "shown"),
+    [(False, False, EVIL), (False, True, HARMLESS), (True, True, HARMLESS)],
+)
+def test_a_text_cannot_control_the_terminal(
+    color: bool, terminal: bool, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = TextView(color, terminal)
+    view.show(chunk(EVIL))
+    view.end()
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("finish", list(FinishReason))
+def test_a_full_context_is_said_beside_the_text(
+    finish: FinishReason, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = TextView(color=False)
+    view.show(chunk("text", finish))
+    view.end()
+    out, err = capsys.readouterr()
+    assert out == "text\n"
+    assert ("context is full" in err) == (finish is FinishReason.CONTEXT)
+    progress = Progress()
+    progress.add(chunk("text", finish))
+    assert f"ended by {finish.value}" in summary(progress, None)
+    JsonView().show(chunk("text", finish))
+    assert f'"finish": "{finish.value}"' in capsys.readouterr().out
+
+
+PLAIN = Arm("target only", [(1, 2)], [0.0750], tokens=192, passes=192)
+DRAFTED = Arm("with drafts", [(1, 2)], [0.0300], tokens=192, passes=80, tried=600, hits=420)
+
+
+def shown(width: int, plain: Arm = PLAIN, drafted: Arm = DRAFTED) -> list[str]:
+    output = io.StringIO()
+    report(Console(file=output, width=width), plain, drafted)
+    return [re.sub(" +", " ", line).strip() for line in output.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_the_table_keeps_its_words_and_numbers(width: int) -> None:
+    lines = shown(width)
+    for line in (
+        "target only with drafts",
+        "tokens 192 192",
+        "ms/token 75.0 30.0",
+        "speed-up 1.00 x 2.50 x",
+        "passes/token 1.00 0.42",
+        "acceptance - 70%",
+        "token for token the same: yes (2 tokens)",
+    ):
+        assert line in lines
+
+
+def test_another_text_is_an_error() -> None:
+    with pytest.raises(SetupError, match="drafts changed the text"):
+        shown(80, drafted=Arm("with drafts", [(1, 3)]))
 
 
 def served(name: str) -> ModelInfo:

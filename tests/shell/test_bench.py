@@ -1,0 +1,564 @@
+"""The bench: prompts, arithmetic on requests written by hand, a whole run over the toy models in
+memory and through the command line, and the files that the simulator reads.
+
+Oracles: sums in the comments; the toy target asked without any draft. No time is looked at, only
+that it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from edgespec.bench.arms import Arm
+from edgespec.bench.measurement import (
+    GAMMAS,
+    Cell,
+    GammaCost,
+    LentDrafter,
+    Measurement,
+    Row,
+    gamma_cost,
+    summarise,
+)
+from edgespec.bench.prompts import (
+    DEFAULT_PROMPTS,
+    MAX_LINE_CHARACTERS,
+    PromptError,
+    Workload,
+    choose_workload,
+    read_prompts,
+)
+from edgespec.bench.report import Subject, document, footer, verdict, write_json
+from edgespec.bench.runner import (
+    TAPE_WIDTH,
+    BenchRunner,
+    BenchSettings,
+    Station,
+    parse_arms,
+    parse_rtts_ms,
+)
+from edgespec.cli import bench
+from edgespec.cli.main import app
+from edgespec.config import AgentConfig, DraftSection
+from edgespec.core.device.events import DraftCounters
+from edgespec.core.protocol.messages import Limits, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.toy_model import ToyModel
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import load_drafter
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
+from edgespec.telemetry.cost_profile import read_profile
+from edgespec.telemetry.match_tape import ranks_along, read_tape
+from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.wire.shaped import TrafficMeter
+from tests.shell.loopback import LoopbackTransport
+from tests.sim.faults.checks import target_stream
+from tests.sources import ROOT
+
+# Five tokens in three passes; the last one ended the text, so four count.
+ONE = Measurement(
+    tokens=(5, 6, 7, 8, 0),
+    times_s=(0.1, 0.1, 0.2, 0.4),
+    counters=DraftCounters(
+        sent=8, committed=5, accepted=2, passes=3, tried=4, hits=3, verify_s=0.075
+    ),
+)
+
+TWO = Measurement(
+    tokens=(5, 6),
+    times_s=(0.3, 0.5),
+    counters=DraftCounters(
+        sent=2, committed=2, accepted=0, passes=2, tried=1, hits=0, verify_s=0.05
+    ),
+)
+
+TRAFFIC = {
+    "drafted_nodes": 10.0,
+    "up_payload_bytes": 150.0,
+    "open_payload_bytes": 80.0,
+    "up_framed_bytes": 200.0,
+    "down_payload_bytes": 70.0,
+    "down_framed_bytes": 90.0,
+}
+
+
+def cell(arm: Arm = Arm.EDGESPEC, repeat: int = 0, **changes: object) -> Cell:
+    whole = Cell(arm, 20.0, repeat, (ONE, TWO), (ONE.tokens, TWO.tokens), TRAFFIC)
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def test_a_row_counts_what_it_says() -> None:
+    row = cell().row()
+    assert row["ttft_ms_p50"] == pytest.approx(200)  # 100 and 300
+    assert row["tpot_ms_p50"] == pytest.approx(150)  # 300 / 3 and 200 / 1
+    assert row["tpot_ms_p95"] == pytest.approx(195)
+    assert row["itl_ms_p95"] == pytest.approx(200)  # 0, 100, 200, 200
+    assert row["tokens"] == 6
+    assert row["tokens_per_second"] == pytest.approx(6 / 0.9)
+    assert row["passes_per_token"] == pytest.approx(5 / 7)
+    assert row["tokens_per_pass"] == pytest.approx(7 / 5)
+    assert row["acceptance"] == pytest.approx(3 / 5)
+    assert row["wasted_nodes"] == 8
+    assert row["pass_ms_mean"] == pytest.approx(25)
+    assert row["up_bytes_per_token"] == pytest.approx(7)  # 150 - 80 over 10 drafted
+    assert row["up_bytes_per_committed_token"] == pytest.approx(10)
+    assert row["down_bytes_per_token"] == pytest.approx(10)
+    assert row["open_bytes_per_request"] == pytest.approx(40)
+    assert row["framing_bytes_per_committed_token"] == pytest.approx(10)  # 50 + 20 over 7
+    assert row["mismatches"] == 0
+
+
+def test_a_wrong_token_is_counted_and_said() -> None:
+    wrong = cell(references=((5, 6, 7, 9, 0), TWO.tokens)).row()
+    assert wrong["mismatches"] == 1
+    assert verdict([cell().row(), wrong]) == (
+        1,
+        "1 of 12 tokens differ from target-only: they must not",
+    )
+    assert verdict([cell().row()]) == (0, "all 6 tokens are those of target-only")
+
+
+def test_speeds_are_of_means_over_the_texts() -> None:
+    """Two texts, the second of which one repeat never came to: plain 20 and 40 ms, ours 10 (of 8
+    and 12) and 30. All draws of two texts lie between 20 / 10 and 40 / 30."""
+
+    def row(arm: Arm, repeat: int, *tpots_ms: float | None) -> dict[str, object]:
+        return {**cell(arm, repeat).row(), "tpots_ms": list(tpots_ms)}
+
+    rows = [row(Arm.TARGET_ONLY, 0, 20.0, 40.0), row(Arm.EDGESPEC, 0, 8.0, 30.0)]
+    rows += [row(Arm.TARGET_ONLY, 1, 20.0, None), row(Arm.EDGESPEC, 1, 12.0)]
+    plain, ours = summarise(rows)
+    assert (plain["tpot_ms_mean"], ours["tpot_ms_mean"]) == (30.0, 20.0)
+    assert (plain["speedup"], ours["speedup"]) == (pytest.approx(1.0), pytest.approx(1.5))
+    assert ours["interval"] == {"tpot_ms_mean": [10.0, 30.0], "speedup": [40 / 30, 2.0]}
+    assert plain["interval"]["speedup"] == [1.0, 1.0]  # type: ignore[index]
+    (alone,) = summarise([row(Arm.EDGESPEC, 0, 10.0)])
+    assert (alone["speedup"], alone["interval"]) == (None, {"tpot_ms_mean": [10.0, 10.0]})
+    (nothing,) = summarise([row(Arm.EDGESPEC, 0, None)])
+    assert (nothing["tpot_ms_mean"], nothing["interval"]) == (None, {})
+
+
+def test_a_draft_length_costs_its_requests_rounds() -> None:
+    cost = gamma_cost([ONE, TWO])
+    assert cost is not None
+    assert (cost.rounds, cost.tokens) == (3, 4)
+    assert cost.flow_s == pytest.approx(0.5)
+    assert gamma_cost([Measurement((0,), (), DraftCounters())]) is None
+
+
+def test_lists_are_read_or_refused() -> None:
+    assert parse_arms("edgespec, vanilla") == (Arm.EDGESPEC, Arm.VANILLA)
+    assert parse_rtts_ms("2, 20.5") == (2.0, 20.5)
+    with pytest.raises(ValueError, match="arm 'eagle' is unknown; there are target-only, vanilla"):
+        parse_arms("eagle")
+    with pytest.raises(ValueError, match="arms names pearl more than once"):
+        parse_arms("pearl,vanilla,pearl")
+    with pytest.raises(ValueError, match="arms is empty"):
+        parse_arms(" , ")
+    with pytest.raises(ValueError, match="rtt-ms is '2;3'"):
+        parse_rtts_ms("2;3")
+    with pytest.raises(ValueError, match="rtt-ms names 2 more than once"):
+        parse_rtts_ms("2,2.0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rtts_ms": (-1.0,)}, "rtt-ms is -1"),
+        ({"rtts_ms": (float("nan"),)}, "rtt-ms is nan"),
+        ({"repeats": 0}, "repeats is 0"),
+        ({"prompt_limit": 0}, "limit is 0"),
+        ({"max_tokens": 1}, r"max-tokens is 1, but must be in \[2"),
+        ({"pass_ms": 1e9}, r"pass-ms is 1000000000.0, but must be in \[0.0, 60000.0\]"),
+        ({"draft_ms": -0.5}, "draft-ms is -0.5"),
+    ],
+)
+def test_settings_name_what_is_wrong(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BenchSettings(**changes)  # type: ignore[arg-type]
+
+
+def test_the_document_is_complete_json(tmp_path: Path) -> None:
+    subject = Subject("bundled", "bundled", "t", "d", "built-in", False)
+    workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
+    rows = [cell().row()]
+    content = document(
+        ("edgespec", "bench", "--json", "my file"),
+        BenchSettings(),
+        subject,
+        workload,
+        rows,
+        {20.0: 4},
+        {4: GammaCost(1.5, 20, 60)},
+        interrupted=True,
+    )
+    path = tmp_path / "deep" / "result.json"
+    write_json(path, content)
+    read = json.loads(path.read_text(encoding="utf-8"))
+    assert read["command"] == "edgespec bench --json 'my file'"
+    assert {"machine", "versions", "settings", "results", "summary"} <= set(read)
+    assert read["settings"]["timing"].startswith("emulated pass time")
+    assert read["settings"]["vanilla_gamma"] == {"20": 4}
+    assert read["settings"]["vanilla_sweep"]["4"]["rounds"] == 20
+    assert read["settings"]["prompt_tokens"] == [2, 1]
+    assert read["interrupted"] is True
+    assert read["results"][0]["arm"] == "edgespec"
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+    lines = "\n".join(footer(content))
+    for said in ("emulated pass time", "4 at 20 ms", "machine:", "python", "command: edgespec"):
+        assert said in lines
+
+
+@pytest.mark.parametrize(("tpot_ms", "late"), [(26.5, False), (28.8, True), (None, False)])
+def test_passes_that_took_longer_than_asked_are_told(tpot_ms: float | None, late: bool) -> None:
+    subject = Subject("bundled", "bundled", "t", "d", "built-in", False)
+    content = document(("edgespec",), BenchSettings(), subject, None, [], {}, {}, interrupted=False)
+    if tpot_ms is not None:
+        content["summary"] = [
+            {"arm": "target-only", "rtt_ms": 2.0, "tpot_ms_mean": 25.0},
+            {"arm": "target-only", "rtt_ms": 50.0, "tpot_ms_mean": tpot_ms},
+            {"arm": "edgespec", "rtt_ms": 50.0, "tpot_ms_mean": 90.0},
+        ]
+    told = [line for line in footer(content) if line.startswith("late: ")]
+    assert [f"took up to {tpot_ms} ms a token" in line for line in told] == [True] * late
+
+
+FORMATS = (
+    ({"question_id": 81, "category": "writing", "turns": ["hello", "and then?"]}, "hello"),
+    ({"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"}, "def f():\n"),
+    ({"id": 2, "question": "How many?", "answer": "3"}, "How many?"),
+    ({"task_id": 9, "text": "Write a function.", "test": "assert f()"}, "Write a function."),
+    ({"id": 0, "prompt": "What is it?"}, "What is it?"),
+    ({"text": "  kept as it is "}, "  kept as it is "),
+)
+
+
+def written(folder: Path, *lines: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("row", "text"), FORMATS)
+def test_each_format_gives_its_prompt(row: object, text: str, tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps(row))
+    assert [prompt.text for prompt in read_prompts(path)] == [text]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "must be an object"),
+        ('{"answer": "x"}', "it has: answer"),
+        ('{"turns": []}', r"turns\[0\] must be a text"),
+        ('{"turns": "x"}', r"turns\[0\] must be a text"),
+        ('{"prompt": 7}', "prompt must be a text"),
+        ('{"question": "  "}', "question must be a text that is not empty"),
+        ('{"text": "' + "x" * MAX_LINE_CHARACTERS + '"}', "longer than 1048576 characters"),
+    ],
+)
+def test_a_wrong_line_is_named(line: str, said: str, tmp_path: Path) -> None:
+    path = written(tmp_path, '{"text": "fine"}', line)
+    with pytest.raises(PromptError, match=rf"prompts\.jsonl:2: .*{said}"):
+        list(read_prompts(path))
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="holds no prompt"):
+        list(read_prompts(written(tmp_path, "", "")))
+    with pytest.raises(PromptError, match="no such file"):
+        list(read_prompts(tmp_path / "absent.jsonl"))
+    (tmp_path / "latin").write_bytes(b'{"text": "\xe9"}')
+    with pytest.raises(PromptError, match="not readable as UTF-8"):
+        list(read_prompts(tmp_path / "latin"))
+
+
+def test_a_workload_is_the_first_prompts_that_fit() -> None:
+    workload = choose_workload(
+        DEFAULT_PROMPTS,
+        lambda text: [ord(c) for c in text],
+        limit=2,
+        room=100,
+        eos_token_ids=(0,),
+    )
+    fitting = [p for p in DEFAULT_PROMPTS if len(p.text) <= 100]
+    assert workload.names == tuple(p.name for p in fitting[:2])
+    assert workload.too_long == DEFAULT_PROMPTS.index(fitting[1]) - 1
+    with pytest.raises(ValueError, match=r"none of the 9 prompts fits.*room for 5 prompt tokens"):
+        choose_workload(
+            DEFAULT_PROMPTS, lambda text: [1] * len(text), limit=2, room=5, eos_token_ids=()
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "draft_ms"), [((), 8.0), (("--draft", "lookup"), 0.0), (("--draft-ms", "3"), 3.0)]
+)
+def test_what_is_looked_up_is_not_paced_as_a_model(
+    arguments: tuple[str, ...], draft_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[BenchSettings] = []
+
+    class Bench:
+        def __init__(self, settings: BenchSettings, *others: object) -> None:
+            found.append(settings)
+
+        def execute(self, json: Path | None) -> int:
+            return 0
+
+    monkeypatch.setattr(bench, "_Bench", Bench)
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 0, done.output
+    assert [one.draft_ms for one in found] == [draft_ms]
+
+
+MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=3.0, eos_token=0, eos_probability=0.01)
+WORKLOAD = Workload(("a", "b", "c"), ((1, 2, 3), (4, 5), (6,)), frozenset({0}))
+SETTINGS = BenchSettings(
+    rtts_ms=(0.0, 5.0), repeats=2, max_tokens=12, temperature=0.8, pass_ms=0.0, draft_ms=0.0
+)
+
+
+class Quiet:
+    """``runner.Progress`` that can stop the bench after so many requests."""
+
+    def __init__(self, stop_after: str = "", times: int = 0) -> None:
+        self.said: list[str] = []
+        self._stop_after, self._times = stop_after, times
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def expect(self, total: float) -> None:
+        self.left = total
+
+    def done(self, what: str, count: float = 1.0) -> None:
+        self.left -= count
+        if self._stop_after and what.startswith(self._stop_after):
+            self._times -= 1
+            if self._times == 0:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+
+
+class Table:
+    """``runner.OpenStation`` in this process; each station has a verifier of its own."""
+
+    def __init__(self, wrong_rtt_ms: float = -1.0) -> None:
+        self.drafter = ToyDrafter(MODEL.perturbed(0.3), replace(toy_info(MODEL), vocabulary="toy"))
+        self.opened: list[tuple[AgentOptions, bool, float]] = []
+        self.verifiers: list[Verifier] = []
+        self._wrong_rtt_ms = wrong_rtt_ms
+
+    def __call__(self, options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station:
+        self.opened.append((options, drafts, rtt_ms))
+        model = replace(MODEL, seed=9) if rtt_ms == self._wrong_rtt_ms else MODEL
+        verifier = Verifier(ToyTarget(model), Limits())
+        self.verifiers.append(verifier)
+        meter = TrafficMeter()
+        transport = LoopbackTransport(verifier.serve, lambda: verifier.info, meter=meter)
+        drafter = LentDrafter(self.drafter) if drafts else None
+        tokenizer = ToyTokenizer()
+        return Station(
+            Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options), meter
+        )
+
+    async def stop(self) -> None:
+        for verifier in self.verifiers:
+            await verifier.stop()
+
+
+async def run(settings: BenchSettings, table: Table, progress: Quiet | None = None) -> BenchRunner:
+    runner = BenchRunner(settings, WORKLOAD, table, progress or Quiet())
+    try:
+        await asyncio.create_task(runner.run())
+    except asyncio.CancelledError:
+        pass
+    finally:
+        await table.stop()
+    return runner
+
+
+def where(row: Row) -> tuple[object, ...]:
+    return row["repeat"], row["rtt_ms"], row["arm"]
+
+
+async def test_every_arm_gives_the_targets_own_tokens() -> None:
+    progress = Quiet()
+    runner = await run(SETTINGS, Table(), progress)
+    assert progress.left == 0
+    expected = [
+        (repeat, rtt_ms, arm.value) for repeat in (0, 1) for rtt_ms in (0.0, 5.0) for arm in Arm
+    ]
+    assert [where(row) for row in runner.rows] == expected
+    assert [row["mismatches"] for row in runner.rows] == [0] * len(expected)
+    assert len({row["tokens"] for row in runner.rows}) == 1
+    for row in runner.rows:
+        assert row["requests"] == 3
+        assert isinstance(row["tpot_ms_p50"], float)
+        if row["arm"] == "target-only":
+            assert row["drafted_nodes"] == 0, row
+            assert row["tokens_per_pass"] == 1.0
+        elif row["arm"] != "edgespec" and row["rtt_ms"]:
+            # Passes of no time make rows dear: only who would wait for a link is sure to draft.
+            assert row["drafted_nodes"] != 0, row
+
+
+async def test_stop_and_wait_runs_at_its_best_draft_length() -> None:
+    table = Table()
+    runner = await run(replace(SETTINGS, repeats=1, arms=(Arm.VANILLA,)), table)
+    assert set(runner.gamma_costs) == set(GAMMAS)
+    assert set(runner.vanilla_gammas) == {0.0, 5.0}
+    measured = [options for options, _, rtt_ms in table.opened if rtt_ms == 5.0]
+    assert [getattr(options.policy, "gamma", None) for options in measured] == [
+        runner.vanilla_gammas[5.0]
+    ]
+    assert all(options.run_ahead is RunAhead.NEVER for options in measured)
+
+
+async def test_what_all_arms_have_finished_survives_an_interruption() -> None:
+    # The second repeat at the first RTT is stopped while the second prompt runs.
+    arms = (Arm.TARGET_ONLY, Arm.EDGESPEC)
+    progress = Quiet("target-only, b", times=3)
+    runner = await run(replace(SETTINGS, arms=arms), Table(), progress)
+    counts = [(*where(row), row["requests"]) for row in runner.rows]
+    assert counts == [
+        (0, 0.0, "target-only", 3),
+        (0, 0.0, "edgespec", 3),
+        (0, 5.0, "target-only", 3),
+        (0, 5.0, "edgespec", 3),
+        (1, 0.0, "target-only", 1),
+        (1, 0.0, "edgespec", 1),
+    ]
+
+
+async def test_arms_take_turns_in_going_first() -> None:
+    order: list[str] = []
+
+    class Listening(Quiet):
+        def done(self, what: str, count: float = 1.0) -> None:
+            if ", " in what and not what.startswith("warm-up"):
+                order.append(what)
+
+    arms = (Arm.TARGET_ONLY, Arm.EDGESPEC)
+    settings = replace(SETTINGS, arms=arms, rtts_ms=(0.0,), repeats=1)
+    await run(settings, Table(), Listening())
+    assert order == [
+        "target-only, a",
+        "edgespec, a",
+        "edgespec, b",
+        "target-only, b",
+        "target-only, c",
+        "edgespec, c",
+    ]
+
+
+def edgespec_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "edgespec", "bench", "--model", "toy", "--draft", "toy", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"question": "one and two"}\n{"turns": ["three"]}\n', encoding="utf-8")
+    out = tmp_path / "out.json"
+    done = edgespec_bench(
+        *("--prompts", str(prompts), "--json", str(out), "--rtt-ms", "0,1", "--repeats", "1"),
+        *("--max-tokens", "8", "--pass-ms", "1", "--draft-ms", "0", "--temperature", "0.7"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["mismatches"] for row in result["results"]] == [0] * 10
+    assert len(result["summary"]) == 10
+    assert result["settings"]["prompt_names"] == ["prompts.jsonl:1", "prompts.jsonl:2"]
+    assert "interrupted" not in result
+    for said in ("emulated pass time", "those of target-only", "command:", "vanilla"):
+        assert said in done.stdout
+    assert "repeat 1 of 1, RTT 1 ms" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--arms", "eagle"), 2, "arm 'eagle' is unknown"),
+        (("--rtt-ms", "-3"), 2, "rtt-ms is -3.0, but must be in [0.0, 10000.0]"),
+        (("--prompts", "absent.jsonl"), 2, "absent.jsonl: no such file"),
+        (("--json", "tests"), 2, "which is a folder"),
+        (("--draft", "none"), 1, "target-only is the only arm there is"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:
+    done = edgespec_bench(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+TOY = ("--model", "toy", "--draft", "toy")
+
+
+def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
+    tape_file, results = tmp_path / "t.jsonl", tmp_path / "r.json"
+    timing = ("--pass-ms", "0", "--draft-ms", "0", "--rtt-ms", "0", "--repeats", "1")
+    arguments = ["bench", "--arms", "edgespec", "--limit", "2", "-n", "24", *timing, *TOY]
+    arguments += ["--record-tape", str(tape_file), "--json", str(results)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    tape = read_tape(tape_file)
+    assert tape.about["sampling"] == "temperature 0, seed 0, at most 24 tokens"
+    # The texts are the target's own, and the arm delivered the same ones.
+    sampling, prompts = SamplingParams(max_tokens=24), [one.prompt for one in tape.generations]
+    assert prompts == [tuple(ToyTokenizer().encode(p.text)) for p in DEFAULT_PROMPTS[:2]]
+    texts = [target_stream(TOY_MODEL, prompt, sampling, TOY_CONTEXT_LENGTH) for prompt in prompts]
+    assert [one.tokens for one in tape.generations] == [text.tokens for text in texts]
+    (seen,) = json.loads(results.read_text())["summary"]
+    assert (seen["arm"], seen["requests"], seen["tokens"]) == ("edgespec", 2, 2 * 24)
+    assert seen["mismatches"] == 0
+    # The ranks are those of the drafter that was asked for, whatever the arm had time to draft.
+    drafter = load_drafter(AgentConfig(draft=DraftSection("toy")))
+    assert drafter is not None
+    for one in tape.generations:
+        drafter.begin(len(one.prompt), sampling)
+        assert one.ranks == ranks_along(drafter.step, one.prompt, one.tokens, TAPE_WIDTH)
+    assert 0 < tape.acceptance() < 1, "a drafter that says something"
+    # How much of its drafting the arm saw is a matter of time; the report says what was measured.
+    assert 0 <= seen["acceptance"] <= 1
+    assert f"edgespec arm: {seen['acceptance']:.1%} accepted" in done.output
+
+
+def test_a_tape_needs_a_drafter(tmp_path: Path) -> None:
+    arguments = ["bench", "--arms", "target-only", "--model", "toy", "--draft", "none"]
+    done = CliRunner().invoke(app, [*arguments, "--record-tape", str(tmp_path / "t.jsonl")])
+    assert done.exit_code == 1
+    assert "nothing to tape" in done.output
+
+
+@pytest.mark.slow
+def test_a_profile_of_the_toy_pair_is_emulated_as_told(tmp_path: Path) -> None:
+    """What was measured is no shorter than what was emulated; by how much the laws differ from it
+    is a matter of the noise."""
+    out = tmp_path / "p.json"
+    arguments = ["profile", "--quick", "--pass-ms", "4", "--draft-ms", "2", *TOY]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    found = read_profile(out)
+    assert found.target_pass.seconds(1) > 0
+    assert found.message.seconds(1) > 0
+    assert len(found.draft_step.table) > 3
+    assert "target pass" in done.output
