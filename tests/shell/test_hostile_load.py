@@ -1,4 +1,6 @@
-"""A small run of ``benchmarks/hostile_load.py``: oracle and findings are the script's own."""
+"""Small runs of ``benchmarks/hostile_load.py`` and ``benchmarks/daemon_load.py``: oracles and
+findings are the scripts' own; here, that they count what was played. Times are for a quiet machine.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from tests.shell.live_verifier import environment
 from tests.sources import ROOT
 
 
-def load(*options: str) -> subprocess.CompletedProcess[str]:
+def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "benchmarks/hostile_load.py", "--any-latency", *options],
+        [sys.executable, f"benchmarks/{script}", *options],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -28,8 +30,19 @@ def load(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path) -> None:
     report = tmp_path / "load.json"
-    done = load(
-        *("--devices", "12", "--seconds", "3", "--phase", "1.5", "--lease-s", "0.5"),
+    done = run(
+        *(
+            "hostile_load.py",
+            "--any-latency",
+            "--devices",
+            "12",
+            "--seconds",
+            "3",
+            "--phase",
+            "1.5",
+            "--lease-s",
+            "0.5",
+        ),
         *("--seed", "3", "--json", str(report)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,6 +67,24 @@ def test_what_a_verifier_still_holds_is_a_finding(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_kind_of_client_is_refused() -> None:
-    done = load("--kinds", "stale-drafts,martians")
+    done = run("hostile_load.py", "--kinds", "stale-drafts,martians")
     assert done.returncode == 2
     assert "unknown: martians; known: only-cpu, stale-drafts" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_load_is_what_it_says(tmp_path: Path) -> None:
+    """Every token is compared with the target's own text."""
+    report = tmp_path / "load.json"
+    options = ("--sessions", "4", "--messages", "1,2", "--repeats", "1", "--seconds", "2")
+    done = run("daemon_load.py", *options, "--json", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    points = json.loads(report.read_text())["points"]
+    assert [point["messages"] for point in points] == [1, 2]
+    for point in points:
+        assert point["passes"] > 0
+        assert point["wrong"] == point["ended"] == 0
+        # A commit a pass, give or take the passes between the looks at one side and the other.
+        assert point["messages_down"] == pytest.approx(1.0, abs=0.5)
+        assert point["tokens"] > point["messages_down"]  # drafts count
+        assert 0.0 < point["loop_us"] < point["process_us"]

@@ -1,21 +1,25 @@
 """No failure of a verifier's parts is silent, and none reaches further than it must.
 
-Oracle: a part is made to raise at one place. Then either everybody else's text is the target's own
-and the one session concerned hears a retryable fault, or the verifier says that it is broken and
-every stream hears a retryable fault. Nobody waits for ever: each test ends by itself.
+Oracle: a part is made to raise, to wait or to loop at one place. Then either everybody else's text
+is the target's own and the one session concerned hears of it, or the verifier says that it is
+broken and every stream hears a retryable fault. Nobody waits for ever: each test ends by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from edgespec.cli import verifier as serving_command
+from edgespec.cli.main import app
 from edgespec.cli.verifier import ready_line
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
@@ -36,11 +40,13 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
-from edgespec.core.verifier.credential import ANYBODY
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.device.build import build_agent
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 from edgespec.verifier.build import build_verifier, load_target
-from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.constraint_desk import ConstraintDesk
+from edgespec.verifier.daemon import Backlog, Verifier
+from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import Automaton, AutomatonMatcher
 from tests.shell.live_verifier import ready, serving, start, toy_text
@@ -48,55 +54,67 @@ from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
-
 PROMPT = (1, 2, 3)
-
 SAMPLING = SamplingParams(max_tokens=12)
-
 TEXT = toy_text(PROMPT, SAMPLING, MODEL)
-
 CACHE = CacheShape(64, 4)
 
 
 class Fragile(ToyTarget):
-    """``fails(operation, keys)`` says whether an operation raises."""
+    """``fails(operation, keys)`` raises, where an operation is to fail."""
 
-    def __init__(self, fails: Callable[[str, tuple[str, ...]], bool]) -> None:
+    def __init__(self, fails: Callable[[str, tuple[str, ...]], None]) -> None:
         super().__init__(MODEL, cache=CACHE)
         self._fails = fails
-
-    def _maybe(self, operation: str, *keys: str) -> None:
-        if self._fails(operation, keys):
-            raise RuntimeError(f"{operation} was chosen to fail")
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        self._maybe("open", key)
+        self._fails("open", (key,))
         super().open(key, prompt_length, sampling, text)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        self._maybe("forward", *(request.key for request in batch))
+        self._fails("forward", tuple(request.key for request in batch))
         return super().forward(batch)
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
-        self._maybe("keep", key)
+        self._fails("keep", (key,))
         super().keep(key, nodes)
 
     def close(self, key: str) -> None:
         super().close(key)
-        self._maybe("close", key)
+        self._fails("close", (key,))
 
 
-def _verifier(target: ToyTarget) -> tuple[Verifier, LoopbackTransport]:
-    verifier = Verifier(target, Limits(context_length=256), ee.EngineLimits(cache=CACHE))
-    return verifier, LoopbackTransport(verifier.serve, lambda: verifier.info)
+@asynccontextmanager
+async def running(
+    target: ToyTarget | None = None,
+    wrap: Callable[[int, VerifierStream], Any] = lambda number, stream: stream,
+    **options: Any,
+) -> AsyncIterator[tuple[Verifier, LoopbackTransport]]:
+    """``wrap`` puts something in the place of the stream of that number."""
+    target = target or ToyTarget(MODEL, cache=CACHE)
+    limits = ee.EngineLimits(cache=target.cache)
+    verifier = Verifier(target, Limits(context_length=256), limits, **options)
+    streams = 0
+
+    async def serve(stream: VerifierStream) -> None:
+        nonlocal streams
+        streams += 1
+        await verifier.serve(cast(VerifierStream, wrap(streams, stream)))
+
+    transport = LoopbackTransport(serve, lambda: verifier.info)
+    yield verifier, transport
+    await transport.close()
+    await verifier.stop()
 
 
-async def _open(transport: LoopbackTransport, key: str) -> DeviceStream:
+async def _open(
+    transport: LoopbackTransport, key: str, sampling: SamplingParams = SAMPLING
+) -> DeviceStream:
     stream = await transport.connect()
     await stream.send(
-        Open(key, "", "", PROMPT, sampling=SAMPLING, run_ahead=RunAhead.ALWAYS, drafting=False)
+        Open(key, "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS, drafting=False)
     )
     return stream
 
@@ -118,185 +136,96 @@ async def _read(stream: DeviceStream) -> tuple[list[int], Fault | None]:
                 return tokens, message
 
 
+# --- the target -----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("operation", ["open", "forward", "keep"])
 async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> None:
-    verifier, transport = _verifier(Fragile(lambda what, keys: what == operation and "bad" in keys))
-    streams = [await _open(transport, key) for key in ("a", "bad", "c")]
-    (first, bad, last) = await asyncio.gather(*(_read(stream) for stream in streams))
-    assert (first, last) == ((TEXT, None), (TEXT, None))
-    tokens, fault = bad
-    assert fault is not None
-    assert fault.code is FaultCode.INTERNAL
-    assert fault.code.retryable
-    assert tokens == TEXT[: len(tokens)]
-    assert not verifier.broken.is_set()
-    await transport.close()
-    await verifier.stop()
+    def fails(what: str, keys: tuple[str, ...]) -> None:
+        if what == operation and "bad" in keys:
+            raise RuntimeError("chosen to fail")
 
-
-class Outgrown(AutomatonMatcher):
-    """A grammar whose work is over its bounds behind the fourth token of a text."""
-
-    def consume(self, tokens: Sequence[int]) -> int:
-        if len(self._states) + len(tokens) > 4:  # the state before the text is one of them
-            raise ConstraintError("the regex cannot be used: it asks for too much work")
-        return super().consume(tokens)
-
-
-async def test_a_constraint_that_outgrows_its_bounds_in_mid_text_is_invalid_and_alone() -> None:
-    loop = Automaton(({7: 0},), frozenset())
-    constraint = Constraint(ConstraintKind.REGEX, "7*")
-    verifier = Verifier(
-        ToyTarget(replace(MODEL, eos_token=0), cache=CACHE),
-        Limits(context_length=256),
-        ee.EngineLimits(cache=CACHE),
-        read_constraint=lambda asked: replace(asked, matcher=lambda: Outgrown(loop)),
-    )
-    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
-    bad = await transport.connect()
-    sampling = replace(SAMPLING, constraint=constraint)
-    await bad.send(Open("bad", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS))
-    (text, _), (tokens, fault) = await asyncio.gather(
-        _read(await _open(transport, "a")), _read(bad)
-    )
-    assert (text[:3], tokens) == (TEXT[:3], [7] * 4)
-    assert fault is not None
-    assert fault.code is FaultCode.INVALID
-    assert "asks for too much work" in fault.message
-    await transport.close()
-    await verifier.stop()
-
-
-async def test_a_target_that_always_raises_breaks_the_verifier_and_everybody_hears_it() -> None:
-    passes = 0
-
-    def after_three(what: str, keys: tuple[str, ...]) -> bool:
-        nonlocal passes
-        passes += what == "forward"
-        return what == "forward" and passes > 3
-
-    verifier, transport = _verifier(Fragile(after_three))
-    streams = [await _open(transport, key) for key in ("a", "b")]
-    for said, fault in await asyncio.gather(*(_read(stream) for stream in streams)):
+    async with running(Fragile(fails)) as (verifier, transport):
+        streams = [await _open(transport, key) for key in ("a", "bad", "c")]
+        (first, bad, last) = await asyncio.gather(*(_read(stream) for stream in streams))
+        assert (first, last) == ((TEXT, None), (TEXT, None))
+        tokens, fault = bad
         assert fault is not None
-        assert fault.code is FaultCode.SHUTTING_DOWN
-        assert fault.retry_after_s > 0
-        assert said == TEXT[: len(said)]
-    await verifier.broken.wait()
-    assert verifier.why_broken is not None
-    assert "forward was chosen to fail" in verifier.why_broken
-    late = await _read(await _open(transport, "late"))
-    assert late[1] is not None
-    assert late[1].code is FaultCode.SHUTTING_DOWN
-    await transport.close()
-    await verifier.stop()
-
-
-@pytest.mark.parametrize("operation", ["open", "forward", "keep", "close"])
-async def test_a_target_that_is_lost_ends_the_verifier_at_once_and_blames_nobody(
-    operation: str,
-) -> None:
-    class Losing(Fragile):
-        def _maybe(self, operation: str, *keys: str) -> None:
-            if self._fails(operation, keys):
-                raise TargetLostError("rank 1 is no more")
-
-    verifier, transport = _verifier(Losing(lambda what, keys: what == operation))
-    stream = await _open(transport, "a")
-    tokens, fault = await _read(stream)
-    assert tokens == TEXT[: len(tokens)]
-    if operation != "close":
-        assert fault is not None
-        assert fault.code is FaultCode.SHUTTING_DOWN
-    await verifier.broken.wait()
-    assert verifier.why_broken == "rank 1 is no more"
-    await transport.close()
-    await verifier.stop()
+        assert fault.code is FaultCode.INTERNAL
+        assert fault.code.retryable
+        assert tokens == TEXT[: len(tokens)]
+        assert not verifier.broken.is_set()
 
 
 @pytest.mark.parametrize(
-    "event", [ee.StreamOpened, ee.StreamMessage, ee.BatchDone, ee.StreamLost, ee.Poll]
+    ("operation", "error"),
+    [
+        ("forward", RuntimeError("chosen to fail")),
+        *((each, TargetLostError("rank 1 is no more")) for each in ("open", "keep", "close")),
+        ("forward", TargetLostError("rank 1 is no more")),
+    ],
 )
-async def test_an_engine_that_raises_breaks_the_verifier(
-    event: type[object], monkeypatch: pytest.MonkeyPatch
+async def test_a_target_that_always_raises_or_is_lost_breaks_the_verifier_and_blames_nobody(
+    operation: str, error: Exception
 ) -> None:
-    verifier, transport = _verifier(ToyTarget(MODEL, cache=CACHE))
-    handle = verifier.engine.handle
-    seen: list[object] = []
+    calls = 0
 
-    def broken(stimulus: ee.EngineEvent, now: float) -> tuple[ee.EngineAction, ...]:
-        seen.append(stimulus)
-        if isinstance(stimulus, event):
-            raise ZeroDivisionError("a bug of the engine")
-        return handle(stimulus, now)
+    def fails(what: str, keys: tuple[str, ...]) -> None:
+        nonlocal calls
+        calls += what == operation
+        if what == operation and (calls > 3 or isinstance(error, TargetLostError)):
+            raise error
 
-    monkeypatch.setattr(verifier.engine, "handle", broken)
-    watching = asyncio.create_task(_read(await _open(transport, "watching")))
-    if event is ee.StreamMessage:
-        await (other := await _open(transport, "other")).send(Received(3, 0))
-        await _read(other)
-    elif event is ee.StreamLost:
-        await (await _open(transport, "leaving")).close()
-    elif event is ee.Poll:
-        verifier._handle(ee.Poll())
-    await verifier.broken.wait()
-    assert verifier.why_broken == "ZeroDivisionError: a bug of the engine"
-    tokens, fault = await watching
-    if tokens != TEXT:
-        assert fault is not None
-        assert fault.code is FaultCode.SHUTTING_DOWN
-    await transport.close()
-    await verifier.stop()
+    async with running(Fragile(fails)) as (verifier, transport):
+        streams = [await _open(transport, key) for key in ("a", "b")]
+        for said, fault in await asyncio.gather(*(_read(stream) for stream in streams)):
+            assert said == TEXT[: len(said)]
+            if operation != "close" or said != TEXT:
+                assert fault is not None
+                assert fault.code is FaultCode.SHUTTING_DOWN
+                assert fault.retry_after_s > 0
+        await verifier.broken.wait()
+        assert verifier.why_broken is not None
+        assert str(error) in verifier.why_broken
+        _, late = await _read(await _open(transport, "late"))
+        assert late is not None
+        assert late.code is FaultCode.SHUTTING_DOWN
 
 
-@pytest.mark.parametrize("place", ["receive", "send"])
-async def test_a_stream_that_raises_ends_alone(place: str) -> None:
-    verifier, transport = _verifier(ToyTarget(MODEL, cache=CACHE))
-    serve = verifier.serve
-    ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("edgespec.verifier.daemon._LAST_PASS_S", 0.05)
+    reached, go_on = threading.Event(), threading.Event()
 
-    async def serve_one_broken(stream: Any) -> None:
-        if ended.done() or verifier.engine.sessions:
-            await serve(stream)
-            return
-        original = getattr(stream, place)
-        calls = 0
+    def sticks(what: str, keys: tuple[str, ...]) -> None:
+        if what == "close":
+            reached.set()
+            assert go_on.wait(60.0)
 
-        async def raising(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise ZeroDivisionError("a bug of the transport")
-            return await original(*arguments)
-
-        monkey = pytest.MonkeyPatch()
-        monkey.setattr(stream, place, raising)
+    async with running(Fragile(sticks)) as (verifier, transport):
+        assert await _read(await _open(transport, "a")) == (TEXT, None)
+        await asyncio.to_thread(reached.wait)
+        stopping = asyncio.create_task(verifier.stop())
         try:
-            await serve(stream)
-        except ZeroDivisionError as error:
-            ended.set_result(error)
-        else:
-            ended.set_result(None)
+            await asyncio.wait_for(asyncio.shield(stopping), 30.0)
         finally:
-            monkey.undo()
-
-    transport = LoopbackTransport(serve_one_broken, lambda: verifier.info)
-    await _open(transport, "broken")
-    await ended
-    assert await _read(await _open(transport, "fine")) == (TEXT, None)
-    assert not verifier.broken.is_set()
-    await transport.close()
-    await verifier.stop()
+            go_on.set()
+            await stopping
+        # So the process does not wait for that thread at its end, either (``cli/verifier._leave``).
+        assert verifier.why_broken == "the target is still at work after 0.05 s"
 
 
-async def test_a_context_that_the_cache_makes_shorter_is_announced_as_it_is_served() -> None:
-    settings = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_cached_tokens=256))
-    verifier, _ = build_verifier(settings)
-    info, target = verifier.info, load_target(settings)
-    assert (info.model.context_length, info.limits.context_length) == (256, 256)
-    line, most = ready_line(settings, 7420, target, info), target.info.context_length
-    assert line.endswith(f"context 256 of {most}: the cache holds no more (limits)")
-    await verifier.stop()
+class StickyError(PacedTarget):
+    """Passes go well five times and never again, as on a GPU with a sticky error."""
+
+    passes = 5
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self.passes -= 1
+        if self.passes < 0:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().forward(batch)
 
 
 async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_next_one(
@@ -304,7 +233,7 @@ async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_ne
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     params = replace(GREEDY, max_tokens=60, ignore_eos=True)
-    breaking = start("0", "5", str(trace), module="tests.shell.breaking_verifier")
+    breaking = start(f"--set=trace={trace}", module="tests.shell.test_verifier_containment")
     with ready(breaking) as (address, process):
         async with build_agent(config(address)) as agent:
             text = asyncio.create_task(collect(agent, params))
@@ -318,113 +247,147 @@ async def test_a_sticky_error_ends_the_process_and_a_device_finishes_with_the_ne
                 assert tokens(await text) == toy_text(IDS, params)
 
 
-class Hasty:
-    """A stream on which messages can be sent at once, which raises from the third on."""
-
-    def __init__(self, inner: VerifierStream) -> None:
-        self._inner, self._sent = inner, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def send_now(self, message: Downlink) -> bool:
-        self._sent += 1
-        if self._sent > 2:
-            raise RuntimeError("sending at once was chosen to fail")
-        return False
-
-
-async def test_a_stream_that_fails_to_send_at_once_ends_alone() -> None:
-    verifier, _ = _verifier(ToyTarget(MODEL, cache=CACHE))
-    streams = 0
-
-    async def serve(stream: VerifierStream) -> None:
-        nonlocal streams
-        streams += 1
-        await verifier.serve(cast(VerifierStream, Hasty(stream)) if streams == 2 else stream)
-
-    transport = LoopbackTransport(serve, lambda: verifier.info)
-    others = [
-        await _open(transport, "a"),
-        await _open(transport, "bad"),
-        await _open(transport, "c"),
-    ]
-    first, bad, last = await asyncio.gather(
-        *(_read(stream) for stream in others), return_exceptions=True
-    )
-    assert (first, last) == ((TEXT, None), (TEXT, None))
-    assert isinstance(bad, LinkError)
-    assert bad.retryable
-    await transport.close()
+async def test_a_context_that_the_cache_makes_shorter_is_announced_as_it_is_served() -> None:
+    settings = VerifierConfig(model="toy", port=0, limits=LimitsSection(max_cached_tokens=256))
+    verifier, _ = build_verifier(settings)
+    info, target = verifier.info, load_target(settings)
+    assert (info.model.context_length, info.limits.context_length) == (256, 256)
+    line, most = ready_line(settings, 7420, target, info), target.info.context_length
+    assert line.endswith(f"context 256 of {most}: the cache holds no more (limits)")
     await verifier.stop()
 
 
-async def opened(transport: LoopbackTransport, key: str, tokens: int) -> DeviceStream:
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    stream = await transport.connect()
-    await stream.send(
-        Open(key, "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS, drafting=False)
-    )
-    return stream
+# --- the engine -----------------------------------------------------------------------------
 
 
-async def until_fault_or_end(stream: DeviceStream) -> Fault | None:
-    while True:
-        message: Downlink = await stream.receive()
-        if isinstance(message, Fault):
-            return message
-        if isinstance(message, Commit) and message.finish is not None:
-            return None
-
-
-class Stuck(ToyTarget):
-    """Once it is told, it does not come back from the end of a sequence before it may."""
-
-    def __init__(self) -> None:
-        super().__init__(MODEL)
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def close(self, key: str) -> None:
-        super().close(key)
-        self.reached.set()
-        assert self.go_on.wait(60.0)
-
-
-async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "event", [ee.StreamOpened, ee.StreamMessage, ee.BatchDone, ee.StreamLost, ee.Poll]
+)
+async def test_an_engine_that_raises_breaks_the_verifier(
+    event: type[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.verifier.daemon._LAST_PASS_S", 0.05)
-    target = Stuck()
-    verifier = Verifier(target, Limits(context_length=256))
-    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
-    assert await until_fault_or_end(await opened(transport, "a", 3)) is None
-    await asyncio.to_thread(target.reached.wait)
-    stopping = asyncio.create_task(verifier.stop())
-    try:
-        await asyncio.wait_for(asyncio.shield(stopping), 30.0)
-    finally:
-        target.go_on.set()
-        await stopping
-    # So the process does not wait for that thread at its end, either (``cli/verifier._leave``).
-    assert verifier.why_broken == "the target is still at work after 0.05 s"
-    await transport.close()
+    async with running() as (verifier, transport):
+        handle = verifier.engine.handle
+
+        def broken(stimulus: ee.EngineEvent, now: float) -> tuple[ee.EngineAction, ...]:
+            if isinstance(stimulus, event):
+                raise ZeroDivisionError("a bug of the engine")
+            return handle(stimulus, now)
+
+        monkeypatch.setattr(verifier.engine, "handle", broken)
+        watching = asyncio.create_task(_read(await _open(transport, "watching")))
+        if event is ee.StreamMessage:
+            await (other := await _open(transport, "other")).send(Received(3, 0))
+            await _read(other)
+        elif event is ee.StreamLost:
+            await (await _open(transport, "leaving")).close()
+        elif event is ee.Poll:
+            verifier._handle(ee.Poll())
+        await verifier.broken.wait()
+        assert verifier.why_broken == "ZeroDivisionError: a bug of the engine"
+        tokens, fault = await watching
+        if tokens != TEXT:
+            assert fault is not None
+            assert fault.code is FaultCode.SHUTTING_DOWN
+
+
+# --- streams --------------------------------------------------------------------------------
+
+
+class Changed:
+    """A stream with ``methods`` of the test's own."""
+
+    def __init__(self, inner: VerifierStream, **methods: Any) -> None:
+        self._inner, self._methods = inner, methods
+
+    def __getattr__(self, name: str) -> Any:
+        return self._methods.get(name) or getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("place", ["receive", "send", "send_now"])
+async def test_a_stream_that_raises_ends_alone(place: str) -> None:
+    """From the second call on; ``send_now`` did not send before."""
+
+    def wrap(number: int, stream: VerifierStream) -> Any:
+        calls = 0
+
+        def raising(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise ZeroDivisionError("a bug of the transport")
+            return place != "send_now" and getattr(stream, place)(*arguments)
+
+        return Changed(stream, **{place: raising}) if number == 2 else stream
+
+    async with running(wrap=wrap) as (verifier, transport):
+        streams = [await _open(transport, key) for key in ("a", "bad", "c")]
+        reading = (_read(stream) for stream in streams)
+        first, bad, last = await asyncio.gather(*reading, return_exceptions=True)
+        assert (first, last) == ((TEXT, None), (TEXT, None))
+        if isinstance(bad, BaseException):
+            assert isinstance(bad, LinkError)
+            assert bad.retryable
+        else:
+            assert bad[0] == TEXT[: len(bad[0])]
+            assert bad[1] is not None
+        assert not verifier.broken.is_set()
+
+
+async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> None:
+    gate = asyncio.Event()
+
+    def wrap(number: int, stream: VerifierStream) -> Any:
+        async def send(message: Downlink) -> None:
+            await gate.wait()
+            await stream.send(message)
+
+        return Changed(stream, send=send, send_now=lambda message: False) if number == 1 else stream
+
+    async with running(wrap=wrap) as (verifier, transport):
+        reading = asyncio.ensure_future(_read(await _open(transport, "held")))
+        assert await _read(await _open(transport, "free")) == (TEXT, None)
+        # Its greeting did not leave, so the end of its first pass found it behind.
+        assert verifier.engine.sessions["held"].prefix.length == len(PROMPT) + 1
+        gate.set()
+        assert await reading == (TEXT, None)
+
+
+async def test_a_backlog_takes_no_more_than_its_limit_and_nothing_after_its_end() -> None:
+    commits = [Commit(number, (1,)) for number in range(5)]
+    backlog = Backlog(2)
+    assert [backlog.put(one) for one in commits[:3]] == [True, True, False]
+    assert await backlog.get() == commits[0]
+    assert backlog.put(commits[3])
+    backlog.end()
+    assert not backlog.put(commits[4])
+    assert [await backlog.get() for _ in range(3)] == [commits[1], commits[3], None]
+
+
+async def test_a_cancelled_reader_of_a_backlog_loses_nothing() -> None:
+    backlog, commit = Backlog(2), Commit(1, (1,))
+    reading = asyncio.ensure_future(backlog.get())
+    await asyncio.sleep(0)
+    backlog.put(commit)
+    reading.cancel()
+    await asyncio.wait((reading,))
+    assert reading.cancelled()
+    assert await backlog.get() == commit
 
 
 async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> None:
     records: list[StreamRecord] = []
     meter = StreamMeter(records.append)
-    verifier = Verifier(ToyTarget(MODEL), Limits(context_length=256), telemetry=meter)
-    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
-    stream = await opened(transport, "a", 200)
-    await stream.receive()
-    nobody = ""  # the name of who showed no key
-    assert verifier.revoke([nobody]) == 1
-    assert not verifier.engine.sessions
-    fault = await until_fault_or_end(stream)
-    assert fault is not None
-    assert fault.code is FaultCode.UNAUTHENTICATED
-    await transport.close()
-    await verifier.stop()
+    async with running(telemetry=meter) as (verifier, transport):
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        stream = await _open(transport, "a", long)
+        await stream.receive()
+        nobody = ""  # the name of who showed no key
+        assert verifier.revoke([nobody]) == 1
+        assert not verifier.engine.sessions
+        _, fault = await _read(stream)
+        assert fault is not None
+        assert fault.code is FaultCode.UNAUTHENTICATED
     assert [record.reason for record in records] == ["unauthenticated"]
     assert {reason: n for reason, n in meter.finished.items() if n} == {"unauthenticated": 1}
 
@@ -451,15 +414,142 @@ class Held:
 
 
 async def test_an_open_that_comes_as_its_stream_ends_leaves_no_session_attached() -> None:
-    verifier = Verifier(ToyTarget(MODEL), Limits(context_length=256))
-    first: asyncio.Future[Open] = asyncio.get_running_loop().create_future()
-    stream = Held(first)
-    serving = asyncio.create_task(verifier.serve(stream))
-    await stream.asked.wait()
-    first.set_result(Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=4)))
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not any(session.attached for session in verifier.engine.sessions.values())
-    await verifier.stop()
+    async with running() as (verifier, _):
+        first: asyncio.Future[Open] = asyncio.get_running_loop().create_future()
+        stream = Held(first)
+        serving = asyncio.create_task(verifier.serve(stream))
+        await stream.asked.wait()
+        first.set_result(Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=4)))
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not any(session.attached for session in verifier.engine.sessions.values())
+
+
+# --- grammars -------------------------------------------------------------------------------
+
+
+class Outgrown(AutomatonMatcher):
+    """A grammar whose work is over its bounds behind the fourth token of a text."""
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        if len(self._states) + len(tokens) > 4:  # the state before the text is one of them
+            raise ConstraintError("the regex cannot be used: it asks for too much work")
+        return super().consume(tokens)
+
+
+async def test_a_constraint_that_outgrows_its_bounds_in_mid_text_is_invalid_and_alone() -> None:
+    loop = Automaton(({7: 0},), frozenset())
+    target = ToyTarget(replace(MODEL, eos_token=0), cache=CACHE)
+    read = lambda asked: replace(asked, matcher=lambda: Outgrown(loop))  # noqa: E731
+    async with running(target, read_constraint=read) as (_, transport):
+        held = replace(SAMPLING, constraint=Constraint(ConstraintKind.REGEX, "7*"))
+        streams = [await _open(transport, "a"), await _open(transport, "bad", held)]
+        (text, _), (tokens, fault) = await asyncio.gather(*map(_read, streams))
+        assert (text[:3], tokens) == (TEXT[:3], [7] * 4)
+        assert fault is not None
+        assert fault.code is FaultCode.INVALID
+        assert "asks for too much work" in fault.message
+
+
+HARD, EASY = (Constraint(ConstraintKind.REGEX, name) for name in ("hard", "easy"))
+
+
+class Reader:
+    """Reads ``HARD`` when it may go on; ``begun`` counts, ``at_once`` is the most at one time."""
+
+    def __init__(self) -> None:
+        self.started, self.go_on = threading.Event(), threading.Event()
+        self.begun = self.reading = self.at_once = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, constraint: Constraint) -> Constraint:
+        if constraint == HARD:
+            with self._lock:
+                self.begun, self.reading = self.begun + 1, self.reading + 1
+                self.at_once = max(self.at_once, self.reading)
+            self.started.set()
+            assert self.go_on.wait(60.0)
+            with self._lock:
+                self.reading -= 1
+        return constraint
+
+
+def asked(constraint: Constraint) -> Open:
+    return Open("s", "", "", (1,), sampling=SamplingParams(constraint=constraint))
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    found = Reader()
+    yield found
+    found.go_on.set()
+
+
+async def test_who_does_not_wait_any_more_still_has_its_thread(reader: Reader) -> None:
+    """Oracle: the reader is never in two threads for one peer, however often it gives up."""
+    desk = ConstraintDesk(reader, (0,))
+    for _ in range(3):
+        given_up = asyncio.create_task(desk.prepared(asked(HARD), "one"))
+        await asyncio.to_thread(reader.started.wait)
+        assert isinstance(await desk.prepared(asked(EASY), "two"), Open)  # threads had their turn
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+    last = asyncio.create_task(desk.prepared(asked(HARD), "one"))
+    await asyncio.sleep(0)
+    reader.go_on.set()
+    assert isinstance(await last, Open)
+    assert (reader.begun, reader.at_once) == (2, 1)
+    assert not desk._turns
+    desk.close()
+
+
+async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader: Reader) -> None:
+    """Another key behind the same addresses, which came after it, and after five more such keys."""
+    desk = ConstraintDesk(reader, (0,))
+    keys = [Credential(name) for name in ("loop", "b", "c", "d", "e", "f")]
+    many = [
+        asyncio.create_task(desk.prepared(asked(HARD), peer, key))
+        for key in keys
+        for peer in ("one", "two")
+        for _ in range(20)
+    ]
+    await asyncio.sleep(0)  # each is at the desk
+    for peer in ("one", "two", "three"):
+        for _ in range(4):
+            assert isinstance(await desk.prepared(asked(EASY), peer, Credential("other")), Open)
+    assert 1 <= reader.at_once <= len(keys)
+    reader.go_on.set()
+    refused = [one for one in await asyncio.gather(*many) if isinstance(one, Fault)]
+    assert {(one.code, one.message) for one in refused} == {
+        (FaultCode.OVERLOADED, f"16 grammars of {peer} wait to be read, limit 16")
+        for peer in ("one", "two")
+    }
+    assert not desk._turns
+    desk.close()
+
+
+async def test_the_addresses_of_one_key_are_served_in_turn(reader: Reader) -> None:
+    desk, key, done = ConstraintDesk(reader, (0,)), Credential("fleet"), list[str]()
+
+    async def ask(peer: str) -> None:
+        assert isinstance(await desk.prepared(asked(HARD), peer, key), Open)
+        done.append(peer)
+
+    many = [asyncio.create_task(ask("one")) for _ in range(8)]
+    await asyncio.sleep(0)
+    many.append(asyncio.create_task(ask("two")))
+    await asyncio.sleep(0)
+    reader.go_on.set()
+    await asyncio.gather(*many)
+    assert done.index("two") <= 2
+    assert reader.at_once == 1
+    desk.close()
+
+
+if __name__ == "__main__":
+    serving_command.load_target = lambda config: StickyError(  # type: ignore[attr-defined]
+        load_target(config), 0.0, 0.0
+    )
+    app(["verifier", "--model", "toy", "--port", "0", *sys.argv[1:]])
