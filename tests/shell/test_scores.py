@@ -61,6 +61,9 @@ async def test_each_token_has_the_score_of_its_own_row(draft: str) -> None:
         async with build_agent(config(address, draft)) as agent:
             chunks = await scored(agent, SAMPLED, 3)
             plain = await scored(agent, SAMPLED, 0)
+            for wrong in (-1, 21):
+                with pytest.raises(ValueError, match=rf"is {wrong}, but must be in \[0, 20\]"):
+                    await scored(agent, SAMPLED, wrong)
     text = toy_text(IDS, SAMPLED)
     assert tokens(chunks) == tokens(plain) == text
     assert told(plain) == []
