@@ -1,189 +1,236 @@
-"""The failover machine. Oracles: answers written down by hand, and laws of random worlds."""
+"""The failover of a device, and replicas behind one name.
+
+Oracles: answers written down by hand, scene by scene; laws of random worlds (verifiers, a network
+and generations around a ``Failover``, in virtual time, all by seed: the world carries out the
+machine's actions as a driver would, and asserts after each event what must hold whatever happens);
+what the hashing of conversations promises (who moves, and where to) and the binomial law of its
+spread, each shown a policy that breaks it.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+import random
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
+from edgespec.core.association import candidates as cs
 from edgespec.core.association import failover_events as ev
-from edgespec.core.association.candidates import (
-    CLOSED,
-    HALF_OPEN,
-    OPEN,
-    BreakerPolicy,
-    CircuitBreaker,
-)
+from edgespec.core.association import policies
+from edgespec.core.association.candidates import CLOSED, HALF_OPEN, OPEN, CircuitBreaker
 from edgespec.core.association.failover import Failover, FailoverPolicy
-from edgespec.core.association.policies import (
-    BEGINNING_TOKENS,
-    Association,
-    VerifierView,
-    conversation_named,
-    conversation_of,
-    ranked,
-    weight,
-)
+from edgespec.core.association.policies import Association, VerifierView, weight
 from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo, why_not
 from edgespec.core.protocol.work import ModelInfo
-from tests.core.failover_world import CALM_AFTER_S, DIAL_S, MODEL, Mood, World
 
+MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")
+OTHER = ModelInfo("big", "words", 100, 4096, (), "fp-2")
+SQL = replace(MODEL, name="sql", fingerprint="sql-1")
 SERVED = ModelIdentity("big", "fp-1", 4096)
+MOVED, FULL, UNKNOWN = FaultCode.SHUTTING_DOWN, FaultCode.OVERLOADED, FaultCode.UNKNOWN_MODEL
 
-MOVED = FaultCode.SHUTTING_DOWN
+# --- scenes -----------------------------------------------------------------------------------
 
 
-def machine(*addresses: str, ask_first: bool = False) -> Failover:
-    association = Association.LOWEST_DELAY if ask_first else Association.LISTED
-    found = Failover(FailoverPolicy(), association, 1)
-    found.handle(ev.Known(addresses or ("a", "b")), 0.0)
+def answer(address: str, rtt_s: float, *adapters: ModelInfo) -> ev.ProbeAnswered:
+    return ev.ProbeAnswered(address, VerifierInfo(MODEL, Limits(), 0, 8, 20_000, adapters), rtt_s)
+
+
+def machine(*addresses: str, how: Association = Association.LISTED) -> Failover:
+    found = Failover(FailoverPolicy(), how, 1)
+    found.handle(ev.Known(addresses), 0.0)
     return found
 
 
-def streaming(*addresses: str) -> Failover:
-    """Generation 1 has got a token from ``a``."""
-    found = machine(*addresses)
-    assert found.handle(ev.Wanted(1, 100), 0.0) == (ev.Dial(1, "a"),)
-    assert found.handle(ev.Dialed(1, "a"), 0.01) == (ev.Use(1, "a"),)
-    assert found.handle(ev.Greeted(1, SERVED), 0.02) == ()
-    assert found.handle(ev.Progressed(1), 0.03) == ()
-    return found
+def left(why: str, again_s: float | None = 0.0, retryable: bool = True) -> ev.Leave:
+    return ev.Leave(1, why, cast(Any, again_s and pytest.approx(again_s)), retryable=retryable)
 
 
-def answer(address: str, rtt_s: float, model: object = MODEL) -> ev.ProbeAnswered:
-    info = VerifierInfo(model, Limits(), 0, 8, 20_000)  # type: ignore[arg-type] # a ModelInfo
-    return ev.ProbeAnswered(address, info, rtt_s)
+def deadline(at_s: float) -> Callable[[Failover], bool]:
+    return lambda found: found.deadline == pytest.approx(at_s)
 
 
-def test_before_the_first_stream_all_are_asked_and_the_nearest_is_dialed() -> None:
-    found = machine("a", "b", "c", ask_first=True)
-    assert found.handle(ev.Wanted(1), 0.0) == (ev.Probe("a"), ev.Probe("b"), ev.Probe("c"))
-    assert found.handle(answer("a", 0.2), 0.2) == ()
-    assert found.deadline == pytest.approx(0.3)
-    assert found.handle(answer("b", 0.1), 0.25) == ()
-    assert found.handle(ev.Tick(), 0.31) == (ev.Dial(1, "b"),)
+A, B, DIAL_A, DIAL_B = ev.Probe("a"), ev.Probe("b"), ev.Dial(1, "a"), ev.Dial(1, "b")
+# Generation 1 has got a token from a.
+STREAM: list[Any] = [
+    (0.0, ev.Wanted(1, 100), DIAL_A),
+    (0.01, ev.Dialed(1, "a"), ev.Use(1, "a")),
+    (0.02, ev.Greeted(1, SERVED)),
+    (0.03, ev.Progressed(1)),
+]
+USED_B = (1.1, ev.Dialed(1, "b"), ev.Use(1, "b"))
+# Both have answered; a is nearer, and b has another model.
+ASKED: list[Any] = [(0.0, answer("a", 0.01), ...), (0.0, answer("b", 0.2, SQL), ...)]
+BOTH: list[Any] = [(0.0, answer("a", 0.01, SQL), ...), (0.0, answer("b", 0.2, SQL), ...)]
+WANTED = ev.Wanted(1, model="sql")
+UNKNOWN_SQL = ev.Refused(1, UNKNOWN, "unknown model 'sql'")
+NOBODY_HAS = "unknown model 'sequel'"
 
 
-def test_a_second_one_is_dialed_when_the_first_has_not_answered_soon() -> None:
-    found = machine()
-    assert found.handle(ev.Wanted(1), 0.0) == (ev.Dial(1, "a"),)
-    assert found.deadline == 0.25
-    assert found.handle(ev.Tick(), 0.25) == (ev.Dial(1, "b"),)
-    assert found.handle(ev.Dialed(1, "b"), 0.3) == (ev.Use(1, "b"), ev.Drop(1, "a"))
-    assert found.handle(ev.Dialed(1, "a"), 0.31) == (ev.Drop(1, "a"),)
+def _breakers_closed(found: Failover) -> bool:
+    return all(one.breaker.state is CLOSED for one in found.candidates.listed.values())
 
 
-def test_a_stream_that_broke_is_looked_for_where_its_cache_is_first() -> None:
-    found = streaming()
-    assert found.handle(ev.Broke(1, "reset"), 1.0) == (ev.Leave(1, "reset", 0.0),)
-    assert found.handle(ev.Wanted(1), 1.0) == (ev.Dial(1, "a"),)
-    assert found.handle(ev.DialFailed(1, "a", "refused"), 1.01) == (ev.Dial(1, "b"),)
-    found.handle(ev.Dialed(1, "b"), 1.02)
-    found.handle(ev.Greeted(1, SERVED), 1.03)
-    found.handle(ev.Progressed(1), 1.04)
-    route = found.routes[1]
-    assert (route.served, route.failovers) == (["a", "b"], 1)
+SCENES: dict[str, list[Any]] = {
+    # --- getting a stream; "lowest delay" asks first
+    "before the first stream all are asked, and the nearest is dialed": [
+        Association.LOWEST_DELAY,
+        (0.0, ev.Wanted(1), A, B),
+        (0.2, answer("a", 0.2)),
+        deadline(0.3),
+        (0.31, ev.Tick(), DIAL_A),
+    ],
+    "a second one is dialed when the first has not answered soon": [
+        (0.0, ev.Wanted(1), DIAL_A),
+        deadline(0.25),
+        (0.25, ev.Tick(), DIAL_B),
+        (0.3, ev.Dialed(1, "b"), ev.Use(1, "b"), ev.Drop(1, "a")),
+        (0.31, ev.Dialed(1, "a"), ev.Drop(1, "a")),
+    ],
+    # --- losing one
+    "a stream that broke is looked for where its cache is first": [
+        *STREAM,
+        (1.0, ev.Broke(1, "reset"), left("reset")),
+        (1.0, ev.Wanted(1), DIAL_A),
+        (1.01, ev.DialFailed(1, "a", "refused"), DIAL_B),
+        USED_B,
+        (1.2, ev.Greeted(1, SERVED)),
+        (1.3, ev.Progressed(1)),
+        lambda found: found.routes[1].served == ["a", "b"],
+        lambda found: found.routes[1].failovers == 1,
+    ],
+    "one that drains is left at once and not asked before its time": [
+        *STREAM,
+        (1.0, ev.Refused(1, MOVED, "resume elsewhere", 2.0), left("resume elsewhere")),
+        (1.0, ev.Wanted(1), DIAL_B),
+        (1.01, ev.DialFailed(1, "b", "no"), left("a: resume elsewhere; b: no", None)),
+        lambda found: found.deadline >= 3.0,
+        (None, ev.Tick(), A),
+    ],
+    "retry-after holds for that address alone": [
+        *STREAM,
+        (1.0, ev.Refused(1, FULL, "full", 30.0), left("full")),
+        (1.0, ev.Wanted(1), DIAL_B),
+        USED_B,
+        (1.2, ev.Refused(1, FULL, "full", 5.0), left("a: full; b: full", 5.0)),
+        (3.0, ev.Wanted(1), left("a: full; b: full", 3.2)),
+        (6.2, ev.Wanted(1), DIAL_B),
+    ],
+    "a quiet verifier is asked, and left if it does not answer": [
+        *STREAM,
+        (2.0, ev.Quiet(1), A),
+        (2.1, answer("a", 0.1)),
+        (4.0, ev.Quiet(1), A),
+        (4.1, ev.ProbeFailed("a", "busy", alive=True)),
+        (6.0, ev.Quiet(1), A),
+        (7.5, ev.ProbeFailed("a", "no answer"), left("no answer")),
+        (7.5, ev.Wanted(1), DIAL_B),
+    ],
+    "when no verifier will ever do the generation is told why": [
+        (0.0, ev.Wanted(1), DIAL_A),
+        (0.1, ev.Dialed(1, "a"), ev.Use(1, "a")),
+        (0.2, ev.Refused(1, FaultCode.UNAUTHENTICATED, "no key"), left("no key")),
+        (0.2, ev.Wanted(1), DIAL_B),
+        (
+            0.3,
+            ev.DialFailed(1, "b", "wrong name", retryable=False),
+            left("a: no key; b: wrong name", None, False),
+        ),
+    ],
+    "what is late or of another generation is ignored": [
+        *STREAM,
+        (1.0, ev.Over(1)),
+        (1.0, ev.Broke(1, "reset")),
+        (1.0, ev.Dialed(1, "b"), ev.Drop(1, "b")),
+        (1.0, answer("gone", 0.1)),
+        lambda found: found.deadline is None,
+    ],
+    # --- a model that not every verifier has
+    # It is asked what it has by now; the generation goes elsewhere, others go on there.
+    "a verifier is not kept out for a model that it lacks": [
+        Association.LOWEST_DELAY,
+        *BOTH,
+        (0.0, WANTED, DIAL_A),
+        (0.1, ev.Dialed(1, "a"), ev.Use(1, "a")),
+        (0.2, UNKNOWN_SQL, A, left("unknown model 'sql'")),
+        _breakers_closed,
+        (0.2, WANTED, DIAL_B),
+        (0.2, ev.Wanted(2), ev.Dial(2, "a")),
+        (0.3, answer("a", 0.01)),
+        (0.4, ev.Wanted(3, model="sql"), ev.Dial(3, "b")),
+    ],
+    "a name that nobody has is the end": [
+        Association.LOWEST_DELAY,
+        *ASKED,
+        (0.0, ev.Wanted(1, model="sequel"), DIAL_A),
+        (0.1, ev.Dialed(1, "a"), ev.Use(1, "a")),
+        (0.2, ev.Refused(1, UNKNOWN, NOBODY_HAS), A, left(NOBODY_HAS)),
+        (0.3, ev.Wanted(1, model="sequel"), DIAL_B),
+        (1.1, ev.Dialed(1, "b"), ev.Use(1, "b")),
+        (
+            1.2,
+            ev.Refused(1, UNKNOWN, NOBODY_HAS),
+            B,
+            left(f"a: {NOBODY_HAS}; b: {NOBODY_HAS}", None, False),
+        ),
+    ],
+}
 
 
-def test_one_that_drains_is_left_at_once_and_not_asked_before_its_time() -> None:
-    found = streaming()
-    refused = ev.Refused(1, MOVED, "resume elsewhere", 2.0)
-    assert found.handle(refused, 1.0) == (ev.Leave(1, "resume elsewhere", 0.0),)
-    assert found.handle(ev.Wanted(1), 1.0) == (ev.Dial(1, "b"),)
-    assert found.handle(ev.DialFailed(1, "b", "refused"), 1.01) == (
-        ev.Leave(1, "a: resume elsewhere; b: refused", None),
-    )
-    assert found.deadline is not None
-    assert found.deadline >= 3.0
-    assert found.handle(ev.Tick(), found.deadline) == (ev.Probe("a"),)
-
-
-def test_retry_after_holds_for_that_address_alone() -> None:
-    found = streaming()
-    found.handle(ev.Refused(1, FaultCode.OVERLOADED, "full", 30.0), 1.0)
-    found.handle(ev.Wanted(1), 1.0)
-    found.handle(ev.Dialed(1, "b"), 1.1)
-    (leave,) = found.handle(ev.Refused(1, FaultCode.OVERLOADED, "full", 5.0), 1.2)
-    assert isinstance(leave, ev.Leave)
-    assert leave.again_s == pytest.approx(5.0)
-    assert leave.why == "a: full; b: full"
-    (again,) = found.handle(ev.Wanted(1), 3.0)
-    assert isinstance(again, ev.Leave)
-    assert again.again_s == pytest.approx(3.2)
-    assert found.handle(ev.Wanted(1), 6.2) == (ev.Dial(1, "b"),)
-
-
-def test_a_quiet_verifier_is_asked_and_left_if_it_does_not_answer() -> None:
-    found = streaming()
-    assert found.handle(ev.Quiet(1), 2.0) == (ev.Probe("a"),)
-    assert found.handle(answer("a", 0.1), 2.1) == ()
-    assert found.handle(ev.Quiet(1), 4.0) == (ev.Probe("a"),)
-    assert found.handle(ev.ProbeFailed("a", "busy", alive=True), 4.1) == ()
-    assert found.handle(ev.Quiet(1), 6.0) == (ev.Probe("a"),)
-    assert found.handle(ev.ProbeFailed("a", "no answer"), 7.5) == (ev.Leave(1, "no answer", 0.0),)
-    assert found.handle(ev.Wanted(1), 7.5) == (ev.Dial(1, "b"),)
-
-
-def test_when_no_verifier_will_ever_do_the_generation_is_told_why() -> None:
-    found = machine()
-    found.handle(ev.Wanted(1), 0.0)
-    found.handle(ev.Dialed(1, "a"), 0.1)
-    (leave,) = found.handle(ev.Refused(1, FaultCode.UNAUTHENTICATED, "no key"), 0.2)
-    assert leave == ev.Leave(1, "no key", 0.0)
-    found.handle(ev.Wanted(1), 0.2)
-    (last,) = found.handle(ev.DialFailed(1, "b", "wrong name", retryable=False), 0.3)
-    assert last == ev.Leave(1, "a: no key; b: wrong name", None, retryable=False)
-
-
-def test_what_is_late_or_of_another_generation_is_ignored() -> None:
-    found = streaming()
-    assert found.handle(ev.Over(1), 1.0) == ()
-    assert found.handle(ev.Broke(1, "reset"), 1.0) == ()
-    assert found.handle(ev.Dialed(1, "b"), 1.0) == (ev.Drop(1, "b"),)
-    assert found.handle(answer("gone", 0.1), 1.0) == ()
-    assert found.deadline is None
+@pytest.mark.parametrize("scene", SCENES)
+def test_scene(scene: str) -> None:
+    """Steps are (when, what happens, the actions that follow), or what must be true by then."""
+    steps = SCENES[scene]
+    how = steps[0] if isinstance(steps[0], Association) else Association.LISTED
+    found = machine("a", "b", how=how)
+    for step in steps:
+        if isinstance(step, tuple):
+            now, event, *actions = step
+            done = found.handle(event, cast(float, found.deadline) if now is None else now)
+            assert actions == [...] or list(done) == actions, step
+        elif step is not how:
+            assert step(found)
 
 
 @pytest.mark.parametrize(
-    ("here", "reason"),
+    ("begun", "here", "reason"),
     [
-        (ModelIdentity("renamed", "fp-1", 4096), None),
-        (ModelIdentity("big", "fp-2", 4096), "but the text was begun by 'big' (fp-1)"),
-        (ModelIdentity("big", "", 4096), "the model 'big' (no fingerprint)"),
-        (ModelIdentity("big", "fp-1", 200), None),
-        (ModelIdentity("big", "fp-1", 199), "its context is 199 tokens"),
+        (SERVED, ModelIdentity("renamed", "fp-1", 4096), None),
+        (SERVED, ModelIdentity("big", "fp-2", 4096), "but the text was begun by 'big' (fp-1)"),
+        (SERVED, ModelIdentity("big", "", 4096), "the model 'big' (no fingerprint)"),
+        (SERVED, ModelIdentity("big", "fp-1", 200), None),
+        (SERVED, ModelIdentity("big", "fp-1", 199), "its context is 199 tokens"),
+        # Verifiers that tell no fingerprint are told apart by name.
+        (ModelIdentity("big", "", 0), ModelIdentity("big", "", 0), None),
+        (ModelIdentity("big", "", 0), ModelIdentity("small", "", 0), "'small'"),
     ],
 )
-def test_who_may_continue(here: ModelIdentity, reason: str | None) -> None:
-    why = why_not(SERVED, here, 200)
-    assert why is None if reason is None else re.search(re.escape(reason), str(why))
-
-
-def test_verifiers_that_tell_no_fingerprint_are_told_apart_by_name() -> None:
-    old = ModelIdentity("big", "", 0)
-    assert why_not(old, old, 200) is None
-    assert why_not(old, ModelIdentity("small", "", 0), 200) is not None
+def test_who_may_continue(begun: ModelIdentity, here: ModelIdentity, reason: str | None) -> None:
+    why = why_not(begun, here, 200)
+    assert why is None if reason is None else reason in str(why)
 
 
 def test_a_breaker_opens_asks_and_closes() -> None:
-    breaker = CircuitBreaker(BreakerPolicy(failures=2, open_s=1.0, longest_open_s=4.0), 7)
+    breaker = CircuitBreaker(cs.BreakerPolicy(failures=2, open_s=1.0, longest_open_s=4.0), 7)
     breaker.failed(0.0)
     assert breaker.state is CLOSED
-    lengths = []
-    for now in (0.0, 10.0, 20.0, 30.0, 40.0):
+    for now, longest_s in ((0.0, 1.0), (10.0, 2.0), (20.0, 4.0), (30.0, 4.0), (40.0, 4.0)):
         breaker.failed(now)
         assert breaker.state is OPEN
         assert breaker.probe_at is not None
-        lengths.append(breaker.probe_at - now)
+        assert longest_s / 2 <= breaker.probe_at - now <= longest_s
         breaker.probing()
         assert breaker.state is HALF_OPEN
-    for length_s, longest_s in zip(lengths, (1.0, 2.0, 4.0, 4.0, 4.0), strict=True):
-        assert longest_s / 2 <= length_s <= longest_s
     breaker.answered()
     assert breaker.state is CLOSED
     breaker.failed(50.0)
@@ -191,6 +238,267 @@ def test_a_breaker_opens_asks_and_closes() -> None:
     breaker.succeeded()
     breaker.failed(60.0)
     assert breaker.state is CLOSED
+
+
+# --- random worlds ----------------------------------------------------------------------------
+
+DIAL_S, PROBE_S, STEP_S = 5.0, 1.5, 0.05
+CALM_AFTER_S = 60.0
+RETRY_AFTER_S = 3.0
+
+
+class Mood(Enum):
+    UP = "up"
+    DOWN = "refuses connections"
+    HOLE = "swallows everything"
+    DRAINS = "shuts down, with advice"
+    FULL = "is full, with advice"
+    OTHER = "serves another model"
+    KEYLESS = "refuses the key"
+    SICK = "greets, then breaks"
+
+
+ANSWERING = (Mood.UP, Mood.DRAINS, Mood.FULL, Mood.OTHER, Mood.SICK)
+
+
+@dataclass
+class Verifier:
+    """``moods`` are (from when, which), in order."""
+
+    address: str
+    rtt_s: float
+    moods: list[tuple[float, Mood]]
+
+    def mood(self, now: float) -> Mood:
+        return [mood for since, mood in self.moods if since <= now][-1]
+
+
+@dataclass
+class Session:
+    """The generation: what it holds, and what it waits for."""
+
+    route: int
+    tokens: int = 0
+    using: str | None = None
+    stream: int = 0
+    waiting: bool = False
+    asked_at: float = 0.0
+    failed: ev.Leave | None = None
+    longest_wait_s: float = 0.0
+    last_token_at: float = 0.0
+    models: set[str] = field(default_factory=set)
+
+
+class World:
+    """``run`` plays until ``until_s``; ``sessions`` tell what became of the generations."""
+
+    def __init__(self, seed: int, count: int, sessions: int = 2) -> None:
+        self.dice = random.Random(seed)
+        names = [f"v{number}" for number in range(count)]
+        self.verifiers = {name: self._verifier(name, index) for index, name in enumerate(names)}
+        association = self.dice.choice(tuple(Association))
+        self.machine = Failover(FailoverPolicy(), association, seed)
+        self.now, self._ids = 0.0, itertools.count()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._tick_at: float | None = None
+        self.dials: set[tuple[int, str]] = set()
+        self.dialed: set[tuple[int, str]] = set()
+        self.probes: set[str] = set()
+        self.sessions = {number: Session(number) for number in range(1, sessions + 1)}
+        self.told_not_before: dict[str, float] = {}
+        self.handle(ev.Known(tuple(names)))
+        for session in self.sessions.values():
+            self.after(self.dice.uniform(0, 2), partial(self.want, session))
+
+    def _verifier(self, name: str, index: int) -> Verifier:
+        possible = list(Mood)
+        if index == 0 and self.dice.random() < 0.9:  # else most texts would find it of no use
+            possible = [mood for mood in Mood if mood not in (Mood.OTHER, Mood.KEYLESS)]
+        moods, at = [(0.0, self.dice.choice(possible))], 0.0
+        while (at := at + self.dice.uniform(0.2, 15)) < CALM_AFTER_S:
+            moods.append((at, self.dice.choice(possible)))
+        calm = Mood.UP if index == 0 else self.dice.choice((Mood.UP, Mood.DOWN, Mood.HOLE))
+        return Verifier(name, self.dice.uniform(0.001, 0.2), [*moods, (CALM_AFTER_S, calm)])
+
+    # --- time ------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._ids), work))
+
+    def run(self, until_s: float) -> None:
+        while self._queue and self._queue[0][0] <= until_s:
+            self.now, _, work = heapq.heappop(self._queue)
+            work()
+
+    def handle(self, event: ev.FailoverEvent) -> None:
+        actions = self.machine.handle(event, self.now)
+        for action in actions:
+            self._do(action)
+        deadline = self.machine.deadline
+        if isinstance(event, ev.Tick):
+            assert deadline is None or deadline > self.now, "a tick that changes nothing"
+        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
+            self._tick_at = max(deadline, self.now)
+            self.after(self._tick_at - self.now, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_at = None
+        deadline = self.machine.deadline
+        if deadline is not None:
+            self.handle(ev.Tick()) if deadline <= self.now else self._rearm(deadline)
+
+    def _rearm(self, deadline: float) -> None:
+        self._tick_at = deadline
+        self.after(deadline - self.now, self._tick)
+
+    # --- the machine's actions -------------------------------------------------------------
+
+    def _do(self, action: ev.FailoverAction) -> None:
+        match action:
+            case ev.Dial(route, address):
+                key, session = (route, address), self.sessions[route]
+                assert key not in self.dials | self.dialed, "dialed twice"
+                assert session.waiting, "dialed for a generation that waits for nothing"
+                self._allowed(address)
+                self.dials.add(key)
+                self._dial(route, self.verifiers[address])
+            case ev.Drop(route, address):
+                self.dials.discard((route, address))
+                self.dialed.discard((route, address))
+            case ev.Use(route, address):
+                assert (route, address) in self.dialed, "used without a stream"
+                self.dialed.discard((route, address))
+                self._use(self.sessions[route], self.verifiers[address])
+            case ev.Leave(route):
+                self._leave(self.sessions[route], action)
+            case ev.Probe(address):
+                assert address not in self.probes, "asked twice at once"
+                self._allowed(address)
+                self.probes.add(address)
+                self._probe(self.verifiers[address])
+
+    def _allowed(self, address: str) -> None:
+        assert self.now >= self.told_not_before.get(address, 0.0), "not before, it was told"
+
+    def _dial(self, route: int, verifier: Verifier) -> None:
+        key = (route, verifier.address)
+
+        def ended() -> None:
+            if key not in self.dials:
+                return
+            self.dials.discard(key)
+            if verifier.mood(self.now) in (Mood.DOWN, Mood.HOLE):
+                self.handle(ev.DialFailed(route, verifier.address, "nobody there"))
+            else:
+                self.dialed.add(key)
+                self.handle(ev.Dialed(route, verifier.address))
+
+        hole = verifier.mood(self.now) is Mood.HOLE
+        self.after(DIAL_S if hole else verifier.rtt_s, ended)
+
+    def _probe(self, verifier: Verifier) -> None:
+        mood = verifier.mood(self.now)
+
+        def ended() -> None:
+            self.probes.discard(verifier.address)
+            if mood in ANSWERING:
+                model = OTHER if mood is Mood.OTHER else MODEL
+                info = VerifierInfo(model, Limits(), 0, 8, 20_000)
+                self.handle(ev.ProbeAnswered(verifier.address, info, verifier.rtt_s))
+            else:
+                alive = mood is Mood.KEYLESS
+                self.handle(ev.ProbeFailed(verifier.address, f"{mood.value}", alive))
+
+        self.after(PROBE_S if mood is Mood.HOLE else verifier.rtt_s, ended)
+
+    # --- a generation ----------------------------------------------------------------------
+
+    def want(self, session: Session) -> None:
+        if session.failed is None:
+            session.waiting, session.asked_at = True, self.now
+            self.handle(ev.Wanted(session.route, 200, f"text {session.route}"))
+
+    def _leave(self, session: Session, leave: ev.Leave) -> None:
+        self._answered(session)
+        session.using, session.stream = None, session.stream + 1
+        if not leave.retryable:
+            session.failed = leave
+            return
+        wait_s = self.dice.uniform(0.05, 1.0) if leave.again_s is None else leave.again_s
+        self.after(wait_s, lambda: self.want(session))
+
+    def _answered(self, session: Session) -> None:
+        if session.waiting:
+            session.waiting = False
+            waited_s = self.now - session.asked_at
+            session.longest_wait_s = max(session.longest_wait_s, waited_s)
+
+    def _use(self, session: Session, verifier: Verifier) -> None:
+        assert session.waiting, "a stream for a generation that waits for none"
+        self._answered(session)
+        session.using, session.stream = verifier.address, session.stream + 1
+        stream = session.stream
+        self.after(verifier.rtt_s, lambda: self._open(session, stream, verifier))
+
+    def _open(self, session: Session, stream: int, verifier: Verifier) -> None:
+        if session.stream != stream:
+            return
+        refusals = {
+            Mood.DRAINS: (FaultCode.SHUTTING_DOWN, RETRY_AFTER_S),
+            Mood.FULL: (FaultCode.OVERLOADED, RETRY_AFTER_S),
+            Mood.KEYLESS: (FaultCode.UNAUTHENTICATED, 0.0),
+        }
+        mood = verifier.mood(self.now)
+        if mood is Mood.DOWN:
+            return self.handle(ev.Broke(session.route, "reset"))
+        if mood is Mood.HOLE:
+            return self._quiet(session, stream, verifier)
+        if mood in refusals:
+            code, retry_after_s = refusals[mood]
+            not_before = self.now + retry_after_s
+            known = self.told_not_before.get(verifier.address, 0.0)
+            self.told_not_before[verifier.address] = max(known, not_before)
+            return self.handle(ev.Refused(session.route, code, mood.value, retry_after_s))
+        model = OTHER if mood is Mood.OTHER else MODEL
+        self.handle(ev.Greeted(session.route, ModelIdentity(model.name, model.fingerprint, 4096)))
+        if session.stream == stream:
+            if session.tokens:
+                assert model.fingerprint in session.models, "another model for the same text"
+            if mood is Mood.SICK:
+                return self.handle(ev.Broke(session.route, "broke"))
+            self._token(session, stream, verifier, model)
+        return None
+
+    def _quiet(self, session: Session, stream: int, verifier: Verifier) -> None:
+        def still() -> None:
+            if session.stream == stream:
+                if verifier.mood(self.now) is Mood.HOLE:
+                    self.handle(ev.Quiet(session.route))
+                    self._quiet(session, stream, verifier)
+                else:
+                    self.handle(ev.Broke(session.route, "came back without the stream"))
+
+        self.after(1.5, still)
+
+    def _token(self, session: Session, stream: int, verifier: Verifier, model: ModelInfo) -> None:
+        if session.stream != stream:
+            return
+        mood = verifier.mood(self.now)
+        serving = Mood.OTHER if model is OTHER else Mood.UP
+        if mood is Mood.HOLE:
+            return self._quiet(session, stream, verifier)
+        if mood is not serving:
+            code = FaultCode.SHUTTING_DOWN
+            if mood is Mood.DRAINS:
+                self.told_not_before[verifier.address] = self.now + 1.0
+                return self.handle(ev.Refused(session.route, code, "resume elsewhere", 1.0))
+            return self.handle(ev.Broke(session.route, "killed"))
+        session.tokens += 1
+        session.last_token_at = self.now
+        session.models.add(model.fingerprint)
+        self.handle(ev.Progressed(session.route))
+        self.after(STEP_S, lambda: self._token(session, stream, verifier, model))
+        return None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -221,16 +529,16 @@ def _all_refused(why: str, count: int) -> bool:
     return len(re.findall(final, why)) == count
 
 
+# --- conversations ----------------------------------------------------------------------------
+
 NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
-
-CONVERSATIONS = [conversation_named(f"chat {number}") for number in range(600)]
-
+CONVERSATIONS = [policies.conversation_named(f"chat {number}") for number in range(600)]
 Choose = Callable[[str, Sequence[str]], str]
 
 
 def rendezvous(conversation: str, names: Sequence[str]) -> str:
     views = [VerifierView(name, 0.03, 0) for name in names]
-    return ranked(Association.RENDEZVOUS, conversation, views)[0]
+    return policies.ranked(Association.RENDEZVOUS, conversation, views)[0]
 
 
 def modulo(conversation: str, names: Sequence[str]) -> str:
@@ -260,29 +568,22 @@ def moves_only_its_share(choose: Choose) -> bool:
     return True
 
 
-def spreads_the_share_of_one_that_goes(choose: Choose) -> bool:
+def heirs(choose: Choose) -> int:
+    """How many share the conversations of one that goes."""
     before, after = homes(choose, NAMES), homes(choose, NAMES[1:])
-    heirs = {after[one] for one, home in before.items() if home == NAMES[0]}
-    return len(heirs) == len(NAMES) - 1
-
-
-def is_the_same_in_any_order(choose: Choose) -> bool:
-    return homes(choose, NAMES) == homes(choose, NAMES[::-1])
+    return len({after[one] for one, home in before.items() if home == NAMES[0]})
 
 
 def test_what_the_hashing_promises() -> None:
     assert moves_only_its_share(rendezvous)
     assert not moves_only_its_share(modulo)
-    assert spreads_the_share_of_one_that_goes(rendezvous)
+    assert heirs(rendezvous) == len(NAMES) - 1
     assert moves_only_its_share(next_in_list)
-    assert not spreads_the_share_of_one_that_goes(next_in_list)
-    assert is_the_same_in_any_order(rendezvous)
-    assert not is_the_same_in_any_order(modulo)
+    assert heirs(next_in_list) < len(NAMES) - 1
+    assert homes(rendezvous, NAMES) == homes(rendezvous, NAMES[::-1])  # in any order
+    assert homes(modulo, NAMES) != homes(modulo, NAMES[::-1])
     assert weight("ab", "c") != weight("a", "bc")
-
-
-def test_conversations_spread_evenly() -> None:
-    """Each replica's share of n conversations is within five standard deviations of n/r."""
+    # Each replica's share of n conversations is within five standard deviations of n/r.
     count, share = len(CONVERSATIONS), 1 / len(NAMES)
     off = 5 * math.sqrt(count * share * (1 - share))
     counts = Counter(homes(rendezvous, NAMES).values())
@@ -291,18 +592,13 @@ def test_conversations_spread_evenly() -> None:
 
 
 def test_texts_that_begin_alike_are_one_conversation() -> None:
-    prompt = list(range(1, BEGINNING_TOKENS + 1))
-    assert conversation_of(prompt) == conversation_of([*prompt, 7, 8, 9])
-    assert conversation_of(prompt) != conversation_of([*prompt[:-1], 99])
-    assert conversation_of([1, 23]) != conversation_of([12, 3])
-    assert conversation_of([1]) != conversation_named("1")
-    assert len(conversation_of(prompt)) == len(conversation_named("\ud800 half a pair")) == 16
-
-
-def replicas(names: Sequence[str]) -> Failover:
-    found = Failover(FailoverPolicy(), Association.RENDEZVOUS)
-    found.handle(ev.Known(tuple(names)), 0.0)
-    return found
+    of, named = policies.conversation_of, policies.conversation_named
+    prompt = list(range(1, policies.BEGINNING_TOKENS + 1))
+    assert of(prompt) == of([*prompt, 7, 8, 9])
+    assert of(prompt) != of([*prompt[:-1], 99])
+    assert of([1, 23]) != of([12, 3])
+    assert of([1]) != named("1")
+    assert len(of(prompt)) == len(named("\ud800 half a pair")) == 16
 
 
 def order(conversation: str, names: Sequence[str]) -> list[str]:
@@ -313,78 +609,23 @@ def test_a_text_walks_down_the_order_of_its_conversation() -> None:
     """The first is full, the second drains, the third is not there: the fourth serves."""
     conversation = CONVERSATIONS[0]
     first, second, third, fourth = order(conversation, NAMES[:4])
-    found = replicas(NAMES[:4])
-    assert found.handle(ev.Wanted(1, 100, conversation), 0.0) == (ev.Dial(1, first),)
+    found = machine(*NAMES[:4], how=Association.RENDEZVOUS)
+    wanted = ev.Wanted(1, 100, conversation)
+    assert found.handle(wanted, 0.0) == (ev.Dial(1, first),)
     found.handle(ev.Dialed(1, first), 0.1)
-    (left,) = found.handle(ev.Refused(1, FaultCode.OVERLOADED, "full"), 0.2)
-    assert isinstance(left, ev.Leave)
-    assert left.again_s == 0.0
-    assert found.handle(ev.Wanted(1, 100, conversation), 0.2) == (ev.Dial(1, second),)
+    assert found.handle(ev.Refused(1, FULL, "full"), 0.2) == (left("full"),)
+    assert found.handle(wanted, 0.2) == (ev.Dial(1, second),)
     found.handle(ev.Dialed(1, second), 0.3)
-    found.handle(ev.Refused(1, FaultCode.SHUTTING_DOWN, "drains"), 0.4)
-    assert found.handle(ev.Wanted(1, 100, conversation), 0.4) == (ev.Dial(1, third),)
+    found.handle(ev.Refused(1, MOVED, "drains"), 0.4)
+    assert found.handle(wanted, 0.4) == (ev.Dial(1, third),)
     assert found.handle(ev.DialFailed(1, third, "nobody there"), 0.5) == (ev.Dial(1, fourth),)
 
 
 def test_a_load_of_long_ago_keeps_nobody_away() -> None:
     """The first was full when it was last asked; after a while nobody knows."""
     conversation, (first, second) = CONVERSATIONS[0], order(CONVERSATIONS[0], NAMES[:2])
-    found = replicas(NAMES[:2])
-    model = ModelInfo("big", "words", 100, 4096, (), "fp-1")
-    full = VerifierInfo(model, Limits(), 8, 8, 20_000)
+    found = machine(*NAMES[:2], how=Association.RENDEZVOUS)
+    full = VerifierInfo(MODEL, Limits(), 8, 8, 20_000)
     found.handle(ev.ProbeAnswered(first, full, 0.01), 0.0)
     assert found.handle(ev.Wanted(1, 100, conversation), 1.0) == (ev.Dial(1, second),)
     assert found.handle(ev.Wanted(2, 100, conversation), 60.0) == (ev.Dial(2, first),)
-
-
-# --- a generation names a model that not every verifier has -------------------------------------
-
-SQL = replace(MODEL, name="sql", fingerprint="sql-1")
-
-
-def told_by(address: str, rtt_s: float, *adapters: object) -> ev.ProbeAnswered:
-    info = VerifierInfo(MODEL, Limits(), 0, 8, 20_000, adapters)  # type: ignore[arg-type]
-    return ev.ProbeAnswered(address, info, rtt_s)
-
-
-def asked(near: tuple[object, ...] = (), far: tuple[object, ...] = (SQL,)) -> Failover:
-    """Both have answered; ``a`` is nearer."""
-    found = Failover(FailoverPolicy(), Association.LOWEST_DELAY, 1)
-    found.handle(ev.Known(("a", "b")), 0.0)
-    found.handle(told_by("a", 0.01, *near), 0.0)
-    found.handle(told_by("b", 0.2, *far), 0.0)
-    return found
-
-
-def breakers(found: Failover) -> list[object]:
-    return [one.breaker.state for one in found.candidates.listed.values()]
-
-
-def test_a_verifier_is_not_kept_out_for_a_model_that_it_lacks() -> None:
-    """It is asked what it has by now; the generation goes elsewhere, others go on there."""
-    found = asked(near=(SQL,))
-    assert found.handle(ev.Wanted(1, model="sql"), 0.0) == (ev.Dial(1, "a"),)
-    found.handle(ev.Dialed(1, "a"), 0.1)
-    refused = ev.Refused(1, FaultCode.UNKNOWN_MODEL, "unknown model 'sql'")
-    probe, leave = found.handle(refused, 0.2)
-    assert probe == ev.Probe("a")
-    assert isinstance(leave, ev.Leave)
-    assert (leave.again_s, leave.retryable) == (0.0, True)
-    assert breakers(found) == [CLOSED, CLOSED]
-    assert found.handle(ev.Wanted(1, model="sql"), 0.2) == (ev.Dial(1, "b"),)
-    assert found.handle(ev.Wanted(2), 0.2) == (ev.Dial(2, "a"),)
-    found.handle(told_by("a", 0.01), 0.3)
-    assert found.handle(ev.Wanted(3, model="sql"), 0.4) == (ev.Dial(3, "b"),)
-
-
-def test_a_name_that_nobody_has_is_the_end() -> None:
-    found = asked()
-    refused = "unknown model 'sequel'"
-    leaves = []
-    for address in ("a", "b"):
-        assert found.handle(ev.Wanted(1, model="sequel"), 0.0) == (ev.Dial(1, address),)
-        found.handle(ev.Dialed(1, address), 0.1)
-        event = ev.Refused(1, FaultCode.UNKNOWN_MODEL, refused)
-        leaves += [one for one in found.handle(event, 0.2) if isinstance(one, ev.Leave)]
-    assert [one.retryable for one in leaves] == [True, False]
-    assert leaves[-1].why == f"a: {refused}; b: {refused}"

@@ -171,9 +171,6 @@ def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
     assert policy.extend(view) == 2
 
 
-WILD = WindowedPolicy(least_chance=0.05, step_price=0.1)
-
-
 @pytest.mark.parametrize(
     ("policy", "length", "world", "found"),
     [

@@ -1,8 +1,11 @@
-"""The price of a row, from the verifier to the device's drafts. Oracle: chances by hand."""
+"""What a pass takes along: the price of a row from the verifier to the device's drafts, long
+prompts beside sessions that decode, and when a pass without a draft may start. Oracle: chances and
+formulas by hand, and the rows of the passes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +16,9 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.cache_keeper import CacheKeeper
+from edgespec.core.verifier.drafts import AutoRunAhead, NeverRunAhead, RunAheadView
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
     EngineAction,
@@ -24,28 +29,34 @@ from edgespec.core.verifier.engine_events import (
     StreamOpened,
 )
 from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
-from edgespec.core.verifier.scheduler import PassScheduler
+from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
-from edgespec.core.verifier.session_events import Offer, PassDone, RunPass
-from tests.core import scenes as fixed_text
+from tests.core import scenes
 from tests.core.draft_scripts import RECONNECT, REQUEST, guess, messages, streaming
-from tests.core.scenes import RUNNING, TEXT, batch, done, new_engine, new_session, run_pass
-
-NEVER = replace(REQUEST, run_ahead=RunAhead.NEVER)
+from tests.core.scenes import (
+    DECODE_S,
+    LIMITS,
+    MODEL,
+    RUNNING,
+    TEXT,
+    PacedEngine,
+    batch,
+    done,
+    named,
+    new_engine,
+    new_session,
+    run_pass,
+)
 
 
 def commit(position: int, row_price: int | None = None, credit: int | None = None) -> Commit:
     return Commit(position, (40 + position,), verify_us=20_000, row_price=row_price, credit=credit)
 
 
-def steps(actions: tuple[DraftAction, ...]) -> list[StartStep]:
-    return [action for action in actions if isinstance(action, StartStep)]
-
-
 def drafted(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[int]:
     """The widths of the steps until the session rests; each finds new tokens."""
     widths: list[int] = []
-    while started := steps(actions):
+    while started := [action for action in actions if isinstance(action, StartStep)]:
         (step,) = started
         widths.append(step.width)
         tokens = range(10 * len(widths), 10 * len(widths) + step.width)
@@ -66,17 +77,12 @@ def fresh(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAct
 
 
 def test_no_node_is_drafted_below_the_price() -> None:
-    """The rates start at 0.7 and 0.1: chains of 0.7, 0.49 and 0.343 are worth 0.3, siblings not."""
-    session, actions = fresh(RowPrice(0.3))
-    assert drafted(session, actions) == [1, 1, 1]
-    session, actions = fresh(RowPrice(0.5))
-    assert drafted(session, actions) == [1]
-    session, actions = fresh(RowPrice(0.08))
-    widths = drafted(session, actions)
-    assert widths[0] == 2
-    assert set(widths[1:]) == {1}  # 0.7 * 0.1 is below the price
-    session, actions = fresh(RowPrice(0.71))
-    assert drafted(session, actions) == []
+    """The rates start at 0.7 and 0.1: chains of 0.7, 0.49 and 0.343 are worth 0.3, siblings not;
+    0.7 * 0.1 is below 0.08."""
+    widths = {price: drafted(*fresh(RowPrice(price))) for price in (0.3, 0.5, 0.71, 0.08)}
+    assert (widths[0.3], widths[0.5], widths[0.71]) == ([1, 1, 1], [1], [])
+    assert widths[0.08][0] == 2
+    assert set(widths[0.08][1:]) == {1}
 
 
 def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
@@ -115,23 +121,27 @@ def test_a_price_is_heard_from_a_pass_and_counts_until_the_next() -> None:
 def test_with_credit_0_a_device_rests_until_a_commit_brings_credit() -> None:
     session = resting()
     actions = session.handle(commit(2, credit=0), 1.0)
-    assert not steps(actions)
+    assert drafted(session, actions) == []
     assert not any(isinstance(message, Draft) for message in messages(actions))
-    assert not steps(session.handle(commit(3, credit=0), 1.1))
+    assert drafted(session, session.handle(commit(3, credit=0), 1.1)) == []
     assert drafted(session, session.handle(commit(4, credit=3), 1.2)) == [2]  # no room for 2 more
     assert len(drafted(session, session.handle(commit(5), 1.3))) > 1
+    session = streaming(WindowedPolicy(2))
+    session.handle(commit(2, credit=0), 0.1)  # while a step runs
+    actions = session.handle(guess(5, 6), 0.2)
+    assert (messages(actions), drafted(session, actions)) == ([], [])
+    assert session.counters.sent == 0
 
 
 @pytest.mark.parametrize("policy", [WindowedPolicy(2), PearlPolicy(4)])
 def test_a_verifier_that_waits_for_drafts_hears_that_none_comes(
     policy: WindowedPolicy | PearlPolicy,
 ) -> None:
-    session = streaming(policy, NEVER)
+    session = streaming(policy, replace(REQUEST, run_ahead=RunAhead.NEVER))
     session.handle(commit(2, credit=0), 0.1)
-    said = messages(session.handle(guess(5), 0.2))
-    assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
-    said = messages(session.handle(commit(3, credit=0), 0.3))
-    assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
+    for event in (guess(5), commit(3, credit=0)):
+        said = messages(session.handle(event, 0.2))
+        assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
 
 
 def commits(actions: tuple[EngineAction, ...]) -> list[Commit]:
@@ -139,21 +149,15 @@ def commits(actions: tuple[EngineAction, ...]) -> list[Commit]:
     return [message for message in said if isinstance(message, Commit)]
 
 
-def passed(engine: VerifyEngine, *, drafting: bool = True) -> list[Commit]:
+def passed(engine: VerifyEngine) -> list[Commit]:
     """The commits of a session's first passes of 20 ms."""
-    request = replace(RUNNING, drafting=drafting)
-    (run,) = [
-        action
-        for action in engine.handle(StreamOpened(1, request), 0.0)
-        if isinstance(action, RunBatch)
-    ]
-    heard: list[Commit] = []
+    requests, heard = batch(engine.handle(StreamOpened(1, RUNNING), 0.0)), list[Commit]()
     for number in range(3):
-        actions = engine.handle(done(run.requests), 0.02 * (number + 1))
+        actions = engine.handle(done(requests), 0.02 * (number + 1))
         heard += commits(actions)
         received = Received(heard[-1].position + 1, 0)
         actions += engine.handle(StreamMessage(1, received), 0.02 * (number + 1))
-        (run,) = [action for action in actions if isinstance(action, RunBatch)]
+        requests = batch(actions)
     return heard
 
 
@@ -222,18 +226,19 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
     now = 0.0
     sessions: dict[str, VerifySession] = {}
 
-    def ask(key: str, offer: Offer, at: float) -> PassRequest | None:
+    def ask(key: str, offer: se.Offer, at: float) -> PassRequest | None:
         (run,) = sessions[key].handle(offer, at)
-        assert isinstance(run, RunPass)
+        assert isinstance(run, se.RunPass)
         return run.request
 
     scheduler = PassScheduler(EngineLimits(), CacheKeeper(None, sessions), ask)
     for number in range(prompts):
-        long = replace(fixed_text.REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
+        long = replace(scenes.REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
         sessions[long.session_id] = new_session(long)
         scheduler.enqueue(long.session_id)
     for number in range(count):
-        sessions["s"] = session = ready()
+        sessions["s"] = session = new_session()
+        run_pass(session)
         nodes = number % 3
         if nodes:
             session.handle(guesses(session, nodes), now)
@@ -242,18 +247,12 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         assert len(request.tokens) == (0 if prompts and number < 8 else nodes)
         now += PASS_S + row_s * sum(one.row_count for one in (request, *others))
         scheduler.finish(now)
-        session.handle(PassDone((TEXT[3], *(0 for _ in request.tokens))), now)
+        session.handle(se.PassDone((TEXT[3], *(0 for _ in request.tokens))), now)
         for other in others:
-            sessions[other.key].handle(PassDone(()), now)
+            sessions[other.key].handle(se.PassDone(()), now)
             scheduler.enqueue(other.key)
         scheduler.count(1)
     return scheduler
-
-
-def ready() -> VerifySession:
-    session = new_session()
-    run_pass(session)
-    return session
 
 
 def guesses(session: VerifySession, count: int) -> Draft:
@@ -292,3 +291,124 @@ def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> No
         price.note_pass(1, 0, PASS_S + ROW_S)
     assert 0.0 < price.row_s < known / 4
     assert price.least_guess == price.least_chance
+
+
+@pytest.mark.parametrize("row_s", [0.00002, 0.0001])
+def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_third(
+    row_s: float,
+) -> None:
+    """Emulated: a pass takes 20 ms and ``row_s`` for each prompt row. Once its price is learned,
+    the passes of others are a quarter longer."""
+    world = PacedEngine(row_s)
+    world.open("victim", 1)
+    world.run_until(50 * DECODE_S)
+    names = [f"long {number}" for number in range(10)]
+    for name in names:
+        world.open(name, 4_000)
+    gaps_s, fed_at_s = list[float](), list[float]()
+    while len(fed_at_s) < len(names):
+        before_s, rows = world.now, world.run_pass()
+        assert rows.pop("victim") == 1
+        learning = 2 * FIRST_ROWS if len(gaps_s) < 4 else 1
+        most = 0.25 * DECODE_S / row_s + learning
+        assert sum(count for count in rows.values() if count > 1) <= most
+        gaps_s.append(world.now - before_s)
+        fed = [name for name in names if world.engine.sessions[name].prefix.length > 4_000]
+        fed_at_s += [world.now] * (len(fed) - len(fed_at_s))
+    assert max(gaps_s) <= 1.3 * DECODE_S
+    alone_s = 4_000 * row_s
+    # One after the other, in a bit less than a fifth of the time (1.25 and 1.125 passes, in turn).
+    for place, at_s in enumerate(fed_at_s, 1):
+        assert at_s - 50 * DECODE_S <= 7.5 * alone_s * place + 0.3
+
+
+def test_no_prompt_starves_behind_short_ones_that_keep_coming() -> None:
+    world = PacedEngine(0.0001)
+    world.open("victim", 1)
+    for _ in range(20):
+        world.run_pass()
+    world.open("long", 2_000)
+    passes, longest = 0, 0
+    while world.engine.sessions["long"].prefix.length == 2_000:
+        passes += 1
+        assert passes < 600
+        name = f"short {passes}"
+        world.open(name, 30)
+        world.run_pass()
+        while world.engine.sessions[name].prefix.length == 30:
+            world.run_pass()
+            passes += 1
+            longest = max(longest, passes)
+        world.close(name)
+    assert longest < 600
+
+
+def test_more_sessions_than_rows_leave_prompts_an_eighth_and_each_other_their_turns() -> None:
+    world = PacedEngine(0.0, EngineLimits(max_rows_per_pass=16))
+    for number in range(20):
+        world.open(f"decoder {number}", 1)
+    for _ in range(10):
+        world.run_pass()
+    world.open("long", 100)
+    rows = [world.run_pass() for _ in range(60)]
+    assert world.engine.sessions["long"].prefix.length > 100
+    for number in range(20):
+        turns = [index for index, one in enumerate(rows) if f"decoder {number}" in one]
+        assert max(b - a for a, b in pairwise(turns)) <= 2
+
+
+def test_no_credential_makes_the_load_more_than_twice_what_the_others_bring() -> None:
+    load = PromptLoad()
+    for slot in range(SLOTS):
+        for number in range(10):
+            load.add(30, slot + 0.5, f"device {number}")
+        load.add(16_000, slot + 0.6, "flood")
+    assert load.rows_per_s(SLOTS) == 600.0
+    for slot in range(SLOTS, 2 * SLOTS):  # who is alone counts
+        load.add(16_000, slot + 0.5, "fleet")
+    assert load.rows_per_s(2 * SLOTS) == 16_000.0
+
+
+VIEW = RunAheadView(10.0, 9.0, 0.1, None, False, 1.0, False)
+
+
+def test_never_waits_for_its_patience_only() -> None:
+    assert NeverRunAhead(2.0).start_at(VIEW) == 11.0
+    assert NeverRunAhead(2.0).start_at(replace(VIEW, no_draft_coming=True)) <= 10.0
+
+
+def test_auto_waits_for_a_draft_that_comes_soon_and_will_do() -> None:
+    auto = AutoRunAhead(unsure=0.5, sure=1.0, slack_share=0.1)
+    soon = replace(VIEW, idle_since=10.0, expected_at=10.04, hit_rate=0.75)
+    assert auto.start_at(soon) == pytest.approx(10.05)
+
+
+@pytest.mark.parametrize("expected_at", [8.0, 9.0, 9.99, 10.0, 10.01, 10.03, 10.1, 11.0])
+@pytest.mark.parametrize("hit_rate", [0.0, 0.5, 0.75, 0.8, 0.9, 1.0])
+def test_auto_never_waits_past_its_share_for_an_overdue_draft(
+    expected_at: float, hit_rate: float
+) -> None:
+    """Nor longer than a pass and its slack for any."""
+    view = replace(VIEW, idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
+    assert AutoRunAhead(slack_share=0.1).start_at(view) - 10.0 <= 1.1 * view.pass_s + 1e-9
+    if expected_at <= 10.0:
+        share = max(0.0, (hit_rate - 0.5) / 0.5)
+        auto = AutoRunAhead(unsure=0.5, sure=1.0, slack_share=0.1)
+        assert auto.start_at(view) <= 10.0 + share * view.pass_s
+
+
+class WaitsAlone:
+    """A policy that shares the passes of others and waits for a draft otherwise."""
+
+    def start_at(self, view: RunAheadView) -> float:
+        return view.now if view.runs_anyway else view.now + 1.0
+
+
+def test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others() -> None:
+    engine = VerifyEngine(MODEL, LIMITS, EngineLimits(), run_ahead=lambda kind: WaitsAlone())
+    first = batch(engine.handle(StreamOpened(1, named("a", scenes.REQUEST)), 0.0))
+    waiting = engine.handle(done(first), 0.1)
+    assert not any(isinstance(action, RunBatch) for action in waiting)
+    shared = batch(engine.handle(StreamOpened(2, named("b", scenes.REQUEST)), 0.2))
+    assert {request.key: len(request.feed) for request in shared} == {"b": 2, "a": 1}
+    assert not any(isinstance(a, RunBatch) for a in engine.handle(done(shared), 0.3))

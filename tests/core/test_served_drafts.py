@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-from edgespec.core.protocol.messages import Open, RunAhead
+from edgespec.core.protocol.messages import Commit, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import (
     LONGEST,
@@ -16,66 +15,33 @@ from edgespec.core.protocol.text_guesses import (
     pair_of,
 )
 from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier import served_drafts as sd
+from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
-from edgespec.core.verifier.served_drafts import (
-    EXPLORED,
-    FIRST_BALANCE,
-    LEAST_CHANCE,
-    LOADED_PER_PASS,
-    LONGEST_REST_PASSES,
-    MOST_BALANCE,
-    MOST_NODES,
-    SHORTEST_REST_PASSES,
-    TRIAL_PASSES,
-    ServedDrafts,
-    ServedDraftsMaker,
-    ServedWorth,
-)
 from edgespec.core.verifier.session import VerifySession
-from edgespec.core.verifier.session_events import (
-    Attach,
-    Keep,
-    Offer,
-    PassDone,
-    RunPass,
-    VerifyAction,
-)
 from tests.core.scenes import LIMITS, MODEL, chain, commit_in
 
 REQUEST = Open("s", "", "", (1,))
 
 
-def _drafts() -> ServedDrafts:
-    return ServedDrafts(TextTables(ngrams=True))
-
-
-def _noisy_text(seed: int, length: int, wrong: float) -> list[int]:
-    """Each token names its successor, but for a share of the places."""
-    dice = random.Random(seed)
-    text = [0]
-    while len(text) < length:
-        text.append(dice.randrange(40) if dice.random() < wrong else (text[-1] * 7 + 3) % 40)
-    return text
+def _drafts() -> sd.ServedDrafts:
+    return sd.ServedDrafts(TextTables(ngrams=True))
 
 
 def test_a_loop_is_gone_on_with() -> None:
-    drafts, text = _drafts(), [1, 2, 3, 4] * 6
-    proposal = drafts.propose(text, 64, 40, 0.0)
-    chain = [index for index in range(MOST_NODES) if proposal.parents[index] == index - 1]
+    proposal = _drafts().propose([1, 2, 3, 4] * 6, 64, 40, 0.0)
+    chain = [index for index in range(sd.MOST_NODES) if proposal.parents[index] == index - 1]
     assert chain[:6] == [0, 1, 2, 3, 4, 5]
     assert proposal.tokens[:6] == [1, 2, 3, 4, 1, 2]
-
-
-def test_what_the_target_said_behind_a_wrong_guess_is_remembered() -> None:
-    drafts = _drafts()
+    drafts = _drafts()  # what the target said behind a wrong guess is remembered
     drafts.propose([1, 2, 3, 1, 2], 64, 40, 0.0)
     drafts.learn([3], [9], ())
     assert 9 in drafts.propose([1, 2, 3, 1, 2, 5, 3], 64, 40, 0.0).tokens
 
 
 def test_sessions_of_one_owner_profit_from_each_other() -> None:
-    make, text = ServedDraftsMaker(), [11, 12, 13, 14, 15, 16]
+    make, text = sd.ServedDraftsMaker(), [11, 12, 13, 14, 15, 16]
     first = make(REQUEST, Credential("me"))
     assert first is not None
     first.propose(text, 64, 40, 0.0)
@@ -90,7 +56,7 @@ def test_sessions_of_one_owner_profit_from_each_other() -> None:
 
 
 def test_the_device_decides_where_it_may() -> None:
-    make = ServedDraftsMaker()
+    make = sd.ServedDraftsMaker()
     assert make(Open("s", "", "", (1,), rule="relaxed"), ANYBODY) is None
     assert make(Open("s", "", "", (1,), run_ahead=RunAhead.NEVER), ANYBODY) is None
     assert make(Open("s", "", "", (1,), run_ahead=RunAhead.ALWAYS), ANYBODY) is not None
@@ -99,7 +65,7 @@ def test_the_device_decides_where_it_may() -> None:
 def test_room_depth_and_price_are_kept() -> None:
     text = [1, 2, 3, 4] * 6
     for room in range(20):
-        assert len(_drafts().propose(text, room, 40, 0.0).tokens) <= min(room, MOST_NODES)
+        assert len(_drafts().propose(text, room, 40, 0.0).tokens) <= min(room, sd.MOST_NODES)
     for depth in range(8):
         proposal = _drafts().propose(text, 64, depth, 0.0)
         depths: list[int] = []
@@ -109,15 +75,18 @@ def test_room_depth_and_price_are_kept() -> None:
     counts = []
     for price in (0.0, 0.1, 0.3, 0.5, 0.8, 0.99):
         proposal = _drafts().propose(text, 64, 40, price)
-        assert all(chance >= max(price, LEAST_CHANCE) for chance in proposal.chances)
+        assert all(chance >= max(price, sd.LEAST_CHANCE) for chance in proposal.chances)
         counts.append(len(proposal.tokens))
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[3] > counts[-1] == 0
 
 
 def test_a_parent_stands_before_its_children_and_siblings_differ() -> None:
+    """In texts where each token names its successor, but for a share of the places."""
     for seed in range(20):
-        drafts, text = _drafts(), _noisy_text(seed, 200, 0.3)
+        dice, drafts, text = random.Random(seed), _drafts(), [0]
+        while len(text) < 200:
+            text.append(dice.randrange(40) if dice.random() < 0.3 else (text[-1] * 7 + 3) % 40)
         for end in range(2, 200, 5):
             proposal = drafts.propose(text[:end], 64, 40, 0.0)
             nodes = list(zip(proposal.parents, proposal.tokens, strict=True))
@@ -132,12 +101,12 @@ def test_a_long_text_is_learned_a_part_at_a_time() -> None:
         known.append(drafts.lookup.known)
         assert len(known) < 9
     steps = [after - before for before, after in zip([0, *known], known, strict=False)]
-    assert max(steps) <= LOADED_PER_PASS
+    assert max(steps) <= sd.LOADED_PER_PASS
     assert len(known) == 3
 
 
 def test_a_new_session_begins_with_what_all_have_seen() -> None:
-    make = ServedDraftsMaker()
+    make = sd.ServedDraftsMaker()
     first, cell = make(REQUEST, ANYBODY), RECYCLED_CELL
     assert first is not None
     before = first.chances.of[cell]
@@ -160,20 +129,8 @@ def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
     assert all(table.after(leader) for leader in recent)
 
 
-def test_only_sessions_of_one_named_credential_share() -> None:
-    owners = ServedDraftsMaker()
-    mine, yours = owners.of(Credential("me")), owners.of(Credential("you"))
-    assert owners.of(Credential("me")) is mine
-    assert mine is not yours
-    assert mine.ngrams is not None
-    strangers = owners.of(ANYBODY), owners.of(ANYBODY)
-    assert strangers[0] is not strangers[1]
-    assert strangers[0].recycled is not strangers[1].recycled
-    assert len(owners.tables) == 2
-
-
 def test_owners_are_bounded() -> None:
-    owners = ServedDraftsMaker(most_owners=3)
+    owners = sd.ServedDraftsMaker(most_owners=3)
     first = owners.of(Credential("0"))
     for number in range(1, 10):
         owners.of(Credential(str(number)))
@@ -233,87 +190,75 @@ def test_the_index_is_bounded() -> None:
     assert loaded.place(pair_of(997, 998)) == 999
 
 
-def _trial(worth: ServedWorth, rows: int, accepted: int, price: float) -> None:
+def _trial(worth: sd.ServedWorth, rows: int, accepted: int, price: float) -> None:
     """One trial with so many rows and accepted tokens in all, in its first pass."""
-    for number in range(TRIAL_PASSES):
+    for number in range(sd.TRIAL_PASSES):
         assert worth.asks()
         first = number == 0
         worth.count(rows if first else 0, accepted if first else 0, price)
 
 
-def _rest(worth: ServedWorth) -> int:
-    passes = 0
-    while not worth.asks():
-        passes += 1
-    return passes
-
-
 def test_guesses_that_cost_more_than_they_bring_rest() -> None:
-    worth = ServedWorth()
+    worth, free = sd.ServedWorth(), sd.ServedWorth()
     _trial(worth, 60, 5, 0.1)
-    assert worth.resting == SHORTEST_REST_PASSES
-    free = ServedWorth()
     _trial(free, 60, 5, 0.0)
-    assert not free.resting
+    assert (worth.resting, free.resting) == (sd.SHORTEST_REST_PASSES, 0)
 
 
 def test_rests_grow_while_nothing_is_right_and_are_bounded() -> None:
-    worth, rests = ServedWorth(), []
+    worth, rests = sd.ServedWorth(), []
     for _ in range(9):
         _trial(worth, 0, 0, 0.1)
         rests.append(worth.resting)
-        assert _rest(worth) == rests[-1]
-    assert rests[:3] == [SHORTEST_REST_PASSES * n for n in (1, 2, 4)]
-    assert rests[-1] == LONGEST_REST_PASSES
+        for _ in range(rests[-1]):
+            assert not worth.asks()
+    assert rests[:3] == [sd.SHORTEST_REST_PASSES * n for n in (1, 2, 4)]
+    assert rests[-1] == sd.LONGEST_REST_PASSES
     _trial(worth, 60, 20, 0.1)
     _trial(worth, 0, 0, 0.1)
-    assert worth.resting == SHORTEST_REST_PASSES
+    assert worth.resting == sd.SHORTEST_REST_PASSES
 
 
 def test_rows_at_risk_are_what_the_balance_pays_and_one() -> None:
-    worth = ServedWorth()
+    worth = sd.ServedWorth()
     assert worth.rows(0.0) is None
-    assert worth.rows(0.2) == 1 + int(FIRST_BALANCE / 0.2)
+    assert worth.rows(0.2) == 1 + int(sd.FIRST_BALANCE / 0.2)
     lost, passes = 0.0, 0
     for _ in range(2_000):
         if worth.asks() and (rows := worth.rows(0.2)):
             worth.count(rows, 0, 0.2)
             lost += 0.2 * rows
         passes += 1
-    assert 0.0 < lost <= FIRST_BALANCE + EXPLORED * passes + 0.2
-    worth = ServedWorth()
+    assert 0.0 < lost <= sd.FIRST_BALANCE + sd.EXPLORED * passes + 0.2
+    worth = sd.ServedWorth()
     worth.count(1, 1, 0.2)
-    assert worth.rows(0.2) == 1 + int((FIRST_BALANCE + 0.8) / 0.2)
+    assert worth.rows(0.2) == 1 + int((sd.FIRST_BALANCE + 0.8) / 0.2)
     worth.count(0, 100, 0.2)
-    assert worth.rows(0.2) == 1 + int(MOST_BALANCE / 0.2)
+    assert worth.rows(0.2) == 1 + int(sd.MOST_BALANCE / 0.2)
 
 
 PROMPT = (1, 2, 3, 4) * 5
 
-SERVED_REQUEST = Open(
-    "s", "", "", PROMPT, sampling=SamplingParams(max_tokens=40), run_ahead=RunAhead.ALWAYS
-)
 
-
-def _session(request: Open = SERVED_REQUEST) -> VerifySession:
-    served = ServedDrafts(TextTables(ngrams=False))
+def _session(max_tokens: int = 40) -> VerifySession:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    request = Open("s", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS)
+    served = sd.ServedDrafts(TextTables(ngrams=False))
     session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
-    session.handle(Attach(request), 0.0)
+    session.handle(se.Attach(request), 0.0)
     return session
 
 
 def _offer(session: VerifySession, least_chance: float = 0.1) -> PassRequest:
-    (action,) = session.handle(Offer(64, 0.02, least_chance), 1.0)
-    assert isinstance(action, RunPass)
+    (action,) = session.handle(se.Offer(64, 0.02, least_chance), 1.0)
+    assert isinstance(action, se.RunPass)
     return action.request
 
 
-def _answers(request: PassRequest) -> tuple[int, ...]:
-    return tuple(token % 4 + 1 for token in (request.feed[-1], *request.tokens))
-
-
-def _run(session: VerifySession) -> tuple[VerifyAction, ...]:
-    return session.handle(PassDone(_answers(_offer(session))), 1.0)
+def _done(session: VerifySession, request: PassRequest) -> Commit:
+    """The target's token behind each is the next of 1, 2, 3, 4, 1, ..."""
+    told = tuple(token % 4 + 1 for token in (request.feed[-1], *request.tokens))
+    return commit_in(session.handle(se.PassDone(told), 1.0))
 
 
 def test_a_pass_without_a_draft_commits_several_tokens() -> None:
@@ -321,44 +266,38 @@ def test_a_pass_without_a_draft_commits_several_tokens() -> None:
     request = _offer(session)
     assert request.served == len(request.tokens) > 3
     assert request.drafted == 0
-    actions = session.handle(PassDone(_answers(request)), 1.0)
-    commit = commit_in(actions)
+    commit = _done(session, request)
     assert commit.tokens == tuple((1, 2, 3, 4) * 9)[: len(commit.tokens)]
-    (keep,) = [action for action in actions if isinstance(action, Keep)]
-    assert len(keep.nodes) == len(commit.tokens) - 1 > 2
+    assert len(commit.tokens) > 3
     assert session.cache_length == session.prefix.length - 1
-
-
-def test_guesses_are_not_counted_as_the_devices() -> None:
-    session = _session()
-    commit = commit_in(_run(session))
+    # Guesses are not counted as the device's.
     assert (commit.accepted, commit.rows, commit.stale) == (0, 0, 0)
     assert session.server_accepted == len(commit.tokens) - 1
 
 
 def test_a_draft_of_the_device_goes_before_guesses() -> None:
     session = _session()
-    _run(session)
+    _done(session, _offer(session))
     following = session.prefix.tokens[-1] % 4 + 1
     session.handle(chain(session, following), 1.0)
     request = _offer(session)
     assert (request.tokens, request.served, request.drafted) == ((following,), 0, 1)
     before = session.server_accepted
-    commit = commit_in(session.handle(PassDone(_answers(request)), 1.0))
+    commit = _done(session, request)
     assert (commit.accepted, commit.rows) == (1, 1)
     assert session.server_accepted == before
 
 
 def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
     """Its first nodes agree with what the guesses committed; the others are alive behind them."""
-    session = _session(replace(SERVED_REQUEST, sampling=SamplingParams(max_tokens=80)))
-    _run(session)
+    session = _session(80)
+    _done(session, _offer(session))
     request = _offer(session)
     ahead = [session.prefix.tokens[-1] % 4 + 1]
     while len(ahead) < 24:
         ahead.append(ahead[-1] % 4 + 1)
     session.handle(chain(session, *ahead), 1.0)
-    commit = commit_in(session.handle(PassDone(_answers(request)), 1.0))
+    commit = _done(session, request)
     alive = session.inbox.tree.nodes
     assert (commit.accepted, commit.stale) == (0, 0)
     assert len(alive) == 24 - len(commit.tokens)
@@ -366,7 +305,7 @@ def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
 
 
 def test_the_last_tokens_are_not_guessed_past_the_end() -> None:
-    session = _session(replace(SERVED_REQUEST, sampling=SamplingParams(max_tokens=3)))
+    session = _session(3)
     request = _offer(session)
     assert request.tokens == (1, 2)
-    assert commit_in(session.handle(PassDone(_answers(request)), 1.0)).tokens == (1, 2, 3)
+    assert _done(session, request).tokens == (1, 2, 3)

@@ -39,10 +39,10 @@ from tests.core.test_row_price import (
 from tests.core.test_row_price import test_a_verifiers_full_price_is_told as tells_price
 from tests.core.test_row_price import test_no_node_is_drafted_below_the_price as pays
 from tests.core.test_row_price import (
-    test_with_credit_0_a_device_rests_until_a_commit_brings_credit as rests,
-)
-from tests.core.test_run_ahead import (
     test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others as taken_along,
+)
+from tests.core.test_row_price import (
+    test_with_credit_0_a_device_rests_until_a_commit_brings_credit as rests,
 )
 from tests.sim.mutant import Mutant, patch
 
