@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -54,17 +53,14 @@ def borrows_tokenizer(config: AgentConfig) -> bool:
     return not config.tokenizer and config.draft.model in (NONE, LOOKUP)
 
 
-async def with_tokenizer(
-    config: AgentConfig, info: ModelInfo, say: Say, address: str = ""
-) -> AgentConfig:
-    """``config``, with the tokenizer of the verifier at ``address``, which serves ``info``, where
-    it has none of its own; ``address`` empty: the first one. A verifier that sends none, but has
-    the vocabulary of a model that comes with edgespec, is met with that one's. Raises
-    ``SetupError`` saying what to give."""
+async def with_tokenizer(config: AgentConfig, info: ModelInfo, say: Say) -> AgentConfig:
+    """``config``, with the tokenizer of its first verifier, which serves ``info``, where it has
+    none of its own. A verifier that sends none, but has the vocabulary of a model that comes with
+    edgespec, is met with that one's. Raises ``SetupError`` saying what to give."""
     if not borrows_tokenizer(config):
         return config
     try:
-        return await with_lent_tokenizer(config, info, say, address or config.verifiers[0])
+        return await with_lent_tokenizer(config, info, say, config.verifiers[0])
     except LinkError as error:
         raise _none_lent(error) from error
 
@@ -78,7 +74,7 @@ async def with_lent_tokenizer(
     transport = dial(address, device_access(config))
     try:
         fetch = TokenizerFetch(transport.ask_tokenizer, address)
-        folder = await _cached(fetch, info, partial(_tell, say, info.name))
+        folder = await _cached(fetch, info, say)
     except LinkError as error:
         own = _of_this_package(info)
         if own is not None:
@@ -95,7 +91,7 @@ def _none_lent(error: LinkError) -> SetupError:
     return SetupError(f"{error}\n  name a folder or Hub id that has it: --set tokenizer=NAME")
 
 
-async def _cached(fetch: TokenizerFetch, info: ModelInfo, told: Say) -> Path:
+async def _cached(fetch: TokenizerFetch, info: ModelInfo, say: Say) -> Path:
     """The folder of the verifier's tokenizer. Raises ``LinkError``, also for one of no use."""
     entries = await fetch.entries()
     folder = cache_folder() / _FOLDER / cache_key(entries)
@@ -103,14 +99,11 @@ async def _cached(fetch: TokenizerFetch, info: ModelInfo, told: Say) -> Path:
         return folder
     size = sum(entry.size for entry in entries)
     sent = sum(entry.packed_size for entry in entries)
-    told(f"{size / 1e3:,.0f} kB, {sent / 1e3:,.0f} kB packed")
+    packed = f"{size / 1e3:,.0f} kB, {sent / 1e3:,.0f} kB packed"
+    say(f"fetching the tokenizer of {info.name} from the verifier, once: {packed}")
     contents = {entry.name: await fetch.content(entry) for entry in entries}
     await asyncio.to_thread(_place, folder, entries, contents, info)
     return folder
-
-
-def _tell(say: Say, name: str, size: str) -> None:
-    say(f"fetching the tokenizer of {name} from the verifier, once: {size}")
 
 
 def _is_whole(folder: Path, entries: Sequence[TextFile]) -> bool:

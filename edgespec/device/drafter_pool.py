@@ -39,6 +39,7 @@ HANG_S = 20.0
 _CLOSING_S = 5.0
 _NO_GUESS: Final = StepDone(())
 _T = TypeVar("_T")
+_Work = tuple[Future[Any], Callable[[], Any]]
 _log = logging.getLogger(__name__)
 
 
@@ -212,7 +213,7 @@ class DraftThread:
             return True
         with suppress(Empty):
             while (dropped := self._work.get_nowait()) is not None:
-                dropped.future.cancel()
+                dropped[0].cancel()
         done = self._put(last)
         self._work.put(None)
         if not wait([done], within_s).done:
@@ -229,27 +230,23 @@ class DraftThread:
             thread.start()
             self._thread = thread
         future: Future[_T] = Future()
-        self._work.put(_Work(future, run))
+        self._work.put((future, run))
         return future
-
-
-class _Work:
-    def __init__(self, future: Future[Any], run: Callable[[], Any]) -> None:
-        self.future, self._run = future, run
-
-    def do(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            found = self._run()
-        except BaseException as error:  # whoever submitted it hears of it
-            self.future.set_exception(error)
-            del self  # or the error's traceback holds the future, and that the error
-        else:
-            self.future.set_result(found)
 
 
 def _go_on(queue: SimpleQueue[_Work | None]) -> None:
     while (work := queue.get()) is not None:
-        work.do()
+        _do(*work)
         del work
+
+
+def _do(future: Future[Any], run: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        found = run()
+    except BaseException as error:  # whoever submitted it hears of it
+        future.set_exception(error)
+        del future, run  # or the error's traceback holds the future, and that the error
+    else:
+        future.set_result(found)

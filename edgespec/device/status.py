@@ -114,11 +114,6 @@ class StatusSource:
         """Whether the verifiers were ever asked to the end, whatever they said."""
         return bool(self._answers)
 
-    async def ask(self) -> None:
-        """Ask now, if it is time to, and wait for the answers for ``ANSWER_S`` at most."""
-        if (task := self.ask_soon()) is not None:
-            await asyncio.wait([task], timeout=ANSWER_S)
-
     async def close(self) -> None:
         """Stop asking."""
         if self._asking is not None:

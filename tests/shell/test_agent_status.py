@@ -150,7 +150,9 @@ async def test_of_several_verifiers_each_has_a_state(gone: str) -> None:
         source = StatusSource(agent, (gone, here))
         assert [one.address for one in source.snapshot().verifiers] == [gone, here]
         await text_of(agent)
-        await source.ask()
+        asking = source.ask_soon()
+        assert asking is not None
+        await asking
         states = {one.address: one.state for one in source.snapshot().verifiers}
         assert states == {gone: VerifierState.AWAY, here: VerifierState.READY}
         await source.close()

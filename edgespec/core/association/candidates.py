@@ -22,7 +22,7 @@ so, whatever the state, and nobody asks it anything before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean
@@ -263,20 +263,16 @@ class Candidates:
 
     def due(self, now: float) -> list[Candidate]:
         """Those whose breaker has been open for long enough to ask again."""
-        return [
-            one
-            for one in self.listed.values()
-            if one.breaker.probe_at is not None and one.breaker.probe_at <= now and not one.probing
-        ]
+        return [one for at, one in self._to_ask() if at <= now]
 
     @property
     def next_probe_at(self) -> float | None:
-        times = [
-            one.breaker.probe_at
-            for one in self.listed.values()
-            if one.breaker.probe_at is not None and not one.probing
-        ]
-        return min(times, default=None)
+        return min((at for at, _ in self._to_ask()), default=None)
+
+    def _to_ask(self) -> Iterator[tuple[float, Candidate]]:
+        for one in self.listed.values():
+            if (at := one.breaker.probe_at) is not None and not one.probing:
+                yield at, one
 
     def _make(self, address: str) -> Candidate:
         self._made += 1
