@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
 from edgespec.core.link_model import LinkModel
-from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, Transport, is_idle
+from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, Transport
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
@@ -183,12 +183,6 @@ class ShapedTransport:
         self._limits = limits or WireLimits()
         self._meter = meter
         self._tasks: set[asyncio.Task[None]] = set()
-        self._calls = 0
-        """Whose round trip is under way, before they reach ``inner``."""
-
-    @property
-    def idle(self) -> bool:
-        return not (self._calls or self._tasks) and is_idle(self._inner)
 
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` as ``inner`` does, a round trip later."""
@@ -215,12 +209,8 @@ class ShapedTransport:
             self._pacer.close()
 
     async def _round_trip(self) -> None:
-        self._calls += 1
-        try:
-            await self._up.wait(self._up.arrival(_HANDSHAKE_BYTES))
-            await self._down.wait(self._down.arrival(_HANDSHAKE_BYTES))
-        finally:
-            self._calls -= 1
+        await self._up.wait(self._up.arrival(_HANDSHAKE_BYTES))
+        await self._down.wait(self._down.arrival(_HANDSHAKE_BYTES))
 
     def _spawn(self, pump: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(pump)

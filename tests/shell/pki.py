@@ -48,25 +48,3 @@ class Pki:
             client_key=self.path("device.key") if shown else "",
             server_name=server_name,
         )
-
-    def write_expired(self, stem: str) -> None:
-        """Replace a certificate by one of the same CA that has just expired; the key stays."""
-        from datetime import UTC, datetime, timedelta
-
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
-
-        path = self.folder / f"{stem}.pem"
-        old = x509.load_pem_x509_certificate(path.read_bytes())
-        ca_key = load_pem_private_key((self.folder / "ca.key").read_bytes(), None)
-        now = datetime.now(UTC)
-        builder = x509.CertificateBuilder(
-            old.issuer, old.subject, old.public_key(), x509.random_serial_number(), None, None
-        )
-        builder = builder.not_valid_before(now - timedelta(days=9))
-        builder = builder.not_valid_after(now - timedelta(minutes=1))
-        for extension in old.extensions:
-            builder = builder.add_extension(extension.value, extension.critical)
-        signed = builder.sign(ca_key, hashes.SHA256())  # type: ignore[arg-type] # it is of P-256
-        path.write_bytes(signed.public_bytes(Encoding.PEM))

@@ -8,13 +8,16 @@ import logging
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgespec.core.protocol.messages import Commit, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.telemetry.logs import JsonFormatter
+from edgespec.telemetry.trace import TraceFile
 from tests.shell.live_verifier import daemon, start
 from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
 from tests.shell.watched_verifier import watched
@@ -119,3 +122,53 @@ async def test_no_line_holds_a_session_id_or_a_secret(log: Lines) -> None:
     assert log.streams
     assert request.session_id not in everything
     assert request.session_secret.hex() not in everything
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.fixture
+def full() -> Path:
+    """A disk that takes nothing."""
+    if not FULL.exists():
+        pytest.skip(f"this system has no {FULL}")
+    return FULL
+
+
+def test_a_full_disk_is_told_once_and_ends_the_trace(
+    full: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), TraceFile(full) as trace:
+        for position in range(2000):
+            trace.record(1.0, "device", "s", "event", Commit(position, (1, 2, 3)))
+    (record,) = caplog.records
+    assert record.message == f"the trace {full} ends here: No space left on device"
+
+
+def test_a_secret_is_not_traced(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    with TraceFile(path) as trace:
+        trace.record(1.0, "device", "s", "event", Open("s", "", "", (1,), session_secret=b"hush"))
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["prompt"] == [1]
+    assert "hush" not in line
+    assert "session_secret" not in line
+
+
+class _Unspeakable:
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_what_no_line_can_be_made_of_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    with caplog.at_level(logging.WARNING), TraceFile(path) as trace:
+        trace.record(1.0, "device", "s", "event", Commit(1, (1,)))
+        trace.record(2.0, "device", "s", "event", _Unspeakable())
+        trace.record(3.0, "device", "s", "event", Commit(3, (3,)))
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
