@@ -35,9 +35,8 @@ from edgespec.core.protocol.messages import Cancel, Draft, Received
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
-from edgespec.wire.codec import encode_uplink
+from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.wire_limits import WireLimits
 from tests.shell.fuzz_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
 from tests.shell.gate import Gate
 

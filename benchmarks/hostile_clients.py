@@ -31,9 +31,8 @@ import grpc.aio
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
-from edgespec.wire.codec import decode_downlink, encode_uplink
+from edgespec.wire.codec import WireLimits, decode_downlink, encode_uplink
 from edgespec.wire.grpc_calls import KEY_HEADER, KEY_SCHEME
-from edgespec.wire.wire_limits import WireLimits
 from tests.shell.fuzz_messages import hostile_uplink
 from tests.shell.gate import Gate
 

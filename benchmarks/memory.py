@@ -41,8 +41,8 @@ from edgespec.device.export import export, export_graph
 from edgespec.device.export.checkpoint import Checkpoint
 from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix
 from edgespec.verifier.daemon import Verifier
+from edgespec.wire.codec import WireLimits
 from edgespec.wire.grpc_server import GrpcServer
-from edgespec.wire.wire_limits import WireLimits
 
 HERE = Path(__file__).parent
 CONTEXT = 8192

@@ -46,8 +46,8 @@ from edgespec.wire.access import DeviceAccess, device_access
 from edgespec.wire.directory import VerifierDirectory, is_name
 
 if TYPE_CHECKING:
+    from edgespec.wire.codec import WireLimits
     from edgespec.wire.grpc_client import GrpcTransport
-    from edgespec.wire.wire_limits import WireLimits
 
 BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
 # Right in about four of five contexts, as a good draft is.
@@ -178,7 +178,7 @@ def dial(address: str, access: DeviceAccess | None = None, server_name: str = ""
 
 
 def _wire_limits() -> WireLimits:
-    from edgespec.wire.wire_limits import WireLimits
+    from edgespec.wire.codec import WireLimits
 
     return WireLimits.for_context(_MAX_CONTEXT_LENGTH)
 

@@ -68,8 +68,8 @@ def build_verifier(
     """A verifier and the server that listens for it; call ``await server.start()``. ``access`` None
     reads the keys and certificates that ``config`` names; ``watch`` counts what both do."""
     with needs("grpc", "edgespec"):
+        from edgespec.wire.codec import WireLimits
         from edgespec.wire.grpc_server import GrpcServer
-        from edgespec.wire.wire_limits import WireLimits
     access = access or ServerAccess(config)
     target = target or load_target(config)
     bounds, shape = config.limits, pass_shape(target)

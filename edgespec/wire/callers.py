@@ -23,6 +23,7 @@ from edgespec.core.ports import Authenticate
 from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
+from edgespec.wire.codec import ProtocolViolation
 from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, abort_call, peer_address
 from edgespec.wire.tokenizer_lending import (
     PackedFile,
@@ -31,7 +32,6 @@ from edgespec.wire.tokenizer_lending import (
     encode_list,
     encode_part,
 )
-from edgespec.wire.wire_limits import ProtocolViolation
 
 FIRST_S: Final = 0.5
 PER_S: Final = 20.0

@@ -15,7 +15,8 @@ varint, and as 0 for the base; when all of them are 1 they are left out. See
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
 from typing import Any, Final, TypeVar, assert_never
@@ -27,6 +28,9 @@ from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import (
     EXACT_RULE,
+    MAX_ADAPTERS,
+    MAX_COMMIT_TOKENS,
+    MAX_NAME_BYTES,
     MAX_PRICE,
     MAX_SECRET_BYTES,
     PROTOCOL_VERSION,
@@ -46,23 +50,125 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.wire_limits import (
-    MAX_UINT32,
-    MAX_UINT64,
-    ProtocolViolation,
-    WireLimits,
-    check_context,
-    check_count,
-    check_member,
-    check_number,
-    check_text,
-    check_tokens,
-)
 
+MAX_UINT32 = (1 << 32) - 1
+MAX_UINT64 = (1 << 64) - 1
+WINDOW_BYTES = 1 << 18
+"""Unread data of one stream that its sender may have under way (HTTP/2 flow control)."""
+# Of a token id below 2^28, and of what an Open holds besides tokens: names, biases, stop ids.
+_TOKEN_BYTES, _OPEN_BYTES = 4, 1 << 16
 _E = TypeVar("_E", bound=Enum)
+
+
+class ProtocolViolation(ValueError):
+    """A message breaks the protocol; the text names the field, the value and the bound."""
+
+    code = FaultCode.INVALID
+    """What the peer is told when it sent the message."""
+
+
+class ContextExceeded(ProtocolViolation):
+    """An Open holds more tokens than the context that is served."""
+
+    code = FaultCode.CONTEXT_TOO_LONG
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """The bounds of what one end sends and accepts. Both directions of the codec enforce them."""
+
+    max_message_bytes: int = 1 << 20
+    max_prompt_tokens: int = 32768
+    max_resumed_tokens: int = 32768
+    """Committed tokens in an Open."""
+    context_length: int = 65536
+    """Tokens in an Open: prompt and committed together."""
+    max_draft_nodes: int = 256
+    """Nodes in one Draft."""
+    max_commit_tokens: int = MAX_COMMIT_TOKENS
+    """Tokens in one Commit."""
+    max_stop_ids: int = MAX_STOP_IDS
+    max_biases: int = MAX_BIASES
+    max_session_id_bytes: int = 128
+    max_name_bytes: int = MAX_NAME_BYTES
+    """Model names and vocabulary fingerprints."""
+    max_adapters: int = MAX_ADAPTERS
+    """Models in an InfoReply beside the first."""
+    max_rule_bytes: int = 64
+    max_fault_bytes: int = 1024
+    """A longer fault text is cut when it is sent."""
+    vocabulary_size: int = 1 << 24
+    """Token ids are below it. Unless told, more than any vocabulary has."""
+    rules: tuple[str, ...] = (EXACT_RULE,)
+    """Acceptance rules this end knows."""
+
+    @classmethod
+    def for_context(cls, context_length: int) -> WireLimits:
+        """The limits of an end that handles no more than ``context_length`` tokens a session.
+
+        A message may have the bytes of the longest Open that fits. It may also have those of one
+        flow-control window, which a peer can make us hold anyway: so an Open that is somewhat too
+        long is refused by its count of tokens, in words about tokens. For a context of 1,024 that
+        is 262,144 bytes, for one of 131,072 it is 4 * 131,072 + 65,536 = 589,824.
+        """
+        return cls(
+            max_message_bytes=max(WINDOW_BYTES, _TOKEN_BYTES * context_length + _OPEN_BYTES),
+            max_prompt_tokens=context_length,
+            max_resumed_tokens=context_length,
+            context_length=context_length,
+        )
+
+
+def check_number(field: str, value: int, low: int, high: int) -> int:
+    """``value`` itself. Raises ``ProtocolViolation`` outside [low, high]."""
+    if not low <= value <= high:
+        raise ProtocolViolation(f"{field} is {value}, but must be in [{low}, {high}]")
+    return value
+
+
+def check_count(field: str, count: int, high: int, low: int = 0) -> None:
+    if not low <= count <= high:
+        raise ProtocolViolation(f"{field} has {count} entries, but must have {low} to {high}")
+
+
+def check_context(count: int, limits: WireLimits) -> None:
+    if count > limits.context_length:
+        raise ContextExceeded(
+            f"Open has {count} tokens (prompt and committed), "
+            f"but the context is {limits.context_length}"
+        )
+
+
+def check_text(field: str, text: str, max_bytes: int) -> str:
+    """``text`` itself. Raises ``ProtocolViolation`` for one that is too long or not printable."""
+    size = len(text.encode(errors="surrogatepass"))
+    if size > max_bytes:
+        raise ProtocolViolation(f"{field} has {size} bytes, but must have at most {max_bytes}")
+    if not text.isprintable():
+        raise ProtocolViolation(f"{field} is {text!r}, but must be printable")
+    return text
+
+
+def check_tokens(field: str, tokens: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+    """The tokens as a tuple. Raises ``ProtocolViolation`` naming the first one out of range."""
+    found = tuple(tokens)
+    if found and not (min(found) >= 0 and max(found) < vocabulary_size):
+        index = next(i for i, token in enumerate(found) if not 0 <= token < vocabulary_size)
+        check_number(f"{field}[{index}]", found[index], 0, vocabulary_size - 1)
+    return found
+
+
+def check_member(field: str, members: Mapping[int, _E], number: int) -> _E:
+    """The enum member with that wire number. Raises ``ProtocolViolation`` for unknown numbers."""
+    if number not in members:
+        known = ", ".join(f"{n} ({member.name})" for n, member in members.items())
+        raise ProtocolViolation(f"{field} is {number}, but must be one of: {known}")
+    return members[number]
+
+
 DEFAULT_LIMITS: Final = WireLimits()
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
 
@@ -88,9 +194,6 @@ _NUMBER: Final[dict[Enum, Any]] = {
 }
 # The wire has one word for both; the device tells them apart.
 _NUMBER[FinishReason.CONTEXT] = _NUMBER[FinishReason.LENGTH]
-
-
-# --- whole messages --------------------------------------------------------------------------
 
 
 def encode_uplink(message: Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
@@ -240,9 +343,6 @@ _commit_counts: Final = attrgetter(*_COMMIT_COUNTS)
 
 def _same(source: object, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
-
-
-# --- drafts and commits: field by field, since all but a few messages are these ---------------
 
 
 def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
@@ -407,9 +507,6 @@ def _finite(field: str, value: float) -> float:
     return value
 
 
-# --- what begins a stream --------------------------------------------------------------------
-
-
 def _encode_open(message: Open, limits: WireLimits) -> pb.Open:
     _check_open(message, len(message.prompt), len(message.committed), limits)
     return pb.Open(
@@ -493,9 +590,6 @@ def _check_sampling(sampling: SamplingParams | pb.Sampling, limits: WireLimits) 
     check_count("Sampling.stop_token_ids", len(stops), limits.max_stop_ids)
     check_tokens("Sampling.logit_bias", tuple(biases), limits.vocabulary_size)
     check_tokens("Sampling.stop_token_ids", stops, limits.vocabulary_size)
-
-
-# --- what a verifier tells -------------------------------------------------------------------
 
 
 def _check_names(where: str, message: object, names: Sequence[str], limits: WireLimits) -> None:

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from edgespec.core.protocol.messages import Message
-from edgespec.wire.wire_limits import WINDOW_BYTES, WireLimits
+from edgespec.wire.codec import WINDOW_BYTES, WireLimits
 
 _T = TypeVar("_T")
 

@@ -18,7 +18,14 @@ from grpc.aio import EOF
 
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
-from edgespec.wire.codec import SERVICE, decode_downlink, decode_info, encode_uplink
+from edgespec.wire.codec import (
+    SERVICE,
+    ProtocolViolation,
+    WireLimits,
+    decode_downlink,
+    decode_info,
+    encode_uplink,
+)
 from edgespec.wire.grpc_calls import (
     CONVERSATION_HEADER,
     KEY_HEADER,
@@ -30,7 +37,6 @@ from edgespec.wire.grpc_calls import (
     count_nothing,
 )
 from edgespec.wire.tls import handshake_failure
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 # Statuses that a second attempt would meet again.
 _FINAL: Final = frozenset(

@@ -62,7 +62,14 @@ from edgespec.wire.callers import (
     retry_metadata,
     shown_key,
 )
-from edgespec.wire.codec import SERVICE, decode_uplink, encode_downlink, encode_info
+from edgespec.wire.codec import (
+    SERVICE,
+    ProtocolViolation,
+    WireLimits,
+    decode_uplink,
+    encode_downlink,
+    encode_info,
+)
 from edgespec.wire.grpc_calls import (
     GONE,
     InterruptedOperation,
@@ -73,7 +80,6 @@ from edgespec.wire.grpc_calls import (
     peer_address,
     server_options,
 )
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 LAST_WORD_S = 0.5
 """How long a device that does not read may hold up its own last fault."""

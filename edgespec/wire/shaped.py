@@ -31,8 +31,7 @@ from edgespec.core.protocol.messages import (
     Uplink,
     VerifierInfo,
 )
-from edgespec.wire.codec import payload_bytes
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
+from edgespec.wire.codec import ProtocolViolation, WireLimits, payload_bytes
 
 _T = TypeVar("_T")
 _DEPTH: Final = 1024

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from edgespec.core.ports import LinkError
-from edgespec.wire.codec import parse
+from edgespec.wire.codec import MAX_UINT64, ProtocolViolation, check_count, check_number, parse
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.wire_limits import MAX_UINT64, ProtocolViolation, check_count, check_number
 
 TOKENIZER_JSON: Final = "tokenizer.json"
 TEXT_FILES: Final = (

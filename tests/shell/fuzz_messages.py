@@ -28,6 +28,8 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.wire.codec import (
+    ProtocolViolation,
+    WireLimits,
     decode_downlink,
     decode_info,
     decode_uplink,
@@ -36,7 +38,6 @@ from edgespec.wire.codec import (
     encode_uplink,
 )
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 
 VOCABULARY = 64
 # Numbers at and around the bounds of fields.

@@ -10,9 +10,14 @@ from collections.abc import Callable
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, ServeStream
 from edgespec.core.protocol.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
 from edgespec.core.verifier.credential import ANYBODY
-from edgespec.wire.codec import decode_downlink, decode_uplink, encode_downlink, encode_uplink
+from edgespec.wire.codec import (
+    ProtocolViolation,
+    decode_downlink,
+    decode_uplink,
+    encode_downlink,
+    encode_uplink,
+)
 from edgespec.wire.shaped import Pipe
-from edgespec.wire.wire_limits import ProtocolViolation
 
 _LOG = logging.getLogger(__name__)
 

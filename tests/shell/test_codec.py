@@ -35,6 +35,9 @@ from edgespec.core.protocol.messages import (
 )
 from edgespec.core.protocol.sampling import LEAST_REPETITION_PENALTY, SamplingParams
 from edgespec.wire.codec import (
+    ContextExceeded,
+    ProtocolViolation,
+    WireLimits,
     decode_downlink,
     decode_info,
     decode_uplink,
@@ -44,7 +47,6 @@ from edgespec.wire.codec import (
     payload_bytes,
 )
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.wire_limits import ContextExceeded, ProtocolViolation, WireLimits
 
 LIMITS = WireLimits(
     max_prompt_tokens=64,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from edgespec.wire import codec
-from edgespec.wire.wire_limits import WireLimits
+from edgespec.wire.codec import WireLimits
 from tests.shell import fuzz_messages as messages
 from tests.shell.live_verifier import environment
 from tests.sources import ROOT

@@ -19,9 +19,8 @@ from edgespec.device.agent import Agent, Chunk
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.build import load_target
-from edgespec.wire.codec import decode_downlink
+from edgespec.wire.codec import ProtocolViolation, WireLimits, decode_downlink
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.live_verifier import GatedTarget, daemon, serving, start, toy_text
 from tests.shell.test_end_to_end import IDS, PROMPT, SAMPLED, config, tokens
 from tests.shell.tiny_checkpoints import write_checkpoint

@@ -26,9 +26,8 @@ from edgespec.core.protocol.messages import (
     Received,
 )
 from edgespec.core.verifier.traffic_budget import CallLimits, UplinkLimits
-from edgespec.wire.codec import encode_uplink
+from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.wire_limits import WireLimits
 from tests.shell.echo_verifier import (
     INFO,
     OPEN,

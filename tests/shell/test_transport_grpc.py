@@ -19,9 +19,8 @@ from edgespec.core.protocol.messages import (
     Open,
     Received,
 )
-from edgespec.wire.codec import encode_uplink
+from edgespec.wire.codec import ProtocolViolation, WireLimits, encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.echo_verifier import OPEN, PATIENCE_S, opened, served, works
 
 SPECULATE = "/edgespec.v1.Verifier/Speculate"
