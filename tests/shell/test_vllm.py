@@ -65,9 +65,8 @@ from edgespec.verifier.engines.vllm.worker import (
     leaving_reason,
     sampling_of,
 )
-from edgespec.wire.codec import decode_info, encode_info
+from edgespec.wire.codec import ProtocolViolation, WireLimits, decode_info, encode_info
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.wire_limits import ProtocolViolation, WireLimits
 from tests.shell.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
