@@ -168,6 +168,10 @@ class CapacityError(RuntimeError):
     """No room for one more session or token; the message names the bound and the value."""
 
 
+class UnsupportedModelError(ValueError):
+    """The model cannot be served; the message names what it has and what is supported."""
+
+
 class ModelOutputError(ValueError):
     """One session cannot go on; ``key`` names it. ``requested``: what the device asked for is the
     reason (a constraint that outgrows its bounds), so coming back does not help."""

@@ -37,12 +37,12 @@ from edgespec.wire.access import ServerAccess
 from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedFile, TextFileError
 
 if TYPE_CHECKING:
-    from edgespec.verifier.targets.pool_size import PoolBudget
+    from edgespec.verifier.targets.kv_pool import PoolBudget
     from edgespec.wire.grpc_server import GrpcServer
 
 
 def pool_budget(limits: LimitsSection) -> PoolBudget | None:
-    from edgespec.verifier.targets.pool_size import PoolBudget
+    from edgespec.verifier.targets.kv_pool import PoolBudget
 
     if not limits.kv_budget and limits.gpu_memory_utilization is None:
         return None

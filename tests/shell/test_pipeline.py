@@ -36,6 +36,7 @@ from edgespec.core.device.memory import MachineMemory
 from edgespec.core.ports import PassRequest, PassResult, TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import pipeline, pipeline_stage
+from edgespec.verifier.targets.kv_pool import PoolBudget
 from edgespec.verifier.targets.pipeline import (
     PipelineTarget,
     StageOptions,
@@ -43,7 +44,6 @@ from edgespec.verifier.targets.pipeline import (
     pipeline_target,
 )
 from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare
-from edgespec.verifier.targets.pool_size import PoolBudget
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.live_verifier import environment, ready, start

@@ -27,10 +27,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from edgespec.core.ports import ModelOutputError, PassRequest
+from edgespec.core.ports import ModelOutputError, PassRequest, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.targets import checkpoints, linear_layers
-from edgespec.verifier.targets.checkpoints import UnsupportedModelError, check_family
+from edgespec.verifier.targets import linear_layers
+from edgespec.verifier.targets import loading as checkpoints
 from edgespec.verifier.targets.linear_layers import (
     NarrowEmbedding,
     PackedLinear,
@@ -39,7 +39,7 @@ from edgespec.verifier.targets.linear_layers import (
     quantize_model,
     unpack_model,
 )
-from edgespec.verifier.targets.loading import load_model
+from edgespec.verifier.targets.loading import check_family, load_model
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.family_models import family_model
 from tests.shell.tiny_checkpoints import (

@@ -22,17 +22,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory import MachineMemory, parse_budget
-from edgespec.core.ports import CapacityError, ModelInfo, PassRequest
+from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.build import pool_budget
 from edgespec.verifier.targets import torch_target as target_module
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention, CanonicalLayout
-from edgespec.verifier.targets.checkpoints import UnsupportedModelError
-from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool, Slots
+from edgespec.verifier.targets.kv_pool import (
+    BLOCK_SIZE,
+    KvPool,
+    MemoryFigures,
+    PoolBudget,
+    Slots,
+    pool_tokens,
+)
 from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_plan import plan_pass
 from edgespec.verifier.targets.pass_requests import check_batch
-from edgespec.verifier.targets.pool_size import MemoryFigures, PoolBudget, pool_tokens
 from edgespec.verifier.targets.row_tiles import RowTiles
 from tests.shell.tiny_checkpoints import write_checkpoint
 from tests.shell.torch_schedules import GREEDY, random_path, random_tree, torch_target

@@ -19,7 +19,7 @@ import torch
 
 from edgespec.core.ports import CapacityError, PassRequest
 from edgespec.models.folders import MODEL_TYPES
-from edgespec.verifier.targets.checkpoints import FAMILIES
+from edgespec.verifier.targets.loading import FAMILIES
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.torch_schedules import (
     GREEDY,

@@ -30,7 +30,7 @@ from edgespec.verifier.targets.canonical_attention import (
     CanonicalGroup,
     canonical_attention,
 )
-from edgespec.verifier.targets.kv_pool import KvPool
+from edgespec.verifier.targets.kv_pool import TOKENS_NEEDED, KvPool
 from edgespec.verifier.targets.linear_layers import (
     NarrowEmbedding,
     PackedLinear,
@@ -64,9 +64,6 @@ _OTHER = "\0self-test other"
 
 # Equal siblings of one pass: few, as in a decoding pass, and many, as in a prefill.
 _SIBLINGS = (5, 30, 100)
-
-# The longest schedule: the prompt and its siblings, in whole blocks, and the other session's first.
-TOKENS_NEEDED = 160
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,12 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from edgespec.verifier.targets.checkpoints import UnsupportedModelError
+from edgespec.core.ports import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 17
 """Of a layer; smaller ones are not packed."""
-
 _TRIED_ROWS = 5
 _COMPARED_ROWS = 4096
 
@@ -225,7 +224,6 @@ FORMATS: Final = ("int8", "int4")
 GROUP: Final = 32
 _INT4_OUTPUTS: Final = 16
 """The 4-bit product takes outputs in multiples of this."""
-
 _INT8_TOP, _INT4_TOP = 127, 15
 
 # The middle of the 4-bit values, at which torch's product puts the second number of a group.

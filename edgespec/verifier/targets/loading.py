@@ -1,22 +1,26 @@
-"""Open a causal language model from a folder or a hub id, or refuse it by name."""
+"""Open a causal language model from a folder or a hub id, or refuse it by name.
+
+Let in are decoders whose layers attend to all earlier tokens or to a window of them, dense or with
+experts, with rotary embeddings that depend on a token's position alone; each family is held against
+the library's own ``generate``. transformers fills what a checkpoint lacks with random numbers and
+takes whole numbers for weights, with a warning at most: such are refused by the tensor's name.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from edgespec.verifier.targets.checkpoints import (
-    UnsupportedModelError,
-    check_family,
-    check_loading,
-    check_numbers,
-    check_types,
-    not_loaded,
-    prepare_format,
-)
+from edgespec.core.ports import UnsupportedModelError
 from edgespec.verifier.targets.linear_layers import FORMATS as QUANTIZE_FORMATS
 from edgespec.verifier.targets.linear_layers import quantize_model
 from edgespec.verifier.targets.pass_plan import ATTENTION, register_attention
@@ -27,6 +31,256 @@ from edgespec.verifier.targets.pipeline_stage import (
     join_stage,
     stage_class,
 )
+
+FAMILIES: Final = {
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "gpt_oss": "gpt-oss",
+    "granite": "Granite",
+    "llama": "Llama 2 and 3",
+    "mistral": "Mistral",
+    "phi3": "Phi-3 and Phi-4",
+    "qwen2": "Qwen2 and Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+}
+
+"""Model types of ``config.json``, and what people call them."""
+
+# "dynamic" changes earlier positions' angles when a text grows: cached keys go stale. So does
+# "longrope" where a text grows beyond the original context, and only there.
+SUPPORTED_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+_LONGROPE: Final = "longrope"
+_LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+
+
+def check_family(config: Any, context_length: int | None = None) -> int:
+    """The context length that a model with this transformers ``config`` is served with. Raises
+    ``UnsupportedModelError`` naming what is not supported, ``ValueError`` for a bad length."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(_unknown_type(config))
+    limit = int(config.max_position_embeddings)
+    length = limit if context_length is None else context_length
+    if not 0 < length <= limit:
+        raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError(
+            "the model attends in both directions (use_bidirectional_attention); supported are "
+            "causal models"
+        )
+    for rope in _ropes(config):
+        _check_rope(rope, length)
+    _check_layers(config)
+    return length
+
+
+def _unknown_type(config: Any) -> str:
+    supported = ", ".join(f"{kind} ({name})" for kind, name in FAMILIES.items())
+    hint = ""
+    if getattr(config, "text_config", None) is not None:
+        hint = " (a model of text and other media; serve a checkpoint of its text model alone)"
+    return f"model type {config.model_type!r} is not supported{hint}; supported are {supported}"
+
+
+def _ropes(config: Any) -> Iterator[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if _LAYER_TYPES.isdisjoint(rope):
+        yield rope
+    else:
+        yield from (part for kind, part in rope.items() if kind in _LAYER_TYPES)
+
+
+def _check_rope(rope: dict[str, Any], length: int) -> None:
+    kind = rope.get("rope_type", "default")
+    if kind in SUPPORTED_ROPE_TYPES:
+        return
+    if kind != _LONGROPE:
+        raise UnsupportedModelError(
+            f"rope type {kind!r} depends on the length of the text and would spoil cached keys; "
+            f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}, {_LONGROPE} up to its original "
+            "context"
+        )
+    original = rope.get("original_max_position_embeddings") or 0
+    if length > original:
+        raise UnsupportedModelError(
+            f"rope type {kind!r} changes all angles in texts of more than {original} tokens and "
+            f"would spoil cached keys, but the context is {length}; limit it with "
+            f"--max-model-len {original}"
+        )
+
+
+def _check_layers(config: Any) -> None:
+    """A layer's window itself comes with its calls of attention."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    other = sorted(kinds - _LAYER_TYPES)
+    if other:
+        raise UnsupportedModelError(
+            f"layer types {', '.join(other)} are not supported; supported are "
+            f"{', '.join(sorted(_LAYER_TYPES))}"
+        )
+    slides = "sliding_attention" in kinds if kinds else window is not None
+    if slides and (window is None or window < 1):
+        raise UnsupportedModelError(
+            f"layers have sliding attention, but sliding_window is {window}; must be at least 1"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFormat:
+    packages: tuple[str, ...] = ()
+    """What has to be installed, by the names of the package index."""
+    unpacks: bool = False
+    """Whether transformers can turn it into ordinary weights when it loads."""
+
+
+FORMATS: Final = {
+    "awq": CheckpointFormat(("gptqmodel", "accelerate")),
+    "compressed-tensors": CheckpointFormat(("compressed-tensors",), unpacks=True),
+    "fp8": CheckpointFormat(("accelerate",), unpacks=True),
+    "gptq": CheckpointFormat(("gptqmodel", "optimum")),
+    "mxfp4": CheckpointFormat(unpacks=True),
+    "torchao": CheckpointFormat(("torchao",)),
+}
+
+"""By the ``quant_method`` of ``config.json``."""
+
+
+def prepare_format(path: str, config: Any, *, on_cpu: bool) -> str:
+    """The ``quant_method`` of the checkpoint, or "" for one with ordinary weights. On a CPU
+    ``config`` is changed so that the weights are unpacked where they can be: its products are then
+    dense ones, and canonical mode holds. Raises ``UnsupportedModelError`` naming the unknown format
+    or the missing packages."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return ""
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+    method = str(settings.get("quant_method", "unknown"))
+    known = FORMATS.get(method)
+    if known is None:
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is quantised as {method!r}, which is not supported; supported "
+            f"are {', '.join(FORMATS)}, and ordinary weights with --quantize"
+        )
+    missing = [name for name in known.packages if find_spec(name.replace("-", "_")) is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is quantised as {method!r}, and to load it transformers needs "
+            f"{' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
+    if on_cpu and known.unpacks:
+        config.quantization_config = {**settings, "dequantize": True}
+    return method
+
+
+def not_loaded(path: str, method: str, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path}: the checkpoint is quantised as {method!r}, and transformers cannot load it on "
+        f"this machine: {error}"
+    )
+
+
+# Computed from the configuration; older exports stored it beside the weights.
+_DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_NAMED_TENSORS = 5
+_WEIGHTS: Final = "model.safetensors"
+_REAL_NUMBERS: Final = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""As the headers of safetensors files name them."""
+
+
+def check_types(path: str) -> None:
+    """Raises ``UnsupportedModelError`` naming tensors of a folder that are not stored as real
+    numbers, which a checkpoint without a quantisation of its own cannot mean; ``OSError``, or what
+    safetensors raises for a file that it cannot read."""
+    others = sorted(
+        f"{name} ({kind})"
+        for file in _files(Path(path))
+        for name, kind in _types(file)
+        if kind not in _REAL_NUMBERS and not _DERIVED.search(name)
+    )
+    if others:
+        raise UnsupportedModelError(
+            f"{path}: {_count(others)} not stored as real numbers, though config.json names no"
+            f" quantization_config: {_some(others)}"
+        )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that transformers reads; none for a hub id."""
+    if (folder / _WEIGHTS).is_file() or not (index := folder / f"{_WEIGHTS}.index.json").is_file():
+        return [one for one in (folder / _WEIGHTS,) if one.is_file()]
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(shards))]
+
+
+def _types(file: Path) -> Iterator[tuple[str, str]]:
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # it is no mapping
+            yield name, tensors.get_slice(name).get_dtype()
+
+
+def check_loading(path: str, info: dict[str, Any]) -> None:
+    """Raises ``UnsupportedModelError`` naming tensors that are missing, unexpected or of another
+    shape; ``info`` is what ``from_pretrained(output_loading_info=True)`` tells."""
+    missing = _names(info["missing_keys"])
+    unexpected = _names(info["unexpected_keys"])
+    shapes = sorted(
+        f"{name} is {_shape(found)} in the checkpoint, {_shape(wanted)} in the model"
+        for name, found, wanted in info["mismatched_keys"]
+    )
+    faults = []
+    if missing:
+        faults.append(f"{_count(missing)} missing: {_some(missing)}{_head_hint(missing)}")
+    if unexpected:
+        faults.append(
+            f"{_count(unexpected)} in the checkpoint for which the model has no place: "
+            f"{_some(unexpected)}"
+        )
+    if shapes:
+        faults.append(f"{_count(shapes)} of another shape: {_some(shapes)}")
+    faults.extend(str(message) for message in info.get("error_msgs") or ())
+    if faults:
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint does not fill the model: {'; '.join(faults)}"
+        )
+
+
+def check_numbers(path: str, model: Any) -> None:
+    """Raises ``UnsupportedModelError`` naming the first tensor that holds NaN or infinity."""
+    for name, tensor in model.named_parameters():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            continue  # whole numbers, and 8-bit floats, which torch cannot compare
+        low, high = torch.aminmax(tensor.detach())  # both are NaN where any element is
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise UnsupportedModelError(
+                f"{path}: the checkpoint is damaged: tensor {name} holds NaN or infinite values"
+            )
+
+
+def _names(keys: Iterable[str]) -> list[str]:
+    return sorted(key for key in keys if not _DERIVED.search(key))
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'}"
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED_TENSORS
+    return ", ".join(names[:_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _head_hint(missing: list[str]) -> str:
+    if "lm_head.weight" not in missing:
+        return ""
+    return " (config.json says tie_word_embeddings: false, so the head is a tensor of its own)"
+
+
+def _shape(size: Iterable[int]) -> str:
+    return " x ".join(map(str, size)) or "a scalar"
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from edgespec.core.ports import ModelInfo, PassRequest, PassResult
+from edgespec.core.ports import ModelInfo, PassRequest, PassResult, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.sampling.tensors import (
@@ -33,16 +33,10 @@ from edgespec.verifier.targets.canonical_mode import (
     finite_logits,
     run_self_test,
 )
-from edgespec.verifier.targets.checkpoints import UnsupportedModelError
 from edgespec.verifier.targets.grouped_attention import GroupedAttention
-from edgespec.verifier.targets.kv_pool import BLOCK_SIZE, KvPool
-from edgespec.verifier.targets.linear_layers import is_packed, pack_model
-from edgespec.verifier.targets.loading import LoadedModel, load_model
-from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_shape
-from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, plan_pass
-from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
-from edgespec.verifier.targets.pipeline_stage import StageShare
-from edgespec.verifier.targets.pool_size import (
+from edgespec.verifier.targets.kv_pool import (
+    BLOCK_SIZE,
+    KvPool,
     PoolBudget,
     check_budget,
     largest_pass,
@@ -51,13 +45,19 @@ from edgespec.verifier.targets.pool_size import (
     pool_tokens,
     starting_tokens,
 )
+from edgespec.verifier.targets.linear_layers import is_packed, pack_model
+from edgespec.verifier.targets.loading import LoadedModel, load_model
+from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_shape
+from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, plan_pass
+from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
+from edgespec.verifier.targets.pipeline_stage import StageShare
 from edgespec.verifier.targets.row_tiles import RowTiles
 
 logger = logging.getLogger(__name__)
 
 
 class TorchTarget:
-    """``ports.TargetModel`` for checkpoints of the families in ``checkpoints.py``.
+    """``ports.TargetModel`` for checkpoints of the families in ``loading.py``.
 
     ``path`` is a folder with safetensors or a hub id; ``name``, ``vocabulary`` and ``weights``
     (fingerprints) are passed on in ``info``. ``packed``: whether large weights are packed on a CPU
