@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -78,9 +79,9 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
     """
     drafter = _drafter(config, say or (lambda text: None))
     if drafter is not None and config.draft.draft_ms:
-        from edgespec.device.drafters.paced import PacedDrafter
+        from edgespec.device.drafters.toy import PacedDrafter
 
-        drafter = PacedDrafter(drafter, config.draft.draft_ms)
+        drafter = PacedDrafter(drafter, config.draft.draft_ms, time.sleep, time.monotonic)
     if drafter is not None and config.draft.lookup and config.draft.model != LOOKUP:
         from edgespec.device.drafters.text_drafter import TextDrafter
 

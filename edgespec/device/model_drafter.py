@@ -34,8 +34,8 @@ from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, read_confi
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
 
 if TYPE_CHECKING:
+    from edgespec.device.drafters.decoder_graph import Placement
     from edgespec.device.drafters.onnx_drafter import ForeignDrafter
-    from edgespec.device.drafters.runtime_session import Placement
 
 Say = Callable[[str], None]
 
@@ -66,8 +66,8 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
         return planned_drafter(draft, policy.width, say)
     folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
+        from edgespec.device.drafters.decoder_graph import EXECUTION
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-        from edgespec.device.drafters.runtime_session import EXECUTION
     own = OnnxDrafter(
         folder,
         threads=draft.threads,
@@ -84,9 +84,8 @@ def foreign_drafter(
     """A drafter on the first graph of ``source`` that can be used; ``say`` hears why others cannot.
     ``tokenizer`` is a folder whose tokenizer goes with a graph that has none. Raises ``ValueError``
     naming the first file where none can."""
-    from edgespec.device.drafters.decoder_graph import HeadHint
+    from edgespec.device.drafters.decoder_graph import EXECUTION, HeadHint
     from edgespec.device.drafters.onnx_drafter import ForeignDrafter
-    from edgespec.device.drafters.runtime_session import EXECUTION
 
     found = read_foreign_info(source.folder, source.name, tokenizer)
     first_error: ValueError | None = None

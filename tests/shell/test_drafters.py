@@ -9,6 +9,7 @@ may guess otherwise the second time, and have fewer guesses than asked for.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ from edgespec.core.ports import Candidate, Drafter, ModelInfo, StepCancelledErro
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
-from edgespec.device.drafters.paced import PacedDrafter
 from edgespec.device.drafters.text_drafter import TextDrafter
-from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
+from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, ToyDrafter, toy_info
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
@@ -77,7 +77,7 @@ def drafter_of(
             case ("routed", _):
                 return TextDrafter(toy_short, model=ToyDrafter(toy, toy_short))
             case ("paced", _):
-                return PacedDrafter(ToyDrafter(toy, toy_short), 1.0, sleep=lambda _: None)
+                return PacedDrafter(ToyDrafter(toy, toy_short), 1.0, lambda _: None, time.monotonic)
             case ("foreign", _):
                 return foreign(kind)
             case (_, bits):
@@ -259,7 +259,7 @@ def test_a_paced_step_takes_its_time_in_total() -> None:
         now[0] += duration_s
 
     def paced(step_ms: float) -> PacedDrafter:
-        return PacedDrafter(Slow(MODEL), step_ms, sleep=pause, clock=lambda: now[0])
+        return PacedDrafter(Slow(MODEL), step_ms, pause, lambda: now[0])
 
     assert paced(10.0).step(0, [1], 1) == ()
     assert now[0] == pytest.approx(5.010)

@@ -22,6 +22,7 @@ from edgespec.config.device import PROVIDERS
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter
+from edgespec.device.drafters.decoder_graph import EXECUTION
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.onnx_drafter import (
     Behaviour,
@@ -30,7 +31,6 @@ from edgespec.device.drafters.onnx_drafter import (
     OnnxDrafter,
     check_behaviour,
 )
-from edgespec.device.drafters.runtime_session import EXECUTION
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft

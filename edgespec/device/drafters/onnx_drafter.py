@@ -42,11 +42,18 @@ from edgespec.core.ports import (
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.decoder_graph import (
+    CPU,
     CacheTensor,
     DecoderGraph,
     HeadHint,
+    Placement,
     Role,
+    load_session,
+    placement,
+    ports,
     read_graph,
+    usual_threads,
+    weights_bytes,
 )
 from edgespec.device.drafters.manifest import (
     MAX_CONTEXT_LENGTH,
@@ -54,15 +61,6 @@ from edgespec.device.drafters.manifest import (
     DraftManifest,
     DraftModelError,
     read_manifest,
-)
-from edgespec.device.drafters.runtime_session import (
-    CPU,
-    Placement,
-    load_session,
-    placement,
-    ports,
-    usual_threads,
-    weights_bytes,
 )
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates

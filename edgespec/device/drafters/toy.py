@@ -1,23 +1,25 @@
-"""A drafter over the toy model: exact scalar arithmetic, so that equal laws draft equal tokens."""
+"""Drafters to try things with: over the toy model, by exact scalar arithmetic, so that equal laws
+draft equal tokens; random ones; and slow ones."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
 from edgespec.core.ports import (
     Cancelled,
     Candidate,
+    Drafter,
     ModelInfo,
     StepCancelledError,
     never_cancelled,
 )
 from edgespec.core.protocol.sampling import SamplingParams, gumbel, masked, noise_bits, warp
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.drafters.token_cache import TokenCache
+from edgespec.device.drafters.token_cache import TokenCache, twin_of
 
 DEFAULT_CONTEXT_LENGTH = 1 << 16
 
@@ -167,3 +169,55 @@ def random_ids(seed: int, position: int, vocabulary_size: int) -> Iterator[int]:
         following = (token + offset) % vocabulary_size
         if following not in seen:
             yield following
+
+
+# A cancelled step ends within so much time, however long the emulated one is.
+NAP_S = 0.05
+
+
+class PacedDrafter:
+    """``Drafter`` whose steps take ``step_ms``, to emulate a device on a faster machine.
+
+    The remainder is slept, not burnt; a step of ``inner`` that already took longer is not slowed
+    further.
+    """
+
+    def __init__(
+        self,
+        inner: Drafter,
+        step_ms: float,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._inner, self._step_ms = inner, step_ms
+        self._sleep, self._clock = sleep, clock
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    def twin(self) -> PacedDrafter:
+        """``inner``'s twin at the same pace. Raises ``TypeError`` where that has none."""
+        inner = twin_of(self._inner)
+        return PacedDrafter(inner, self._step_ms, self._sleep, self._clock)
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._inner.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        due_s = self._clock() + self._step_ms / 1e3
+        candidates = self._inner.step(keep_length, feed, width, cancelled)
+        while (remaining_s := due_s - self._clock()) > 0:
+            if cancelled():
+                raise StepCancelledError(f"cancelled {remaining_s:.3f} s before its emulated end")
+            self._sleep(min(remaining_s, NAP_S))
+        return candidates
+
+    def close(self) -> None:
+        self._inner.close()
