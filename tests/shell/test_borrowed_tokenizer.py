@@ -162,16 +162,6 @@ async def test_who_lends_none_ends_the_waiting() -> None:
                 await anext(agent.generate("the"))
 
 
-async def test_an_older_verifier_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(echo) as (_, transport):
-        with pytest.raises(LinkError, match="has no tokenizer to send"):
-            await TokenizerFetch(transport.ask_tokenizer, "here").entries()
-        monkeypatch.setattr("edgespec.wire.grpc_client.SERVICE", "edgespec.v1.Nobody")
-        with pytest.raises(LinkError, match="UNIMPLEMENTED") as refused:
-            await TokenizerFetch(transport.ask_tokenizer, "here").entries()
-        assert not refused.value.retryable
-
-
 async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
     keys = {"right": Credential("right")}
     async with served(echo, authenticate=keys.get, texts=partial(packed_texts, str(model))) as (

@@ -32,9 +32,6 @@ from edgespec.device.export.checkpoint import CheckpointError, read_shape
 from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, work_folder
 from edgespec.device.export.optimum import _readable_by_transformers_4
 from edgespec.device.export.quantize import (
-    BLOCK_SIZE,
-    dequantize_matrix,
-    quantize_matrix,
     round_graph,
 )
 from edgespec.device.model_drafter import foreign_drafter
@@ -259,21 +256,6 @@ def test_ids_that_pad_the_vocabulary_are_never_proposed(tmp_path: Path) -> None:
         drafter.close()
 
 
-def test_large_weights_go_to_a_file_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_checkpoint(tmp_path / "source")
-    single = draft_logits(export(source, 4))
-    monkeypatch.setattr("edgespec.device.export.export.MAX_SINGLE_FILE_BYTES", 1000)
-    folder, size = tmp_path / "split", 0
-    for _ in range(2):  # the second export replaces the first
-        export_draft(source, folder, model_info(source), bits=4)
-        size = (folder / "model.onnx.data").stat().st_size
-        assert size > (folder / "model.onnx").stat().st_size  # small tensors stay inside
-        np.testing.assert_array_equal(draft_logits(folder), single)
-    assert OnnxDrafter(folder).memory_bytes() > size
-
-
 def test_an_export_on_the_fly_is_kept_under_a_key_of_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,17 +286,6 @@ def test_work_folders_that_were_left_behind_are_taken_away_after_a_day(tmp_path:
     assert sorted(tmp_path.iterdir()) == sorted([link, mine, new])
 
 
-def test_bfloat16_shards_are_read(tmp_path: Path) -> None:
-    config = tiny_config()
-    tensors = {
-        name: (value.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-        for name, value in tiny_tensors(config).items()
-    }
-    whole = write_checkpoint(tmp_path / "whole", config, tensors)
-    shards = write_checkpoint(tmp_path / "shards", config, tensors, bfloat16=True, shards=3)
-    np.testing.assert_array_equal(draft_logits(export(whole, 32)), draft_logits(export(shards, 32)))
-
-
 def test_what_a_config_leaves_out_is_the_family_s_default(tmp_path: Path) -> None:
     """Against the configurations of transformers, for what a shape is made of."""
     transformers = pytest.importorskip("transformers")
@@ -340,16 +311,6 @@ def test_what_a_config_leaves_out_is_the_family_s_default(tmp_path: Path) -> Non
 
 
 # --- rounding -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_a_block_can_hold_is_held_exactly(bits: int) -> None:
-    half = 1 << (bits - 1)
-    values = np.linspace(-half, half - 1, BLOCK_SIZE).round().astype(np.float32)
-    weight = np.stack([values * 0.25, -values * 0.25, np.zeros(BLOCK_SIZE, np.float32)])
-    np.testing.assert_allclose(
-        dequantize_matrix(quantize_matrix(weight, bits)), weight, rtol=1e-6, atol=0
-    )
 
 
 # --- what is refused ------------------------------------------------------------------------

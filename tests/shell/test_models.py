@@ -333,27 +333,6 @@ def test_bytes_and_words_in_any_order_are_what_they_say(
     assert got == _spelled(tokens, strips)
 
 
-@pytest.mark.parametrize("strips", [False, True])
-@given(
-    before=st.lists(_CHARACTERS, max_size=6),
-    cut=st.integers(0, 2),
-    behind=st.lists(_CHARACTERS, max_size=6),
-)
-def test_a_character_that_the_prompt_begins_is_all_that_is_told_of_it(
-    fallback: TextTokenizer,
-    stripping: TextTokenizer,
-    strips: bool,
-    before: list[tuple[int, ...]],
-    cut: int,
-    behind: list[tuple[int, ...]],
-) -> None:
-    told, rest = ([token for part in parts for token in part] for parts in (before, behind))
-    character = list("€".encode())
-    stream = (stripping if strips else fallback).stream(told + character[:cut])
-    got = stream.push([*character[cut:], *rest]) + stream.flush()
-    assert _spelled(told, strips) + got == _spelled([*told, *character, *rest], strips)
-
-
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return byte_fallback(tmp_path_factory.mktemp("fallback"))

@@ -6,11 +6,8 @@ followers are known; for the router, what its model says when it is asked alone.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +33,6 @@ from edgespec.models.toy import TOY_CONTEXT_LENGTH, ToyTokenizer
 from edgespec.verifier.build import load_target
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.shell.live_verifier import serving, toy_text
-from tests.sources import ROOT
 
 SIZE = 64
 INFO = ModelInfo("free", "toy", SIZE, 1 << 16)
@@ -260,26 +256,6 @@ def test_a_lookup_needs_a_tokenizer_and_no_more(tmp_path: Path) -> None:
         info, own = drafter.info, model_info(folder)
         assert (info.vocabulary, info.vocabulary_size) == (own.vocabulary, own.vocabulary_size)
         assert info.context_length > own.context_length
-
-
-def test_a_lookup_loads_no_model_library() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('onnxruntime', 'onnx', 'torch'): sys.modules[name] = None\n"
-        "from edgespec.device.build import load_drafter\n"
-        "from edgespec.config import AgentConfig, DraftSection\n"
-        "drafter = load_drafter(AgentConfig(draft=DraftSection('lookup')))\n"
-        "print(drafter.info.name)\n"
-    )
-    path = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("lookup\n", "")
 
 
 def test_what_is_configured_is_built() -> None:
