@@ -36,7 +36,7 @@ from edgespec.core.device.events import (
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
-from edgespec.device.verifier_pool import RoutedTransport
+from edgespec.device.verifier_pool import VerifierRoute
 from edgespec.telemetry.agent_status import (
     MAX_EVENTS,
     AgentTotals,
@@ -104,7 +104,7 @@ class Activity:
         self._begun = 0
 
     def began(
-        self, session: DraftSession, route: RoutedTransport | None, inner: Tracer | None = None
+        self, session: DraftSession, route: VerifierRoute | None, inner: Tracer | None = None
     ) -> GenerationNotes:
         """A generation begins; give what is returned to its driver as the tracer, and call its
         ``ended``. ``route`` None: there is one verifier only."""
@@ -183,7 +183,7 @@ class GenerationNotes:
         activity: Activity,
         number: int,
         session: DraftSession,
-        route: RoutedTransport | None,
+        route: VerifierRoute | None,
         inner: Tracer,
     ) -> None:
         self.number, self.session = number, session

@@ -42,7 +42,7 @@ from edgespec.device.reply import Chunk as Chunk
 from edgespec.device.reply import Piece as Piece
 from edgespec.device.reply import ReplyReader, TextDecoder
 from edgespec.device.session_driver import SessionDriver
-from edgespec.device.verifier_pool import RoutedTransport, VerifierPool, link_for
+from edgespec.device.verifier_pool import VerifierPool, VerifierRoute, link_for
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
@@ -71,7 +71,7 @@ class GenerationStats:
 
     counters: DraftCounters
     estimates: DraftEstimates
-    route: RoutedTransport | None = None
+    route: VerifierRoute | None = None
     """None where the agent knows one verifier only."""
     policy: DraftPolicy | None = None
 
@@ -183,13 +183,13 @@ class Agent:
             drafter = None
         belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
         longest = len(tokens) + sampling.max_tokens
-        link, route = link_for(self.transport, belongs, longest, model)
+        connect, route = link_for(self.transport, belongs, longest, model)
         session = self._session(tokens, sampling, drafter, logprobs, model)
         notes = self.activity.began(session, route, self._tracer)
         lease = None
         if drafter is not None:
             lease = self._drafters(drafter).lease(len(tokens), sampling)
-        driver = SessionDriver(session, link, lease, tracer=notes)
+        driver = SessionDriver(session, connect, lease, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(
             session.counters, session.estimates, route, self.options.policy

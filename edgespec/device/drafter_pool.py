@@ -83,6 +83,7 @@ class DrafterPool:
         while not (await asyncio.wait([future], timeout=HANG_S))[0]:
             if self._clock() - max(self._heard_at, asked_at) >= HANG_S:
                 self._given_up = work
+                future.cancel()  # it runs on, unless it waits behind the one that hangs
                 _log.warning("a draft step has not come back within %g s", HANG_S)
                 return StepFailed(f"the draft model did not answer within {HANG_S:g} s")
         try:

@@ -13,8 +13,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Final, assert_never
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, assert_never
 
 from edgespec.core.device.events import (
     Connect,
@@ -33,7 +33,7 @@ from edgespec.core.device.events import (
     Transmit,
 )
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import DeviceStream, LinkError, Transport
+from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Cancel, FinishReason, Uplink
 from edgespec.device.drafter_pool import DrafterLease
 from edgespec.telemetry.trace import NoTrace, Tracer
@@ -42,13 +42,15 @@ from edgespec.telemetry.trace import NoTrace, Tracer
 _LAST_WORD_S: Final = 1.0
 
 _log = logging.getLogger(__name__)
+Dial = Callable[[], Coroutine[Any, Any, DeviceStream]]
+"""Opens a stream to a verifier; raises ``LinkError``."""
 
 
 class Link:
     """``notify`` gets ``Connected``, each message, and at most one ``LinkDown``, which is last."""
 
-    def __init__(self, transport: Transport, notify: Callable[[DraftEvent], None]) -> None:
-        self._transport, self._notify = transport, notify
+    def __init__(self, connect: Dial, notify: Callable[[DraftEvent], None]) -> None:
+        self._dial, self._notify = connect, notify
         # The session's window bounds what is sent ahead of the verifier's answers.
         self._outgoing: asyncio.Queue[Uplink | None] = asyncio.Queue()
         self._live = True
@@ -83,7 +85,7 @@ class Link:
 
     async def _connect(self) -> DeviceStream | None:
         """The stream; None when ``close`` came first."""
-        self._connecting = asyncio.ensure_future(self._transport.connect())
+        self._connecting = asyncio.ensure_future(self._dial())
         try:
             await asyncio.wait([self._connecting])
         finally:
@@ -149,14 +151,14 @@ class SessionDriver:
     def __init__(
         self,
         session: DraftSession,
-        transport: Transport,
+        connect: Dial,
         drafter: DrafterLease | None,
         *,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
-        self._transport, self._drafter = transport, drafter
+        self._connect, self._drafter = connect, drafter
         self._tracer, self._clock = tracer or NoTrace(), clock
         # Holds at most a few entries a token, and max_tokens bounds those.
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -213,7 +215,7 @@ class SessionDriver:
     def _do(self, action: DraftAction) -> None:
         match action:
             case Connect():
-                self._link = Link(self._transport, self._handle)
+                self._link = Link(self._connect, self._handle)
                 self._watch(self._link.task, self._links)
             case Disconnect():
                 if self._link is not None:

@@ -1,9 +1,8 @@
 """Several verifiers behind one agent: streams are dialed, watched and moved from one to another.
 
 ``core/association/failover.py`` decides all of it; this file connects, asks and measures. A
-generation gets a ``RoutedTransport``, which looks to its session's driver like a transport to one
-verifier: it connects to whichever is best, and its streams say, when they end, whether another
-verifier can be tried at once.
+generation gets a ``VerifierRoute``: it connects to whichever is best, and its streams say, when
+they end, whether another verifier can be tried at once.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, assert_never
 
 from edgespec.core.association import failover_events as ev
@@ -30,10 +30,9 @@ from edgespec.core.protocol.messages import (
     ModelIdentity,
     Opened,
     Uplink,
-    VerifierInfo,
 )
 from edgespec.device.prober import ask
-from edgespec.device.session_driver import link_down
+from edgespec.device.session_driver import Dial, link_down
 from edgespec.wire.directory import VerifierDirectory
 
 # A verifier that answers though its stream is quiet is asked less and less often.
@@ -72,11 +71,11 @@ class VerifierPool:
 
     def route(
         self, needed_length: int = 0, conversation: str = "", model: str = ""
-    ) -> RoutedTransport:
+    ) -> VerifierRoute:
         """For one generation of that conversation, whose prompt and longest output are so many
         tokens, by the model of that name."""
         wanted = ev.Wanted(next(self._numbers), needed_length, conversation, model)
-        return RoutedTransport(self, wanted)
+        return VerifierRoute(self, wanted)
 
     async def known(self) -> Mapping[str, Transport]:
         """The verifiers, to ask them how they are. Raises ``LinkError``."""
@@ -207,13 +206,12 @@ class VerifierPool:
 
     async def _dial(self, number: int, address: str) -> None:
         key, me = (number, address), asyncio.current_task()
-        if (route := self.failover.routes.get(number)) is not None:
-            _dialing_for.set(route.asked.conversation)
+        route = self.failover.routes.get(number)
         try:
             transport = self._transports.get(address)
             if transport is None:
                 raise LinkError(f"{address} is not known any more")
-            stream = await transport.connect()
+            stream = await _dial(transport, "" if route is None else route.asked.conversation)
         except Exception as error:
             down = link_down(error)
             if self._dials.get(key) is me:
@@ -263,17 +261,17 @@ class VerifierPool:
 
 def link_for(
     transport: Transport | VerifierPool, conversation: str, needed_length: int, model: str
-) -> tuple[Transport, RoutedTransport | None]:
-    """What a generation of that conversation connects by, and its route if there are several
+) -> tuple[Dial, VerifierRoute | None]:
+    """By what a generation of that conversation gets a stream, and its route if there are several
     verifiers. Prompt and longest output are ``needed_length`` tokens, by the model of that name."""
     if not isinstance(transport, VerifierPool):
-        return ConversationTransport(transport, conversation), None
+        return partial(_dial, transport, conversation), None
     route = transport.route(needed_length, conversation, model)
-    return route, route
+    return route.connect, route
 
 
-class RoutedTransport:
-    """``ports.Transport`` for one generation; ``close`` ends the generation, not the verifiers."""
+class VerifierRoute:
+    """One generation's way to its verifiers; call ``close`` when it ends."""
 
     def __init__(self, pool: VerifierPool, wanted: ev.Wanted) -> None:
         self._pool, self._wanted = pool, wanted
@@ -298,9 +296,6 @@ class RoutedTransport:
         stream = await self._pool.stream(self._wanted)
         self._route = self._pool.failover.routes.get(self._wanted.route, self._route)
         return stream
-
-    async def info(self) -> VerifierInfo:
-        raise LinkError("ask the verifiers themselves", retryable=False)
 
     async def close(self) -> None:
         with contextlib.suppress(LinkError):
@@ -412,18 +407,7 @@ def current_conversation() -> str:
     return _dialing_for.get()
 
 
-class ConversationTransport:
-    """``inner`` for the streams of one conversation; ``connect`` is called in a task of its own."""
-
-    def __init__(self, inner: Transport, conversation: str) -> None:
-        self._inner, self._conversation = inner, conversation
-
-    async def connect(self) -> DeviceStream:
-        _dialing_for.set(self._conversation)
-        return await self._inner.connect()
-
-    async def info(self) -> VerifierInfo:
-        return await self._inner.info()
-
-    async def close(self) -> None:
-        await self._inner.close()
+async def _dial(transport: Transport, conversation: str) -> DeviceStream:
+    """Call it in a task of its own."""
+    _dialing_for.set(conversation)
+    return await transport.connect()
