@@ -207,21 +207,6 @@ def test_a_request_that_does_not_fit_is_refused(request_: PassRequest, why: str)
         KnownText([1, 2, 3]).answer(request_)
 
 
-@PARAMS
-async def test_devices_are_served_as_by_any_target(params: SamplingParams) -> None:
-    """Over gRPC, with device drafts in trees: the passes hold chains, no longer than allowed."""
-    engine = FakeVllm(0.1)
-    target = fake_target(engine)
-    ids = ToyTokenizer().encode("the quick brown fox")
-    async with serving(target) as (address, verifier):
-        limits = verifier.engine.limits
-        assert limits.max_nodes_per_pass == target.pass_shape.max_nodes
-        async with build_agent(config(address, "toy", width=2)) as agent:
-            assert tokens(await collect(agent, params)) == toy_text(ids, params)
-    assert engine.texts == {}
-    assert max(len(one.drafts) for step in engine.steps for one in step.values()) > 0
-
-
 def test_the_self_test_lets_a_right_engine_in() -> None:
     engine = FakeVllm(0.2, seed=3)
     assert self_test(fake_target(engine)) == []
@@ -494,24 +479,30 @@ def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     assert len(marks) == 4
 
 
-async def test_devices_get_the_adapter_they_name() -> None:
-    own = {"": toy_text(PROMPT, GREEDY), "sql": toy_text(PROMPT, GREEDY, SQL)}
+@PARAMS
+async def test_devices_get_the_texts_of_the_adapter_they_name(params: SamplingParams) -> None:
+    """Device drafts are trees; the passes hold chains, no longer than allowed."""
+    own = {"": toy_text(PROMPT, params), "sql": toy_text(PROMPT, params, SQL)}
     assert own[""] != own["sql"]
-    async with serving(adapted_toy({"sql": SQL})) as (address, _):
+    engine = FakeVllm(0.1)
+    engine.adapters["sql"] = SQL
+    target = fake_target(engine)
+    async with serving(target) as (address, verifier):
+        assert verifier.engine.limits.max_nodes_per_pass == target.pass_shape.max_nodes
 
         async def text(name: str, draft: str) -> list[int]:
-            async with build_agent(replace(config(address, draft), model=name)) as agent:
-                return tokens(await collect(agent, GREEDY, PROMPT_TEXT))
+            options = config(address, draft, width=2)
+            async with build_agent(replace(options, model=name)) as agent:
+                return tokens(await collect(agent, params, PROMPT_TEXT))
 
         asked = [(name, draft) for name in ("", "toy", "sql") for draft in ("none", "toy")]
         texts = await asyncio.gather(*(text(*one) for one in asked))
         for (name, draft), found in zip(asked, texts, strict=True):
             assert found == own["sql" if name == "sql" else ""], (name, draft)
-        async with build_agent(replace(config(address, "none"), model="sequel")) as agent:
-            with pytest.raises(
-                GenerationError, match="'sequel'; this verifier serves 'toy', 'sql'"
-            ):
-                await collect(agent, GREEDY, PROMPT_TEXT)
+        with pytest.raises(GenerationError, match="'sequel'; this verifier serves 'toy', 'sql'"):
+            await text("sequel", "none")
+    assert engine.texts == {}
+    assert max(len(one.drafts) for step in engine.steps for one in step.values()) > 0
 
 
 def test_the_adapters_of_a_verifier_are_bounded() -> None:
@@ -728,23 +719,27 @@ def _expected(runner: _Runner, name: str, row: int, path: list[int]) -> int:
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_tokens_follow_our_law_with_and_without_drafts() -> None:
-    texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7]}
-    params = {"a": (3, PENALISED), "b": (2, SamplingParams()), "c": (1, PENALISED)}
-    runner = _Runner(texts, params, _logits(3 + 1 + 2), [[], [], []])
+def test_tokens_follow_our_law_with_and_without_drafts_and_requests_fail_alone() -> None:
+    """Of d the text is not computed to its end, and the logits of e are no numbers."""
+    texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7], "d": [1, 2], "e": [3, 4]}
+    params = {name: (2, SamplingParams()) for name in texts} | {"a": (3, PENALISED)}
+    params["c"] = (1, PENALISED)
+    logits, discarded = _logits(3 + 1 + 2 + 1 + 2), [name == "d" for name in texts]
+    logits[8, 7] = torch.nan
+    runner = _Runner(texts, params, logits, [[]] * 5, discarded)
     first = _expected(runner, "a", 0, [])
-    runner.drafts = [[first, 11], [], [12]]
+    runner.drafts = [[first, 11], [], [12], [], [6]]
     output = _installed(runner)
     a = [first, _expected(runner, "a", 1, [first])]
     if a[1] == 11:
         a.append(_expected(runner, "a", 2, [first, 11]))
-    b, c = [_expected(runner, "b", 3, [])], [_expected(runner, "c", 4, [])]
-    rows = [a, b, c]
+    rows = [a, [_expected(runner, "b", 3, [])], [_expected(runner, "c", 4, [])], [], [0]]
     assert output.sampled_token_ids == [one + [-1] * (3 - len(one)) for one in rows]
-    targets, scores, failure = output.edgespec_rows["a"]
-    assert targets == (*a[:2], _expected(runner, "a", 2, [first, 11]))
-    assert scores == ()
-    assert failure == ""
+    targets = (*a[:2], _expected(runner, "a", 2, [first, 11]))
+    assert output.edgespec_rows["a"] == (targets, (), "")
+    assert output.edgespec_rows["e"][0] == (), "its token is one that nobody sees"
+    assert "must be finite" in output.edgespec_rows["e"][2]
+    assert set(output.edgespec_rows) == {"a", "b", "c", "e"}
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -761,31 +756,6 @@ def test_a_step_without_drafts_is_no_speculation() -> None:
     assert runner.execute_model(step) == "on"
 
 
-@pytest.mark.usefixtures("stand_ins")
-def test_a_text_that_is_not_computed_to_its_end_gets_no_token() -> None:
-    texts = {"a": [1, 2], "b": [3, 4]}
-    params = {name: (2, SamplingParams()) for name in texts}
-    runner = _Runner(texts, params, _logits(2), [[], []], discarded=[True, False])
-    output = _installed(runner)
-    assert output.sampled_token_ids == [[-1], [_expected(runner, "b", 1, [])]]
-    assert set(output.edgespec_rows) == {"b"}
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_logits_that_are_no_numbers_fail_one_queued() -> None:
-    texts = {"a": [1, 2], "b": [3, 4]}
-    params = {name: (2, SamplingParams()) for name in texts}
-    logits = _logits(4)
-    logits[1, 7] = torch.nan
-    runner = _Runner(texts, params, logits, [[5], [6]])
-    output = _installed(runner)
-    assert output.edgespec_rows["a"][0] == ()
-    assert "must be finite" in output.edgespec_rows["a"][2]
-    assert output.sampled_token_ids[0] == [0, -1], "a token that nobody sees"
-    assert output.edgespec_rows["b"][0][0] == _expected(runner, "b", 2, [])
-
-
-@pytest.mark.usefixtures("stand_ins")
 def test_parameters_survive_the_way_to_the_worker() -> None:
     found = sampling_of(arguments_of(7, PENALISED))
     assert found == PENALISED
