@@ -47,12 +47,12 @@ from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport
-from edgespec_sim.association import association_policy
+from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.path import TraceLinks
-from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
+    LinkSection,
     Scenario,
     TokensFrom,
     TokensSection,
@@ -60,10 +60,9 @@ from edgespec_sim.scenario.sections import (
     WorkloadSection,
 )
 from edgespec_sim.token_sources.source import Request, TapeSource, TokenSource
-from edgespec_sim.traces.formats import read_trace
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.meters import RequestRecord
-from edgespec_sim.world.surrounding import Surrounding
+from edgespec_sim.world.site import Surrounding, association_policy
 
 PASS_MS, DRAFT_MS, GAMMA = 25.0, 8.0, 4
 RTTS_MS = (2.0, 20.0, 50.0, 100.0, 200.0)

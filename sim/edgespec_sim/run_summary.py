@@ -18,8 +18,6 @@ from edgespec.telemetry.plain_data import made
 
 FORMAT: Final = "edgespec-run"
 VERSION: Final = 2
-PACE: Final = "time per token"
-"""The name of the series of that, in ms."""
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -156,17 +154,15 @@ class VerifierSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """One quantity over time, in equal steps from 0."""
+class Pace:
+    """The mean time per token over the run, in ms, in equal steps from 0."""
 
-    name: str
-    unit: str
     step_s: float
     values: tuple[float | None, ...]
     """None where there was nothing to measure."""
     low: tuple[float | None, ...] = ()
     high: tuple[float | None, ...] = ()
-    """The 95 % interval of the mean over several seeds; empty for one."""
+    """The 95 % interval over several seeds; empty for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +206,7 @@ class ArmSummary:
     verifiers: tuple[VerifierSummary, ...]
     bounds: dict[str, float]
     """Lower bounds on the mean seconds per token, by name (``edgespec_sim/planning/bounds.py``)."""
-    series: tuple[Series, ...] = ()
+    pace: Pace | None = None
     rows: tuple[RequestRow, ...] = ()
     speedup: float | None = None
     """Mean TPOT of ``target-only`` in the same run over this one's."""

@@ -365,23 +365,3 @@ class _Pairs:
             slope = u * (3.0 * u - 2.0 * self.draft)
             u = u - (u * u * (u - self.draft) - target) / slope
         return self.uplink / u
-
-
-def priced_cost(terms: Terms, price: Floats) -> Floats:
-    """(M, E): the least of bandwidth cost plus rent at each server's price: what one more device
-    would add there, to first order and never more than it truly adds."""
-    uplink = terms.uplink
-    if terms.balance <= 0:
-        return np.zeros_like(uplink)
-    draft, power = terms.draft[:, None], terms.power[:, None]
-    pairs = _Pairs(power, draft, uplink, terms.balance)
-    share = pairs.shares(np.broadcast_to(price, uplink.shape))
-    cost: Floats = (power + price) * share + terms.balance * (draft - uplink / share) ** 2
-    return cost
-
-
-def bandwidth_costs(terms: Terms, devices: Ints, servers: Ints, shares: Floats) -> Floats:
-    """One a pair: the part of the cost that the bandwidth share decides."""
-    gap = terms.draft[devices] - terms.uplink[devices, servers] / shares
-    costs: Floats = terms.power[devices] * shares + terms.balance * gap**2
-    return costs

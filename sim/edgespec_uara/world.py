@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_sim.links.radio import RandomWaypoint, UmiGains
+from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

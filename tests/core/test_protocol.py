@@ -36,7 +36,7 @@ from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, Speculati
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.verifier.drafts import ArrivalEstimator
 from edgespec.wire.codec import payload_bytes
-from edgespec_sim.wire_size import message_bytes
+from edgespec_sim.sessions import message_bytes
 from tests.sim.faults.checks import check_tree
 
 PROMPT = (7, 7)

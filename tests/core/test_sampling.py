@@ -54,8 +54,14 @@ from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
-from edgespec_sim.wire_size import message_bytes
+from edgespec_sim.sessions import (
+    FixedDelay,
+    PassTime,
+    SimulatedDevice,
+    SimulatedVerifier,
+    Stream,
+    message_bytes,
+)
 from tests.adversarial import AdversarialDrafter
 from tests.core.scenes import REQUEST, commit_in, new_session, offer
 

@@ -25,13 +25,12 @@ from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import build_verifier
 from edgespec_sim.report.timeline import Lane, Span, Timeline
 from edgespec_sim.run_summary import (
-    PACE,
     ArmSummary,
     GroupSummary,
     LinkLoad,
+    Pace,
     RequestRow,
     RunSummary,
-    Series,
     VerifierSummary,
     spread_of,
 )
@@ -73,7 +72,6 @@ def _arm(index: int) -> ArmSummary:
     }
     load = VerifierSummary("edge-1", 0.61 - 0.09 * index, 1400 - 200 * index, 5.1, 1.6, None)
     other = VerifierSummary("edge-2", 0.3, 900, 4.0, 1.2, spread_of([0.001, 0.004, 0.012]))
-    waves = tuple(1.0 / tpot_s + (i * 13 % 7) for i in range(60))
     bounds = {"target-only": 0.03} if index == 0 else {"a round trip per miss": tpot_s * 0.8}
     return ArmSummary(
         arm=name,
@@ -82,10 +80,6 @@ def _arm(index: int) -> ArmSummary:
         groups=groups,
         verifiers=(load, other),
         bounds=bounds | {"perfect drafts": 0.009},
-        series=(
-            Series("tokens delivered", "tokens/s", 1.0, waves),
-            Series("queue", "drafts", 1.0, tuple(float(i * (index + 1) % 9) for i in range(60))),
-        ),
         rows=tuple(
             RequestRow(f"laptop {i}", "edge-1", 2.0 * i, 0.21, tpot_s, 64, 2.5, 0.71)
             for i in range(4)
@@ -125,16 +119,14 @@ def pictured() -> RunSummary:
 
 def _pictured(arm: ArmSummary, index: int) -> ArmSummary:
     levels = tuple(None if i == 3 else 40.0 - 20.0 * index + i for i in range(6))
-    pace = Series(
-        PACE,
-        "ms",
+    pace = Pace(
         10.0,
         levels,
         tuple(None if value is None else value - 2.0 for value in levels),
         tuple(None if value is None else value + 2.0 for value in levels),
     )
     links = (LinkLoad("access", 0.2 + 0.1 * index, 0.1),)
-    return replace(arm, series=(pace, *arm.series), links=links)
+    return replace(arm, pace=pace, links=links)
 
 
 def asked_alike() -> dict[str, Timeline]:

@@ -34,11 +34,6 @@ PARAMS = SamplingParams(
     ignore_eos=True,
 )
 PROMPT = "a prompt that nobody should read 123"
-# Numbers in lists that are no tokens: indices, places, ids of nodes.
-# ``behind``: streams that a busy machine could not send to yet.
-OTHER_LISTS = frozenset(
-    "parents nodes moved leaves kept keep depths starts blocks path behind".split()
-)
 
 
 @dataclass(frozen=True)
@@ -115,14 +110,6 @@ def test_names_are_as_many_and_as_long_as_the_tokens() -> None:
     assert [hide.token(one) for one in tokens] == names != tokens
 
 
-def test_no_list_of_numbers_is_left_open(traces: tuple[Path, Path]) -> None:
-    """A field that is new has to be sorted: tokens, or not."""
-    for line in read_lines([traces[0]]):
-        for name, value in fields_of(line):
-            if isinstance(value, list) and value and all(type(one) is int for one in value):
-                assert name in TOKEN_FIELDS | OTHER_LISTS | {"top"}, (name, value)
-
-
 def test_no_text_is_left(traces: tuple[Path, Path]) -> None:
     assert "a stop text" in traces[0].read_text()
     assert "a stop text" not in traces[1].read_text()
@@ -144,10 +131,3 @@ def test_the_command_line_hides_tokens_unless_told_not_to(
             tracer.record(0.0, "device", "s", "action", Open("s", "", "", tuple(range(1, 40))))
         told.append(json.loads(path.read_text())["prompt"])
     assert told[0] != told[1] == list(range(1, 40))
-
-
-def test_another_word_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="trace_tokens is 'open', but must be one of hashed, plain"
-    ):
-        AgentConfig(trace_tokens="open")

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from edgespec_sim.report.timeline import Clocks, Lane, Line, Span, build_timeline, rows_apart
+from edgespec_sim.report.timeline import Clocks, Lane, Line, build_timeline
 
 
 def device(at_s: float, name: str, **fields: Any) -> Line:
@@ -43,19 +41,6 @@ def test_a_draft_sent_again_is_matched_to_the_copy_that_came() -> None:
     assert spans(lines, Lane.UPLINK) == [(3.0, 3.5)]
 
 
-def test_both_copies_are_matched_when_both_came() -> None:
-    lines = [
-        device(0.0, "Start"),
-        device(1.0, "Transmit", message=draft(1, 2)),
-        device(3.0, "Transmit", message=draft(1, 2)),
-        opened(0.1, 1),
-        verifier(1.4, "StreamMessage", stream=1, message=draft(1, 2)),
-        opened(3.2, 2),
-        verifier(3.5, "StreamMessage", stream=2, message=draft(1, 2)),
-    ]
-    assert spans(lines, Lane.UPLINK) == [(1.0, 1.4), (3.0, 3.5)]
-
-
 def test_what_arrives_from_nowhere_has_no_span() -> None:
     lines = [
         opened(0.0, 1),
@@ -65,30 +50,6 @@ def test_what_arrives_from_nowhere_has_no_span() -> None:
         device(2.5, "Transmit", message=draft(1, 2)),
     ]
     assert spans(lines, Lane.UPLINK) == []
-
-
-def test_a_queue_ends_where_the_pass_begins_that_takes_the_draft() -> None:
-    def asked(tokens: list[int]) -> list[Line]:
-        return [{"key": "a", "feed": [1], "tokens": tokens, "sample": True}]
-
-    def committed(rows: int, queue_us: int) -> Line:
-        message = {"name": "Commit", "position": 3, "tokens": [5], "accepted": 0, "stale": 0}
-        return {**message, "verify_us": 9, "rows": rows, "queue_us": queue_us}
-
-    lines = [
-        opened(0.0, 1),
-        verifier(1.0, "StreamMessage", stream=1, message=draft(1, 1)),
-        verifier(2.0, "RunBatch", requests=asked([])),  # what came was stale
-        verifier(3.0, "BatchDone", results=[]),
-        verifier(3.0, "SendTo", stream=1, message=committed(0, 1_000_000)),
-        verifier(3.0, "RunBatch", requests=asked([5, 5])),
-        verifier(3.5, "BatchDone", results=[]),
-        verifier(3.5, "SendTo", stream=1, message=committed(2, 250_000)),
-        verifier(4.0, "RunBatch", requests=asked([5])),
-        verifier(4.5, "BatchFailed", why="full"),
-    ]
-    assert spans(lines, Lane.QUEUE) == [(2.75, 3.0)]
-    assert spans(lines, Lane.PASS) == [(2.0, 3.0), (3.0, 3.5), (4.0, 4.5)]
 
 
 def test_a_stall_is_cut_by_commits_and_ends_with_the_generation() -> None:
@@ -106,17 +67,3 @@ def test_a_stall_is_cut_by_commits_and_ends_with_the_generation() -> None:
     ]
     assert spans(lines, Lane.STALL) == [(1.0, 2.0), (2.0, 5.0), (6.0, 8.0)]
     assert spans(lines, Lane.DRAFT) == [(0.0, 1.0), (5.0, 6.0)]
-
-
-@pytest.mark.parametrize(
-    ("times", "rows"),
-    [
-        ([(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)], [0, 0, 0]),
-        ([(0.0, 3.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0)], [0, 1, 1, 0]),
-    ],
-)
-def test_spans_that_overlap_get_rows_of_their_own(
-    times: list[tuple[float, float]], rows: list[int]
-) -> None:
-    placed = rows_apart(Span("a", Lane.UPLINK, start, end, "") for start, end in times)
-    assert [row for row, _ in placed] == rows

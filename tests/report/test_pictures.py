@@ -100,13 +100,6 @@ def test_a_race_shows_each_token_when_it_came(tmp_path: Path) -> None:
     assert [row["keyTimes"] for row in rows] == ["0;.031;.062", "0;.031"]
 
 
-def test_a_long_line_of_a_race_goes_on_in_the_next_row(tmp_path: Path) -> None:
-    line = "".join(chr(ord("a") + index % 26) for index in range(2 * draw_race.COLUMNS + 3))
-    texts = drawn(draw_race.draw(write(tmp_path / "r.json", race(line))))
-    assert [len(one) for one in texts[2:5]] == [draw_race.COLUMNS, draw_race.COLUMNS, 7]
-    assert "".join(texts[2:5]) == line + " one"
-
-
 def test_whatever_a_model_wrote_is_only_text(tmp_path: Path) -> None:
     assert EVIL + " one" in drawn(draw_race.draw(write(tmp_path / "r.json", race(EVIL))))
     assert text("\x00\x1b\x07") == "\N{REPLACEMENT CHARACTER}" * 3
@@ -133,37 +126,6 @@ def test_a_bench_is_drawn_from_its_file_alone(tmp_path: Path) -> None:
     assert "edgespec bench --json" in caption
 
 
-def test_points_lie_where_the_axes_say() -> None:
-    scale = draw_bench._Scale(rtt_ms=200.0, token_ms=40.0)
-    assert scale.x(100.0) == pytest.approx((scale.x(0.0) + scale.x(200.0)) / 2)
-    assert scale.y(10.0) == pytest.approx(scale.y(0.0) + (scale.y(40.0) - scale.y(0.0)) / 4)
-    assert [draw_bench._step(highest) for highest in (0.0, 6.9, 60.0, 71.0)] == [1, 1, 10, 20]
-
-
-def test_no_two_labels_lie_on_each_other(tmp_path: Path) -> None:
-    """Five arms that end within a millisecond, and round-trip times right beside each other."""
-    close = {arm: [25.0 + index / 10] * 3 for index, arm in enumerate(Arm)}
-    svg = draw_bench.draw(write(tmp_path / "b.json", bench(close, (1.0, 2.0, 100.0))))
-    places = [
-        (float(element.attrib["x"]), float(element.attrib["y"]))
-        for element in ElementTree.fromstring(svg).iter(f"{SVG}text")
-    ]
-    for index, (x, y) in enumerate(places):
-        for other_x, other_y in places[index + 1 :]:
-            assert abs(x - other_x) > 12 or abs(y - other_y) > 12, "on each other"
-
-
-def test_a_bench_without_a_baseline_or_of_one_point_has_a_picture(tmp_path: Path) -> None:
-    alone = draw_bench.draw(write(tmp_path / "a.json", bench({Arm.EDGESPEC: [12.0]}, (0.0,))))
-    assert not [one for one in drawn(alone) if one.endswith("×")]
-    half = two_arms()
-    half["summary"][0]["tpot_ms_mean"] = None
-    half |= {"interrupted": True, "failure": "the verifier has gone"}
-    caption = " ".join(drawn(draw_bench.draw(write(tmp_path / "h.json", half))))
-    assert "was interrupted" in caption
-    assert "ended in an error: the verifier has gone" in caption
-
-
 # --- the command, and what is committed -----------------------------------------------------
 
 
@@ -178,13 +140,6 @@ def test_the_command_writes_a_picture(
     monkeypatch.setattr(sys, "argv", ["draw", str(record), "--out", str(out)])
     maker.main()
     assert out.read_text(encoding="utf-8") == maker.draw(record)
-
-
-def test_what_is_kept_of_a_bench_gives_the_same_picture(tmp_path: Path) -> None:
-    path, kept = write(tmp_path / "b.json", two_arms()), tmp_path / "kept.json"
-    write(kept, draw_bench.kept(json.loads(path.read_text(encoding="utf-8"))))
-    assert draw_bench.draw(kept) == draw_bench.draw(path)
-    assert kept.stat().st_size < path.stat().st_size
 
 
 @pytest.mark.parametrize(

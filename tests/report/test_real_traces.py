@@ -132,21 +132,14 @@ async def _generate(agent: Agent) -> None:
         pass
 
 
-def test_each_side_alone_is_summed_up_with_a_note(real: RealRun) -> None:
+def test_a_device_alone_is_summed_up_with_a_note(real: RealRun) -> None:
     whole = summarise(real.both).arms[0].all
     device = summarise(read_lines([real.device]))
     assert device.arms[0].all.tpot_s == whole.tpot_s
     assert device.arms[0].verifiers == ()
     assert "load is not known" in device.notes[0]
-    verifier = summarise(read_lines([real.verifier]))
-    alone = verifier.arms[0].all
-    assert alone.tokens == whole.tokens
-    assert alone.ttft_s is not None
-    assert whole.ttft_s is not None
-    assert alone.ttft_s.median < whole.ttft_s.median - RTT_MS / 1e3
-    assert "link left out" in verifier.notes[0]
-    with pytest.raises(ValueError, match="holds no request"):
-        summarise([])
+    with pytest.raises(ValueError, match="no device's trace"):
+        summarise(read_lines([real.verifier]))
 
 
 def test_every_lane_holds_what_it_is_defined_by(real: RealRun) -> None:
@@ -211,13 +204,6 @@ def test_a_moved_clock_is_found_and_put_right(real: RealRun) -> None:
         assert one.start_s == pytest.approx(other.start_s, abs=1e-5)
     torn = _by_lane(build_timeline(moved, Clocks.SHARED))
     assert Lane.UPLINK not in torn, "no draft arrives before it was sent"
-
-
-def test_the_timeline_is_bounded(real: RealRun) -> None:
-    short = build_timeline(real.both, max_spans=50)
-    assert short.truncated
-    assert len(short.spans) + len(short.marks) <= 50 + 2
-    assert not build_timeline(real.both).truncated
 
 
 def test_perfetto_events_keep_the_format(real: RealRun) -> None:

@@ -75,9 +75,9 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
     lines = read_lines([tmp_path / "device.jsonl", tmp_path / "verifier.jsonl"])
     html = render(five_arms(), build_timeline(lines))
     dom = looked_at(html, tmp_path)
-    # The lanes of a session, the answer, load.
-    check_plots(dom, 3)
-    assert dom.count("<table") == html.count("<table") == 10
+    # The lanes of a session, load.
+    check_plots(dom, 2)
+    assert dom.count("<table") == html.count("<table") == 4
     for lane in ("draft", "uplink", "queue", "pass", "downlink", "stall"):
         assert f">{lane}</text>" in dom, lane
 
@@ -85,7 +85,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
     dom = looked_at(render(five_arms()), tmp_path, *options)
-    check_plots(dom, 2)
+    check_plots(dom, 1)
     ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
     assert f"fill: {ink}" in dom, "the plots' letters"
 
@@ -93,8 +93,8 @@ def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ..
 def test_a_run_with_every_picture(tmp_path: Path) -> None:
     html = render(pictured(), None, asked_alike())
     assert len(html) < 1.5e6
-    # One question, time per token, load of verifiers and of links, the answer.
-    check_plots(looked_at(html, tmp_path), 5)
+    # One question, time per token, load of verifiers and of links.
+    check_plots(looked_at(html, tmp_path), 4)
 
 
 def test_a_sweep(tmp_path: Path) -> None:

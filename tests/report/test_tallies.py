@@ -9,7 +9,7 @@ from edgespec.core.protocol.messages import Commit, Draft, Received
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import Line
 from edgespec_sim.run_summary import GroupSummary
-from edgespec_sim.wire_size import message_bytes
+from edgespec_sim.sessions import message_bytes
 
 OPEN = {"name": "Open", "session_id": "a", "model": "", "vocabulary": "", "prompt": [1, 2, 3]}
 
@@ -46,18 +46,6 @@ def request(*lines: Line) -> GroupSummary:
         line(0.5, "Transmit", message={**OPEN, "committed": []}),
     ]
     return summarise([*begin, *lines]).arms[0].all
-
-
-def test_an_end_token_is_no_token_of_the_text() -> None:
-    found = request(
-        *commit(1.0, 3, [7, 8]),
-        *commit(3.0, 5, [9, 0], finish="stop"),
-        line(3.0, "Finish", reason="stop"),
-    )
-    assert (found.requests, found.tokens) == (1, 3)
-    assert found.tpot_s is not None
-    assert found.tpot_s.mean == 1.0
-    assert found.tokens_per_pass == 2.0
 
 
 def test_tokens_told_again_after_a_reconnect_are_no_pass() -> None:

@@ -170,17 +170,6 @@ def test_what_forbids_an_objective_is_named() -> None:
     assert "verifiers are too few for this load" in crowded
 
 
-def test_an_open_loop_has_its_part_of_the_rate_and_devices_enough() -> None:
-    asked = replace(question(tpot_p95_ms=30.0), rate=8.0)
-    world = asked.world(4, 1e9, 10.0)
-    assert world.arrivals is not None
-    assert (world.arrivals.rate, world.verifiers["gpu"].count) == (8.0, 4)
-    assert sum(one.count for one in world.devices.values()) > 8 * 10
-    part = asked.world(400, 1.0, 10.0)
-    assert part.arrivals is not None
-    assert part.arrivals.rate == pytest.approx(8.0 * part.verifiers["gpu"].count / 400)
-
-
 def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
     assert set(GPUS) <= set(MACHINES)
     fit = sessions_that_fit("llama-3.1-8b-bf16", "h100", 1000.0)
@@ -211,23 +200,6 @@ class Played:
 def task(name: str) -> Task:
     scenario = replace(load_scenario("laptop-floor"), duration_s=10.0)
     return Task(name, Job(scenario, Arm.TARGET_ONLY, 0, 1, Path()))
-
-
-def test_a_line_comes_with_each_round_and_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    world = Played(4.0)
-    monkeypatch.setattr(player, "play", world)
-    with Workers(1, lines_every_s=10.0, clock=world.clock) as workers:
-        for doing in ("first", "second"):
-            outcomes: Any = workers.play([task("a")], doing)
-            assert list(outcomes) == [(0, "played")]
-    assert capsys.readouterr().err.splitlines() == [
-        "first: 0 of 10 virtual s",
-        "first: 6 of 10 virtual s",
-        "second: 10 of 20 virtual s",
-        "second: 16 of 20 virtual s",
-    ]
 
 
 def test_the_time_ends_a_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec_sim.commands import run, sweep
+from edgespec_sim.commands import run
 from edgespec_sim.commands.main import app
 from edgespec_sim.run_summary import read_summary
 from tests.sources import ROOT
@@ -20,8 +20,7 @@ runner = CliRunner()
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (run, sweep):
-        monkeypatch.setattr(module, "default_processes", lambda: 1)
+    monkeypatch.setattr(run, "default_processes", lambda: 1)
 
 
 def sim(*arguments: str) -> str:
@@ -70,25 +69,6 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = (out / "sweep.csv").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 1 + 2 * 2
     assert (out / "sweep.html").is_file()
-
-
-def test_other_settings_are_played_anew(tmp_path: Path) -> None:
-    out = str(tmp_path)
-    arms = ("--set", "arms=[target-only]")
-    sim("sweep", "single-device", "--vary", "tokens.acceptance=0.7", *arms, *SHORT, "--out", out)
-    text = sim(
-        "sweep", "single-device", "--vary", "tokens.acceptance=0.8", *arms, *SHORT, "--out", out
-    )
-    assert "already" not in text
-
-
-def test_a_replay_of_a_generated_network(tmp_path: Path) -> None:
-    out = tmp_path / "replay"
-    network = ("--set", "links.network.trace=generate:5g")
-    sim("run", "replay", *network, *SHORT, "--out", str(out))
-    summary = read_summary(out / "summary.json")
-    assert "match tape" in summary.tokens_from
-    assert all(arm.all.mismatches == 0 for arm in summary.arms)
 
 
 def test_a_trace_is_shown_and_translated(tmp_path: Path) -> None:

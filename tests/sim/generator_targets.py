@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from edgespec_sim.traces.network_trace import TraceStatistics
+from edgespec_sim.links.network_trace import TraceStatistics
 
 TARGET_DURATION_S: Final = 7200.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgespec.core.device.events import Fail
@@ -55,6 +56,15 @@ class Played:
     """Those at which its first one was right."""
 
 
+class _Counting(OneHop):
+    sent = sent_bytes = 0
+
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self.sent += 1
+        self.sent_bytes += size_bytes
+        super().send(size_bytes, deliver)
+
+
 def play(
     source: TokenSource,
     request: Request,
@@ -81,7 +91,7 @@ def play(
     session = DraftSession(
         opened, policy or named_policy(), ReconnectPolicy(), drafter.info.context_length
     )
-    up = OneHop(queue, LinkModel(setting.up, SharedQueue(setting.up_bits_per_s)))
+    up = _Counting(queue, LinkModel(setting.up, SharedQueue(setting.up_bits_per_s)))
     down = OneHop(queue, LinkModel(setting.down))
 
     def connect() -> tuple[Stream, float]:
@@ -99,7 +109,7 @@ def play(
         tuple(device.delivery.times_s),
         engine.passes,
         counters.wasted,
-        up.counts.bytes_in + up.counts.messages_in * setting.up.overhead_bytes,
+        up.sent_bytes + up.sent * setting.up.overhead_bytes,
         counters.tried,
         counters.hits,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec_sim.association import LinkView, VerifierView, association_policy, round_s
+from edgespec_sim.world.site import LinkView, VerifierView, association_policy, round_s
 
 NEAR, FAR = LinkView(0.010, snr_db=3.0), LinkView(0.050, snr_db=20.0)
 SLOW = VerifierView("slow", 0.040, 0, 4, session_s=0.010)

@@ -54,12 +54,6 @@ def test_requests_that_go_together_are_fewer_than_they_look() -> None:
     assert apart[1][1] - apart[1][0] < together[1][1] - together[1][0]
 
 
-def test_no_miss_is_no_certainty() -> None:
-    share, (low, high) = share_interval([(10, 10), (10, 10)])
-    assert (share, high) == (1.0, 1.0)
-    assert 0.8 < low < 0.9
-
-
 def test_what_never_came_is_beyond_all() -> None:
     found = quantile_interval([[1.0, 2.0, math.inf], [1.0, math.inf, math.inf]], 0.95)
     assert found is not None

@@ -189,15 +189,6 @@ def test_every_bound_is_reached_somewhere(name: str, ways: list[str]) -> None:
         assert least <= 1.05, way
 
 
-def test_the_bound_of_any_policy_is_reached_where_it_is_below_a_pass() -> None:
-    """And not only where it says no more than that of plain streaming."""
-    costs = Costs(0.200, 0.008, PASS_S)
-    bound_s = any_policy_s(costs, 0.0, RunLengths.of_ranks([ranks_of("coin 0.9")], 1))
-    assert bound_s < 0.85 * PASS_S
-    for way in ("chain", "tree", "always"):
-        assert ratios(way, "coin 0.9", 0.200, 0.008)[THESE_DRAFTS] <= 1.05, way
-
-
 @pytest.mark.parametrize("way", ["target-only", "windowed", "tree"])
 def test_the_first_token_comes_no_sooner_than_its_bound(way: str) -> None:
     for rtt_s in RTTS_S:
@@ -235,45 +226,6 @@ def test_formulas_by_hand() -> None:
     assert round_trip_per_miss_s(slow, 0.75, three) == pytest.approx(
         (0.002 + 0.060 + 0.020 + 0.022 + 0.060) / 4
     )
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.5, 0.8, 0.97])
-@pytest.mark.parametrize("step_s", [0.004, 0.060])
-@pytest.mark.parametrize("rtt_s", [0.002, 0.120])
-def test_a_mean_alone_never_says_more_than_the_law(
-    acceptance: float, step_s: float, rtt_s: float
-) -> None:
-    """Coins, and texts of one long run among many short ones, with the same mean."""
-    costs = Costs(rtt_s, step_s, PASS_S)
-    mean = acceptance / (1.0 - acceptance)
-    long = 10 * math.ceil(mean + 1)
-    share = mean / long
-    heavy = RunLengths(((0, 1 - share), (long, share)), mean + 1)
-    for law in (RunLengths.coin(acceptance), heavy):
-        for bound in (round_trip_per_miss_s, any_policy_s):
-            assert bound(costs, acceptance) <= bound(costs, acceptance, law) * (1 + 1e-9)
-
-
-def test_a_coin_in_closed_form() -> None:
-    """Sums over all run lengths: E[max(n - 1, 0)] is a**2 / (1 - a), and stop-and-wait brings
-    (1 - a**(g + 1)) / (1 - a) tokens a pass (Leviathan et al. 2211.17192, section 3.1)."""
-    rate, costs = 0.8, Costs(0.050, 0.008, 0.025)
-    coin = RunLengths.coin(rate)
-    expected = (1 - rate) * (0.050 + 0.008 + 0.025) + rate**2 * 0.008
-    assert round_trip_per_miss_s(costs, rate, coin) == pytest.approx(expected)
-    for gamma in (1, 4, 9):
-        tokens = (1 - rate ** (gamma + 1)) / (1 - rate)
-        wanted = (gamma * 0.008 + 0.075) / tokens
-        assert stop_and_wait_s(costs, gamma, coin) == pytest.approx(wanted)
-
-
-def test_without_runs_little_is_said_of_a_tree() -> None:
-    def names(arm: str) -> set[str]:
-        return set(lower_bounds(arm, rtt_s=0.05, step_s=0.008, pass_s=0.025, acceptance=0.8))
-
-    assert names("edgespec") == {PERFECT_DRAFTS}
-    assert names("pearl") == {PERFECT_DRAFTS, ROUND_TRIP_PER_MISS}
-    assert names("target-only") == {ONE_PASS_A_TOKEN}
 
 
 def test_mistakes_name_the_value() -> None:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.telemetry.trace import TraceFile
-from edgespec_sim.run_summary import PACE, RunSummary, Series, read_summary
-from edgespec_sim.scenario.network import HandoverSection, LinkSection, OutageSection
+from edgespec_sim.run_summary import RunSummary, read_summary
 from edgespec_sim.scenario.sections import (
-    CostSection,
     DeviceSection,
+    HandoverSection,
+    LinkSection,
+    OutageSection,
     Scenario,
-    StagesSection,
     TokensFrom,
     TokensSection,
     VerifierSection,
     WorkloadSection,
 )
-from edgespec_sim.world.run import Job, jobs_of, play, summarise
+from edgespec_sim.world.run import jobs_of, play, summarise
 
 HERE = Path()
 WORK = WorkloadSection(prompt_tokens=16, output_tokens=40, think_s=0.3, length_spread=0.3)
@@ -107,27 +105,6 @@ def test_equal_seeds_give_equal_results_and_others_do_not() -> None:
     assert once.arms != other.arms
 
 
-def test_all_arms_are_asked_the_same_questions_at_first() -> None:
-    first = {
-        arm.arm: [(row.device, row.started_s) for row in arm.rows if row.started_s < 1.0][:2]
-        for arm in run(SMALL).arms
-    }
-    assert len({tuple(sorted(rows)) for rows in first.values()}) == 1
-
-
-def test_one_more_device_changes_nothing_for_the_others_but_its_load() -> None:
-    """Plain streaming on a flat pass time: nobody feels a third session."""
-    two = replace(SMALL, arms=(Arm.TARGET_ONLY,), duration_s=3.0)
-    device = SMALL.devices["laptop"]
-    three = replace(two, devices={"laptop": replace(device, count=3)})
-
-    def mine(scenario: Scenario) -> list[tuple[float, int]]:
-        rows = run(scenario).arms[0].rows
-        return [(row.started_s, row.tokens) for row in rows if row.device == "laptop-1"]
-
-    assert mine(two)[0] == pytest.approx(mine(three)[0])
-
-
 def test_energy_is_reported_where_all_of_it_is_known() -> None:
     device = replace(SMALL.devices["laptop"], draft_w=10.0, radio_power="wifi")
     arms = {arm.arm: arm.all for arm in run(replace(SMALL, devices={"laptop": device})).arms}
@@ -144,18 +121,6 @@ def test_energy_is_reported_where_all_of_it_is_known() -> None:
         partly = run(replace(SMALL, devices={"laptop": less}, arms=(Arm.EDGESPEC,)))
         assert partly.arms[0].all.energy_j_per_token is None
         assert any("not reported" in note for note in partly.notes)
-
-
-def test_layers_on_several_nodes_cost_their_links() -> None:
-    stages = StagesSection(nodes=4, link_ms=10.0)
-    verifier = VerifierSection(pass_time=CostSection(ms=20.0), stages=stages)
-    device = replace(SMALL.devices["laptop"], count=1)
-    scenario = replace(
-        SMALL, verifiers={"swarm": verifier}, devices={"one": device}, arms=(Arm.TARGET_ONLY,)
-    )
-    (arm,) = run(scenario).arms
-    assert arm.all.tpot_s is not None
-    assert arm.all.tpot_s.median == pytest.approx(0.020 + 3 * 0.010, rel=1e-3)
 
 
 def test_shards_add_up() -> None:
@@ -179,36 +144,3 @@ def test_a_summary_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text(summary.to_json(), encoding="utf-8")
     assert read_summary(path) == summary
-
-
-def test_the_trace_holds_both_sides(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    with TraceFile(path) as tracer:
-        play(Job(replace(SMALL, duration_s=2.0), Arm.EDGESPEC, 0, 1, HERE), tracer)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert {line["side"] for line in lines} == {"device", "verifier"}
-    assert [line["at_s"] for line in lines] == sorted(line["at_s"] for line in lines)
-    assert {"StartStep", "StepDone", "Commit", "Deliver", "RunBatch"} <= {
-        line["name"] for line in lines
-    }
-
-
-def test_progress_reaches_the_end() -> None:
-    told: list[float] = []
-    play(Job(replace(SMALL, duration_s=2.0), Arm.TARGET_ONLY, 0, 1, HERE), None, told.append)
-    assert told == sorted(told)
-    assert told[-1] == pytest.approx(2.0)
-
-
-def test_requests_under_way_add_up_to_the_time_they_took() -> None:
-    (arm,) = run(replace(SMALL, arms=(Arm.TARGET_ONLY,))).arms
-    pace, tokens, under_way = arm.series
-    assert pace.name == PACE
-    assert _sum(tokens) * tokens.step_s == pytest.approx(arm.all.tokens)
-    # Two devices, one request each at a time.
-    assert max(value or 0.0 for value in under_way.values) <= 2.0 + 1e-9
-    assert _sum(under_way) * under_way.step_s > 2 * 6.0 * 0.5
-
-
-def _sum(series: Series) -> float:
-    return sum(value or 0.0 for value in series.values)

@@ -13,19 +13,17 @@ from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.report.timeline import DeviceSpans, Mark
-from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     ConditionSection,
     ConditionsSection,
     DeviceSection,
+    LinkSection,
     Scenario,
     WorkloadSection,
     load_scenario,
 )
 from edgespec_sim.world.assembly import WorldOutcome
-from edgespec_sim.world.run import Job, jobs_of, play, summarise
-from tests.sim.random_worlds import GOVERNED_FROM, draw_options
-from tests.sim.random_worlds import play as play_world
+from edgespec_sim.world.run import Job, play
 
 Row = ConditionSection
 
@@ -82,24 +80,6 @@ def test_a_budget_restricts_the_draft_and_lets_it_go() -> None:
     assert [row for row in by_start if row.tokens][-1].acceptance is not None
 
 
-def test_a_window_that_slides_costs_time_and_no_token() -> None:
-    roomy = ConditionsSection((WELL,), budget_mib=900.0, window=512)
-    plain, small = played(roomy), played(replace(roomy, window=64))
-    assert counts(small) == counts(plain) == (0, 0)
-    section = world(roomy).devices["phone"]
-    longer = replace(section.workload, output_tokens=128)
-    dear = replace(section, draft=replace(section.draft, row_ms=4.0), workload=longer)
-
-    def mean_tpot_s(window: int) -> float:
-        phone = replace(dear, conditions=replace(roomy, window=window))
-        scenario = replace(world(roomy), devices={"phone": phone})
-        tpot = play(Job(scenario, Arm.EDGESPEC, 0, 1, Path())).meters.whole().tpot_s
-        assert tpot is not None
-        return tpot.mean
-
-    assert mean_tpot_s(64) > mean_tpot_s(512)  # tokens are fed again, 4 ms each
-
-
 def test_other_arms_are_slowed_down_and_have_no_governor() -> None:
     hot = ConditionsSection((replace(WELL, resident_mib=900.0, slowdown=4.0),), budget_mib=500.0)
     for arm in (Arm.TARGET_ONLY, Arm.VANILLA):
@@ -125,26 +105,6 @@ def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
     for line in told:
         spans.read(line)
     assert [mark.name for _, mark in marks] == ["draft's memory"] * len(told)
-
-
-def test_the_summary_counts_changes_of_all_seeds(tmp_path: Path) -> None:
-    scenario = world(ConditionsSection((WELL, Row(3.0, resident_mib=900.0)), budget_mib=500.0))
-    outcomes = [
-        (job.arm, play(job)) for seed in (1, 2) for job in jobs_of(scenario, seed, tmp_path)
-    ]
-    each = [counts(outcome)[0] for arm, outcome in outcomes if arm is Arm.EDGESPEC]
-    summary = summarise(scenario, (1, 2), tmp_path, outcomes)
-    found = {arm.arm: arm.all.memory_tightened for arm in summary.arms}
-    assert min(each) >= 1
-    assert found == {"target-only": 0, "vanilla": 0, "edgespec": sum(each)}
-
-
-def test_random_worlds_with_governors_keep_every_token() -> None:
-    seeds = range(GOVERNED_FROM, GOVERNED_FROM + 40)
-    options = [draw_options(seed) for seed in seeds]
-    assert sum(one.resident_bytes is not None for one in options) > 1
-    for seed in seeds:
-        play_world(seed)
 
 
 @pytest.mark.parametrize(

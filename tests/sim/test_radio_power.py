@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgespec_sim.scenario.power import RADIOS, RadioMeter, RadioPower
+from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter, RadioPower
 
 STEP_S = 1e-3
 
@@ -43,17 +43,6 @@ def test_a_meter_integrates_the_states(name: str) -> None:
     taken_j += meter.take(40.0)
     assert taken_j == pytest.approx(stepped_j(power, packets_s, 40.0), rel=2e-3)
     assert meter.take(40.0) == 0.0
-
-
-def test_bytes_cost_what_the_slopes_say() -> None:
-    """438 mW at 1 Mbit/s up is 438 mJ a Mbit."""
-    meter = RadioMeter(RADIOS["lte"])
-    meter.packet(1.0)
-    meter.take(1.0)
-    meter.packet(1.0, up_bytes=125_000)
-    assert meter.take(1.0) == pytest.approx(0.43839)
-    meter.packet(1.0, down_bytes=125_000)
-    assert meter.take(1.0) == pytest.approx(0.05197)
 
 
 def test_a_stream_costs_its_time_and_not_its_bytes() -> None:

@@ -15,7 +15,6 @@ from edgespec_sim.replication import (
     mean_interval,
     seeds_wanted,
     speedup,
-    student,
 )
 
 BASE_S, ARM_S = 0.025, 0.016
@@ -67,32 +66,6 @@ def test_looking_before_deciding_costs_little() -> None:
         assert interval(worlds).half_width <= 0.05
         held += holds(interval(worlds))
     assert held / 200 >= 0.9
-
-
-def test_pairing_narrows_the_interval() -> None:
-    """Oracle: the same worlds with the arms of one seed set beside those of another."""
-    dice = random.Random(2)
-    worlds = [world(dice) for _ in range(40)]
-    bases = [base for base, _ in worlds]
-    shuffled = [*bases[20:], *bases[:20]]
-    _, apart = speedup(shuffled, [arm for _, arm in worlds])
-    assert apart is not None
-    assert interval(worlds).half_width < 0.8 * apart.half_width
-    assert interval(worlds).value == pytest.approx(apart.value)
-
-
-def test_a_speed_up_is_a_ratio_of_means_over_requests() -> None:
-    value, found = speedup([Total(10.0, 100)], [Total(3.0, 60)])
-    assert value == pytest.approx((10.0 / 100) / (3.0 / 60))
-    assert found is None, "one world has no spread"
-    assert speedup([Total(10.0, 100)] * 3, [Total(0.0, 0)] * 3) == (None, None)
-
-
-def test_students_t() -> None:
-    """Printed tables have these values; 1.96 is the normal's."""
-    known = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 29: 2.045, 120: 1.980}
-    for freedom, value in known.items():
-        assert student(freedom) == pytest.approx(value, abs=6e-4)
 
 
 def test_a_mean_interval_is_the_textbooks() -> None:

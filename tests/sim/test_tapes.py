@@ -186,10 +186,3 @@ def test_one_wrong_rank_gives_another_run(arm: Arm) -> None:
     one, other = (replayed(t, 0, arm, 20, 90) for t in (tape, wrong))
     assert one.tokens == other.tokens
     assert one != other
-
-
-def test_a_shorter_request_is_cut() -> None:
-    tape = taped("greedy")
-    for arm in Arm:
-        played = replayed(tape, 0, arm, 20, 11)
-        assert played.tokens == tape.generations[0].tokens[:11]

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec_sim.traces.formats import read_trace
-from edgespec_sim.traces.generators import KINDS, generate
-from edgespec_sim.traces.network_trace import NetworkTrace, TraceError, TraceStatistics
+from edgespec_sim.links.formats import read_trace
+from edgespec_sim.links.generators import KINDS, generate
+from edgespec_sim.links.network_trace import NetworkTrace, TraceError, TraceStatistics
 from tests.sim.generator_targets import TARGET_DURATION_S, TARGETS
 
 DAY_S = 86_400.0
@@ -34,33 +34,6 @@ def test_statistics_are_over_time_not_over_rows() -> None:
     found = TraceStatistics.of(trace)
     assert found.rtt_median_s == 0.01
     assert found.rtt_mean_s == pytest.approx(0.9 * 0.01 + 0.01 * 3 + 0.08 * 3, rel=0.01)
-
-
-def test_outages_are_measured_and_left_out_of_the_rest() -> None:
-    trace = NetworkTrace(
-        "made",
-        "test",
-        (0.0, 4.0, 6.0),
-        (0.01, 5.0, 0.01),
-        10.0,
-        loss=(0.1, 0.9, 0.1),
-        outages_s=((4.0, 6.0), (8.0, 8.5)),
-    )
-    found = TraceStatistics.of(trace)
-    assert found.rtt_p99_s == 0.01
-    assert found.loss == pytest.approx(0.1)
-    assert (found.outage_count, found.outage_share) == (2, 0.25)
-    assert (found.outage_median_s, found.outage_max_s) == (1.25, 2.0)
-
-
-@pytest.mark.parametrize("keep", [0.0, 0.5, 0.9])
-def test_the_autocorrelation_of_a_known_process(keep: float) -> None:
-    chance, value, rtts_s = random.Random(1), 0.0, list[float]()
-    for _ in range(8000):
-        value = keep * value + (1 - keep**2) ** 0.5 * chance.gauss(0, 1)
-        rtts_s.append(0.05 * 2.0**value)
-    trace = NetworkTrace("made", "test", tuple(map(float, range(8000))), tuple(rtts_s), 8000.0)
-    assert TraceStatistics.of(trace).autocorrelation == pytest.approx(keep, abs=0.05)
 
 
 # --- generators -------------------------------------------------------------------------------
@@ -85,12 +58,6 @@ def test_a_generator_without_memory_or_tail_misses_its_target() -> None:
         assert any(word in miss for miss in misses), misses
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equal_seeds_give_equal_traces_and_others_do_not(kind: str) -> None:
-    assert generate(kind, 3, 600.0) == generate(kind, 3, 600.0)
-    assert generate(kind, 3, 600.0).rtt_s != generate(kind, 4, 600.0).rtt_s
-
-
 def test_lengths_of_outages_follow_their_law() -> None:
     lengths = [
         end_s - start_s
@@ -102,14 +69,6 @@ def test_lengths_of_outages_follow_their_law() -> None:
     assert np.median(short) == pytest.approx(1.8, abs=0.2)
     assert min(short) >= 1.0
     assert len(short) / len(lengths) == pytest.approx(7 / 11, abs=0.1)
-
-
-def test_a_short_trace_holds_a_whole_day_of_congestion() -> None:
-    trace = generate("wan", 1, 3600.0)
-    level = np.array(trace.rtt_s)
-    peak = int(len(level) * 16 / 24)
-    width = len(level) // 12
-    assert np.median(level[peak - width : peak + width]) > 2 * np.median(level[: 4 * width])
 
 
 @pytest.mark.parametrize(

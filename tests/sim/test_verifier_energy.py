@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.protocol.work import PassRequest
-from edgespec.telemetry.cost_profile import constant
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.power import GPU_POWERS
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
@@ -21,9 +17,9 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.scenario.verifiers import GPU_POWERS
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, play, summarise
-from edgespec_sim.world.site import Machine
 
 WORK = WorkloadSection(prompt_tokens=8, output_tokens=12, think_s=0.4, start_within_s=0.5)
 GPU = VerifierSection(pass_time=CostSection(ms=20.0), busy_w=300.0, idle_w=50.0)
@@ -59,15 +55,6 @@ def test_no_joule_is_made_or_lost() -> None:
     assert all(one.verifier_j for one in records if one.tokens)
     # Nobody used it, and it was on all the time.
     assert (spare.energy_j, spare.idle_s, spare.idle_j) == (0.0, 3.0, 150.0)
-
-
-def test_a_pass_is_borne_by_its_rows() -> None:
-    queue = EventQueue()
-    machine = Machine(queue, constant(0.3), "1", charges=True)
-    few, many = (PassRequest(key, 0, tuple(range(rows))) for key, rows in (("few", 1), ("many", 2)))
-    machine.run((few, many), lambda: None)
-    machine.run((few,), lambda: None)
-    assert machine.pass_s_of == pytest.approx({"few": 0.4, "many": 0.2})
 
 
 @pytest.mark.parametrize(

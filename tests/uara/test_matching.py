@@ -7,17 +7,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgespec_uara.cost import CostModel, Weights, objective, optimal, uniform, weighted
+from edgespec_uara.cost import CostModel, Weights, objective, uniform, weighted
 from edgespec_uara.methods import (
-    Situation,
     Steps,
     SwapTest,
     best_gain,
-    greedy,
-    greedy_with_search,
-    local_search,
-    max_compute,
-    two_phase,
     two_phase_matching,
 )
 from tests.uara.small import COSTS, snapshot, terms
@@ -81,28 +75,3 @@ def test_the_papers_inequality_makes_it_worse(cost: CostModel, seed: int) -> Non
     printed = two_phase_matching(given, even, start, Steps.SWAPS, SwapTest.AS_PRINTED)
     before = objective(given, uniform(given, start))
     assert right.cost <= before < printed.cost
-
-
-@each_cost
-@pytest.mark.parametrize("seed", SEEDS)
-def test_search_is_never_worse_than_its_start(cost: CostModel, seed: int) -> None:
-    given = terms(seed, cost)
-    situation = Situation(snapshot(seed), given, np.random.default_rng(seed))
-    starts = (max_compute(snapshot(seed)), two_phase(situation), situation.chance)
-    for start in starts:
-        found = local_search(given, start)
-        found.check(4)
-        assert objective(given, found) <= objective(given, optimal(given, start))
-    searched = greedy_with_search(given)
-    assert objective(given, searched) <= objective(given, greedy(given))
-
-
-@each_cost
-def test_search_comes_near_the_best_of_all_associations(cost: CostModel) -> None:
-    """Three servers, five devices: all 243 associations, each with optimal shares."""
-    given = cost.terms(snapshot(3, devices=5, servers=3))
-    every = (np.array(choice) for choice in product(range(3), repeat=5))
-    best = min(objective(given, optimal(given, association)) for association in every)
-    found = objective(given, greedy_with_search(given))
-    assert best <= found * (1 + 1e-9)
-    assert found <= best * 1.01

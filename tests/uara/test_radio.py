@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec_sim.links.radio import RandomWaypoint, UmiGains, los_probability, path_loss_db
+from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, path_loss_db
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,6 @@ from edgespec_sim.links.radio import RandomWaypoint, UmiGains, los_probability, 
 def test_path_loss_is_the_reports(distance_m: float, sight: bool, loss_db: float) -> None:
     found = path_loss_db(np.array([distance_m]), np.array([sight]))
     assert found[0] == pytest.approx(loss_db, abs=2e-3)
-
-
-def test_line_of_sight_is_certain_near_by() -> None:
-    found = los_probability(np.array([5.0, 18.0, 36.0]))
-    assert found == pytest.approx([1.0, 1.0, 0.5 + np.exp(-1.0) * 0.5])
 
 
 def test_gains_have_the_models_mean_and_spread() -> None:

@@ -72,10 +72,3 @@ def test_every_price_clears_its_band() -> None:
 
     slope = (cost(shares * (1 + 1e-6)) - cost(shares * (1 - 1e-6))) / (2e-6 * shares)
     assert -slope == pytest.approx(prices[association], rel=1e-3, abs=1e-2)
-
-
-@pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
-def test_optimal_shares_keep_the_limits(cost: CostModel) -> None:
-    for seed in range(10):
-        given = terms(seed, cost)
-        optimal(given, np.random.default_rng(seed).integers(4, size=24)).check(4)

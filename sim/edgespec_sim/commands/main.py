@@ -9,11 +9,11 @@ COMMANDS = {
     "run": "edgespec_sim.commands.run:run",
     "list": "edgespec_sim.commands.run:list_scenarios",
     "scenario": "edgespec_sim.commands.run:scenario",
-    "sweep": "edgespec_sim.commands.sweep:sweep",
+    "sweep": "edgespec_sim.commands.run:sweep",
     "report": "edgespec_sim.commands.run:report",
     "plan": "edgespec_sim.commands.plan:plan",
     "profile": "edgespec.cli.profile:profile",
-    "trace": "edgespec_sim.commands.trace:trace",
+    "trace": "edgespec_sim.commands.run:trace",
 }
 app = lazy_app("edgespec-sim", COMMANDS)
 

@@ -476,29 +476,28 @@ def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
     step_s = max(law.seconds(1) for law in steps)
     passes = scenario.verifiers[question.kind].pass_time
     law = law_of(passes, Operation.TARGET_PASS, folder)
-    parts = []
-    if alone.tpot_p95_s[0] > slo.tpot_s:
-        acceptance = scenario.tokens.acceptance or 0.7
-        bounds = lower_bounds(
-            arm.value, rtt_s=rtt_s, step_s=step_s, pass_s=law.seconds(1), acceptance=acceptance
+    bounds = lower_bounds(
+        arm.value,
+        rtt_s=rtt_s,
+        step_s=step_s,
+        pass_s=law.seconds(1),
+        acceptance=scenario.tokens.acceptance or 0.7,
+    )
+    name, bound_s = max(bounds.items(), key=lambda one: one[1])
+    prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
+    prefill = f"connecting and asking take a round trip each, the prompt {_ms(law.seconds(prompt))}"
+    parts = [
+        f"{what} p95 is to be {_ms(limit_s)} at most, but is {_ms(found[0])} for requests that have"
+        f" a verifier to themselves: {why}"
+        for what, found, limit_s, why in (
+            ("TPOT", alone.tpot_p95_s, slo.tpot_s, f"the bound '{name}' is {_ms(bound_s)}"),
+            ("TTFT", alone.ttft_p95_s, slo.ttft_s, prefill),
         )
-        name, bound_s = max(bounds.items(), key=lambda one: one[1])
-        drafting = f"a round trip {_ms(rtt_s)}, a draft step {_ms(step_s)}, " if arm.drafts else ""
-        parts.append(
-            f"TPOT p95 is to be {_ms(slo.tpot_s)} at most, but is {_ms(alone.tpot_p95_s[0])} for"
-            f" requests that have a verifier to themselves: the bound '{name}' alone is"
-            f" {_ms(bound_s)} on the mean ({drafting}a pass {_ms(law.seconds(1))},"
-            f" {measured(passes)})"
-        )
-    if alone.ttft_p95_s[0] > slo.ttft_s:
-        prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
-        parts.append(
-            f"TTFT p95 is to be {_ms(slo.ttft_s)} at most, but is {_ms(alone.ttft_p95_s[0])} for"
-            " requests that have a verifier to themselves: connecting, and the prompt and its"
-            f" answer, take a round trip of {_ms(rtt_s)} each, a pass over {prompt} prompt tokens"
-            f" {_ms(law.seconds(max(1, prompt)))}"
-        )
-    return "; ".join(parts)
+        if found[0] > limit_s
+    ]
+    drafting = f", a draft step {_ms(step_s)}" if arm.drafts else ""
+    parts.append(f"a round trip is {_ms(rtt_s)}{drafting}, a pass {_ms(law.seconds(1))}")
+    return "; ".join(parts) + f" ({measured(passes)})"
 
 
 def _ms(time_s: float) -> str:
@@ -644,7 +643,8 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
             why = why_never(question, search.arm, search.alone)
             console.print(f"\n{search.arm.value}: {why}", soft_wrap=True)
         elif not search.confirmed:
-            console.print(f"\n{search.arm.value}: {_not_confirmed(search)}", soft_wrap=True)
+            late = "not confirmed: the time was up; --max-seconds gives it more"
+            console.print(f"\n{search.arm.value}: {late}", soft_wrap=True)
     if best is None:
         console.print("\n[bold]take:[/] nothing: no number of verifiers meets the objectives")
         return
@@ -654,8 +654,6 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
         f"\n[bold]take:[/] {best.arm.value} on {best.candidate} {gpu.upper()} ({sure}),"
         f" ${best.candidate * price:.2f} an hour"
     )
-    if best.confirmed:
-        console.print(_because(question, best), soft_wrap=True)
     console.print(f"${price:.2f} a GPU and hour: {GPUS[gpu].source}", style="dim", soft_wrap=True)
     passes = measured(question.scenario.verifiers[question.kind].pass_time)
     console.print(f"passes: {passes}", style="dim", soft_wrap=True)
@@ -677,36 +675,6 @@ def _row(arm: Arm, one: Observed, price: float) -> tuple[str, ...]:
 def _triple(found: Triple, digits: int) -> str:
     value, low, high = ("never" if math.isinf(one) else f"{1e3 * one:.{digits}f}" for one in found)
     return f"{value} ({low}-{high})"
-
-
-def _not_confirmed(search: Search) -> str:
-    left = [n for n in (search.candidate, search.candidate - 1) if n and n not in search.observed]
-    named = " and ".join(map(str, left))
-    return (
-        f"not confirmed: the time was up before {named} verifiers were played; --max-seconds gives"
-        " it more"
-    )
-
-
-def _because(question: CapacityQuestion, search: Search) -> str:
-    """One or two sentences: what decided."""
-    found = search.candidate
-    mine, below = search.observed[found], search.observed.get(found - 1)
-    sure = "" if mine.meets.decided else ", though an interval reaches beyond them"
-    verb = "meets" if found == 1 else "meet"
-    text = f"{found} {verb} the objectives{sure}"
-    if below is None:
-        return f"{text}, and fewer there are not"
-    missed = [
-        f"{name} p95 {1e3 * triple[0]:.{digits}f} ms"
-        for name, triple, limit_s, digits in (
-            ("TTFT", below.ttft_p95_s, question.slo.ttft_s, 0),
-            ("TPOT", below.tpot_p95_s, question.slo.tpot_s, 1),
-        )
-        if triple[0] > limit_s
-    ]
-    sure = "" if below.meets.decided else ", which the interval does not rule out"
-    return f"{text}; {below.verifiers} would have a {' and a '.join(missed)}{sure}"
 
 
 def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:

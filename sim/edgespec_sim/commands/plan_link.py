@@ -31,10 +31,10 @@ from edgespec_sim.commands.play import (
 )
 from edgespec_sim.replication import Total, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
-from edgespec_sim.scenario.network import LinkSection
 from edgespec_sim.scenario.sections import (
     CostSection,
     DeviceSection,
+    LinkSection,
     Scenario,
     TokensSection,
     VerifierSection,

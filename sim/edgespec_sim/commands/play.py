@@ -537,8 +537,7 @@ class Workers:
         """A process that was killed (memory) takes its task with it, and nobody would wait less."""
         if not self._workers <= _children():
             raise ChildProcessError(
-                "a process that played worlds was killed, for want of memory perhaps;"
-                " --processes 1 needs least"
+                "a process that played worlds was killed, for want of memory perhaps"
             )
 
     def _started(self) -> tuple[Pool, Queue[tuple[int, float]]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.table import Table
 
 from edgespec.cli.running import reported, say
@@ -16,6 +21,7 @@ from edgespec_sim.commands.play import (
     SUMMARY,
     TRACE,
     Ask,
+    Point,
     SeedOption,
     SeedsOption,
     SettingsOption,
@@ -23,11 +29,19 @@ from edgespec_sim.commands.play import (
     default_processes,
     output,
     parse_settings,
+    play_seeds,
     show,
     simulate,
+    summary_of,
 )
+from edgespec_sim.links.formats import read_trace, write_plain
+from edgespec_sim.links.generators import KINDS, generate
+from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, rtt_line
+from edgespec_sim.report.document import write_page
 from edgespec_sim.report.page import refuse_to_replace, report_on, write_report
-from edgespec_sim.scenario.sections import bundled_scenarios, load_scenario, scenario_path
+from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
+from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
+from edgespec_sim.scenario.sections import Scenario, bundled_scenarios, load_scenario, scenario_path
 from edgespec_sim.world.run import check
 
 
@@ -83,10 +97,6 @@ def run(
                 say(f"wrote {written}")
 
 
-# --- ``edgespec-sim list`` and ``scenario`` ----------------------------------------------------
-# what there is to play, and every key of it.
-
-
 def list_scenarios() -> None:
     """List the scenarios that come with the simulator."""
     with reported():
@@ -118,10 +128,6 @@ def scenario(
         typer.echo(dump_config(loaded), nl=False)
 
 
-# --- ``edgespec-sim report`` -------------------------------------------------------------------
-# pages and tables of a run that is over, simulated or real.
-
-
 Runs = Annotated[
     list[Path],
     typer.Argument(
@@ -129,6 +135,7 @@ Runs = Annotated[
         help="A run's folder, its summary.json, or one or two traces (device's, verifier's)",
     ),
 ]
+
 Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="DIR", help="Where to write (default: beside the run)"),
@@ -151,3 +158,185 @@ def report(runs: Runs, out: Out = None) -> None:
             say(
                 f"wrote {path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"wrote {path} ({size} B)"
             )
+
+
+_SEED, _SECONDS = 1, 600.0
+
+"""Of a generated trace."""
+
+
+def trace(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help="A trace file, or generate:KIND", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Write time_s,rtt_ms[,loss,up_mbps,down_mbps]"),
+    ] = None,
+) -> None:
+    """Show a trace of any known format: statistics, round-trip time over time, outages.
+
+    edgespec-sim trace ride.ping.txt --out ride.csv
+
+    edgespec-sim trace generate:starlink
+    """
+    with reported():
+        found = _load(file)
+        console = output()
+        console.print(_statistics(found))
+        console.print(rtt_line(found, width=min(console.width, 120) - 2))
+        if out is not None:
+            out.write_text(write_plain(found), encoding="utf-8")
+            say(f"wrote {out}: {len(found.time_s)} rows, {found.duration_s:.0f} s")
+
+
+def _load(file: str) -> NetworkTrace:
+    kind = file.removeprefix("generate:")
+    if kind != file:
+        return generate(kind, _SEED, _SECONDS)
+    if not Path(file).is_file():
+        kinds = ", ".join(f"generate:{kind}" for kind in KINDS)
+        raise ValueError(f"{file}: no such file; generated ones are {kinds}")
+    return read_trace(Path(file))
+
+
+def _statistics(trace: NetworkTrace) -> Table:
+    statistics = TraceStatistics.of(trace)
+    table = Table(title=f"{trace.name} ({trace.source})")
+    for name in ("length s", "rows", "median ms", "p95 ms", "p99 ms", "autocorrelation 1 s"):
+        table.add_column(name, justify="right")
+    for name in ("loss %", "outages", "longest s"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        f"{trace.duration_s:.0f}",
+        str(len(trace.time_s)),
+        f"{1e3 * statistics.rtt_median_s:.1f}",
+        f"{1e3 * statistics.rtt_p95_s:.1f}",
+        f"{1e3 * statistics.rtt_p99_s:.1f}",
+        f"{statistics.autocorrelation:.2f}",
+        f"{100 * statistics.loss:.2f}",
+        str(len(trace.outages_s)),
+        f"{statistics.outage_max_s:.1f}",
+    )
+    return table
+
+
+# ``edgespec-sim sweep``: a scenario over a grid of settings, on all cores, resumable.
+#
+# Each point has a folder of its own with its summary; a sweep that is run again plays only the
+# points whose summary is missing or was made from other settings.
+
+
+MAX_POINTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class GridPoint:
+    """One combination of settings."""
+
+    varied: dict[str, Any]
+    scenario: Scenario
+    ask: Ask
+    folder: Path
+    """Where its summary goes."""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in self.varied.items())
+
+    def done(self) -> RunSummary | None:
+        """Its summary, if there is one of these very settings."""
+        path = self.folder / SUMMARY
+        if not path.is_file():
+            return None
+        try:
+            summary = read_summary(path)
+        except SummaryError:
+            return None
+        same = summary.settings.get("yaml") == dump_config(self.scenario)
+        return summary if same and summary.settings.get("ask") == asdict(self.ask) else None
+
+
+def sweep(
+    scenario: Annotated[str, typer.Argument(help="A YAML file, or a bundled scenario's name")],
+    vary: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=V1,V2,...", help="A key and its values; repeat for a grid"),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Points, sweep.html and sweep.csv")],
+    seeds: SeedsOption = None,
+    max_seconds: TimeOption = SECONDS,
+    settings: SettingsOption = None,
+) -> None:
+    """Play a scenario over a grid of settings; run it again to go on where it stopped.
+
+    Each point gets as many seeds as its speed-ups take to be known within 5 %; --max-seconds is for
+    each of them.
+
+    edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt
+    """
+    with reported():
+        folder = scenario_path(scenario).parent
+        ask = Ask.of(None, seeds, max_seconds)
+        grid = _grid(scenario, vary, ask, parse_settings(settings or ()), out)
+        finished = {index: done for index, one in enumerate(grid) if (done := one.done())}
+        if finished:
+            say(f"{len(finished)} of {len(grid)} points are there already")
+        missing = [index for index in range(len(grid)) if index not in finished]
+        for index in missing:
+            check(grid[index].scenario, folder)
+        finished |= _play(grid, missing, folder)
+        pairs = [(grid[index].varied, finished[index]) for index in sorted(finished)]
+        write_page(out / "sweep.html", render_sweep(pairs, grid[0].scenario.name))
+        (out / "sweep.csv").write_text(sweep_csv(pairs), encoding="utf-8", newline="")
+        for written in ("sweep.html", "sweep.csv"):
+            say(f"wrote {out / written}")
+        show(pairs[-1][1])
+
+
+def _grid(
+    name: str, vary: Sequence[str], ask: Ask, settings: dict[str, object], out: Path
+) -> list[GridPoint]:
+    grid: list[tuple[str, list[Any]]] = []
+    for item in vary:
+        key, sign, values = item.partition("=")
+        if not sign or not key or not values:
+            raise ValueError(f"vary is {item!r}, but must be KEY=VALUE,VALUE,...")
+        grid.append((key, [yaml.safe_load(value) for value in values.split(",")]))
+    count = len(list(itertools.product(*(values for _, values in grid))))
+    if count > MAX_POINTS:
+        raise ValueError(f"the grid has {count} points, but at most {MAX_POINTS} go")
+    points = []
+    for number, combination in enumerate(itertools.product(*(values for _, values in grid))):
+        varied = dict(zip((key for key, _ in grid), combination, strict=True))
+        folder = out / "points" / f"{number:04d}"
+        points.append(GridPoint(varied, load_scenario(name, {**settings, **varied}), ask, folder))
+    return points
+
+
+def _play(grid: Sequence[GridPoint], missing: Sequence[int], folder: Path) -> dict[int, RunSummary]:
+    """Each point's summary is written as soon as it has all its seeds."""
+    if not missing:
+        return {}
+    ask = grid[missing[0]].ask
+    points = {index: Point(grid[index].name, grid[index].scenario, folder) for index in missing}
+    summaries: dict[int, RunSummary] = {}
+
+    def finish(done: Point) -> None:
+        (index,) = (index for index, point in points.items() if point is done)
+        summaries[index] = summary = summary_of(done, ask)
+        done.outcomes.clear()
+        _write(grid[index], summary)
+
+    play_seeds(list(points.values()), ask, default_processes(), finish)
+    return summaries
+
+
+def _write(point: GridPoint, summary: RunSummary) -> None:
+    point.folder.mkdir(parents=True, exist_ok=True)
+    (point.folder / "varied.json").write_text(json.dumps(point.varied), encoding="utf-8")
+    # In one go: a sweep that is stopped here must not find half a summary later.
+    unfinished = point.folder / f"{SUMMARY}.part"
+    unfinished.write_text(summary.to_json(), encoding="utf-8")
+    unfinished.replace(point.folder / SUMMARY)

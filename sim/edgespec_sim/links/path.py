@@ -2,8 +2,8 @@
 
 Theory of operation. A path takes messages and delivers each once, in order. Over several hops each
 arrival is an event, at which the message is handed to the next link: so a queue that paths share
-sees messages in the order in which they reach it, not in that in which they set out. Paths count
-what went in and came out, so that a checker can see that nothing was lost, made up or overtaken."""
+sees messages in the order in which they reach it, not in that in which they set out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgespec.core.link_model import (
     SharedQueue,
 )
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.traces.network_trace import NetworkTrace
+from edgespec_sim.links.network_trace import NetworkTrace
 
 
 class Link(Protocol):
@@ -37,47 +37,15 @@ class Path(Protocol):
         """Call ``deliver`` when a message sent now has arrived: once, and in order of sending."""
 
 
-class PathCounts:
-    """Messages and bytes in and out; what lies between is in flight."""
-
-    __slots__ = ("bytes_in", "bytes_out", "messages_in", "messages_out")
-
-    def __init__(self) -> None:
-        self.messages_in = self.messages_out = 0
-        self.bytes_in = self.bytes_out = 0
-
-    @property
-    def messages_in_flight(self) -> int:
-        return self.messages_in - self.messages_out
-
-    @property
-    def bytes_in_flight(self) -> int:
-        return self.bytes_in - self.bytes_out
-
-    def enter(self, size_bytes: int) -> None:
-        self.messages_in += 1
-        self.bytes_in += size_bytes
-
-    def leave(self, size_bytes: int) -> None:
-        self.messages_out += 1
-        self.bytes_out += size_bytes
-
-
 class OneHop:
     """A path over one link, and ``fixed_s`` on top."""
 
     def __init__(self, queue: EventQueue, link: Link, fixed_s: float = 0.0) -> None:
         self._queue, self._link, self._fixed_s = queue, link, fixed_s
-        self.counts = PathCounts()
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self.counts.enter(size_bytes)
         arrival_s = self._link.arrival(self._queue.now, size_bytes) + self._fixed_s
-        self._queue.at(arrival_s, lambda: self._arrive(size_bytes, deliver))
-
-    def _arrive(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self.counts.leave(size_bytes)
-        deliver()
+        self._queue.at(arrival_s, deliver)
 
 
 class ManyHops:
@@ -87,15 +55,12 @@ class ManyHops:
         if not links:
             raise ValueError("a path has 0 links, but at least 1 goes")
         self._queue, self._links, self._fixed_s = queue, tuple(links), fixed_s
-        self.counts = PathCounts()
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self.counts.enter(size_bytes)
         self._onto(0, size_bytes, deliver)
 
     def _onto(self, hop: int, size_bytes: int, deliver: Callable[[], None]) -> None:
         if hop == len(self._links):
-            self.counts.leave(size_bytes)
             deliver()
             return
         arrival_s = self._links[hop].arrival(self._queue.now, size_bytes)
@@ -123,21 +88,19 @@ class Handover:
         self._up_from_s = 0.0
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._order: deque[list[Callable[[], None] | None]] = deque()
-        self.counts = PathCounts()
 
     def change(self, path: Path) -> None:
         """From now on ``path`` is in force, and passes messages when the gap is over."""
         self._path, self._up_from_s = path, self._queue.now + self._gap_s
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self.counts.enter(size_bytes)
         # A cell of the order: empty until its message has arrived.
         cell: list[Callable[[], None] | None] = [None]
         self._order.append(cell)
 
         def arrive() -> None:
             assert cell[0] is None, "a path delivered a message twice"
-            cell[0] = lambda: self._out(size_bytes, deliver)
+            cell[0] = deliver
             self._release()
 
         if self._waiting or self._up_from_s > self._queue.now:
@@ -159,10 +122,6 @@ class Handover:
         while self._order and (deliver := self._order[0][0]) is not None:
             self._order.popleft()
             deliver()
-
-    def _out(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self.counts.leave(size_bytes)
-        deliver()
 
 
 # --- a shared queue that others load too -------------------------------------------------------
@@ -202,8 +161,6 @@ class LoadedQueue(SharedQueue):
         self._packet_bytes = packet_bytes
         self._chance = random.Random(seed)
         self._next_s = self._gap_s(0.0) if share else float("inf")
-        self.cross_bytes = 0
-        """Of the packets played; those of long pauses are left out."""
 
     def first_free_s(self, now_s: float, ready_s: float, size_bytes: int) -> float:
         if self._next_s <= now_s:
@@ -223,7 +180,6 @@ class LoadedQueue(SharedQueue):
             start_s = super().first_free_s(at_s, at_s, size_bytes)
             end_s = start_s + self.serialisation_s(start_s, size_bytes)
             self.take(start_s, end_s, size_bytes)
-            self.cross_bytes += size_bytes
             self._next_s = at_s + self._gap_s(at_s)
 
     def _gap_s(self, time_s: float) -> float:
@@ -233,11 +189,11 @@ class LoadedQueue(SharedQueue):
 
 # --- both directions of a link that does what a trace did, over and over -----------------------
 # A trace's columns become the schedules of ``core/network/link_model.py``, each at its own stage:
-# RTT is split between the directions, capacity is the queue's, outages hold both directions back.
-# A probe is lost when it or its answer is, so of a measured loss p each direction gets 1 - sqrt(1
-# - p). Schedules are made once a trace (``TraceLinks``) and shared by all the links made from
-# them, each of which starts at its own offset: a thousand devices on one trace cost little more
-# than one and do not stall together.
+# RTT is split evenly between the directions, capacity is the queue's, outages hold both directions
+# back. A probe is lost when it or its answer is, so of a measured loss p each direction gets 1 -
+# sqrt(1 - p). Schedules are made once a trace (``TraceLinks``) and shared by all the links made
+# from them, each of which starts at its own offset: a thousand devices on one trace cost little
+# more than one and do not stall together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,16 +208,13 @@ class TraceLinks:
     down_capacity: CapacitySchedule | None
 
     @classmethod
-    def of(cls, trace: NetworkTrace, *, up_share: float = 0.5) -> TraceLinks:
-        """``up_share`` of the RTT is the way up. Raises ``ValueError`` when it is not in [0, 1]."""
-        if not 0.0 <= up_share <= 1.0:
-            raise ValueError(f"up_share is {up_share}, but must be in [0, 1]")
+    def of(cls, trace: NetworkTrace) -> TraceLinks:
         loss = trace.loss
         if loss is not None:
             loss = tuple(1.0 - math.sqrt(1.0 - both) for both in loss)
         return cls(
-            up_delay=DelaySchedule(_steps(trace, trace.rtt_s, up_share), trace.duration_s),
-            down_delay=DelaySchedule(_steps(trace, trace.rtt_s, 1.0 - up_share), trace.duration_s),
+            up_delay=DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
+            down_delay=DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
             loss=LossSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
             outages=OutageSchedule(trace.outages_s, trace.duration_s) if trace.outages_s else None,
             up_capacity=_capacity(trace, trace.up_bits_per_s),

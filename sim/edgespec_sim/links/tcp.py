@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Link, PathCounts
+from edgespec_sim.links.path import Link
 
 # --- what one end of a TCP connection has sent and not yet heard of, and the constants of Linux ---
 
@@ -594,16 +594,9 @@ class TcpPath:
 
     def __init__(self, end: _End) -> None:
         self._end = end
-        self.counts = PathCounts()
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self.counts.enter(size_bytes)
-
-        def arrive() -> None:
-            self.counts.leave(size_bytes)
-            deliver()
-
-        self._end.write(size_bytes + MESSAGE_BYTES, arrive)
+        self._end.write(size_bytes + MESSAGE_BYTES, deliver)
 
 
 class _End:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from html import escape
 from pathlib import Path
 from typing import Final
 
@@ -37,8 +36,7 @@ def render(
     page = Document(f"{summary.name or 'run'}: {'simulated' if summary.simulated else 'real'} run")
     page.paragraph(asked(summary), "asked")
     page.paragraph(headline(summary), "headline")
-    pace, answer = plots.pace_plot(summary), plots.answer_plot(summary)
-    for figure in (_lanes(timeline, firsts or {}), pace or answer):
+    for figure in (_lanes(timeline, firsts or {}), plots.pace_plot(summary)):
         if figure is not None:
             page.figure(figure)
     page.paragraph(_facts(summary), "facts")
@@ -47,10 +45,8 @@ def render(
     page.heading("Arms")
     page.add(tables.arms_table(summary))
     page.items(summary.notes)
-    _fold(page, "Verifiers, groups and limits", tables_=_more_tables(summary))
+    _fold(page, "Requests, verifiers and groups", tables_=_more_tables(summary))
     _fold(page, "Load", (plots.verifier_load_plot(summary), plots.link_load_plot(summary)))
-    _fold(page, "How sure", (answer if pace else None,))
-    _requests(page, summary)
     _settings(page, summary)
     return page.html()
 
@@ -92,7 +88,6 @@ def _fold(
 def _more_tables(summary: RunSummary) -> list[tuple[str, str]]:
     found = (
         ("How requests ended", tables.requests_ended_table(summary)),
-        ("How far from the limit", tables.bounds_table(summary)),
         ("Verifiers", tables.verifiers_table(summary)),
         ("Groups", tables.groups_table(summary)),
     )
@@ -188,12 +183,6 @@ def _of_timeline(timeline: Timeline) -> str:
             "equal both ways."
         )
     return " ".join(facts)
-
-
-def _requests(page: Document, summary: RunSummary) -> None:
-    for arm in summary.arms:
-        if html := tables.requests_table(arm):
-            page.add(f"<details><summary>Requests of {escape(arm.arm)}</summary>{html}</details>")
 
 
 def _settings(page: Document, summary: RunSummary) -> None:

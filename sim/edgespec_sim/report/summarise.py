@@ -1,7 +1,6 @@
-"""A trace added up: one or both sides' lines as a ``RunSummary`` of one arm.
+"""A trace added up, the devices' lines and perhaps the verifiers', as a ``RunSummary`` of one arm.
 
-Device lines say what the user felt, verifier lines what the verifier was busy with. Without device
-lines the times are those of the verifier, the link left out, and a note says so. Clocks of two
+Device lines say what the user felt, verifier lines what the verifier was busy with. Clocks of two
 machines are never compared here: each duration is taken on one clock.
 """
 
@@ -19,11 +18,10 @@ from edgespec_sim.run_summary import (
     GroupSummary,
     RequestRow,
     RunSummary,
-    Series,
     VerifierSummary,
     spread_of,
 )
-from edgespec_sim.wire_size import message_bytes
+from edgespec_sim.sessions import message_bytes
 
 # -----------------------------------------------------------------------------------------------
 # How often the draft's first choice was the target's token, from the lines of a device's trace.
@@ -150,8 +148,6 @@ class DeviceTally:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.deliveries: list[tuple[float, int]] = []
-        """When, and how many tokens."""
         self._streaming = False
         self._ends = False
 
@@ -214,7 +210,6 @@ class DeviceTally:
         request.first_s = at_s if request.first_s is None else request.first_s
         request.last_s = at_s
         request.tokens += count
-        self.deliveries.append((at_s, count))
 
 
 def _payload_bytes(message: Line) -> int:
@@ -223,20 +218,6 @@ def _payload_bytes(message: Line) -> int:
 
 
 # --- what one verifier's lines add up to -------------------------------------------------------
-# its load, and each session as seen from there.
-
-
-@dataclass(slots=True)
-class ServedSession:
-    """One session, with the link left out: all times are the verifier's."""
-
-    opened_s: float
-    first_s: float | None = None
-    last_s: float | None = None
-    tokens: int = 0
-    passes: int = 0
-    finished: bool = False
-    gaps_s: list[float] = field(default_factory=list)
 
 
 class VerifierTally:
@@ -251,9 +232,7 @@ class VerifierTally:
         self.busy: list[tuple[float, float]] = []
         """Begin and end of each pass."""
         self.queues_s: list[float] = []
-        self.sessions: dict[str, ServedSession] = {}
-        self.commits: list[tuple[float, int]] = []
-        self._session_of: dict[int, str] = {}
+        self.sessions: set[str] = set()
         self._begun_s: float | None = None
 
     def read(self, line: Line) -> None:
@@ -262,9 +241,7 @@ class VerifierTally:
         self.last_s = at_s
         match line["name"]:
             case "StreamOpened":
-                session = line["request"]["session_id"]
-                self._session_of[line["stream"]] = session
-                self.sessions.setdefault(session, ServedSession(at_s))
+                self.sessions.add(line["request"]["session_id"])
             case "RunBatch":
                 self._begin(at_s, line["requests"])
             case "BatchDone" | "BatchFailed":
@@ -272,7 +249,8 @@ class VerifierTally:
                     self.busy.append((self._begun_s, at_s))
                 self._begun_s = None
             case "SendTo" if line["message"]["name"] == "Commit":
-                self._commit(line["stream"], at_s, line["message"])
+                if line["message"]["rows"]:
+                    self.queues_s.append(line["message"]["queue_us"] / 1e6)
 
     def _begin(self, at_s: float, requests: list[Line]) -> None:
         self._begun_s = at_s
@@ -281,27 +259,8 @@ class VerifierTally:
         for request in requests:
             self.rows += len(request["feed"]) + len(request["tokens"])
 
-    def _commit(self, stream: int, at_s: float, commit: Line) -> None:
-        session = self.sessions.get(self._session_of.get(stream, ""))
-        if session is None or not commit["tokens"]:
-            return
-        self.commits.append((at_s, len(commit["tokens"])))
-        if commit["rows"]:
-            self.queues_s.append(commit["queue_us"] / 1e6)
-        if session.last_s is not None:
-            session.gaps_s.append(at_s - session.last_s)
-        session.first_s = at_s if session.first_s is None else session.first_s
-        session.last_s = at_s
-        session.tokens += len(commit["tokens"])
-        session.passes += bool(commit["verify_us"])
-        session.finished |= commit["finish"] is not None
-
 
 MAX_ROWS: Final = 300
-_STEPS: Final = 60
-_ONE_SIDE: Final = (
-    "Only a verifier's trace was given: times are those at the verifier, the link left out."
-)
 _NO_VERIFIER: Final = "Only devices' traces were given: the verifiers' load is not known."
 _DevicesOf = dict[str, DeviceTally]
 _VerifiersOf = dict[str, VerifierTally]
@@ -321,23 +280,15 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
             verifiers[line["session"]].read(line)
     duration_s = _duration_s(devices, verifiers, extent)
     requests = [(key, one) for key, tally in devices.items() for one in tally.requests]
-    if requests:
-        served_by = {key: of for of, verifier in verifiers.items() for key in verifier.sessions}
-        whole = _whole([one for _, one in requests], duration_s)
-        rows = tuple(
-            _row(key, served_by.get(key, ""), one, requests[0][1].started_s)
-            for key, one in requests[:MAX_ROWS]
-        )
-        notes = () if verifiers else (_NO_VERIFIER,)
-    else:
-        served = [(of, key, one) for of, v in verifiers.items() for key, one in v.sessions.items()]
-        if not served:
-            raise ValueError("the trace holds no request: no Start and no StreamOpened")
-        whole = _whole_served([one for _, _, one in served], duration_s)
-        rows = tuple(
-            _served_row(of, key, one, served[0][2].opened_s) for of, key, one in served[:MAX_ROWS]
-        )
-        notes = (_ONE_SIDE,)
+    if not requests:
+        raise ValueError("no device's trace, or none with a request: no Start is in it")
+    served_by = {key: of for of, verifier in verifiers.items() for key in verifier.sessions}
+    whole = _whole([one for _, one in requests], duration_s)
+    rows = tuple(
+        _row(key, served_by.get(key, ""), one, requests[0][1].started_s)
+        for key, one in requests[:MAX_ROWS]
+    )
+    notes = () if verifiers else (_NO_VERIFIER,)
     arm = ArmSummary(
         arm=name,
         label="as traced",
@@ -345,7 +296,6 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
         groups={},
         verifiers=tuple(_load(of, tally, duration_s) for of, tally in verifiers.items()),
         bounds={},
-        series=tuple(_series(devices, verifiers, duration_s)),
         rows=rows,
     )
     return RunSummary(
@@ -429,52 +379,6 @@ def _row(device: str, verifier: str, one: Request, zero_s: float) -> RequestRow:
     )
 
 
-def _whole_served(sessions: Sequence[ServedSession], duration_s: float) -> GroupSummary:
-    tokens = sum(one.tokens for one in sessions)
-    done = [one for one in sessions if one.finished]
-    firsts = [_ttft_s(one) for one in done]
-    tpots = [_tpot_s(one) for one in done]
-    return GroupSummary(
-        requests=len(done),
-        failed=len(sessions) - len(done),
-        tokens=tokens,
-        ttft_s=spread_of([value for value in firsts if value is not None]),
-        tpot_s=spread_of([value for value in tpots if value is not None]),
-        itl_s=spread_of([gap for one in sessions for gap in one.gaps_s]),
-        tokens_per_second=_per(tokens, duration_s),
-        tokens_per_pass=_per(tokens, sum(one.passes for one in sessions)),
-        acceptance=None,
-        wasted_per_token=0.0,
-        up_bytes_per_token=0.0,
-        down_bytes_per_token=0.0,
-        reconnects=0,
-    )
-
-
-def _served_row(verifier: str, device: str, one: ServedSession, zero_s: float) -> RequestRow:
-    return RequestRow(
-        device=device,
-        verifier=verifier,
-        started_s=one.opened_s - zero_s,
-        ttft_s=_ttft_s(one),
-        tpot_s=_tpot_s(one),
-        tokens=one.tokens,
-        tokens_per_pass=_per(one.tokens, one.passes),
-        acceptance=None,
-        failed="" if one.finished else "not finished at the verifier",
-    )
-
-
-def _ttft_s(one: ServedSession) -> float | None:
-    return None if one.first_s is None else one.first_s - one.opened_s
-
-
-def _tpot_s(one: ServedSession) -> float | None:
-    if one.first_s is None or one.last_s is None or one.tokens < 2:
-        return None
-    return (one.last_s - one.first_s) / (one.tokens - 1)
-
-
 def _load(name: str, tally: VerifierTally, duration_s: float) -> VerifierSummary:
     return VerifierSummary(
         name=name or "verifier",
@@ -484,25 +388,6 @@ def _load(name: str, tally: VerifierTally, duration_s: float) -> VerifierSummary
         sessions_per_pass=_per(tally.sessions_in_passes, tally.passes),
         queue_s=spread_of(tally.queues_s),
     )
-
-
-def _series(devices: _DevicesOf, verifiers: _VerifiersOf, duration_s: float) -> Iterable[Series]:
-    """Tokens a second, on the verifiers' clock if there is one."""
-    commits = [commit for verifier in verifiers.values() for commit in verifier.commits]
-    what = "tokens committed" if commits else "tokens delivered"
-    times = commits or [one for tally in devices.values() for one in tally.deliveries]
-    if not times or duration_s <= 0.0:
-        return
-    step_s = duration_s / _STEPS
-    zero_s = min(
-        [v.first_s for v in verifiers.values() if v.first_s is not None]
-        if commits
-        else [one.started_s for tally in devices.values() for one in tally.requests]
-    )
-    counts = [0] * _STEPS
-    for at_s, tokens in times:
-        counts[min(int((at_s - zero_s) / step_s), _STEPS - 1)] += tokens
-    yield Series(what, "tokens/s", step_s, tuple(count / step_s for count in counts))
 
 
 def _per(amount: float, of: float) -> float:

@@ -16,8 +16,6 @@ from edgespec_sim.report.plots import axis, band, colors, label, layout
 from edgespec_sim.report.tables import count, is_ours, milliseconds, number, percent, speedup, table
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 
-# --- which arm wins where ----------------------------------------------------------------------
-# in a sentence, and as a column of the table.
 # An arm wins a point with the lowest mean time per token. The win is sure if the 95 % interval of
 # its speed-up lies above 1 and above those of all others, or for target-only if those of all
 # others lie below 1. All arms have the same dice, so intervals that overlap may still hide a sure
@@ -25,24 +23,6 @@ from edgespec_sim.run_summary import ArmSummary, RunSummary
 
 
 _BASE: Final = Arm.TARGET_ONLY.value
-_UNITS: Final = {
-    "_ms": "ms",
-    "_us": "µs",
-    "_s": "s",
-    "_mbps": "Mbit/s",
-    "_mhz": "MHz",
-    "_ghz": "GHz",
-    "_dbm": "dBm",
-    "_bytes": "bytes",
-    "_tokens": "tokens",
-    "_w": "W",
-    "_j": "J",
-    "_m": "m",
-    "acceptance": "share",
-    "loss": "share",
-    "load": "share",
-    "count": "number",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +46,6 @@ def winner(run: RunSummary) -> Win | None:
             return Win(best, sure=False)
         least = best.speedup_interval[0]
     return Win(best, all(ends is not None and ends[1] < least for ends in others))
-
-
-def with_unit(key: str) -> str:
-    """A setting's name as the title of an axis: ``links.wan.rtt_ms, ms``."""
-    unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "")
-    return f"{key}, {unit}" if unit else key
 
 
 def answer(points: Points) -> str:
@@ -114,17 +88,28 @@ _PANELS_MAX: Final = 12
 _TICKS_MAX: Final = 8
 
 
-def _tpot_ms(arm: ArmSummary) -> float | None:
-    return None if arm.all.tpot_s is None else 1e3 * arm.all.tpot_s.mean
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    name: str
+    unit: str
+    value: Callable[[ArmSummary], float | None]
+    ends: Callable[[ArmSummary], tuple[float, float] | None]
+    """The 95 % interval of the value."""
 
 
-def _speedup(arm: ArmSummary) -> float | None:
-    return arm.speedup
-
-
-_METRICS: Final[tuple[tuple[str, str, Callable[[ArmSummary], float | None]], ...]] = (
-    ("Speed-up over target-only", "speed-up, ×", _speedup),
-    ("Time per output token", "mean TPOT, ms", _tpot_ms),
+_METRICS: Final = (
+    _Metric(
+        "Speed-up over target-only",
+        "speed-up, ×",
+        lambda arm: arm.speedup,
+        lambda arm: arm.speedup_interval,
+    ),
+    _Metric(
+        "Time per output token",
+        "mean TPOT, ms",
+        lambda arm: None if arm.all.tpot_s is None else 1e3 * arm.all.tpot_s.mean,
+        lambda arm: None if (ends := arm.tpot_interval) is None else (1e3 * ends[0], 1e3 * ends[1]),
+    ),
 )
 
 
@@ -139,10 +124,9 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
     page.paragraph(f"{points[0][1].about} {asked}".strip(), "asked")
     page.paragraph(answer(points), "headline")
     page.paragraph(_extent(points, keys), "facts")
-    for name, unit, metric in _METRICS:
-        panels = _panels(points, keys, name, unit, metric)
-        if panels:
-            page.heading(name)
+    for metric in _METRICS:
+        if panels := _panels(points, keys, metric):
+            page.heading(metric.name)
             page.add('<div class="grid">')
             for figure in panels:
                 page.figure(figure)
@@ -201,70 +185,56 @@ def _over(keys: Sequence[str]) -> str:
     return " and ".join(keys) if keys else "its one point"
 
 
-def _panels(
-    points: Points,
-    keys: Sequence[str],
-    name: str,
-    unit: str,
-    metric: Callable[[ArmSummary], float | None],
-) -> list[Figure]:
-    known = [value for _, run in points for arm in run.arms if (value := metric(arm)) is not None]
-    if not known:
-        return []
+def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure]:
+    known = [v for _, run in points for arm in run.arms if (v := metric.value(arm)) is not None]
     by_panel: dict[str, list[tuple[Varied, RunSummary]]] = {}
-    for varied, run in points:
+    for varied, run in points if known else ():
         rest = ", ".join(f"{key} = {_plain(varied[key])}" for key in keys[1:])
         by_panel.setdefault(rest, []).append((varied, run))
     x_key = keys[0] if keys else ""
-    top = 1.06 * max(known)
     return [
-        _panel(name, unit, metric, inside, x_key, rest, top)
+        _panel(metric, inside, x_key, rest, 1.06 * max(known))
         for rest, inside in list(by_panel.items())[:_PANELS_MAX]
     ]
 
 
-def _panel(
-    name: str,
-    unit: str,
-    metric: Callable[[ArmSummary], float | None],
-    points: Points,
-    x_key: str,
-    rest: str,
-    top: float,
-) -> Figure:
+def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -> Figure:
     arms = list(dict.fromkeys(arm.arm for _, run in points for arm in run.arms))
     paint = colors(arms)
     xs = [_plain(varied[x_key]) if x_key else 0 for varied, _ in points]
+    if _numeric(xs):
+        places = sorted(range(len(xs)), key=lambda place: xs[place])  # type: ignore[arg-type,return-value]
+        points, xs = [points[place] for place in places], [xs[place] for place in places]
     data = []
-    for arm_name in arms:
-        line = [
-            (x, value)
+    for name in arms:
+        mine = [
+            (label(x) if isinstance(x, str) else x, value, metric.ends(arm))
             for x, (_, run) in zip(xs, points, strict=True)
             for arm in run.arms
-            if arm.arm == arm_name and (value := metric(arm)) is not None
+            if arm.arm == name and (value := metric.value(arm)) is not None
         ]
-        if not line:
+        if not mine:
             continue
-        if _numeric(xs):
-            line.sort()
-        ends = _ENDS.get(metric)
-        if ends is not None and (sure := _sure(points, xs, arm_name, ends)):
-            data.append(band(*sure, paint[arm_name]))
+        line_xs = [x for x, _, _ in mine]
+        sure = [ends for _, _, ends in mine if ends is not None]
+        if len(sure) == len(mine) > 1:
+            lows, highs = [low for low, _ in sure], [high for _, high in sure]
+            data.append(band(line_xs, lows, highs, paint[name]))
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": label(arm_name),
-                "x": [label(x) if isinstance(x, str) else x for x, _ in line],
-                "y": [value for _, value in line],
-                "line": {"color": paint[arm_name], "width": 3 if is_ours(arm_name) else 1.5},
+                "name": label(name),
+                "x": line_xs,
+                "y": [value for _, value, _ in mine],
+                "line": {"color": paint[name], "width": 3 if is_ours(name) else 1.5},
                 "marker": {"size": 6},
             }
         )
     shape = layout(
         400,
-        xaxis=axis(label(with_unit(x_key)), **_scale(xs)),
-        yaxis=axis(unit, range=[0, top]),
+        xaxis=axis(label(x_key), **_scale(xs)),
+        yaxis=axis(metric.unit, range=[0, top]),
         showlegend=True,
         # Below, because a narrow panel has no room for it beside the buttons.
         legend={"orientation": "h", "x": 0, "y": -0.25, "yanchor": "top"},
@@ -272,43 +242,8 @@ def _panel(
     )
     where = f" ({rest})" if rest else ""
     bands = " Bands: 95 % intervals." if any("fill" in trace for trace in data) else ""
-    what = f"{name} against {x_key}{where}, a line an arm"
-    return Figure(data, shape, f"{name}{where}.{bands}", what)
-
-
-def _speedup_ends(arm: ArmSummary) -> tuple[float, float] | None:
-    return arm.speedup_interval
-
-
-def _tpot_ends(arm: ArmSummary) -> tuple[float, float] | None:
-    ends = arm.tpot_interval
-    return None if ends is None else (1e3 * ends[0], 1e3 * ends[1])
-
-
-_Ends = Callable[[ArmSummary], tuple[float, float] | None]
-_ENDS: Final[Mapping[Callable[[ArmSummary], float | None], _Ends]] = {
-    _speedup: _speedup_ends,
-    _tpot_ms: _tpot_ends,
-}
-
-
-def _sure(
-    points: Points, xs: Sequence[Any], arm_name: str, ends_of: _Ends
-) -> tuple[list[Any], list[float], list[float]] | None:
-    """Where an arm's value is known and how well; None unless at each of several points."""
-    ends = {
-        x: ends_of(arm)
-        for x, (_, run) in zip(xs, points, strict=True)
-        for arm in run.arms
-        if arm.arm == arm_name
-    }
-    known = [(x, *interval) for x, interval in ends.items() if interval is not None]
-    if len(known) < 2 or len(known) < len(ends):
-        return None
-    if _numeric(xs):
-        known.sort()
-    columns = [list(column) for column in zip(*known, strict=True)]
-    return [label(x) if isinstance(x, str) else x for x in columns[0]], columns[1], columns[2]
+    what = f"{metric.name} against {x_key}{where}, a line an arm"
+    return Figure(data, shape, f"{metric.name}{where}.{bands}", what)
 
 
 def _numeric(xs: Sequence[object]) -> bool:

@@ -13,10 +13,8 @@ from edgespec_sim.run_summary import (
     QUANTILES,
     ArmSummary,
     GroupSummary,
-    RequestRow,
     RunSummary,
     Spread,
-    VerifierSummary,
 )
 
 MISSING: Final = "–"
@@ -89,12 +87,6 @@ def shortened(name: str, limit: int = _NAME_MAX) -> str:
 
 
 ROWS_SHOWN = 50
-Borne = dict[str, Callable[[GroupSummary | RequestRow], float | None]]
-_NOT_FAILED = "no"
-_BORNE = (
-    "GPU: of each pass by the rows in it; idle: of what its verifiers drew between passes, by what "
-    "their passes took for it."
-)
 _MEDIAN, _P95, _P99 = (QUANTILES.index(share) for share in (0.5, 0.95, 0.99))
 
 
@@ -139,12 +131,14 @@ _WORK = ("tokens / pass", "acceptance", "wasted / token", "bytes up", "bytes dow
 
 def arms_table(run: RunSummary) -> str:
     energy = _energy(run)
-    header = ("arm", *_TIMES, "speed-up", *_WORK, *energy, "GPU busy", "tokens/s", "differ")
+    header = ("arm", *_TIMES, "speed-up", "not below ms", *_WORK, *energy)
+    header = (*header, "GPU busy", "tokens/s", "differ")
     rows = [
         (
             _named(arm),
             *_times(arm.all),
             speedup(arm),
+            milliseconds(max(arm.bounds.values(), default=None)),
             *_work(arm.all),
             *(number(of(arm)) for of in energy.values()),
             percent(_mean_utilisation(arm)),
@@ -155,8 +149,8 @@ def arms_table(run: RunSummary) -> str:
     ]
     caption = (
         "Arms side by side, ours marked. Speed-up: mean TPOT of target-only over the arm's, in "
-        "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not "
-        "the target's own."
+        "brackets its 95 % interval; not below: its largest lower bound on the mean TPOT. Bytes "
+        "and energy are per token; differ: tokens that are not the target's own."
     )
     return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
 
@@ -200,25 +194,6 @@ def _a_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
     return sum(energy_j or 0.0 for energy_j in known) / arm.all.tokens
 
 
-def _borne(runs: Sequence[GroupSummary | RequestRow]) -> Borne:
-    """The columns of what requests bear of their verifiers, where that is known of any."""
-    columns: Borne = {}
-    if any(_verifier_j(one) is not None for one in runs):
-        columns["GPU J, at most"] = _verifier_j
-    if any(_verifier_idle_j(one) is not None for one in runs):
-        columns["GPU idle J"] = _verifier_idle_j
-    return columns
-
-
-def _verifier_j(one: GroupSummary | RequestRow) -> float | None:
-    """Of a request, or of a token of a group's."""
-    return one.verifier_j if isinstance(one, RequestRow) else one.verifier_j_per_token
-
-
-def _verifier_idle_j(one: GroupSummary | RequestRow) -> float | None:
-    return one.verifier_idle_j if isinstance(one, RequestRow) else one.verifier_idle_j_per_token
-
-
 def _named(arm: ArmSummary) -> str:
     ours = " (ours)" if is_ours(arm.arm) else ""
     return f"{arm.arm}{ours}\n{arm.label}"
@@ -256,94 +231,55 @@ def _mean_utilisation(arm: ArmSummary) -> float | None:
 
 
 def requests_ended_table(run: RunSummary) -> str:
-    ended = ("arm", "completed", "failed", "reconnects", "tokens", "ITL p50 ms", "ITL p99 ms")
-    header: tuple[str, ...] = ended
-    handed = any(arm.all.handovers for arm in run.arms)
-    walked = any(any(_changes(arm.all)) for arm in run.arms)
-    rows = [
-        (
-            arm.arm,
-            count(arm.all.requests),
-            count(arm.all.failed),
-            count(arm.all.reconnects),
-            count(arm.all.tokens),
-            _ms(arm.all.itl_s, _MEDIAN),
-            _ms(arm.all.itl_s, _P99),
-            *(_handed(arm.all) if handed else ()),
-            *(_walked(arm.all) if walked else ()),
-        )
-        for arm in run.arms
-    ]
+    columns: dict[str, Callable[[GroupSummary], str]] = {
+        "completed": lambda group: count(group.requests),
+        "failed": lambda group: count(group.failed),
+        "reconnects": lambda group: count(group.reconnects),
+        "tokens": lambda group: count(group.tokens),
+        "ITL p50 ms": lambda group: _ms(group.itl_s, _MEDIAN),
+        "ITL p99 ms": lambda group: _ms(group.itl_s, _P99),
+    }
     caption = (
         "How the requests ended, and the gaps between deliveries (ITL): tokens that come together "
         "are one delivery, without gaps within it."
     )
-    if handed:
-        header = (*header, "handovers", "moved, recomputed", "moved with KV")
+    if any(arm.all.handovers for arm in run.arms):
+        columns["handovers"] = lambda group: count(group.handovers)
+        columns["moved, recomputed"] = lambda group: count(group.moves_recomputed)
+        columns["moved with KV"] = lambda group: count(group.moves_with_kv)
         caption += " Handovers are those of running requests; moved: to another verifier."
-    if walked:
-        header = (*header, "memory less / more")
+    if any(arm.all.memory_tightened or arm.all.memory_loosened for arm in run.arms):
+        columns["memory less"] = lambda group: count(group.memory_tightened)
+        columns["memory more"] = lambda group: count(group.memory_loosened)
         caption += " Memory: what the draft may hold, by its budget."
-    return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
-
-
-def _handed(group: GroupSummary) -> tuple[str, ...]:
-    return (
-        count(group.handovers),
-        count(group.moves_recomputed),
-        count(group.moves_with_kv),
-    )
-
-
-def _changes(group: GroupSummary) -> tuple[int, int]:
-    return group.memory_tightened, group.memory_loosened
-
-
-def _walked(group: GroupSummary) -> tuple[str, ...]:
-    less, more = map(count, _changes(group))
-    return (f"{less} / {more}",)
-
-
-def bounds_table(run: RunSummary) -> str:
-    """Empty when no arm has a bound."""
-    header = ("arm", "lower bound", "bound ms / token", "result ms / token", "result / bound")
-    rows, ours = [], []
-    for arm in run.arms:
-        mean_s = None if arm.all.tpot_s is None else arm.all.tpot_s.mean
-        for name, bound_s in arm.bounds.items():
-            over = mean_s / bound_s if mean_s is not None and bound_s > 0 else None
-            values = (milliseconds(bound_s), milliseconds(mean_s))
-            rows.append((arm.arm, name, *values, times(over)))
-            ours.append(is_ours(arm.arm))
-    caption = "How far from the limit: mean time per token against analytic lower bounds."
-    return table(caption, header, rows, ours, texts=(1,)) if rows else ""
+    rows = [(arm.arm, *(of(arm.all) for of in columns.values())) for arm in run.arms]
+    return table(caption, ("arm", *columns), rows, [is_ours(arm.arm) for arm in run.arms])
 
 
 def groups_table(run: RunSummary) -> str:
     """Empty when no arm has groups."""
-    borne = _borne([group for arm in run.arms for group in arm.groups.values()])
-    header = ("group", "arm", "completed", "failed", *_TIMES, *_WORK, *borne)
+    header = ("group", "arm", "completed", "failed", *_TIMES, *_WORK)
     names = list(dict.fromkeys(name for arm in run.arms for name in arm.groups))
     rows, ours = [], []
     for name in names:
         for arm in run.arms:
-            group = arm.groups.get(name)
-            if group is None:
-                continue
-            ended = (count(group.requests), count(group.failed))
-            joules = (number(of(group)) for of in borne.values())
-            rows.append((name, arm.arm, *ended, *_times(group), *_work(group), *joules))
-            ours.append(is_ours(arm.arm))
-    caption = "Groups of devices."
-    if borne:
-        caption += f" {_BORNE} Per token."
-    return table(caption, header, rows, ours, texts=(1,)) if rows else ""
+            if (group := arm.groups.get(name)) is not None:
+                ended = (count(group.requests), count(group.failed))
+                rows.append((name, arm.arm, *ended, *_times(group), *_work(group)))
+                ours.append(is_ours(arm.arm))
+    return table("Groups of devices.", header, rows, ours, texts=(1,)) if rows else ""
 
 
 def verifiers_table(run: RunSummary) -> str:
     """Empty when no verifier was seen. The busiest of each arm come first."""
-    header = ("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass")
-    powered = any(one.idle_j is not None for arm in run.arms for one in arm.verifiers)
+    header: tuple[str, ...] = (
+        "verifier",
+        "arm",
+        "busy",
+        "passes",
+        "rows / pass",
+        "sessions / pass",
+    )
     rows, ours, left = [], [], 0
     for arm in run.arms:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
@@ -351,65 +287,16 @@ def verifiers_table(run: RunSummary) -> str:
         for one in busiest[:ROWS_SHOWN]:
             load = (percent(one.utilisation), count(one.passes))
             sizes = (number(one.rows_per_pass), number(one.sessions_per_pass))
-            waits = _queue(None if arm.all.acceptance is None else one.queue_s)
-            idle = _idle(one) if powered else ()
-            rows.append((one.name, arm.arm, *load, *sizes, *waits, *idle))
+            queue_s = None if arm.all.acceptance is None else one.queue_s
+            rows.append(
+                (one.name, arm.arm, *load, *sizes, _ms(queue_s, _MEDIAN), _ms(queue_s, _P95))
+            )
             ours.append(is_ours(arm.arm))
     more = f" {left:,} less busy ones are left out." if left else ""
     caption = (
         "Verifiers; the queue is from a draft's arrival to its pass, so there is none without "
         f"drafts.{more}"
     )
-    queue: tuple[str, ...] = ("queue p50 ms", "queue p95 ms")
-    if powered:
-        queue = (*queue, "idle, powered s", "idle J", "passes J, at most")
-        caption += (
-            " Idle, powered: no pass runs and the machine is on, with sessions or without;"
-            " one that served nobody draws its idle power all the same."
-        )
-    return table(caption, (*header, *queue), rows, ours, texts=(1,)) if rows else ""
-
-
-def _idle(one: VerifierSummary) -> tuple[str, ...]:
-    return tuple(number(value) for value in (one.idle_s, one.idle_j, one.energy_j))
-
-
-def _queue(spread: Spread | None) -> tuple[str, str]:
     return (
-        _ms(spread, _MEDIAN),
-        _ms(spread, _P95),
-    )
-
-
-def requests_table(arm: ArmSummary) -> str:
-    """The first requests of an arm; empty without any."""
-    header = ("device", "verifier", "start s", "TTFT ms", "TPOT ms", "tokens", "tokens / pass")
-    borne = _borne(arm.rows[:ROWS_SHOWN])
-    rows = [
-        (
-            *_request(row),
-            *(number(of(row)) for of in borne.values()),
-            row.failed or _NOT_FAILED,
-        )
-        for row in arm.rows[:ROWS_SHOWN]
-    ]
-    if not rows:
-        return ""
-    caption = f"The first {len(rows)} requests of {arm.arm}; all that were kept are in the CSV."
-    if borne:
-        caption += f" {_BORNE}"
-    titles = (*header, "acceptance", *borne, "failed")
-    return table(caption, titles, rows, texts=(1, len(titles) - 1))
-
-
-def _request(row: RequestRow) -> tuple[str, ...]:
-    return (
-        row.device,
-        row.verifier or MISSING,
-        number(row.started_s),
-        milliseconds(row.ttft_s),
-        milliseconds(row.tpot_s),
-        count(row.tokens),
-        number(row.tokens_per_pass),
-        percent(row.acceptance),
+        table(caption, (*header, "queue p50 ms", "queue p95 ms"), rows, ours, (1,)) if rows else ""
     )

@@ -2,22 +2,130 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import lzma
 import math
+import re
 import statistics
+import tarfile
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from edgespec.core.protocol.checks import bounded
 from edgespec.telemetry.cost_profile import CostProfile, TimeLaw, read_profile
-from edgespec_sim.scenario.power import GPU_POWERS
-from edgespec_sim.traces.network_trace import TraceError, file_named
-from edgespec_sim.traces.rtt_matrix import slices
+from edgespec_sim.links.network_trace import TraceError, file_named
+
+# What a verifier's GPU draws while a pass runs and while it waits, each figure with its source.
+#
+# Busy is the data sheet's most, and so an upper bound: a pass that is bound by memory draws less
+# (517 of 700 W were published for an H200 that decodes a batch of 128). Data sheets say nothing of
+# idle boards; where no measurement was found that could be cited there is none here, and idle
+# energy is not reported. Host, fans and power supply are in none of them.
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPower:
+    """In watts, of one board."""
+
+    busy_w: float
+    idle_w: float | None
+    """Powered, its memory refreshed, no kernel running."""
+
+
+GPU_POWERS: Final = {
+    # Busy: NVIDIA H200 data sheet, SXM, "up to 700 W". Idle: 80.3 W measured on an H200 SXM by
+    # nvidia-smi ("ghost power" of the ALICE GPU energy benchmark, June 2026); a second published
+    # figure is 73.7 W, over boards of one provider (ConserveMode, 2026).
+    "h200": GpuPower(700.0, 80.3),
+    # NVIDIA H100 data sheet, SXM.
+    "h100": GpuPower(700.0, None),
+    # NVIDIA A100 data sheet, 80 GB SXM.
+    "a100-80g": GpuPower(400.0, None),
+    # NVIDIA L4 data sheet.
+    "l4": GpuPower(72.0, None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RadioPower:
+    """Powers in watts, above a radio that is off."""
+
+    connected_w: float
+    connected_s: float
+    """After a packet."""
+    tail_w: float
+    tail_s: float
+    """After ``connected_s``."""
+    idle_w: float
+    promotion_s: float = 0.0
+    promotion_w: float = 0.0
+    up_j_per_bit: float = 0.0
+    down_j_per_bit: float = 0.0
+    """Beyond ``connected_w``."""
+
+    def gap_j(self, gap_s: float) -> float:
+        """Between two packets, or after the last one."""
+        connected_s = min(gap_s, self.connected_s)
+        tail_s = min(gap_s - connected_s, self.tail_s)
+        idle_s = gap_s - connected_s - tail_s
+        return self.connected_w * connected_s + self.tail_w * tail_s + self.idle_w * idle_s
+
+    def wakes_after(self, gap_s: float) -> bool:
+        return gap_s > self.connected_s + self.tail_s
+
+
+RADIOS: Final = {
+    # Promotion 0.26 s at 1.21 W; connected at 1.2 W (its "beta") until 0.1 s without a packet;
+    # short and long DRX of 0.02 and 10 s at 1.06 W; idle: 43 ms of paging at 0.594 W every 1.28 s;
+    # 438.39 mW a Mbit/s up, 51.97 down.
+    "lte": RadioPower(1.2, 0.1, 1.06, 10.02, 0.594 * 0.043 / 1.28, 0.26, 1.21, 438.39e-9, 51.97e-9),
+    # Active, and 0.25 s of tail, at 0.403 W; standby at 0.02 W.
+    "wifi": RadioPower(0.403, 0.25, 0.403, 0.0, 0.02),
+}
+
+
+class RadioMeter:
+    """Adds up what one radio took; idle at first. Times must not decrease."""
+
+    def __init__(self, power: RadioPower) -> None:
+        self._power = power
+        self._packet_s: float | None = None
+        self._settled_s = 0.0
+        self._taken_j = 0.0
+
+    def packet(self, now_s: float, up_bytes: int = 0, down_bytes: int = 0) -> None:
+        self._settle(now_s)
+        power, before_s = self._power, self._packet_s
+        if before_s is None or power.wakes_after(now_s - before_s):
+            self._taken_j += power.promotion_s * power.promotion_w
+        self._taken_j += 8 * (power.up_j_per_bit * up_bytes + power.down_j_per_bit * down_bytes)
+        self._packet_s = now_s
+
+    def take(self, now_s: float) -> float:
+        """Joules since the last call."""
+        self._settle(now_s)
+        taken_j, self._taken_j = self._taken_j, 0.0
+        return taken_j
+
+    def _settle(self, now_s: float) -> None:
+        power, packet_s = self._power, self._packet_s
+        if packet_s is None:
+            self._taken_j += power.idle_w * (now_s - self._settled_s)
+        else:
+            since_s = self._settled_s - packet_s
+            self._taken_j += power.gap_j(now_s - packet_s) - power.gap_j(since_s)
+        self._settled_s = now_s
+
 
 MAX_DEVICES = 1_000_000
+
 _MINUTE_MS = 60_000.0
 
 
@@ -126,7 +234,6 @@ class VerifierSection:
     stages: StagesSection | None = None
     max_sessions: int = 64
     max_rows_per_pass: int = 1024
-    max_rows_per_session: int = 512
     gpu_power: str = ""
     """h200, h100, a100-80g or l4: published powers of each machine (``gpu_power.py``)."""
     busy_w: float = 0.0
@@ -139,7 +246,6 @@ class VerifierSection:
         bounded("count", self.count, 1, 10_000)
         bounded("max_sessions", self.max_sessions, 1, MAX_DEVICES)
         bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 20)
-        bounded("max_rows_per_session", self.max_rows_per_session, 1, 1 << 20)
         bounded("busy_w", self.busy_w, 0.0, 1e6)
         if self.gpu_power and self.gpu_power not in GPU_POWERS:
             known = ", ".join(GPU_POWERS)
@@ -169,16 +275,8 @@ def _exactly_one(what: str, given: dict[str, bool]) -> None:
         raise ValueError(f"{what} needs exactly one of {', '.join(given)}, but names {said}")
 
 
-# --- pass times from data sheets ---------------------------------------------------------------
-# what a machine could do at best, until someone measures it.
-# A pass reads the weights once and the cached keys and values of its sessions, and multiplies
-# every row with every weight; it takes as long as the slower of the two, plus the engine's own
-# time (Williams, Waterman, Patterson, CACM 2009; Chen, "Transformer Inference Arithmetic", 2022).
-# Real engines reach a share of either limit: ``_EFFICIENCY``, which published serving figures lie
-# around. A report that used one of these says "computed, not measured".
-
-
 _EFFICIENCY: Final = 0.7
+
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -240,9 +338,6 @@ def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
     return TimeLaw(table, context_s)
 
 
-# --- from a scenario's cost section to the law that the simulator asks for seconds -------------
-
-
 _SPREAD_POINTS = 21
 
 
@@ -298,10 +393,8 @@ def _log_normal(deviation: float) -> tuple[float, ...]:
     return tuple(math.exp(normal.inv_cdf(share)) for share in shares)
 
 
-# --- the links between the nodes of a target in stages, and how their passes straggle ----------
-
-
 _POINTS = 101
+
 _STRAGGLE_FACTOR = 4.0
 
 
@@ -313,7 +406,7 @@ def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
     path = file_named(section.rtt_matrix, folder)
     if not path.is_file():
         raise TraceError(f"{section.rtt_matrix}: no such file in {folder}")
-    matrix = slices(path, path.read_bytes())[0][1]
+    matrix = _first_slice(path)
     if section.nodes > len(matrix):
         raise TraceError(f"{path}: {section.nodes} nodes are asked for, but it has {len(matrix)}")
     delays_s = []
@@ -323,6 +416,36 @@ def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
             raise TraceError(f"{path}: from node {here} to {there} nothing was measured")
         delays_s.append(rtt_s / 2.0)
     return tuple(delays_s)
+
+
+_MOST_SLICE_BYTES: Final = 2**23
+
+_SLICE: Final = re.compile(r"(?:.*/)?(Seattle|PlanetLab)Data_([0-9]{1,9})")
+
+_UNIT_S: Final = {"Seattle": 1.0, "PlanetLab": 1e-3}
+
+
+def _first_slice(path: Path) -> npt.NDArray[np.float64]:
+    """Of an archive of NetLatency: a tab-separated square of round trips a time slice, 0 where
+    nothing was measured. In seconds. Raises ``TraceError``."""
+    first: tuple[int, str, bytes] | None = None
+    try:
+        with tarfile.open(path, mode="r|xz") as archive:
+            for member in archive:
+                named = _SLICE.fullmatch(member.name)
+                if named is None or member.size > _MOST_SLICE_BYTES:
+                    raise TraceError(f"{path}: {member.name}: no slice of a matrix")
+                if first is None or int(named[2]) < first[0]:
+                    content = archive.extractfile(member)
+                    first = int(named[2]), named[1], content.read() if content else b""
+        if first is None:
+            raise TraceError(f"{path}: holds no matrix")
+        matrix = np.loadtxt(io.BytesIO(first[2]), ndmin=2) * _UNIT_S[first[1]]
+    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
+        raise TraceError(f"{path}: expected a square of times in tar.xz: {error}") from error
+    if matrix.shape[0] != matrix.shape[1] or not (np.isfinite(matrix) & (matrix >= 0.0)).all():
+        raise TraceError(f"{path}: the first slice is no square of times")
+    return matrix
 
 
 def straggling(law: TimeLaw, section: StagesSection) -> TimeLaw:

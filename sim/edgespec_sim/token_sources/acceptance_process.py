@@ -63,11 +63,6 @@ class AcceptanceLaw:
         if not 0.0 <= self.persistence < 1.0:
             raise ValueError(f"persistence is {self.persistence:g}, but must be in [0, 1)")
 
-    @classmethod
-    def of(cls, acceptance: float) -> AcceptanceLaw:
-        """The shape of the bundled pair's greedy tape at another mean acceptance, in (0, 1)."""
-        return _BUNDLED_GREEDY.at(acceptance)
-
     @property
     def width(self) -> int:
         """Ranks it knows: guesses beyond them are never right."""
@@ -251,15 +246,3 @@ def _shift(chances: tuple[float, ...], log_odds: float) -> tuple[float, ...]:
     moved = first / (first + (1 - first) * float(np.exp(-log_odds)))
     scale = (1 - moved) / (1 - first) if first < 1 else 0.0
     return (moved, *(scale * chance for chance in chances[1:]))
-
-
-# ``fit(tape_named("bundled-greedy"))``, rounded; a test holds it to that.
-_BUNDLED_GREEDY = AcceptanceLaw(
-    easy=(0.9967, 0.0001, 0.0001, 0.0001, 0.0001, 0.0001, 0.0026, 0.0001),
-    hard=(0.8707, 0.0893, 0.0186, 0.0083, 0.0041, 0.0028, 0.0007, 0.0007),
-    after_miss=(0.7574, 0.1055, 0.0488, 0.0205, 0.0110, 0.0142, 0.0079, 0.0016),
-    share_alpha=1.729,
-    share_beta=1.965,
-    persistence=0.9652,
-    origin="shaped as the bundled pair's greedy text",
-)

@@ -40,8 +40,8 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
 from edgespec.telemetry.match_tape import MatchTape, TapeError, ranks_along, read_tape
 from edgespec.verifier.targets.toy import ToyTarget
+from edgespec_sim.links.network_trace import file_named
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
-from edgespec_sim.traces.network_trace import file_named
 
 
 @dataclass(frozen=True, slots=True)

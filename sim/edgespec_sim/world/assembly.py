@@ -18,23 +18,27 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.radio import Change
 from edgespec_sim.run_summary import (
     LinkLoad,
     VerifierSummary,
 )
-from edgespec_sim.scenario.network import Sessions
-from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.scenario.sections import Scenario, Sessions
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
 from edgespec_sim.world.conservation import ArrivalWatch, Conservation
-from edgespec_sim.world.governors import ConditionCourse
 from edgespec_sim.world.meters import MeteredStream, Meters, never_begun
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.radio_network import Cells
-from edgespec_sim.world.site import Hardware, Powered, Site, SiteCounters, build_site, charge
-from edgespec_sim.world.surrounding import Surrounding
-from edgespec_sim.world.user import User, UserSettings
+from edgespec_sim.world.radio_network import Cells, Change
+from edgespec_sim.world.site import (
+    Hardware,
+    Powered,
+    Site,
+    SiteCounters,
+    Surrounding,
+    build_site,
+    charge,
+)
+from edgespec_sim.world.user import ConditionCourse, User, UserSettings
 
 # --- what becomes of a running session whose phone changes its cell ----------------------------
 # The session stays with its verifier, over the backhaul, or moves to the new cell's. To move, the

@@ -12,24 +12,22 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Commit, Downlink, Open, Uplink
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
-from edgespec_sim.replication import Total, mean_interval, ratio_interval
-from edgespec_sim.run_summary import PACE, GroupSummary, RequestRow, Series, Spread, spread_of
-from edgespec_sim.scenario.network import FRAMING_BYTES
-from edgespec_sim.scenario.power import RadioMeter
-from edgespec_sim.sessions import Stream
-from edgespec_sim.wire_size import message_bytes
+from edgespec_sim.replication import Total, ratio_interval
+from edgespec_sim.run_summary import GroupSummary, Pace, RequestRow, Spread, spread_of
+from edgespec_sim.scenario.sections import FRAMING_BYTES
+from edgespec_sim.scenario.verifiers import RadioMeter
+from edgespec_sim.sessions import Stream, message_bytes
 from edgespec_sim.world.conservation import StreamWatch
-from edgespec_sim.world.governors import Walked
 
 MAX_ROWS = 500
-SERIES_STEPS = 60
+ACTIVE_STEPS = 60
 PACE_STEPS = 30
 """Of the time per token, which takes more tokens a step to be known."""
 
@@ -44,6 +42,15 @@ class Handed:
     """Moves to another verifier that computed the prefix again."""
     with_kv: int = 0
     """Moves with the keys and values."""
+
+
+@dataclass(slots=True)
+class Walked:
+    """What the governor did while one request ran."""
+
+    tightened: int = 0
+    """Restrictions of the draft's memory."""
+    loosened: int = 0
 
 
 @dataclass(slots=True)
@@ -111,8 +118,8 @@ def never_begun(group: str, device: str, asked_s: float, waited_s: float) -> Req
 @dataclass(slots=True)
 class Meters:
     """Of one arm. Made to be merged: shards of a world add up. Records, ranks, gaps and
-    the pace are those of the requests that count; the other series are of the whole world. No
-    series goes on behind ``duration_s``, whatever ends later."""
+    the pace are those of the requests that count; ``active_at`` is of the whole world. Neither
+    goes on behind ``duration_s``, whatever ends later."""
 
     duration_s: float
     window_s: float
@@ -121,8 +128,7 @@ class Meters:
     ranks: list[Sequence[int]] = field(default_factory=list)
     """Of the tokens of the first requests (``tokens.Ranked``): what the bounds are made of."""
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
-    tokens_at: list[int] = field(default_factory=lambda: [0] * SERIES_STEPS)
-    active_at: list[float] = field(default_factory=lambda: [0.0] * SERIES_STEPS)
+    active_at: list[float] = field(default_factory=lambda: [0.0] * ACTIVE_STEPS)
     """Mean number of requests under way in each step."""
     pace_at: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)] * PACE_STEPS)
     """Of the tokens behind a request's first that came in each step: the time since the token
@@ -133,9 +139,6 @@ class Meters:
 
     def delivered(self, times_s: Sequence[float], *, counts: bool = True) -> None:
         """Each token of one request, when it came; ``counts``: whether the request does."""
-        for at_s in times_s:
-            if at_s <= self.duration_s:
-                self.tokens_at[self._step(at_s)] += 1
         if not counts:
             return
         for before_s, at_s in itertools.pairwise(times_s):
@@ -149,21 +152,20 @@ class Meters:
     def was_active(self, start_s: float, end_s: float) -> None:
         if start_s > self.duration_s:
             return
-        step_s = self.duration_s / SERIES_STEPS
+        step_s = self.duration_s / ACTIVE_STEPS
         for step in range(self._step(start_s), self._step(end_s) + 1):
             within_s = min(end_s, (step + 1) * step_s) - max(start_s, step * step_s)
             self.active_at[step] += max(0.0, within_s) / step_s
 
     def _step(self, now_s: float) -> int:
-        return min(int(now_s / self.duration_s * SERIES_STEPS), SERIES_STEPS - 1)
+        return min(int(now_s / self.duration_s * ACTIVE_STEPS), ACTIVE_STEPS - 1)
 
     def merge(self, other: Meters) -> None:
         self.records += other.records
         self.ranks += other.ranks
         self.gaps_s.extend(other.gaps_s)
         self.events += other.events
-        for step in range(SERIES_STEPS):
-            self.tokens_at[step] += other.tokens_at[step]
+        for step in range(ACTIVE_STEPS):
             self.active_at[step] += other.active_at[step]
         for step, (seconds, tokens) in enumerate(other.pace_at):
             mine_s, mine = self.pace_at[step]
@@ -189,18 +191,6 @@ class Meters:
         """Tokens that a relaxed rule changed, of how many delivered."""
         lossy = [one for one in self.records if one.lossy]
         return sum(one.mismatches for one in lossy), sum(one.tokens for one in lossy)
-
-    # --- summaries -------------------------------------------------------------------------
-
-    def series(self) -> tuple[Series, ...]:
-        """Of one seed."""
-        step_s = self.duration_s / SERIES_STEPS
-        return (
-            Series(
-                "tokens delivered", "tokens/s", step_s, tuple(n / step_s for n in self.tokens_at)
-            ),
-            Series("requests under way", "requests", step_s, tuple(self.active_at)),
-        )
 
     def rows(self) -> tuple[RequestRow, ...]:
         return tuple(_row(one) for one in self.records[:MAX_ROWS])
@@ -301,39 +291,16 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def pace(seeds: Sequence[Meters]) -> Series:
-    """The mean time per token in each step of the run, over all tokens that came in it, and its 95
-    % interval over several seeds."""
+def pace(seeds: Sequence[Meters]) -> Pace:
+    """Over all tokens that came in each step of the run; with intervals of several seeds."""
     found = [ratio_interval(same) for same in zip(*(one.pace_at for one in seeds), strict=True)]
     several = len(seeds) > 1
-    return Series(
-        PACE,
-        "ms",
+    return Pace(
         seeds[0].duration_s / PACE_STEPS,
         tuple(None if one is None else 1e3 * one.value for one in found),
         tuple(None if one is None else 1e3 * one.low for one in found) if several else (),
         tuple(None if one is None else 1e3 * one.high for one in found) if several else (),
     )
-
-
-def pooled_series(seeds: Sequence[tuple[Series, ...]]) -> tuple[Series, ...]:
-    """The means over several seeds and their 95 % intervals; one seed stands as it is."""
-    if len(seeds) == 1:
-        return seeds[0]
-    pooled = []
-    for same in zip(*seeds, strict=True):
-        values = ([value or 0.0 for value in one.values] for one in same)
-        steps = list(zip(*values, strict=True))
-        ends = [mean_interval(step) for step in steps]
-        pooled.append(
-            replace(
-                same[0],
-                values=tuple(sum(step) / len(step) for step in steps),
-                low=tuple(max(0.0, low) for low, _ in ends),
-                high=tuple(high for _, high in ends),
-            )
-        )
-    return tuple(pooled)
 
 
 # --- a stream that counts what it carries, and lets a watch see it -----------------------------

@@ -21,20 +21,19 @@ from functools import partial
 from pathlib import Path as FilePath
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec_sim.association import LinkView
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.formats import read_trace
+from edgespec_sim.links.generators import generate
+from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, file_named
 from edgespec_sim.links.path import Link, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
 from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection
 from edgespec_sim.run_summary import LinkLoad
-from edgespec_sim.scenario.network import LinkSection
-from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.scenario.sections import LinkSection, Scenario
 from edgespec_sim.sessions import FixedDelay, Stream
-from edgespec_sim.traces.formats import read_trace
-from edgespec_sim.traces.generators import generate
-from edgespec_sim.traces.network_trace import NetworkTrace, TraceStatistics, file_named
 from edgespec_sim.world.conservation import AuditedLoadedQueue, AuditedQueue
 from edgespec_sim.world.meters import Sending
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
+from edgespec_sim.world.site import LinkView
 
 # --- how busy a link of a scenario was, from the time for which messages occupied its queues ---
 
@@ -150,9 +149,7 @@ class LinkInstances:
         self.section = section
         self._duration_s, self._seed, self._audited = duration_s, seed, audited
         self._trace = trace_of(section, seed, duration_s, folder)
-        self._traced = (
-            TraceLinks.of(self._trace, up_share=section.up_share) if self._trace else None
-        )
+        self._traced = TraceLinks.of(self._trace) if self._trace else None
         self._queues: dict[int, Queues] = {}
         self._weather: dict[int, Weather] = {}
         least_rtt_s = section.rtt_ms / 1e3
@@ -160,19 +157,14 @@ class LinkInstances:
         if self._trace is not None:
             least_rtt_s = min(self._trace.rtt_s)
             self.typical_rtt_s = TraceStatistics.of(self._trace).rtt_median_s
-        self.least_ways_s = (
-            least_rtt_s * section.up_share,
-            least_rtt_s * (1.0 - section.up_share),
-        )
+        self.least_ways_s = (least_rtt_s * 0.5, least_rtt_s * 0.5)
         """What a small message takes up and down when nothing is in the way."""
 
     @property
     def plain(self) -> bool:
         """It only takes time."""
         section = self.section
-        bare = LinkSection(
-            rtt_ms=section.rtt_ms, up_share=section.up_share, framing_bytes=section.framing_bytes
-        )
+        bare = LinkSection(rtt_ms=section.rtt_ms, framing_bytes=section.framing_bytes)
         return replace(section, shared=False) == bare
 
     @property

@@ -21,7 +21,6 @@ from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.association import association_policy
 from edgespec_sim.bounds import RunLengths, lower_bounds
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.replication import (
@@ -56,9 +55,9 @@ from edgespec_sim.token_sources.source import (
     tape_named,
 )
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
-from edgespec_sim.world.meters import SERIES_STEPS, Meters, RequestRecord, pace, pooled_series
+from edgespec_sim.world.meters import ACTIVE_STEPS, Meters, RequestRecord, pace
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.surrounding import Surrounding
+from edgespec_sim.world.site import Surrounding, association_policy
 
 # --- what a reader of a run has to know --------------------------------------------------------
 # where times and energies come from, and what was relaxed.
@@ -117,10 +116,9 @@ def losses_of(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) 
             counts = [outcome.meters.changed for one, outcome in outcomes if one is arm]
             changed, tokens = (sum(column) for column in zip(*counts, strict=True))
             share = changed / tokens if tokens else 0.0
-            rising = ", more for what matters" if scenario.tokens.lossy_by_importance else ""
             notes.append(
                 f"LOSSY: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
-                f" the best token's probability on{rising}; {share:.1%} of its tokens are"
+                f" the best token's probability on; {share:.1%} of its tokens are"
                 " not the target's."
             )
     return tuple(notes)
@@ -209,8 +207,8 @@ def instability(scenario: Scenario, outcomes: Sequence[WorldOutcome], seeds: int
     """In words, if what is under way grows by more than two numbers of a steady state differ by (as
     of Poisson), and by a share of what comes."""
     middle_s = scenario.duration_s - scenario.window_s / 2.0
-    middle = int(middle_s / scenario.duration_s * SERIES_STEPS)
-    active = [sum(o.meters.active_at[step] for o in outcomes) for step in range(SERIES_STEPS)]
+    middle = int(middle_s / scenario.duration_s * ACTIVE_STEPS)
+    active = [sum(o.meters.active_at[step] for o in outcomes) for step in range(ACTIVE_STEPS)]
     around = active[max(0, middle - _STEPS // 2) : middle + _STEPS // 2 + 1]
     before, after = sum(around) / len(around), sum(active[-_STEPS:]) / _STEPS
     came = sum(one.started_s >= middle_s for o in outcomes for one in o.meters.records)
@@ -328,13 +326,7 @@ def token_source(
         case TokensFrom.TOY:
             sampling = SamplingParams(temperature=tokens.temperature, seed=seed)
             if lossy and tokens.lossy_threshold is not None:
-                return LossySource(
-                    _TOY,
-                    tokens.noise,
-                    sampling,
-                    tokens.lossy_threshold,
-                    by_importance=tokens.lossy_by_importance,
-                )
+                return LossySource(_TOY, tokens.noise, sampling, tokens.lossy_threshold)
             return ToySource(_TOY, tokens.noise, sampling)
         case _:
             assert_never(tokens.source)
@@ -428,7 +420,7 @@ def _arm_summary(
         for outcome in same[1:]:
             meters.merge(outcome.meters)
         of_seeds.append(meters)
-    series = (pace(of_seeds), *pooled_series([meters.series() for meters in of_seeds]))
+    paces = pace(of_seeds)
     tpot = ratio_interval([(one.tpot.seconds, one.tpot.requests) for one in of_seeds])
     verifiers = tuple(one for outcome in each[0] for one in outcome.verifiers)
     meters = of_seeds[0]
@@ -443,7 +435,7 @@ def _arm_summary(
         groups=meters.groups(),
         verifiers=verifiers,
         bounds=_bounds(scenario, folder, arm, meters),
-        series=series,
+        pace=paces,
         rows=meters.rows(),
         tpot_interval=(tpot.low, tpot.high) if tpot is not None and seeds > 1 else None,
         links=_pooled_links([outcome.links for outcome in outcomes]),

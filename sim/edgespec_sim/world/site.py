@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from edgespec.core.association import policies
+from edgespec.core.association.policies import Association, ranked
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.protocol.messages import Limits
+from edgespec.core.protocol.sampling import noise_bits
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.association import VerifierView
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection
@@ -33,7 +36,107 @@ from edgespec_sim.token_sources.relaxed_rule import rules_of
 from edgespec_sim.token_sources.source import TokenSource
 from edgespec_sim.world.conservation import AuditedQueue, Slots
 from edgespec_sim.world.meters import RequestRecord
-from edgespec_sim.world.surrounding import Surrounding
+
+# Which verifier does a device use? Asked anew before each session opens.
+#
+# listed, lowest-delay, rendezvous   the product's own (``edgespec.core.association.policies``)
+# random                             any verifier, by a seed
+# strongest-signal                   the best radio link, whatever the load
+
+
+# A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
+_MESSAGE_BITS = 8 * 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierView:
+    name: str
+    pass_s: float
+    """One pass of a lone session."""
+    sessions: int
+    max_sessions: int
+    session_s: float = 0.0
+    """How much longer a pass takes with every further session in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """Between one device and one verifier."""
+
+    rtt_s: float
+    up_bits_per_s: float = math.inf
+    down_bits_per_s: float = math.inf
+    snr_db: float | None = None
+    """Signal to interference and noise; None on links that are not radio."""
+
+
+Choice = Callable[[str, Sequence[VerifierView], Sequence[LinkView]], int]
+
+"""Of (name of the device, verifiers, its links to them): the index of a verifier. A full one may be
+chosen only when all are full."""
+
+
+def association_policy(name: str, seed: int = 0) -> Choice:
+    """Raises ``ValueError`` naming the known ones; only ``random`` looks at the seed."""
+    if name == "random":
+        return lambda device, verifiers, links: _least(
+            verifiers,
+            [noise_bits(seed ^ zlib.crc32(device.encode()), v, 0) for v in range(len(verifiers))],
+        )
+    if name == "strongest-signal":
+        # A cable counts as stronger than any radio link; equal ones differ by their round trip.
+        return lambda device, verifiers, links: _least(
+            verifiers,
+            [(-math.inf if one.snr_db is None else -one.snr_db, one.rtt_s) for one in links],
+        )
+    known = {one.value: one for one in Association}
+    if name not in known:
+        names = ", ".join((*known, "random", "strongest-signal"))
+        raise ValueError(f"association is {name!r}, but must be one of {names}")
+    return lambda device, verifiers, links: _as_product(known[name], device, verifiers, links)
+
+
+def _least(verifiers: Sequence[VerifierView], costs: Sequence[float | tuple[float, ...]]) -> int:
+    """Full ones last; of equal ones that with fewest sessions, and then the first."""
+    views = [(one.sessions >= one.max_sessions, one.sessions) for one in verifiers]
+    return min(range(len(views)), key=lambda v: (views[v][0], costs[v], views[v][1]))
+
+
+def _as_product(
+    association: Association,
+    device: str,
+    verifiers: Sequence[VerifierView],
+    links: Sequence[LinkView],
+) -> int:
+    views = [
+        policies.VerifierView(
+            view.name, round_s(view, link), view.sessions, view.sessions >= view.max_sessions
+        )
+        for view, link in zip(verifiers, links, strict=True)
+    ]
+    best = ranked(association, device, views)[0]
+    return next(index for index, view in enumerate(verifiers) if view.name == best)
+
+
+def round_s(verifier: VerifierView, link: LinkView) -> float:
+    """Expected seconds from sending a draft to holding its commit, for one more session: round
+    trip, pass, and both messages on the link."""
+    serialisation_s = _MESSAGE_BITS / link.up_bits_per_s + _MESSAGE_BITS / link.down_bits_per_s
+    pass_s = verifier.pass_s + verifier.session_s * verifier.sessions
+    return link.rtt_s + serialisation_s + pass_s
+
+
+@dataclass(frozen=True, slots=True)
+class Surrounding:
+    """The token source, the association and the checks that all arms of a comparison share."""
+
+    source: TokenSource
+    association: Choice
+    folder: Path
+    """Where relative file names of the scenario start."""
+    checks: bool = True
+    """Whether the laws of ``conservation.py`` are judged while the world is played."""
+
 
 # A device notices within a few seconds (docs/measurements.md: 3 to 4 s) when nothing says so; a
 # process that dies resets its connections at once.
@@ -176,7 +279,6 @@ class Site:
         engine_limits = EngineLimits(
             max_sessions=max(1, self.section.max_sessions // slots),
             max_rows_per_pass=self.section.max_rows_per_pass,
-            max_rows_per_session=self.section.max_rows_per_session,
         )
         servers = []
         for number, compute in enumerate(self._computes):
@@ -187,15 +289,6 @@ class Site:
                 SimulatedVerifier(self._queue, engine, target, compute, self._tracer, name)
             )
         return tuple(servers)
-
-
-# --- what the verifiers of a scenario run on ---------------------------------------------------
-# a machine, or layers over several nodes. On one machine passes run one after another. When the
-# layers lie on N nodes (arXiv 2511.11733), a pass goes through N machines with a link between
-# neighbours, each node works on one pass at a time, and as many passes as there are slots are under
-# way at once. A node that is lost takes its layers' part of every cache with it. The product's
-# engine has no word for half a cache, so it starts anew when the way around stands; devices resume
-# with what they hold and are fed again. Passes that were on their way end nowhere.
 
 
 LawOfShare = Callable[[float], TimeLaw]
@@ -412,14 +505,6 @@ def _lose(site: Site, stages: Stages, reroute_s: float) -> None:
     stages.lose()
     site.pass_s = stages.pass_s
     site.restart(reroute_s)
-
-
-# --- what verifiers draw, and which requests bear it -------------------------------------------
-# A pass draws ``busy_w`` for as long as it runs, and its requests bear that by their rows in it.
-# A machine that is powered and runs no pass draws ``idle_w``; over the part of the run in which
-# requests count, the requests that a verifier served bear this by what its passes took for them.
-# A verifier that served nobody is powered all the same: nobody bears that, and its own summary
-# tells it. Machines are on from the start to the end, restarts included.
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from edgespec.core.device.memory import SMALLEST_WINDOW, MemoryGuard, Restrictio
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.world.governors import WindowedDrafter
+from edgespec_sim.world.user import WindowedDrafter
 from tests.sim.faults.options import WorldOptions
 
 BUDGET: Final = 1 << 20

@@ -6,9 +6,7 @@ names the file, the line and what was expected there.
 
 from __future__ import annotations
 
-import bisect
 import csv
-import dataclasses
 import itertools
 import math
 import re
@@ -19,8 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from edgespec_sim.traces.network_trace import MAX_ROWS, NetworkTrace, TraceError
-from edgespec_sim.traces.rtt_matrix import MAGIC, MATRIX_FORMAT, read_matrix
+from edgespec_sim.links.network_trace import MAX_ROWS, NetworkTrace, TraceError
 
 # --- a trace file as bounded lines, and errors that say where in it ----------------------------
 
@@ -605,14 +602,13 @@ def read_cicv5g(text: TraceText) -> NetworkTrace:
 
 
 # --- mahimahi's packet-delivery files ----------------------------------------------------------
-# a line is a time in ms at which 1500 bytes may leave.
-# Theory of operation (Netravali et al., USENIX ATC 2015). Times do not decrease, repeat when
-# several packets may leave, and the file starts over at its last time. Opportunities are counted
-# in windows of ``CAPACITY_WINDOW_S``, which gives capacity in steps. Windows without any are
-# joined to the next one that has some, so the bytes are conserved; ``OUTAGE_S`` or more of them
-# are an outage. A file knows one direction and no delay: it is the up column, with an RTT of 0,
-# until ``read_pair`` says more. A last line without a line end counts, as Mahimahi's own reader
-# has it.
+# a line is a time in ms at which 1500 bytes may leave. Theory of operation (Netravali et al.,
+# USENIX ATC 2015). Times do not decrease, repeat when several packets may leave, and the file
+# starts over at its last time. Opportunities are counted in windows of ``CAPACITY_WINDOW_S``, which
+# gives capacity in steps. Windows without any are joined to the next one that has some, so the
+# bytes are conserved; ``OUTAGE_S`` or more of them are an outage. A file knows one direction and no
+# delay: it is the up column, with an RTT of 0. A last line without a line end counts, as Mahimahi's
+# own reader has it.
 
 
 MAHIMAHI_FORMAT: Final = "mahimahi"
@@ -671,43 +667,6 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
     )
 
 
-def paired(up: NetworkTrace, down: NetworkTrace, rtt_s: float) -> NetworkTrace:
-    """Two directions as one trace, with a delay. It lasts as long as the shorter one; nothing
-    passes while either direction is out."""
-    if up.up_bits_per_s is None or down.up_bits_per_s is None:
-        raise TraceError(f"{up.name}, {down.name}: a pair needs the capacity of both")
-    duration_s = min(up.duration_s, down.duration_s)
-    times_s = sorted({time_s for time_s in (*up.time_s, *down.time_s) if time_s < duration_s})
-    return dataclasses.replace(
-        up,
-        name=f"{up.name}+{down.name}",
-        time_s=tuple(times_s),
-        rtt_s=(rtt_s,) * len(times_s),
-        duration_s=duration_s,
-        up_bits_per_s=_mahimahi_at(up.time_s, up.up_bits_per_s, times_s),
-        down_bits_per_s=_mahimahi_at(down.time_s, down.up_bits_per_s, times_s),
-        outages_s=_mahimahi_union((*up.outages_s, *down.outages_s), duration_s),
-    )
-
-
-def _mahimahi_at(
-    times_s: tuple[float, ...], values: tuple[float, ...], wanted_s: list[float]
-) -> tuple[float, ...]:
-    return tuple(values[bisect.bisect_right(times_s, time_s) - 1] for time_s in wanted_s)
-
-
-def _mahimahi_union(
-    intervals_s: tuple[tuple[float, float], ...], until_s: float
-) -> tuple[tuple[float, float], ...]:
-    joined: list[tuple[float, float]] = []
-    for start_s, end_s in sorted(intervals_s):
-        if joined and start_s <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], min(max(joined[-1][1], end_s), until_s))
-        elif start_s < until_s:
-            joined.append((start_s, min(end_s, until_s)))
-    return tuple(joined)
-
-
 _TEXT_FORMATS: Final[
     dict[str, tuple[Callable[[str], bool], Callable[[TraceText], NetworkTrace]]]
 ] = {
@@ -718,44 +677,20 @@ _TEXT_FORMATS: Final[
     STARLINK_FORMAT: (is_starlink, read_starlink),
     MAHIMAHI_FORMAT: (is_mahimahi, read_mahimahi),
 }
-FORMATS: Final = (*_TEXT_FORMATS, MATRIX_FORMAT)
+FORMATS: Final = tuple(_TEXT_FORMATS)
 
 # What is looked at to tell the format.
 _HEAD_CHARACTERS: Final = 8192
 
 
-def read_trace(
-    path: Path | str,
-    *,
-    format: str | None = None,
-    name: str | None = None,
-    pair: tuple[int, int] | None = None,
-) -> NetworkTrace:
-    """The trace in a file; ``format`` None: told from the content. ``pair`` chooses two nodes of
-    an RTT matrix and goes with that format only. Raises ``TraceError``."""
-    path = Path(path)
-    name = path.name if name is None else name
-    if format is not None and format not in FORMATS:
-        raise TraceError(f"{path}: no format {format!r}; known are {', '.join(FORMATS)}")
+def read_trace(path: Path) -> NetworkTrace:
+    """The trace in a file, whose format its content tells. Raises ``TraceError``."""
     data = read_bytes(path)
-    if format == MATRIX_FORMAT or (format is None and data.startswith(MAGIC)):
-        return read_matrix(path, name, data, pair)
-    if pair is not None:
-        raise TraceError(f"{path}: pair {pair} is given, but only {MATRIX_FORMAT} has pairs")
-    text = as_text(path, name, data)
+    text = as_text(path, path.name, data)
     if not any(text.lines):
         raise text.no_rows()
-    if format is None:
-        head = "\n".join(text.lines[:200])[:_HEAD_CHARACTERS]
-        format = next((known for known, (sniff, _) in _TEXT_FORMATS.items() if sniff(head)), None)
+    head = "\n".join(text.lines[:200])[:_HEAD_CHARACTERS]
+    format = next((known for known, (sniff, _) in _TEXT_FORMATS.items() if sniff(head)), None)
     if format is None:
         raise text.error(1, f"the beginning of a known format ({', '.join(FORMATS)})")
     return _TEXT_FORMATS[format][1](text)
-
-
-def read_pair(up: Path | str, down: Path | str, *, rtt_s: float = 0.0) -> NetworkTrace:
-    """Two packet-delivery files of Mahimahi, one a direction, as one trace; ``rtt_s`` is the delay
-    that such files do not know. Raises ``TraceError``."""
-    return paired(
-        read_trace(up, format=MAHIMAHI_FORMAT), read_trace(down, format=MAHIMAHI_FORMAT), rtt_s
-    )

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from edgespec_sim.traces.network_trace import Array, NetworkTrace, TraceError
+from edgespec_sim.links.network_trace import Array, NetworkTrace, TraceError
 
 # --- the numbers behind the generators, each with the data it was fitted to, or called assumed ---
 # A law says how round-trip times are distributed (quantiles), how they depend on one another in

@@ -1,1 +1,0 @@
-"""Network traces: what they are, how they are read, made and judged."""
