@@ -201,9 +201,9 @@ def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure
 def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -> Figure:
     arms = list(dict.fromkeys(arm.arm for _, run in points for arm in run.arms))
     paint = colors(arms)
-    xs = [_plain(varied[x_key]) if x_key else 0 for varied, _ in points]
+    xs: list[Any] = [_plain(varied[x_key]) if x_key else 0 for varied, _ in points]
     if _numeric(xs):
-        places = sorted(range(len(xs)), key=lambda place: xs[place])  # type: ignore[arg-type,return-value]
+        places = sorted(range(len(xs)), key=xs.__getitem__)
         points, xs = [points[place] for place in places], [xs[place] for place in places]
     data = []
     for name in arms:
