@@ -5,8 +5,8 @@ Oracle: the texts, read by a person when they change. To accept a change: ``REWR
 pytest`` with this file, and look at the difference. (The tests hide all ``EDGESPEC_`` variables
 from themselves, so the name has no such beginning.) A file of scripts holds cases (``== name``), a
 case commands, and each command's actions stand below it behind four blanks (but for those of a line
-that begins with ``.``: they are the same in each case, and the first shows them); the target says
-``TEXT``. The commands are the methods of ``Script``; ``name=value`` are keywords.
+that begins with ``.``: it sets the scene, and other cases show them); the target says ``TEXT``. The
+commands are the methods of ``Script``; ``name=value`` are keywords.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _options(policy: DraftPolicy, run_ahead: RunAhead, cuts: int = 0) -> WorldOp
     return WorldOptions(
         model=ToyModel(vocabulary_size=16, order=2, seed=1),
         policies=(policy,),
-        sampling=SamplingParams(max_tokens=8),
+        sampling=SamplingParams(max_tokens=5),
         run_ahead=run_ahead,
         delay_s=0.02,
         step_s=0.01,
