@@ -242,9 +242,7 @@ def test_a_breaker_opens_asks_and_closes() -> None:
 
 # --- random worlds ----------------------------------------------------------------------------
 
-DIAL_S, PROBE_S, STEP_S = 5.0, 1.5, 0.05
-CALM_AFTER_S = 60.0
-RETRY_AFTER_S = 3.0
+DIAL_S, PROBE_S, STEP_S, RETRY_AFTER_S, CALM_AFTER_S = 5.0, 1.5, 0.05, 3.0, 60.0
 
 
 class Mood(Enum):
@@ -259,6 +257,11 @@ class Mood(Enum):
 
 
 ANSWERING = (Mood.UP, Mood.DRAINS, Mood.FULL, Mood.OTHER, Mood.SICK)
+REFUSALS = {
+    Mood.DRAINS: (MOVED, RETRY_AFTER_S),
+    Mood.FULL: (FULL, RETRY_AFTER_S),
+    Mood.KEYLESS: (FaultCode.UNAUTHENTICATED, 0.0),
+}
 
 
 @dataclass
@@ -292,19 +295,18 @@ class Session:
 class World:
     """``run`` plays until ``until_s``; ``sessions`` tell what became of the generations."""
 
-    def __init__(self, seed: int, count: int, sessions: int = 2) -> None:
+    def __init__(self, seed: int, count: int) -> None:
         self.dice = random.Random(seed)
         names = [f"v{number}" for number in range(count)]
         self.verifiers = {name: self._verifier(name, index) for index, name in enumerate(names)}
-        association = self.dice.choice(tuple(Association))
-        self.machine = Failover(FailoverPolicy(), association, seed)
+        self.machine = Failover(FailoverPolicy(), self.dice.choice(tuple(Association)), seed)
         self.now, self._ids = 0.0, itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._tick_at: float | None = None
         self.dials: set[tuple[int, str]] = set()
         self.dialed: set[tuple[int, str]] = set()
         self.probes: set[str] = set()
-        self.sessions = {number: Session(number) for number in range(1, sessions + 1)}
+        self.sessions = {number: Session(number) for number in (1, 2)}
         self.told_not_before: dict[str, float] = {}
         self.handle(ev.Known(tuple(names)))
         for session in self.sessions.values():
@@ -320,8 +322,6 @@ class World:
         calm = Mood.UP if index == 0 else self.dice.choice((Mood.UP, Mood.DOWN, Mood.HOLE))
         return Verifier(name, self.dice.uniform(0.001, 0.2), [*moods, (CALM_AFTER_S, calm)])
 
-    # --- time ------------------------------------------------------------------------------
-
     def after(self, delay_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + delay_s, next(self._ids), work))
 
@@ -331,27 +331,23 @@ class World:
             work()
 
     def handle(self, event: ev.FailoverEvent) -> None:
-        actions = self.machine.handle(event, self.now)
-        for action in actions:
+        for action in self.machine.handle(event, self.now):
             self._do(action)
         deadline = self.machine.deadline
         if isinstance(event, ev.Tick):
             assert deadline is None or deadline > self.now, "a tick that changes nothing"
         if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = max(deadline, self.now)
-            self.after(self._tick_at - self.now, self._tick)
+            self._arm(max(deadline, self.now))
+
+    def _arm(self, at: float) -> None:
+        self._tick_at = at
+        self.after(at - self.now, self._tick)
 
     def _tick(self) -> None:
         self._tick_at = None
         deadline = self.machine.deadline
         if deadline is not None:
-            self.handle(ev.Tick()) if deadline <= self.now else self._rearm(deadline)
-
-    def _rearm(self, deadline: float) -> None:
-        self._tick_at = deadline
-        self.after(deadline - self.now, self._tick)
-
-    # --- the machine's actions -------------------------------------------------------------
+            self.handle(ev.Tick()) if deadline <= self.now else self._arm(deadline)
 
     def _do(self, action: ev.FailoverAction) -> None:
         match action:
@@ -393,8 +389,7 @@ class World:
                 self.dialed.add(key)
                 self.handle(ev.Dialed(route, verifier.address))
 
-        hole = verifier.mood(self.now) is Mood.HOLE
-        self.after(DIAL_S if hole else verifier.rtt_s, ended)
+        self.after(DIAL_S if verifier.mood(self.now) is Mood.HOLE else verifier.rtt_s, ended)
 
     def _probe(self, verifier: Verifier) -> None:
         mood = verifier.mood(self.now)
@@ -402,16 +397,12 @@ class World:
         def ended() -> None:
             self.probes.discard(verifier.address)
             if mood in ANSWERING:
-                model = OTHER if mood is Mood.OTHER else MODEL
-                info = VerifierInfo(model, Limits(), 0, 8, 20_000)
+                info = VerifierInfo(OTHER if mood is Mood.OTHER else MODEL, Limits(), 0, 8, 20_000)
                 self.handle(ev.ProbeAnswered(verifier.address, info, verifier.rtt_s))
             else:
-                alive = mood is Mood.KEYLESS
-                self.handle(ev.ProbeFailed(verifier.address, f"{mood.value}", alive))
+                self.handle(ev.ProbeFailed(verifier.address, mood.value, mood is Mood.KEYLESS))
 
         self.after(PROBE_S if mood is Mood.HOLE else verifier.rtt_s, ended)
-
-    # --- a generation ----------------------------------------------------------------------
 
     def want(self, session: Session) -> None:
         if session.failed is None:
@@ -419,45 +410,37 @@ class World:
             self.handle(ev.Wanted(session.route, 200, f"text {session.route}"))
 
     def _leave(self, session: Session, leave: ev.Leave) -> None:
-        self._answered(session)
-        session.using, session.stream = None, session.stream + 1
+        self._answered(session, None)
         if not leave.retryable:
             session.failed = leave
             return
         wait_s = self.dice.uniform(0.05, 1.0) if leave.again_s is None else leave.again_s
         self.after(wait_s, lambda: self.want(session))
 
-    def _answered(self, session: Session) -> None:
+    def _answered(self, session: Session, using: str | None) -> None:
         if session.waiting:
             session.waiting = False
-            waited_s = self.now - session.asked_at
-            session.longest_wait_s = max(session.longest_wait_s, waited_s)
+            session.longest_wait_s = max(session.longest_wait_s, self.now - session.asked_at)
+        session.using, session.stream = using, session.stream + 1
 
     def _use(self, session: Session, verifier: Verifier) -> None:
         assert session.waiting, "a stream for a generation that waits for none"
-        self._answered(session)
-        session.using, session.stream = verifier.address, session.stream + 1
+        self._answered(session, verifier.address)
         stream = session.stream
         self.after(verifier.rtt_s, lambda: self._open(session, stream, verifier))
 
     def _open(self, session: Session, stream: int, verifier: Verifier) -> None:
         if session.stream != stream:
             return
-        refusals = {
-            Mood.DRAINS: (FaultCode.SHUTTING_DOWN, RETRY_AFTER_S),
-            Mood.FULL: (FaultCode.OVERLOADED, RETRY_AFTER_S),
-            Mood.KEYLESS: (FaultCode.UNAUTHENTICATED, 0.0),
-        }
         mood = verifier.mood(self.now)
         if mood is Mood.DOWN:
             return self.handle(ev.Broke(session.route, "reset"))
         if mood is Mood.HOLE:
             return self._quiet(session, stream, verifier)
-        if mood in refusals:
-            code, retry_after_s = refusals[mood]
-            not_before = self.now + retry_after_s
+        if mood in REFUSALS:
+            code, retry_after_s = REFUSALS[mood]
             known = self.told_not_before.get(verifier.address, 0.0)
-            self.told_not_before[verifier.address] = max(known, not_before)
+            self.told_not_before[verifier.address] = max(known, self.now + retry_after_s)
             return self.handle(ev.Refused(session.route, code, mood.value, retry_after_s))
         model = OTHER if mood is Mood.OTHER else MODEL
         self.handle(ev.Greeted(session.route, ModelIdentity(model.name, model.fingerprint, 4096)))
@@ -482,23 +465,20 @@ class World:
 
     def _token(self, session: Session, stream: int, verifier: Verifier, model: ModelInfo) -> None:
         if session.stream != stream:
-            return
+            return None
         mood = verifier.mood(self.now)
-        serving = Mood.OTHER if model is OTHER else Mood.UP
         if mood is Mood.HOLE:
             return self._quiet(session, stream, verifier)
-        if mood is not serving:
-            code = FaultCode.SHUTTING_DOWN
-            if mood is Mood.DRAINS:
-                self.told_not_before[verifier.address] = self.now + 1.0
-                return self.handle(ev.Refused(session.route, code, "resume elsewhere", 1.0))
+        if mood is Mood.DRAINS:
+            self.told_not_before[verifier.address] = self.now + 1.0
+            return self.handle(ev.Refused(session.route, MOVED, "resume elsewhere", 1.0))
+        if mood is not (Mood.OTHER if model is OTHER else Mood.UP):
             return self.handle(ev.Broke(session.route, "killed"))
         session.tokens += 1
         session.last_token_at = self.now
         session.models.add(model.fingerprint)
         self.handle(ev.Progressed(session.route))
-        self.after(STEP_S, lambda: self._token(session, stream, verifier, model))
-        return None
+        return self.after(STEP_S, lambda: self._token(session, stream, verifier, model))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
