@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgespec.core.device.events import (
-    Connected,
-    DraftAction,
-    Start,
-    StepDone,
-    TokenKind,
-    Transmit,
-)
+from edgespec.core.device import events as ev
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import (
-    Limits,
-    Open,
-    Opened,
-)
+from edgespec.core.protocol.messages import Limits, Open, Opened
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate
 
 PROMPT = (1, 1)
 REQUEST = Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=20))
 GREETING = Opened(Limits(), "big", 2)
-ACCEPTED, CORRECTED, DECODED = TokenKind.ACCEPTED, TokenKind.CORRECTED, TokenKind.DECODED
-
-
+ACCEPTED, CORRECTED, DECODED = ev.TokenKind.ACCEPTED, ev.TokenKind.CORRECTED, ev.TokenKind.DECODED
 RECONNECT = ReconnectPolicy(
     first_s=1.0,
     longest_s=1.0,
@@ -55,15 +42,15 @@ def streaming(
     greeting: Opened = GREETING,
 ) -> DraftSession:
     session = new_session(policy, request)
-    session.handle(Start(), 0.0)
-    session.handle(Connected(), 0.0)
+    session.handle(ev.Start(), 0.0)
+    session.handle(ev.Connected(), 0.0)
     session.handle(replace(greeting, limits=limits or Limits()), 0.0)
     return session
 
 
-def guess(*tokens: int) -> StepDone:
-    return StepDone(tuple(Candidate(token, -1.0) for token in tokens))
+def guess(*tokens: int) -> ev.StepDone:
+    return ev.StepDone(tuple(Candidate(token, -1.0) for token in tokens))
 
 
-def messages(actions: tuple[DraftAction, ...]) -> list[object]:
-    return [action.message for action in actions if isinstance(action, Transmit)]
+def messages(actions: tuple[ev.DraftAction, ...]) -> list[object]:
+    return [action.message for action in actions if isinstance(action, ev.Transmit)]

@@ -35,8 +35,6 @@ MODEL = replace(FIXED, fingerprint="fixed")
 SQL = replace(MODEL, name="sql", fingerprint="sql-on-fixed")
 POETRY = replace(MODEL, name="poetry", fingerprint="poetry-on-fixed")
 
-# --- the ledger -------------------------------------------------------------------------------
-
 
 def test_every_block_has_one_owner_and_none_is_lost() -> None:
     rng = random.Random(0)
@@ -137,22 +135,6 @@ def test_an_eviction_frees_only_what_nobody_else_holds() -> None:
     assert keeper._make_room("a", 24, (), 1.0)
     assert keeper.evicted == ["b"]  # and not c, which is newer but has nothing of its own
     assert sessions["c"].cache_length > 0
-
-
-def test_an_evicted_session_finds_its_own_blocks_again() -> None:
-    keeper, _, sessions = _world(3, 13, blocks=5, share=True)
-    sessions["a"].cache_length = 4
-    assert keeper.rows_for("a", 1, (), 0, 1.0) == 1
-    assert keeper.evicted == ["b"]
-    keeper.reserve("a", 5)
-    assert sessions["b"].cache_length == 0
-    keeper.release("a")
-    del sessions["a"]
-    assert keeper.rows_for("b", 100, (), 0, 2.0) > 0
-    assert (sessions["b"].cache_length, keeper.prefix_hit_tokens) == (12, 12)
-
-
-# --- sharing ----------------------------------------------------------------------------------
 
 
 class Serving:
@@ -340,9 +322,6 @@ def test_a_long_prompt_is_computed_once_for_two_who_come_together() -> None:
     keeper = serving.engine.keeper
     assert keeper.prefix_hit_tokens >= 16
     assert keeper.prefix_query_tokens == 1 + 27 + 27
-
-
-# --- what a mistake would meet ----------------------------------------------------------------
 
 
 def test_a_shared_block_cannot_be_written_and_one_with_two_holders_not_published() -> None:

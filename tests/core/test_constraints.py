@@ -11,30 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device import events as ev
-from edgespec.core.protocol.constraint import (
-    MAX_CONSTRAINT_BYTES,
-    ConstrainedText,
-    Constraint,
-    ConstraintError,
-    ConstraintKind,
-    mask_of,
-)
-from edgespec.core.protocol.messages import Cancel, FaultCode, Limits, Open
+from edgespec.core.protocol import constraint as co
+from edgespec.core.protocol.messages import FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.admission import refuse_open
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
-from tests.core.draft_scripts import GREETING, REQUEST, new_session
-from tests.core.token_grammars import (
-    EOS,
-    Automaton,
-    AutomatonMatcher,
-    drafted_text,
-    lawful_text,
-)
+from tests.core.token_grammars import EOS, Automaton, AutomatonMatcher, drafted_text, lawful_text
 
 MODEL = ToyModel(vocabulary_size=8, order=2, seed=4, eos_token=EOS, eos_probability=0.1)
 PROMPT = [1, 2, 3]
@@ -58,7 +43,7 @@ def test_drafts_change_nothing_of_a_constrained_text(
     automaton: Automaton, law: SamplingParams, seed: int
 ) -> None:
     params = replace(law, constraint=automaton.constraint(), max_tokens=20)
-    expected = lawful_text(MODEL, PROMPT, params, lambda out: mask_of(automaton.allowed(out)))
+    expected = lawful_text(MODEL, PROMPT, params, lambda out: co.mask_of(automaton.allowed(out)))
     for token, output in ((t, expected[:at]) for at, t in enumerate(expected)):
         assert token in automaton.allowed(output)
 
@@ -78,21 +63,21 @@ def test_a_tree_has_the_masks_of_its_paths(automaton: Automaton, data: st.DataOb
     constraint = automaton.constraint()
     nodes = data.draw(st.lists(st.integers(0, 7), max_size=8))
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
-    text = ConstrainedText(constraint, (EOS,))
+    text = co.ConstrainedText(constraint, (EOS,))
     for _ in range(2):  # the second time from where the first one left it
         found = text.masks(nodes, parents)
         paths: list[list[int]] = [[]]
         for token, parent in zip(nodes, parents, strict=True):
             paths.append([*paths[1 + parent], token])
         for path, mask in zip(paths, found, strict=True):
-            alone = ConstrainedText(constraint, (EOS,))
+            alone = co.ConstrainedText(constraint, (EOS,))
             alone.follow(path)
             assert mask == alone.mask()
 
 
 def test_a_text_is_followed_token_by_token_and_not_from_its_start() -> None:
     loop = Automaton(({1: 0, 2: 0},), frozenset({0}))
-    text = ConstrainedText(loop.constraint(), (EOS,))
+    text = co.ConstrainedText(loop.constraint(), (EOS,))
     before = AutomatonMatcher.fed
     output: list[int] = []
     for token in [1, 2] * 50:
@@ -105,7 +90,7 @@ def test_a_text_is_followed_token_by_token_and_not_from_its_start() -> None:
 
 def test_what_is_not_in_the_grammar_is_not_taken() -> None:
     once = Automaton(({1: 1}, {}), frozenset({1}))
-    text = ConstrainedText(once.constraint(), (EOS, 7))
+    text = co.ConstrainedText(once.constraint(), (EOS, 7))
     assert text.follow([EOS]) == 0
     assert text.mask() is None
     assert text.follow([1, 2]) == 1
@@ -113,7 +98,7 @@ def test_what_is_not_in_the_grammar_is_not_taken() -> None:
     assert text.follow([1, 7]) == 2  # an end token behind a complete text belongs to it
     assert text.mask() is None
     assert text.follow([1]) == 1
-    assert text.mask() == mask_of((EOS, 7))
+    assert text.mask() == co.mask_of((EOS, 7))
 
 
 def test_a_dead_end_ends_the_text() -> None:
@@ -130,7 +115,9 @@ def test_a_draft_guesses_under_the_mask() -> None:
     assert [one.token for one in drafter.step(0, PROMPT, 4)] == [5]
     assert {one.token for one in drafter.step(3, (5,), 4)} == {6, EOS}
     assert {one.token for one in drafter.step(3, (4,), 4)} != {6, EOS}  # no place in the grammar
-    drafter.begin(len(PROMPT), SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "5")))
+    drafter.begin(
+        len(PROMPT), SamplingParams(constraint=co.Constraint(co.ConstraintKind.REGEX, "5"))
+    )
     assert len(drafter.step(0, PROMPT, 4)) == 4  # nobody here reads it
 
 
@@ -138,13 +125,13 @@ def test_a_draft_guesses_under_the_mask() -> None:
     ("text", "why"),
     [
         ("", r"bytes of the regex constraint is 0, but must be in \[1, 32768\]"),
-        ("é" * (MAX_CONSTRAINT_BYTES // 2 + 1), "constraint is 32770"),
+        ("é" * (co.MAX_CONSTRAINT_BYTES // 2 + 1), "constraint is 32770"),
         ("\ud800", "the regex constraint is no Unicode"),
     ],
 )
 def test_bounds_of_a_constraint(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        Constraint(ConstraintKind.REGEX, text)
+        co.Constraint(co.ConstraintKind.REGEX, text)
 
 
 def test_a_verifier_refuses_what_it_cannot_keep() -> None:
@@ -162,25 +149,5 @@ def test_a_verifier_refuses_what_it_cannot_keep() -> None:
         FaultCode.INVALID,
         "this verifier holds no text to a grammar",
     )
-    with pytest.raises(ConstraintError, match="nothing here that reads a grammar"):
+    with pytest.raises(co.ConstraintError, match="nothing here that reads a grammar"):
         ToyTarget(MODEL).open("s", 1, unread)
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_device_hangs_up_on_a_verifier_that_does_not_know_constraints(keeps: bool) -> None:
-    sampling = SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "a"))
-    session = new_session(request=replace(REQUEST, sampling=sampling))
-    session.handle(ev.Start(), 0.0)
-    session.handle(ev.Connected(), 1.0)
-    actions = session.handle(replace(GREETING, constrained=keeps), 2.0)
-    failed = [one for one in actions if isinstance(one, ev.Fail)]
-    if keeps:
-        assert not failed
-        return
-    assert ev.Transmit(Cancel()) in actions
-    assert failed == [
-        ev.Fail(
-            "the verifier is too old to hold a text to a regex: it did not say that it does",
-            FaultCode.INVALID,
-        )
-    ]

@@ -13,23 +13,11 @@ from hypothesis import strategies as st
 
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.protocol.work import CacheShape
+from edgespec.core.verifier import traffic_budget as tb
 from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
-from edgespec.core.verifier.traffic_budget import (
-    INFO_LIMITS,
-    OPEN_LIMITS,
-    CallBudget,
-    FairShares,
-    ShareLimits,
-    StreamBudget,
-    UplinkBudget,
-    UplinkLimits,
-    fair_share,
-    water_level,
-    without_keys,
-)
 from tests.core.scenes import DECODE_S, PacedEngine
 
 SESSION_S = 0.001
@@ -61,12 +49,12 @@ def paces(paced: PacedEngine, seconds: float) -> dict[str, float]:
 
 
 def test_the_share_by_hand() -> None:
-    assert water_level(0.020, [0.2] + [0.001] * 20) == pytest.approx(0.002)
-    assert water_level(0.020, [0.2, 0.2, 0.001]) == pytest.approx(0.021)
-    assert water_level(0.020, [0.2] * 3) >= 0.2
-    assert water_level(0.020, [5.0]) >= 5.0
+    assert tb.water_level(0.020, [0.2] + [0.001] * 20) == pytest.approx(0.002)
+    assert tb.water_level(0.020, [0.2, 0.2, 0.001]) == pytest.approx(0.021)
+    assert tb.water_level(0.020, [0.2] * 3) >= 0.2
+    assert tb.water_level(0.020, [5.0]) >= 5.0
     for wants in ([0.2, 0.2, 0.001], [0.3, 0.01, 0.001]):
-        level = water_level(0.020, wants)
+        level = tb.water_level(0.020, wants)
         took = 0.020 + sum(min(want, level) for want in wants)
         assert level == pytest.approx(took / len(wants))
     for wants, share in (
@@ -77,7 +65,7 @@ def test_the_share_by_hand() -> None:
         ([10.0, 20.0, 30.0], 70.0),  # the greediest may have what the others leave
         ([50.0] * 4, 25.0),
     ):
-        assert fair_share(100.0, wants) == pytest.approx(share)
+        assert tb.fair_share(100.0, wants) == pytest.approx(share)
 
 
 def test_one_key_with_200_sessions_hardly_slows_20_keys_with_one() -> None:
@@ -210,7 +198,7 @@ def test_a_full_verifier_tells_the_place_in_line_and_when_to_come_back() -> None
     assert paced.faults[-1].message.endswith("0 wait before it")
 
 
-SHARES = ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, first=256.0)
+SHARES = tb.ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, first=256.0)
 
 
 def test_accounts_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +213,7 @@ def test_accounts_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch
 
 
 def test_payers_that_owe_nothing_are_forgotten_and_their_number_is_bounded() -> None:
-    shares = FairShares(replace(SHARES, max_payers=10), 0.0)
+    shares = tb.FairShares(replace(SHARES, max_payers=10), 0.0)
     for number in range(1_000):
         shares.spend(f"payer {number}", 1e3, number * 1e-6)
     assert len(shares) == 10
@@ -244,7 +232,7 @@ def test_payers_that_owe_nothing_are_forgotten_and_their_number_is_bounded() -> 
 def test_within_the_least_rate_nobody_ever_waits(seed: int) -> None:
     """Whatever others spend, earn or ask, and however they come and go."""
     dice = random.Random(seed)
-    shares, now, due = FairShares(replace(SHARES, max_payers=2_000), 0.0), 0.0, 0.0
+    shares, now, due = tb.FairShares(replace(SHARES, max_payers=2_000), 0.0), 0.0, 0.0
     for _ in range(20_000):
         now += dice.expovariate(2_000.0)
         name = f"other {dice.randrange(300)}"
@@ -306,7 +294,7 @@ def test_an_idle_verifier_leaves_nobody_waiting_who_could_run(seed: int) -> None
         assert paced.engine.running or not could_run(paced.engine)
 
 
-LIMITS = UplinkLimits()
+LIMITS = tb.UplinkLimits()
 
 
 # Commits of one token go out all the while: none, one every 30 ms, one every 3 ms.
@@ -317,7 +305,7 @@ def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate(
     commit_every_s: float, rate: float
 ) -> None:
     alone = replace(LIMITS, total_message_rate=1e9, total_burst=1e9)
-    budget = UplinkBudget(alone, 0.0).open(0.0)
+    budget = tb.UplinkBudget(alone, 0.0).open(0.0)
     now, commit_at, read = 0.0, commit_every_s, 0
     while now < 20.0:
         while commit_at <= now:
@@ -335,7 +323,7 @@ def test_a_device_with_steps_of_a_millisecond_is_never_slowed(
 ) -> None:
     """It sends a message each millisecond until nothing more is worth drafting: a tree of 14 steps
     after a miss, and one for each token the text moved; and acknowledges every commit."""
-    budget = UplinkBudget(LIMITS, 0.0).open(0.0)
+    budget = tb.UplinkBudget(LIMITS, 0.0).open(0.0)
     now = 0.0
     for _ in range(600):
         steps = min(round(pass_s * 1000) - 1, 14 + tokens_a_pass)
@@ -349,7 +337,7 @@ def test_a_device_with_steps_of_a_millisecond_is_never_slowed(
 @pytest.mark.parametrize(("streams", "rate"), [(10, 2_000), (100, 100 * 100)])
 def test_the_busy_streams_pay_for_the_total_and_the_quiet_do_not(streams: int, rate: int) -> None:
     """They send what they earn, some 700 messages a second each."""
-    shared = UplinkBudget(LIMITS, 0.0)
+    shared = tb.UplinkBudget(LIMITS, 0.0)
     busy = [shared.open(0.0) for _ in range(streams)]
     next_at = [0.0] * streams
     quiet, read = shared.open(0.0), 0
@@ -369,7 +357,7 @@ def test_the_busy_streams_pay_for_the_total_and_the_quiet_do_not(streams: int, r
 
 
 def test_two_hundred_devices_behind_one_address_start_within_seconds() -> None:
-    budget = CallBudget(OPEN_LIMITS, 0.0)
+    budget = tb.CallBudget(tb.OPEN_LIMITS, 0.0)
     waits = [budget.turn("ipv4:10.0.0.1", 0.0) for _ in range(200)]
     assert waits[:128] == [0.0] * 128
     assert max(waits) == pytest.approx((200 - 128) / 20)
@@ -378,17 +366,17 @@ def test_two_hundred_devices_behind_one_address_start_within_seconds() -> None:
 
 
 def test_who_would_wait_too_long_has_no_place_and_costs_none() -> None:
-    budget = CallBudget(INFO_LIMITS, 0.0)
+    budget = tb.CallBudget(tb.INFO_LIMITS, 0.0)
     waits = [budget.turn("a", 0.0) for _ in range(500)]
-    placed = [wait for wait in waits if wait <= INFO_LIMITS.max_wait_s]
+    placed = [wait for wait in waits if wait <= tb.INFO_LIMITS.max_wait_s]
     assert len(placed) == 50 + 25
     assert waits[-1] == pytest.approx(26 / 25)
     assert budget.turn("b", 0.0) == 0.0  # 25 of the 100 are left
-    assert budget.turn("a", 1.0) <= INFO_LIMITS.max_wait_s
+    assert budget.turn("a", 1.0) <= tb.INFO_LIMITS.max_wait_s
 
 
 def test_the_peers_remembered_are_bounded() -> None:
-    budget = CallBudget(replace(OPEN_LIMITS, max_peers=3), 0.0)
+    budget = tb.CallBudget(replace(tb.OPEN_LIMITS, max_peers=3), 0.0)
     for peer in ("a", "b", "c", "a", "d"):
         budget.turn(peer, 0.0)
     assert budget.peer_count == 3
@@ -401,11 +389,11 @@ def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() ->
     """It opens a stream whenever it is let, and each sends messages of 1,024 bytes in a loop, which
     cost two; twenty devices with 5 messages a second each, and one that opens every second, never
     wait."""
-    limits = UplinkLimits()
-    shared = UplinkBudget(limits, 0.0)
+    limits = tb.UplinkLimits()
+    shared = tb.UplinkBudget(limits, 0.0)
     devices = [shared.open(0.0, f"device {number}") for number in range(20)]
     turns: list[tuple[float, int]] = []
-    streams: list[StreamBudget] = []
+    streams: list[tb.StreamBudget] = []
     read = opened = 0
     open_at = 0.0
     for tick in range(10_000):
@@ -433,10 +421,10 @@ def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() ->
 
 
 def test_an_address_may_be_a_whole_site() -> None:
-    limits = without_keys(LIMITS)
+    limits = tb.without_keys(LIMITS)
     assert limits.shares.least_rate == limits.shares.rate == 1_000.0
-    assert without_keys(replace(LIMITS, address_rate=1.0)) == replace(LIMITS, address_rate=1.0)
-    shared = UplinkBudget(limits, 0.0)
+    assert tb.without_keys(replace(LIMITS, address_rate=1.0)) == replace(LIMITS, address_rate=1.0)
+    shared = tb.UplinkBudget(limits, 0.0)
     site = [shared.open(0.0, "site") for _ in range(100)]
     floods = [shared.open(0.0, f"flood {number}") for number in range(16)]
     for tick in range(100):
@@ -448,16 +436,16 @@ def test_an_address_may_be_a_whole_site() -> None:
 
 def test_a_newcomer_does_not_stand_in_the_line_of_a_flood() -> None:
     """A hundred addresses of one key ask whenever they are let: the whole line is theirs."""
-    budget, now = CallBudget(OPEN_LIMITS, 0.0), 0.0
+    budget, now = tb.CallBudget(tb.OPEN_LIMITS, 0.0), 0.0
     asked = granted = 0
     while now < 30.0:
         now += 1e-3
         asked += 1
         wait_s = budget.turn(f"address {asked % 100}", now, "flood")
-        granted += wait_s <= OPEN_LIMITS.max_wait_s
+        granted += wait_s <= tb.OPEN_LIMITS.max_wait_s
         if asked % 1_000 == 0:
             assert budget.turn("honest", now) <= 2 / 60.0
-    assert granted <= 256 + 60 * (30.0 + OPEN_LIMITS.max_wait_s)
+    assert granted <= 256 + 60 * (30.0 + tb.OPEN_LIMITS.max_wait_s)
 
 
 def ring(**keys: str) -> KeyRing:

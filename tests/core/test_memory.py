@@ -14,31 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.core.device.memory import (
-    MIB,
-    RECOVERY_S,
-    SMALLEST_WINDOW,
-    DraftSettings,
-    DraftVariant,
-    KvType,
-    MachineMemory,
-    MemoryGuard,
-    MemoryPlanError,
-    MemoryQuestion,
-    Observation,
-    Restriction,
-    memory_terms,
-    parse_budget,
-    plan_memory,
-    smallest_budget,
-    unbounded,
-    windows,
-)
+from edgespec.core.device import memory as me
 
-LARGE = DraftVariant(
+LARGE = me.DraftVariant(
     name="large",
     bits=4,
-    kv_type=KvType.FLOAT32,
+    kv_type=me.KvType.FLOAT32,
     stored_bytes=375_000_000,
     table_bytes=97_000_000,
     inline=False,
@@ -51,7 +32,6 @@ LARGE = DraftVariant(
     vocabulary_size=151_936,
     context_length=4096,
 )
-
 SMALL = replace(
     LARGE,
     name="small",
@@ -65,17 +45,13 @@ SMALL = replace(
     feed_forward=1536,
     vocabulary_size=49_152,
 )
-
-TYPES = tuple(replace(LARGE, kv_type=kv_type) for kv_type in KvType)
-
-RUNTIME = 82 * MIB
-
+TYPES = tuple(replace(LARGE, kv_type=kv_type) for kv_type in me.KvType)
+RUNTIME = 82 * me.MIB
 VARIANTS = st.sampled_from([(LARGE,), (SMALL,), TYPES, (SMALL, *TYPES)])
-
 QUESTIONS = st.builds(
-    MemoryQuestion,
-    budget_bytes=st.integers(1, 8192).map(lambda mib: mib * MIB),
-    runtime_bytes=st.integers(40 * MIB, 200 * MIB),
+    me.MemoryQuestion,
+    budget_bytes=st.integers(1, 8192).map(lambda mib: mib * me.MIB),
+    runtime_bytes=st.integers(40 * me.MIB, 200 * me.MIB),
     most_width=st.integers(1, 4),
     most_window=st.sampled_from([0, 128, 500, 2048]),
     threads=st.sampled_from([0, 1, 2]),
@@ -83,26 +59,28 @@ QUESTIONS = st.builds(
 )
 
 
-def question(budget_mib: float, **changes: int) -> MemoryQuestion:
-    return replace(MemoryQuestion(int(budget_mib * MIB), RUNTIME, most_width=2, cores=2), **changes)
+def question(budget_mib: float, **changes: int) -> me.MemoryQuestion:
+    return replace(
+        me.MemoryQuestion(int(budget_mib * me.MIB), RUNTIME, most_width=2, cores=2), **changes
+    )
 
 
 @settings(max_examples=25)
 @given(VARIANTS, QUESTIONS)
 def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
-    variants: tuple[DraftVariant, ...], asked: MemoryQuestion
+    variants: tuple[me.DraftVariant, ...], asked: me.MemoryQuestion
 ) -> None:
-    needed = smallest_budget(variants, asked)
+    needed = me.smallest_budget(variants, asked)
     if asked.budget_bytes < needed:
-        with pytest.raises(MemoryPlanError) as refused:
-            plan_memory(variants, asked)
+        with pytest.raises(me.MemoryPlanError) as refused:
+            me.plan_memory(variants, asked)
         assert refused.value.smallest_bytes == needed
-        enough = plan_memory(variants, replace(asked, budget_bytes=needed))
+        enough = me.plan_memory(variants, replace(asked, budget_bytes=needed))
         assert enough.predicted_bytes + enough.margin_bytes <= needed
     else:
-        plan = plan_memory(variants, asked)
+        plan = me.plan_memory(variants, asked)
         assert plan.fits
-        again = memory_terms(plan.variant, plan.settings, asked.runtime_bytes)
+        again = me.memory_terms(plan.variant, plan.settings, asked.runtime_bytes)
         assert plan.predicted_bytes == sum(term.bytes for term in again)
         assert all(term.bytes >= 0 for term in plan.terms)
         assert plan.variant in variants
@@ -113,65 +91,65 @@ def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
 
 def test_the_worked_numbers_of_the_terms() -> None:
     assert LARGE.kv_bytes_per_token == 229_376
-    assert replace(LARGE, kv_type=KvType.INT8).kv_bytes(1024) == 56 * MIB
-    one = replace(LARGE, stored_bytes=100 * MIB, table_bytes=93 * MIB)
-    settings = DraftSettings(1024, 2, 64, 1)
-    terms = {term.name: term.bytes for term in memory_terms(one, settings, RUNTIME)}
-    assert terms["keys and values"] == 224 * MIB
-    assert round(terms["weights"] / MIB) == 167
-    assert terms["candidate nodes"] == MIB // 2
-    assert round(terms["logits and sampling"] / MIB, 1) == 6.4
-    assert round(terms["workspace"] / MIB, 1) == 5.5
+    assert replace(LARGE, kv_type=me.KvType.INT8).kv_bytes(1024) == 56 * me.MIB
+    one = replace(LARGE, stored_bytes=100 * me.MIB, table_bytes=93 * me.MIB)
+    settings = me.DraftSettings(1024, 2, 64, 1)
+    terms = {term.name: term.bytes for term in me.memory_terms(one, settings, RUNTIME)}
+    assert terms["keys and values"] == 224 * me.MIB
+    assert round(terms["weights"] / me.MIB) == 167
+    assert terms["candidate nodes"] == me.MIB // 2
+    assert round(terms["logits and sampling"] / me.MIB, 1) == 6.4
+    assert round(terms["workspace"] / me.MIB, 1) == 5.5
     assert terms["loading"] == 0
-    short = memory_terms(one, DraftSettings(1, 1, 1, 1), RUNTIME)
+    short = me.memory_terms(one, me.DraftSettings(1, 1, 1, 1), RUNTIME)
     grown = sum(term.bytes for term in short[3:-1])
-    assert round((short[-1].bytes + grown) / MIB) == 74
-    inline = memory_terms(replace(one, inline=True), settings, RUNTIME)
+    assert round((short[-1].bytes + grown) / me.MIB) == 74
+    inline = me.memory_terms(replace(one, inline=True), settings, RUNTIME)
     assert inline[2].bytes > terms["weights"]
-    plan = replace(unbounded([LARGE], question(1)), budget_bytes=600 * MIB)
-    assert round(plan.margin_bytes / MIB) == 30
-    assert windows(700) == (700, 512, 384, 256, 192, 128)
-    assert windows(100) == (100,)
+    plan = replace(me.unbounded([LARGE], question(1)), budget_bytes=600 * me.MIB)
+    assert round(plan.margin_bytes / me.MIB) == 30
+    assert me.windows(700) == (700, 512, 384, 256, 192, 128)
+    assert me.windows(100) == (100,)
 
 
 def test_a_tight_budget_trades_and_says_so() -> None:
     """Float32 has to give up most of its window; int8 fits with more of it into as much."""
-    asked = question(smallest_budget([LARGE], question(1)) / MIB + 1)
-    plan, best = plan_memory([LARGE], asked), unbounded([LARGE], asked)
-    assert best.settings == DraftSettings(1024, 2, 64, 2)
+    asked = question(me.smallest_budget([LARGE], question(1)) / me.MIB + 1)
+    plan, best = me.plan_memory([LARGE], asked), me.unbounded([LARGE], asked)
+    assert best.settings == me.DraftSettings(1024, 2, 64, 2)
     assert f"window {plan.settings.window} instead of 1024" in plan.traded(best)
     assert best.traded(best) == ()
-    either = plan_memory(TYPES, asked)
-    assert either.variant.kv_type is not KvType.FLOAT32
+    either = me.plan_memory(TYPES, asked)
+    assert either.variant.kv_type is not me.KvType.FLOAT32
     assert either.settings.window > plan.settings.window
 
 
 def test_a_refusal_names_the_smallest_budget() -> None:
-    needed = smallest_budget([LARGE], question(1))
-    with pytest.raises(MemoryPlanError, match="--draft none") as refused:
-        plan_memory([LARGE], question(500))
-    assert f"needs at least {needed / MIB:.1f} MiB" in str(refused.value)
+    needed = me.smallest_budget([LARGE], question(1))
+    with pytest.raises(me.MemoryPlanError, match="--draft none") as refused:
+        me.plan_memory([LARGE], question(500))
+    assert f"needs at least {needed / me.MIB:.1f} MiB" in str(refused.value)
     assert "memory budget is 500.0 MiB" in str(refused.value)
-    assert plan_memory([LARGE, SMALL], question(500)).variant is SMALL
+    assert me.plan_memory([LARGE, SMALL], question(500)).variant is SMALL
 
 
-MACHINE = MachineMemory(total=8000 * MIB, available=1000 * MIB, resident=80 * MIB)
+MACHINE = me.MachineMemory(total=8000 * me.MIB, available=1000 * me.MIB, resident=80 * me.MIB)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("600MiB", 600 * MIB),
+        ("600MiB", 600 * me.MIB),
         ("600 MB", 600_000_000),
-        ("0.5gib", 512 * MIB),
+        ("0.5gib", 512 * me.MIB),
         ("1GB", 1_000_000_000),
-        ("4096KiB", 4 * MIB),
-        ("25%", 2000 * MIB),
-        ("auto", 980 * MIB),
+        ("4096KiB", 4 * me.MIB),
+        ("25%", 2000 * me.MIB),
+        ("auto", 980 * me.MIB),
     ],
 )
 def test_budgets_that_can_be_read(text: str, expected: int) -> None:
-    assert parse_budget(text).resolve(MACHINE) == expected
+    assert me.parse_budget(text).resolve(MACHINE) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,17 +167,17 @@ def test_budgets_that_cannot_are_refused_with_the_text_and_the_reason(
 ) -> None:
     for text in texts:
         with pytest.raises(ValueError, match=why) as refused:
-            parse_budget(text)
+            me.parse_budget(text)
         assert repr(text) in str(refused.value)
 
 
 @pytest.mark.parametrize("extra_mib", [0, 60, 500, 4000])
 def test_what_is_left_goes_into_further_caches(extra_mib: int) -> None:
     """They cost the first text nothing, fit, and one more would not."""
-    asked = MemoryQuestion(1 << 40, 60 * MIB, 2, most_window=512, threads=1)
-    budget = smallest_budget([LARGE], asked) + extra_mib * MIB
-    alone = plan_memory([LARGE], replace(asked, budget_bytes=budget))
-    plan = plan_memory([LARGE], replace(asked, budget_bytes=budget, most_caches=6))
+    asked = me.MemoryQuestion(1 << 40, 60 * me.MIB, 2, most_window=512, threads=1)
+    budget = me.smallest_budget([LARGE], asked) + extra_mib * me.MIB
+    alone = me.plan_memory([LARGE], replace(asked, budget_bytes=budget))
+    plan = me.plan_memory([LARGE], replace(asked, budget_bytes=budget, most_caches=6))
     assert replace(plan.settings, caches=1) == alone.settings
     most = budget - plan.margin_bytes
     assert plan.predicted_bytes <= most
@@ -208,22 +186,19 @@ def test_what_is_left_goes_into_further_caches(extra_mib: int) -> None:
     assert grown <= (plan.settings.caches - 1) * cache
     if plan.settings.caches < 6:
         more = replace(plan.settings, caches=plan.settings.caches + 1)
-        assert sum(term.bytes for term in memory_terms(LARGE, more, 60 * MIB)) > most
+        assert sum(term.bytes for term in me.memory_terms(LARGE, more, 60 * me.MIB)) > most
     assert (plan.settings.caches == 6) == (extra_mib == 4000)
 
 
-# --- the guard of a draft's memory ------------------------------------------------------------
-
 ROW, BUDGET, MARGIN = 1000, 1_000_000, 50_000
-
-FULL = Restriction(500, 4)
+FULL = me.Restriction(500, 4)
 
 
 class Process:
     """Rows come and go at once, as the pages of ``KvBuffers`` do."""
 
     def __init__(self) -> None:
-        self.guard = MemoryGuard(BUDGET, MARGIN, FULL, ROW)
+        self.guard = me.MemoryGuard(BUDGET, MARGIN, FULL, ROW)
         self.held = 0
         self.now = 0.0
 
@@ -233,7 +208,7 @@ class Process:
         for _ in range(8):  # a driver asks before every step; here until nothing changes
             wanted = min(tokens, self.guard.current.window)
             growth = max(0, wanted - self.held) * ROW
-            seen = Observation(others + self.held * ROW, growth, self.held)
+            seen = me.Observation(others + self.held * ROW, growth, self.held)
             found = self.guard.observe(seen, self.now)
             if found is None:
                 break
@@ -250,27 +225,31 @@ def test_the_process_stays_below_the_margin_or_the_draft_rests(
         process.step(others, tokens)
         current = process.guard.current
         below = others + process.held * ROW <= BUDGET - MARGIN
-        assert below or current == Restriction(0, 0)
+        assert below or current == me.Restriction(0, 0)
         assert current.window <= FULL.window
         assert current.width <= FULL.width
 
 
 def test_it_takes_no_more_than_needed_and_in_order() -> None:
-    guard = MemoryGuard(BUDGET, MARGIN, FULL, ROW)
-    assert guard.observe(Observation(900_000, 24_000, 400), 0.0) is None
+    guard = me.MemoryGuard(BUDGET, MARGIN, FULL, ROW)
+    assert guard.observe(me.Observation(900_000, 24_000, 400), 0.0) is None
     # 424 rows reached, 10 too many.
-    assert guard.observe(Observation(936_000, 24_000, 400), 1.0) == Restriction(414, 4)
-    assert guard.observe(Observation(2_000_000, 0, 400), 2.0) == Restriction(SMALLEST_WINDOW, 4)
-    assert guard.observe(Observation(2_000_000, 0, 64), 3.0) == Restriction(SMALLEST_WINDOW, 1)
-    assert guard.observe(Observation(2_000_000, 0, 64), 4.0) == Restriction(0, 0)
-    assert guard.observe(Observation(2_000_000, 0, 0), 5.0) is None
+    assert guard.observe(me.Observation(936_000, 24_000, 400), 1.0) == me.Restriction(414, 4)
+    assert guard.observe(me.Observation(2_000_000, 0, 400), 2.0) == me.Restriction(
+        me.SMALLEST_WINDOW, 4
+    )
+    assert guard.observe(me.Observation(2_000_000, 0, 64), 3.0) == me.Restriction(
+        me.SMALLEST_WINDOW, 1
+    )
+    assert guard.observe(me.Observation(2_000_000, 0, 64), 4.0) == me.Restriction(0, 0)
+    assert guard.observe(me.Observation(2_000_000, 0, 0), 5.0) is None
 
 
 def test_the_draft_comes_back_rung_by_rung_after_a_while() -> None:
     process = Process()
     process.step(2_000_000, 400)
     seen = [process.guard.current]
-    for _ in range(int(RECOVERY_S) * 8):
+    for _ in range(int(me.RECOVERY_S) * 8):
         process.step(100_000, 400)
         if process.guard.current != seen[-1]:
             seen.append(process.guard.current)

@@ -15,22 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.device.session import DraftCache
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_line, printable
 from edgespec.core.protocol.estimators import AcceptanceEstimator, SlopeEstimator
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Fault,
-    FaultCode,
-    FinishReason,
-    Limits,
-    Message,
-    Open,
-    Opened,
-    Received,
-)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
 from edgespec.core.protocol.work import Candidate
@@ -227,18 +215,18 @@ def test_a_message_is_one_line_of_bounded_length() -> None:
 
 
 def test_values_are_equal_by_their_fields_and_have_nothing_else() -> None:
-    assert Received(3, 4) == Received(3, 4) != Received(4, 3)
-    assert len({Received(3, 4), Received(3, 4), Candidate(3, 4.0)}) == 2
-    assert not hasattr(Received(3, 4), "__dict__")
+    assert m.Received(3, 4) == m.Received(3, 4) != m.Received(4, 3)
+    assert len({m.Received(3, 4), m.Received(3, 4), Candidate(3, 4.0)}) == 2
+    assert not hasattr(m.Received(3, 4), "__dict__")
 
 
 def test_the_type_checker_refuses_a_change() -> None:
-    received = Received(3, 4)
+    received = m.Received(3, 4)
     received.position = 5  # type: ignore[misc] # frozen for the type checker alone
-    assert received == Received(5, 4)
+    assert received == m.Received(5, 4)
 
 
-def hot_messages(seed: int) -> list[Message]:
+def hot_messages(seed: int) -> list[m.Message]:
     dice = random.Random(seed)
 
     def number() -> int:
@@ -251,14 +239,14 @@ def hot_messages(seed: int) -> list[Message]:
         parents = tuple(first + i - 1 for i in range(count))
     tokens = tuple(dice.randrange(1 << dice.randrange(1, 17)) for _ in range(count))
     based = 0 in parents
-    draft = Draft(
+    draft = m.Draft(
         first if count else 0,
         parents,
         tokens,
         dice.randrange(1, 5000) if based else 0,
         dice.randrange(1 << 32) if based else 0,
     )
-    commit = Commit(
+    commit = m.Commit(
         position=dice.randrange(4000),
         tokens=tokens,
         accepted=dice.randrange(count + 1),
@@ -268,11 +256,11 @@ def hot_messages(seed: int) -> list[Message]:
         rows=number(),
         echo=number(),
         held_us=number(),
-        finish=dice.choice((None, FinishReason.STOP)),
+        finish=dice.choice((None, m.FinishReason.STOP)),
         row_price=dice.choice((None, 0, 1, 127, 128, 1000)),
         credit=dice.choice((None, 0, 127, 128)),
     )
-    return [draft, commit, Received(number(), number()), Cancel()]
+    return [draft, commit, m.Received(number(), number()), m.Cancel()]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -284,19 +272,19 @@ def test_what_travels_all_the_time_is_exact(seed: int) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Open("a" * 32, "model", "v" * 64, tuple(range(1, 3000)), (5, 6), SamplingParams(seed=9)),
-        Open("s", "", "", (1,), sampling=SamplingParams(temperature=0.7, top_p=0.9)),
-        Opened(Limits(), "toy", 12),
-        Fault(FaultCode.OVERLOADED, "all 64 sessions are taken", 1.0),
+        m.Open("a" * 32, "model", "v" * 64, tuple(range(1, 3000)), (5, 6), SamplingParams(seed=9)),
+        m.Open("s", "", "", (1,), sampling=SamplingParams(temperature=0.7, top_p=0.9)),
+        m.Opened(m.Limits(), "toy", 12),
+        m.Fault(m.FaultCode.OVERLOADED, "all 64 sessions are taken", 1.0),
     ],
 )
-def test_what_travels_once_is_close(message: Message) -> None:
+def test_what_travels_once_is_close(message: m.Message) -> None:
     size = payload_bytes(message)
     assert abs(message_bytes(message) - size) <= max(32, 0.02 * size)
 
 
 def test_a_session_secret_is_counted() -> None:
-    plain = Open("session", "", "", (1, 2, 3))
+    plain = m.Open("session", "", "", (1, 2, 3))
     secret = replace(plain, session_secret=b"x" * 32)
     more = payload_bytes(secret) - payload_bytes(plain)
     assert message_bytes(secret) - message_bytes(plain) == more

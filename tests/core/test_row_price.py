@@ -16,18 +16,11 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import PassRequest
+from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.drafts import AutoRunAhead, NeverRunAhead, RunAheadView
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import (
-    EngineAction,
-    EngineLimits,
-    RunBatch,
-    SendTo,
-    StreamMessage,
-    StreamOpened,
-)
 from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
 from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
@@ -144,19 +137,19 @@ def test_a_verifier_that_waits_for_drafts_hears_that_none_comes(
         assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
 
 
-def commits(actions: tuple[EngineAction, ...]) -> list[Commit]:
-    said = [action.message for action in actions if isinstance(action, SendTo)]
+def commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:
+    said = [action.message for action in actions if isinstance(action, ee.SendTo)]
     return [message for message in said if isinstance(message, Commit)]
 
 
 def passed(engine: VerifyEngine) -> list[Commit]:
     """The commits of a session's first passes of 20 ms."""
-    requests, heard = batch(engine.handle(StreamOpened(1, RUNNING), 0.0)), list[Commit]()
+    requests, heard = batch(engine.handle(ee.StreamOpened(1, RUNNING), 0.0)), list[Commit]()
     for number in range(3):
         actions = engine.handle(done(requests), 0.02 * (number + 1))
         heard += commits(actions)
         received = Received(heard[-1].position + 1, 0)
-        actions += engine.handle(StreamMessage(1, received), 0.02 * (number + 1))
+        actions += engine.handle(ee.StreamMessage(1, received), 0.02 * (number + 1))
         requests = batch(actions)
     return heard
 
@@ -206,11 +199,11 @@ def test_who_waits_for_its_drafts_pays_a_part_of_the_price(
     monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
     engine = new_engine()
     waits = replace(RUNNING, run_ahead=RunAhead.NEVER)
-    first = engine.handle(done(batch(engine.handle(StreamOpened(1, waits), 0.0))), 0.02)
+    first = engine.handle(done(batch(engine.handle(ee.StreamOpened(1, waits), 0.0))), 0.02)
     (said,) = commits(first)
     held = CommittedPrefix(waits.prompt, said.tokens)
     draft = Draft(1, (0,), (7,), held.length, held.hash_at(held.length))
-    (request,) = batch(engine.handle(StreamMessage(1, draft), 0.03))
+    (request,) = batch(engine.handle(ee.StreamMessage(1, draft), 0.03))
     assert request.tokens == (7,)
     (heard,) = commits(engine.handle(done((request,)), 0.05))
     assert (said.row_price, said.credit) == (None, None)  # nothing is known yet
@@ -231,7 +224,7 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         assert isinstance(run, se.RunPass)
         return run.request
 
-    scheduler = PassScheduler(EngineLimits(), CacheKeeper(None, sessions), ask)
+    scheduler = PassScheduler(ee.EngineLimits(), CacheKeeper(None, sessions), ask)
     for number in range(prompts):
         long = replace(scenes.REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
         sessions[long.session_id] = new_session(long)
@@ -344,7 +337,7 @@ def test_no_prompt_starves_behind_short_ones_that_keep_coming() -> None:
 
 
 def test_more_sessions_than_rows_leave_prompts_an_eighth_and_each_other_their_turns() -> None:
-    world = PacedEngine(0.0, EngineLimits(max_rows_per_pass=16))
+    world = PacedEngine(0.0, ee.EngineLimits(max_rows_per_pass=16))
     for number in range(20):
         world.open(f"decoder {number}", 1)
     for _ in range(10):
@@ -405,10 +398,10 @@ class WaitsAlone:
 
 
 def test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others() -> None:
-    engine = VerifyEngine(MODEL, LIMITS, EngineLimits(), run_ahead=lambda kind: WaitsAlone())
-    first = batch(engine.handle(StreamOpened(1, named("a", scenes.REQUEST)), 0.0))
+    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), run_ahead=lambda kind: WaitsAlone())
+    first = batch(engine.handle(ee.StreamOpened(1, named("a", scenes.REQUEST)), 0.0))
     waiting = engine.handle(done(first), 0.1)
-    assert not any(isinstance(action, RunBatch) for action in waiting)
-    shared = batch(engine.handle(StreamOpened(2, named("b", scenes.REQUEST)), 0.2))
+    assert not any(isinstance(action, ee.RunBatch) for action in waiting)
+    shared = batch(engine.handle(ee.StreamOpened(2, named("b", scenes.REQUEST)), 0.2))
     assert {request.key: len(request.feed) for request in shared} == {"b": 2, "a": 1}
-    assert not any(isinstance(a, RunBatch) for a in engine.handle(done(shared), 0.3))
+    assert not any(isinstance(a, ee.RunBatch) for a in engine.handle(done(shared), 0.3))

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import random
 
+from edgespec.core.protocol import text_guesses as tg
 from edgespec.core.protocol.messages import Commit, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import (
-    LONGEST,
-    RECYCLED_CELL,
-    FollowerTable,
-    PromptLookup,
-    TextTables,
-    pair_of,
-)
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import served_drafts as sd
 from edgespec.core.verifier import session_events as se
@@ -26,7 +19,7 @@ REQUEST = Open("s", "", "", (1,))
 
 
 def _drafts() -> sd.ServedDrafts:
-    return sd.ServedDrafts(TextTables(ngrams=True))
+    return sd.ServedDrafts(tg.TextTables(ngrams=True))
 
 
 def test_a_loop_is_gone_on_with() -> None:
@@ -107,7 +100,7 @@ def test_a_long_text_is_learned_a_part_at_a_time() -> None:
 
 def test_a_new_session_begins_with_what_all_have_seen() -> None:
     make = sd.ServedDraftsMaker()
-    first, cell = make(REQUEST, ANYBODY), RECYCLED_CELL
+    first, cell = make(REQUEST, ANYBODY), tg.RECYCLED_CELL
     assert first is not None
     before = first.chances.of[cell]
     for _ in range(20):
@@ -118,7 +111,7 @@ def test_a_new_session_begins_with_what_all_have_seen() -> None:
 
 
 def test_a_table_is_bounded_and_remembers_the_last_leaders() -> None:
-    dice, table, recent = random.Random(1), FollowerTable(most_leaders=50), [0]
+    dice, table, recent = random.Random(1), tg.FollowerTable(most_leaders=50), [0]
     for _ in range(3000):
         leader, token = dice.randrange(400), dice.randrange(9)
         table.add(leader, token)
@@ -141,7 +134,7 @@ def test_owners_are_bounded() -> None:
 def _common(text: list[int], position: int) -> int:
     """How many tokens before ``position`` equal the last ones of the text."""
     length = 0
-    while length < min(LONGEST, position) and text[position - 1 - length] == text[-1 - length]:
+    while length < min(tg.LONGEST, position) and text[position - 1 - length] == text[-1 - length]:
         length += 1
     return length
 
@@ -152,7 +145,7 @@ def test_every_match_is_one() -> None:
     for seed in range(30):
         dice = random.Random(seed)
         text: list[int] = []
-        lookup = PromptLookup()
+        lookup = tg.PromptLookup()
         for _ in range(120):
             text.append(dice.randrange(3))
             lookup.add(text)
@@ -166,28 +159,28 @@ def test_every_match_is_one() -> None:
 def test_loading_a_text_gives_the_index_of_adding_it() -> None:
     dice = random.Random(1)
     text = [dice.randrange(6) for _ in range(300)]
-    loaded, added = PromptLookup(), PromptLookup()
+    loaded, added = tg.PromptLookup(), tg.PromptLookup()
     loaded.load(text, 100)
     loaded.load(text, 300)
     for end in range(1, 301):
         added.add(text[:end])
     assert loaded.known == added.known == 300
     assert len(loaded) == len(added)
-    pairs = [pair_of(a, b) for a in range(6) for b in range(6)]
+    pairs = [tg.pair_of(a, b) for a in range(6) for b in range(6)]
     assert [loaded.place(pair) for pair in pairs] == [added.place(pair) for pair in pairs]
     assert loaded.length >= 2
 
 
 def test_the_index_is_bounded() -> None:
     text = list(range(1000))
-    added, loaded = PromptLookup(most_pairs=64), PromptLookup(most_pairs=64)
+    added, loaded = tg.PromptLookup(most_pairs=64), tg.PromptLookup(most_pairs=64)
     for end in range(1, 1001):
         added.add(text[:end])
         assert len(added) <= 64
     for end in (10, 500, 530, 560, 1000):
         loaded.load(text, end)
         assert len(loaded) <= 64
-    assert loaded.place(pair_of(997, 998)) == 999
+    assert loaded.place(tg.pair_of(997, 998)) == 999
 
 
 def _trial(worth: sd.ServedWorth, rows: int, accepted: int, price: float) -> None:
@@ -243,7 +236,7 @@ PROMPT = (1, 2, 3, 4) * 5
 def _session(max_tokens: int = 40) -> VerifySession:
     sampling = SamplingParams(max_tokens=max_tokens)
     request = Open("s", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS)
-    served = sd.ServedDrafts(TextTables(ngrams=False))
+    served = sd.ServedDrafts(tg.TextTables(ngrams=False))
     session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
     session.handle(se.Attach(request), 0.0)
     return session
