@@ -271,11 +271,9 @@ def played(case: str) -> str:
         if line.startswith("    ") or not line.strip():
             continue
         out.append(line)
-        if line.startswith(". "):
-            for command in line[2:].split("; "):
-                script.run(command)
-        elif not line.startswith("#"):
-            out += [f"    {shown}" for shown in script.run(line)]
+        commands = [] if line.startswith("#") else line.removeprefix(". ").split("; ")
+        shown = [f"    {one}" for command in commands for one in script.run(command)]
+        out += [] if line.startswith(". ") else shown
     return "\n".join(out)
 
 
