@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -472,7 +472,11 @@ def test_devices_do_not_come_back_together() -> None:
     assert len({_delays(seed)[0] for seed in range(50)}) == 50
 
 
-def test_times_are_in_order() -> None:
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_times_are_bounded_and_in_order(value: float) -> None:
+    for field in fields(ReconnectPolicy):
+        with pytest.raises(ValueError, match=rf"^{field.name} is {value}, but must be in \["):
+            replace(POLICY, **{field.name: value})  # type: ignore[arg-type] # one is a count
     with pytest.raises(ValueError, match=r"first_s is 2.0, .* at most longest_s, which is 1.0"):
         replace(POLICY, first_s=2.0)
     with pytest.raises(ValueError, match=r"silence_s is 301.0, .* at most progress_s"):

@@ -32,6 +32,7 @@ from edgespec.core.link_model import (
 
 RATE = 8e6
 TWICE = OutageSchedule(((1.0, 2.0), (4.0, 5.0)), period_s=10.0)
+HALF = OutageSchedule(((1.0, 2.0),), period_s=2.0)
 LATE_FIRST = DelaySchedule(((0.0, 0.5), (1.0, 0.01)))
 OUT_TWICE = ((0.1, 0.3), (0.3, 0.4), (9.0, 10.0))
 
@@ -59,6 +60,8 @@ OUT_TWICE = ((0.1, 0.3), (0.3, 0.4), (9.0, 10.0))
             [(0.5, 1, 0.5), (1.5, 1, 2.0), (8.5, 1, 9.0), (21.2, 1, 22.0)],
         ),
         ({"outage_schedule": TWICE, "outages_s": ((2.0, 3.0),)}, None, [(1.5, 1, 3.0)]),
+        # One that just fits between two outages, and one that is longer than any gap.
+        ({"outage_schedule": HALF}, 8.0, [(0.0, 1, 1.0), (9.0, 3, 17.0)]),
     ],
 )
 def test_one_link(
@@ -268,6 +271,35 @@ def test_no_queue_carries_more_than_its_capacity(
     sends: Sends, capacity: float | CapacitySchedule
 ) -> None:
     assert overfull(lambda: SharedQueue(capacity), capacity, sends) < 1e-3
+
+
+def _forget(queue: SharedQueue, start_s: float, end_s: float, size_bytes: int) -> None:
+    queue._busy = [(start_s, end_s)]
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        ("take", lambda *_: None),  # every message has the queue to itself
+        ("take", _forget),  # only the latest slot counts
+        ("serialisation_s", lambda *_: 0.0),  # booked elsewhere, as if it were propagation
+    ],
+)
+def test_a_planted_fault_breaks_conservation(
+    method: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sends = [(n % 3, 3000, n % 3) for n in range(30)]
+    assert overfull(lambda: SharedQueue(RATE), RATE, sends) < 1e-3
+    monkeypatch.setattr(SharedQueue, method, fault)
+    assert overfull(lambda: SharedQueue(RATE), RATE, sends) > 1000
+
+
+def test_loss_follows_its_schedule() -> None:
+    schedule = LossSchedule(((0.0, 0.0), (60.0, 0.5)), period_s=120.0)
+    link = LinkModel(LinkSettings(loss=0.9, loss_schedule=schedule, seed=1))
+    late = [link.arrival(30.0 * n, 100) > 30.0 * n for n in range(2000)]
+    assert not any(one for n, one in enumerate(late) if n % 4 < 2)
+    assert sum(late) == pytest.approx(1000 / 2, rel=0.1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(0, 4)), max_size=60))
