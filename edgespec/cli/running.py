@@ -11,11 +11,9 @@ import errno
 import logging
 import os
 import signal
-import socket
 import sys
-import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,14 +24,12 @@ from edgespec.cli.entry import FAILED as FAILED
 from edgespec.cli.entry import USAGE as USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError
-from edgespec.device import drafters
 from edgespec.device.agent import GenerationError
 from edgespec.telemetry.logs import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
 
 # A closed terminal (SIGHUP) must not leave a child process behind.
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_DEAF_S = 2.0
 _T = TypeVar("_T")
 
 
@@ -163,64 +159,18 @@ class Stopping:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """What loads or fetches for long holds up the event loop, which then hears no signal: in this
-    block, in which nothing is awaited, a stopping signal raises ``Interrupted`` at once. A library
-    that does not come back to Python would keep that waiting for minutes: then the process ends
-    ``_DEAF_S`` after the signal, and at once where it holds the interpreter too."""
-    heard = threading.Event()
-
-    def stop(number: int, _frame: object) -> None:
-        heard.set()
-        raise Interrupted(number)
-
-    @contextmanager
-    def deadly() -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        _answer(dict.fromkeys(heeded, signal.SIG_DFL))
-        try:
-            yield
-        finally:
-            _answer(dict.fromkeys(heeded, stop))
-
+    """What loads or fetches for long holds up the event loop, which then hears no signal. In this
+    block, in which nothing is awaited, a stopping signal ends the process at once, as it ends any
+    other program; a half-written folder is taken away by the next start."""
     before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
     heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
-    came, told = socket.socketpair()
-    watched = (came, heeded, heard)
-    watch = threading.Thread(
-        target=_end_if_deaf, args=watched, name="edgespec-signals", daemon=True
-    )
-    with told:
-        told.setblocking(False)
-        try:
-            watch.start()
-        except BaseException:  # the system has no thread left: nobody else closes it
-            came.close()
-            raise
-        woken = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-        try:
-            _answer(dict.fromkeys(heeded, stop))
-            drafters.around_deaf_calls = deadly
-            yield
-        finally:
-            drafters.around_deaf_calls = nullcontext
-            signal.set_wakeup_fd(woken)  # first, or a signal in between would wake nobody
-            _answer(heeded)
-
-
-def _answer(handlers: Mapping[signal.Signals, Any]) -> None:
-    for number, one in handlers.items():
-        signal.signal(number, one)
-
-
-def _end_if_deaf(came: socket.socket, heeded: Collection[int], heard: threading.Event) -> None:
-    """Until the other end is closed: end the process where a signal is not heard of in time."""
-    with came:
-        while number := came.recv(1):
-            if number[0] in heeded and not heard.wait(_DEAF_S):
-                os._exit(128 + number[0])
-            heard.clear()
+    for number in heeded:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, one in heeded.items():
+            signal.signal(number, one)
 
 
 def set_up_logging(level: str, log_format: str = TEXT) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -19,12 +18,8 @@ import yaml
 from typer.testing import CliRunner
 
 from edgespec.cli.main import app
-from edgespec.cli.running import Interrupted
-from edgespec.cli.serve import serve_until_stopped
-from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
-from edgespec.telemetry.trace import NoTrace
 from tests.shell.live_verifier import daemon, start, toy_text
 
 WITHIN_S = 60
@@ -110,30 +105,6 @@ def test_a_misfit_is_refused_at_once() -> None:
         done = call("--verifier", address, "--port", "0")  # the bundled draft
         assert done.exit_code == 1
         assert "is not that of the verifier's 'toy'" in done.stderr
-
-
-def test_ctrl_c_is_heard_while_a_tokenizer_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first look at a verifier may fetch one, which holds up the event loop."""
-    went_on = []
-
-    def fetches(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-        for _second in range(1000):  # an interpreter looks for signals where a loop goes round
-            pass
-        went_on.append(True)
-
-    monkeypatch.setattr("edgespec.cli.serve.misfit", fetches)
-    with daemon() as (address, _):
-        settings = AgentConfig(
-            verifier=address,
-            tokenizer="toy",
-            draft=DraftSection(model="toy"),
-            endpoint=EndpointSection(port=0),
-        )
-        with pytest.raises((Interrupted, KeyboardInterrupt)) as caught:
-            asyncio.run(serve_until_stopped(settings, NoTrace()))
-    assert caught.type is Interrupted
-    assert not went_on
 
 
 def test_beyond_this_machine_a_key_is_needed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from edgespec.cli import generate as generate_command
 from edgespec.cli.doctor import Check, State
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, VerifierConfig, load_config
-from edgespec.config.common import SetupError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, nobody, toy_text
@@ -138,24 +136,6 @@ def test_a_prompt_that_is_no_text_or_too_long_is_refused(
     told = generate(address, "-", stdin="é" * 3)
     assert (told.exit_code, told.stdout) == (2, "")
     assert "stdin: more than 5 bytes" in told.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_loads_for_long_is_stopped_at_once(
-    address: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    went_on: list[object] = []
-
-    def load(config: object, **_: object) -> None:
-        signal.raise_signal(number)
-        went_on.append(config)
-        raise SetupError("loaded")
-
-    monkeypatch.setattr(generate_command, "build_agent", load)
-    before = signal.getsignal(number)
-    result = generate(address, PROMPT)
-    assert (result.exit_code, result.stdout, went_on) == (128 + number, "", [])
-    assert signal.getsignal(number) in (before, signal.SIG_DFL)
 
 
 def test_no_verifier_there_says_how_to_start_one() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.cli.running import Stopping
+from edgespec.cli.running import Stopping, stoppable
 from tests.shell.live_verifier import environment, start
 from tests.sources import ROOT
 
@@ -119,54 +119,24 @@ def test_a_ctrl_c_during_the_imports_says_nothing(
 
 
 LOADING = """
-import ctypes, threading
+import ctypes
 from edgespec.cli import running
-from edgespec.device import drafters
-
-def listening():
-    print("loading", flush=True)
-    threading.Event().wait()
-
-def deaf():
-    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
-    lock(mutex)
-    try:
-        print("loading", flush=True)
-        lock(mutex)  # in the C library, where no signal is heard of
-    except running.Interrupted:
-        lock(mutex)
-
-def held():
-    with drafters.around_deaf_calls():
-        print("loading", flush=True)
-        while True:  # a handler in Python would be heard here, unlike in a call that holds it
-            pass
 
 async def load():
     with running.stoppable():
-        try:
-            {kind}()
-        finally:
-            print("tidied up", flush=True)
+        lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        lock(mutex)
+        print("loading", flush=True)
+        lock(mutex)  # holds the interpreter too: no handler in Python would be called
 
-running._DEAF_S = {deaf_s}
-try:
-    running.run(load())
-except running.Interrupted as stopped:
-    raise SystemExit(128 + stopped.number)
+running.run(load())
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    ("kind", "deaf_s", "left"),
-    [("listening", WITHIN_S, "tidied up\n"), ("deaf", 0.01, ""), ("held", WITHIN_S, "")],
-)
-def test_loading_can_be_stopped_in_order_and_if_need_be_without(
-    kind: str, deaf_s: float, left: str, number: signal.Signals
-) -> None:
+def test_loading_is_stopped_at_once(number: signal.Signals) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", LOADING.format(kind=kind, deaf_s=deaf_s)],
+        [sys.executable, "-c", LOADING],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -175,13 +145,13 @@ def test_loading_can_be_stopped_in_order_and_if_need_be_without(
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "loading\n"
-        while process.returncode is None:  # the first one may come before it is deaf
-            process.send_signal(number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1 if kind == "deaf" else WITHIN_S)
+        process.send_signal(number)
         output, errors = process.communicate(timeout=WITHIN_S)
-    code = -number if kind == "held" else 128 + number  # a shell makes the same of both
-    assert (process.returncode, output, errors) == (code, left, "")
+    assert (process.returncode, output, errors) == (-number, "", "")
+    before = signal.getsignal(number)
+    with stoppable():
+        assert signal.getsignal(number) is signal.SIG_DFL
+    assert signal.getsignal(number) is before
 
 
 def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:

@@ -24,7 +24,6 @@ from typing import Final
 
 import onnxruntime as ort
 
-import edgespec.device.drafters as drafters
 from edgespec.device.drafters.manifest import DraftModelError
 
 _PART = re.compile(r"key(?!_values)|value(?!s[._])")
@@ -329,14 +328,13 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
         with suppress(Exception):
             ort.preload_dlls()
     try:
-        with drafters.around_deaf_calls():
-            session = ort.InferenceSession(
-                str(path),
-                options,
-                providers=list(providers),
-                provider_options=[_options_of(name, threads) for name in providers],
-                enable_fallback=0,  # or one that fails is replaced, which is told on stdout
-            )
+        session = ort.InferenceSession(
+            str(path),
+            options,
+            providers=list(providers),
+            provider_options=[_options_of(name, threads) for name in providers],
+            enable_fallback=0,  # or one that fails is replaced, which is told on stdout
+        )
     except Exception as error:  # onnxruntime's exceptions share no base of their own
         hint = (
             "; onnxruntime 1.24.0 and 1.24.1 refuse the links of the Hub's cache: take another"
