@@ -22,13 +22,15 @@ from edgespec.config.device import PROVIDERS
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import load_drafter
-from edgespec.device.drafters.decoder_graph import EXECUTION
+from edgespec.device.drafters.decoder_graph import EXECUTION, CacheTensor
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.onnx_drafter import (
     Behaviour,
+    Buffer,
     ForeignDrafter,
     GraphDrafter,
     OnnxDrafter,
+    ReslicedCache,
     check_behaviour,
 )
 from edgespec.device.export.export import export_draft
@@ -168,6 +170,29 @@ def test_the_context_ends_where_the_config_says(
             short.step(length, [1], 1)
     with pytest.raises(ValueError, match=f"context_length is 257.*{CONTEXT_LENGTH}"):
         load(folder_of(kind), context_length=257)
+
+
+class NoMoreMemory(ReslicedCache):
+    """Fails to grow past 40 tokens."""
+
+    def _with_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
+        if needed > 40:
+            raise MemoryError("no more")
+        return super()._with_room(tensor, buffer, needed)
+
+
+def test_without_memory_a_step_fails_and_what_is_kept_stays(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.device.drafters.onnx_drafter.ReslicedCache", NoMoreMemory)
+    drafter = load(folder_of("optimum"))
+    drafter.begin(30, SamplingParams())
+    drafter.step(0, TOKENS[:30], 1)
+    before = row(drafter)
+    with pytest.raises(MemoryError):
+        drafter.step(30, TOKENS[30:60], 1)
+    drafter.step(25, TOKENS[25:30], 1)
+    np.testing.assert_allclose(row(drafter), before, atol=1e-4)
 
 
 # --- what is refused ------------------------------------------------------------------------
