@@ -55,6 +55,7 @@ from tests.shell.torch_schedules import (
     Recorder,
     Serving,
     check_random_schedule,
+    recorded,
     torch_target,
 )
 from tests.sources import ROOT
@@ -115,9 +116,6 @@ class StagedInTurn:
     ) -> None:
         self._each(lambda stage: stage.open(key, prompt_length, sampling, text))
 
-    def run_pass(self, batch: Sequence[PassRequest]) -> torch.Tensor:
-        return [stage.run_pass(batch) for stage in self.stages][-1]
-
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         for stage in self.stages[:-1]:
             stage.run_pass(batch)
@@ -162,15 +160,12 @@ def test_canonical_stages_give_the_bits_of_one_process(tmp_path: Path) -> None:
     one = torch_target(folder, canonical=True)
     staged = StagedInTurn(folder, 2, canonical=True)
     assert all(stage.canonical for stage in staged.stages)
-    for target in (one, staged):
-        target.open("a", 40, GREEDY)
-        target.open("b", 3, GREEDY)
-    text = tuple(range(40))
-    for batch in (
-        [PassRequest("a", 0, text, (7, 8, 9), (-1, 0, 0)), PassRequest("b", 0, (1, 2, 3))],
-        [PassRequest("a", 17, text[17:20], (7, 8, 9, 10, 11), (-1, 0, 1, 2, 0))],
-    ):
-        assert torch.equal(one.run_pass(batch), staged.run_pass(batch))
+    logits = [recorded(target) for target in (one, staged.last)]
+
+    def same_bits() -> None:
+        assert torch.equal(*(each[-1] for each in logits))
+
+    Serving(one, staged, same_bits, seed=2).run(60)
 
 
 def test_a_stage_holds_its_own_tensors_and_cache_alone(tmp_path: Path) -> None:

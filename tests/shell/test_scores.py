@@ -106,30 +106,19 @@ def test_the_command_line_and_the_synchronous_agent_tell_them() -> None:
 # --- hostile peers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("commit", "text"),
-    [
-        (pb.Commit(tokens=[1, 2], logprobs=[pb.TokenScore()]), "has 1 entries, .* per token: 2"),
-        (pb.Commit(logprobs=[pb.TokenScore()]), "has 1 entries, .* per token: 0"),
-        (pb.Commit(tokens=[1], logprobs=[pb.TokenScore(tokens=[1])]), "0 entries, .*: 1"),
-        (
-            pb.Commit(tokens=[1], logprobs=[pb.TokenScore(tokens=[1] * 21, logprobs=[0] * 21)]),
-            "TokenScore.tokens has 21 entries",
-        ),
-        (
-            pb.Commit(tokens=[1], logprobs=[pb.TokenScore(tokens=[99], logprobs=[0])]),
-            "TokenScore.tokens",
-        ),
-        (
-            pb.Commit(tokens=[1], logprobs=[pb.TokenScore(logprob=float("nan"))]),
-            "TokenScore.logprob is nan",
-        ),
-    ],
-)
-def test_scores_over_a_bound_are_refused(commit: pb.Commit, text: str) -> None:
-    payload = pb.VerifierMessage(commit=commit).SerializeToString()
-    with pytest.raises(ProtocolViolation, match=text):
-        decode_downlink(payload, WireLimits(vocabulary_size=50))
+def test_scores_over_a_bound_are_refused() -> None:
+    score, many = pb.TokenScore, [1] * 21
+    for commit, why in (
+        (pb.Commit(tokens=[1, 2], logprobs=[score()]), "has 1 entries, .* per token: 2"),
+        (pb.Commit(logprobs=[score()]), "has 1 entries, .* per token: 0"),
+        (pb.Commit(tokens=[1], logprobs=[score(tokens=[1])]), "0 entries, .*: 1"),
+        (pb.Commit(tokens=[1], logprobs=[score(tokens=many, logprobs=many)]), "has 21 entries"),
+        (pb.Commit(tokens=[1], logprobs=[score(tokens=[99], logprobs=[0])]), "TokenScore.tokens"),
+        (pb.Commit(tokens=[1], logprobs=[score(logprob=float("nan"))]), "logprob is nan"),
+    ):
+        payload = pb.VerifierMessage(commit=commit).SerializeToString()
+        with pytest.raises(ProtocolViolation, match=why):
+            decode_downlink(payload, WireLimits(vocabulary_size=50))
 
 
 # --- a real model ----------------------------------------------------------------------------

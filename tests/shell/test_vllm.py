@@ -193,18 +193,15 @@ def test_what_is_known_answers_without_a_step() -> None:
     assert known.answer(late) == PassResult("s", (d, e))
 
 
-@pytest.mark.parametrize(
-    ("request_", "why"),
-    [
+def test_a_request_that_does_not_fit_is_refused() -> None:
+    for request, why in (
         (PassRequest("s", 0, (1, 2, 3), (4, 5), (-1, -1)), r"'s': parents are \(-1, -1\)"),
         (PassRequest("s", 0, (1, 2, 3, 4)), "'s': a prefix of 4 tokens, but 3 are known"),
         (PassRequest("s", 1, (2, 9)), "'s': fed tokens differ"),
         (PassRequest("s", 0, (1, 2)), "'s': 2 tokens are before the 3 of the opening"),
-    ],
-)
-def test_a_request_that_does_not_fit_is_refused(request_: PassRequest, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        KnownText([1, 2, 3]).answer(request_)
+    ):
+        with pytest.raises(ValueError, match=why):
+            KnownText([1, 2, 3]).answer(request)
 
 
 def test_the_self_test_lets_a_right_engine_in() -> None:
@@ -362,14 +359,14 @@ def _core(**calls: Any) -> VllmCore:
     return core
 
 
-@pytest.mark.parametrize(
-    ("emptied", "why"),
-    [(lambda: False, "its cache cannot be emptied"), (lambda: 1 // 0, "ZeroDivisionError: ")],
-)
-def test_what_cannot_be_emptied_is_lost(emptied: Any, why: str) -> None:
-    core = _core(abort_requests=lambda names: None, reset_prefix_cache=emptied)
-    with pytest.raises(TargetLostError, match=f"cannot begin anew: {why}"):
-        core.reset()
+def test_what_cannot_be_emptied_is_lost() -> None:
+    for emptied, why in (
+        (lambda: False, "its cache cannot be emptied"),
+        (lambda: 1 // 0, "ZeroDivisionError: "),
+    ):
+        core = _core(abort_requests=lambda names: None, reset_prefix_cache=emptied)
+        with pytest.raises(TargetLostError, match=f"cannot begin anew: {why}"):
+            core.reset()
 
 
 def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
@@ -528,19 +525,16 @@ def test_a_target_says_which_adapter_it_lacks() -> None:
         use_adapter(object(), "a", "sql")
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
+def test_flags_that_are_ours_are_refused() -> None:
+    refuse_our_flags(["--enforce-eager", "--gpu-memory-utilization", "0.8"])
+    for flags, why in (
         (["--model", "x"], "--model cannot be passed to vLLM: use --model, before the --"),
         (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --set limits.max_sessions="),
         (["--max-loras", "4"], "--max-loras cannot .*: the engine needs its own"),
         (["--scheduler_cls", "x.Y"], "--scheduler-cls cannot .*: the engine needs its own"),
-    ],
-)
-def test_flags_that_are_ours_are_refused(flags: list[str], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        refuse_our_flags(flags)
-    refuse_our_flags(["--enforce-eager", "--gpu-memory-utilization", "0.8"])
+    ):
+        with pytest.raises(ValueError, match=why):
+            refuse_our_flags(flags)
 
 
 def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,36 +555,25 @@ def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         check_install()
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
+def test_settings_and_models_that_an_engine_lacks_are_refused() -> None:
+    for options, why in (
         ({"engine": "other"}, "engine is 'other', but must be one of native, vllm"),
         ({"engine_flags": ("--x",)}, r"engine_flags are \['--x'\], but only --engine vllm"),
         ({"engine": "vllm", "canonical": True}, "only the native engine can be canonical"),
         ({"engine": "vllm", "threads": 2}, "threads is 2, but vLLM chooses its own"),
         ({"engine": "vllm", "device": "cuda:1"}, "device is 'cuda:1', but must be auto"),
-    ],
-)
-def test_settings_that_an_engine_lacks_are_refused(options: dict[str, object], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        VerifierConfig(**options)  # type: ignore[arg-type] # the test's own
+    ):
+        with pytest.raises(ValueError, match=why):
+            VerifierConfig(**options)
 
+    def model(inner_state: bool, hybrid: bool) -> Any:
+        names = ["Mamba2ForCausalLM"]
+        return SimpleNamespace(has_inner_state=inner_state, is_hybrid=hybrid, architectures=names)
 
-@pytest.mark.parametrize(
-    ("inner_state", "hybrid", "refused"),
-    [(False, False, False), (True, False, True), (True, True, True), (False, True, True)],
-)
-def test_models_with_recurrent_layers_are_refused_by_name(
-    inner_state: bool, hybrid: bool, refused: bool
-) -> None:
-    config = SimpleNamespace(
-        has_inner_state=inner_state, is_hybrid=hybrid, architectures=["Mamba2ForCausalLM"]
-    )
-    if not refused:
-        return refuse_recurrent("folder", config)
-    with pytest.raises(SetupError, match="folder: Mamba2ForCausalLM has recurrent layers"):
-        refuse_recurrent("folder", config)
-    return None
+    refuse_recurrent("folder", model(False, False))
+    for refused in (model(True, False), model(True, True), model(False, True)):
+        with pytest.raises(SetupError, match="folder: Mamba2ForCausalLM has recurrent layers"):
+            refuse_recurrent("folder", refused)
 
 
 def test_why_a_worker_cannot_start_is_kept(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,14 +55,11 @@ class Recorder:
         settings = {"device": "cpu", "max_cached_tokens": 8192, "canonical": True, **options}
         self.target = load(str(folder), name="tiny", vocabulary="v", dtype=dtype, **settings)
         self.vocabulary_size = self.target.info.vocabulary_size
-        run = self.target._run
+        self._recorded = recorded(self.target)
 
-        def record(batch: Sequence[PassRequest]) -> torch.Tensor:
-            logits = run(batch)
-            self.logits = logits.clone()
-            return logits
-
-        self.target._run = record  # type: ignore[method-assign]
+    @property
+    def logits(self) -> torch.Tensor:
+        return self._recorded[-1]
 
     def reference(self, text: list[int], first: int) -> torch.Tensor:
         """Logits behind text[first - 1], text[first], .., one token a pass."""
@@ -74,6 +72,19 @@ class Recorder:
             rows.append(self.logits[0])
         target.close("reference")
         return torch.stack(rows)
+
+
+def recorded(target: TorchTarget) -> deque[torch.Tensor]:
+    """The logits of its last pass, from now on."""
+    run, found = target._run, deque[torch.Tensor](maxlen=1)
+
+    def record(batch: Sequence[PassRequest]) -> torch.Tensor:
+        logits = run(batch)
+        found.append(logits.clone())
+        return logits
+
+    target._run = record  # type: ignore[method-assign]
+    return found
 
 
 def random_tree(rng: random.Random, count: int, vocabulary_size: int) -> Tree:
