@@ -558,5 +558,4 @@ class Verifier:
 
 
 def _never(_: Downlink) -> bool:
-    """Of a stream on which one has to wait for each message."""
     return False

@@ -150,7 +150,6 @@ class PromptLookup:
 
     def __init__(self, most_pairs: int = MOST_PAIRS) -> None:
         self.known = 0
-        """How many tokens of the text are indexed."""
         self.position = self.length = 0
         self._most_pairs = most_pairs
         self._places: dict[int, int] = {}

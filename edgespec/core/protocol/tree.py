@@ -98,7 +98,6 @@ class SpeculationTree:
         """Alive nodes by id, oldest (lowest id) first, so every parent before its children; the
         tree alone changes them."""
         self.roots: list[Node] = []
-        """Children of the root."""
         self.last_id = 0
         """The highest id that was taken. A stale node takes none: one that found no parent may come
         again when the parent has, as after a verifier had no room for it."""
@@ -162,7 +161,6 @@ class SpeculationTree:
         return ALIVE
 
     def _grow_late(self, node_id: int, token: int, position: int) -> Growth:
-        """Where the target has spoken already."""
         if self.prefix.tokens[position] != token:
             return STALE
         self.last_id = node_id

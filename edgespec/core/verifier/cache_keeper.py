@@ -142,7 +142,6 @@ class CacheKeeper:
         self.ledger = ledger
         self.evictions = 0
         self.preemptions = 0
-        """Of these, how often one that had work."""
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
         """Committed tokens of sessions that entered a shared cache, and those that were there."""
         self.evicted: list[str] = []

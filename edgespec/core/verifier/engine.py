@@ -55,7 +55,6 @@ class SessionRegistry:
         adapters: Sequence[ModelInfo] = (),
     ) -> None:
         self.sessions: dict[str, VerifySession] = {}
-        """By key, in the order of opening."""
         self.actions: list[ee.EngineAction] = []
         self.touched: dict[str, None] = {}
         self.stream_of: dict[str, int] = {}
@@ -69,7 +68,6 @@ class SessionRegistry:
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
         self._guesses = ServedDraftsMaker() if engine_limits.server_drafts else None
         self._cached: set[str] = set()
-        """Sessions for which the target holds a sequence."""
 
     # --- streams ---------------------------------------------------------------------------
 
@@ -213,7 +211,6 @@ class SessionRegistry:
             return ()
 
     def _part(self, key: str) -> int | None:
-        """The session has no stream any more; the one that it had."""
         stream = self.stream_of.pop(key, None)
         if stream is not None:
             del self.key_of[stream]

@@ -182,7 +182,6 @@ class Fairness:
         return max(0.0, self._took_s.value(0.0, 0.0) or 0.0)
 
     def _session_s(self, slopes: tuple[float, float]) -> float:
-        """What a session is expected to add to a pass."""
         return _took_s(slopes, self._rows.get(1.0))
 
     def _of(self, key: str) -> Credential:

@@ -58,7 +58,6 @@ class Attachment:
         """Whether what it was to be sent before the last pass still waits to leave."""
         self.spoke_at = now
         self.received = length
-        """The device holds all tokens before this position."""
         self._echo: tuple[int, float] | None = None
 
     @property

@@ -143,7 +143,6 @@ class FairShares:
         return account
 
     def _turn(self, now: float) -> None:
-        """Reckon the share anew when a slot is over."""
         took_s = now - self._slot_began_at
         if took_s < SLOT_S:
             return

@@ -111,7 +111,6 @@ class BlockTables:
         return self._slots[:, :count].take(rows, axis=0)
 
     def _forget(self, row: int, first: int) -> None:
-        """The row has no keys from ``first`` on."""
         filled = int(self._filled[row])
         if first < filled:
             self._slots[row, first:filled] = 0
@@ -504,7 +503,6 @@ def _resident_peak(run: Callable[[], object]) -> int:
 
 
 def _status_bytes(field: str) -> int:
-    """A size of this process; 0 where the system has no such file."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -208,7 +208,6 @@ def check_types(path: str) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that transformers reads; none for a hub id."""
     if (folder / _WEIGHTS).is_file() or not (index := folder / f"{_WEIGHTS}.index.json").is_file():
         return [one for one in (folder / _WEIGHTS,) if one.is_file()]
     shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -390,7 +389,6 @@ def _read(
 
 
 def _check_quantize(quantize: str, dtype: str, device: torch.device) -> str:
-    """The number format of the activations. Raises ``ValueError``."""
     if quantize not in QUANTIZE_FORMATS:
         raise ValueError(f"quantize is {quantize!r}, but must be {' or '.join(QUANTIZE_FORMATS)}")
     if device.type != "cpu":

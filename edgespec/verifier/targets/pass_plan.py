@@ -288,5 +288,4 @@ def packed_attention(
 
 
 def _as_rows(states: torch.Tensor, count: int) -> torch.Tensor:
-    """[1, heads, rows, head_dim] -> [count, heads * head_dim]."""
     return states[0, :, :count].transpose(0, 1).reshape(count, -1)

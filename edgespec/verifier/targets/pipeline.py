@@ -187,7 +187,6 @@ class StageProcesses:
         self._program, self._look_every_s = program, look_every_s
         self._children: dict[Connection, _Child] = {}
         self._silent = {one.rank for one in stages}
-        """Ranks that are not ready yet."""
         self._ready: Future[None] = Future()
         self._busy_since: float | None = None
         self._closing = False
@@ -344,7 +343,6 @@ def _started(program: Sequence[str], options: StageOptions) -> tuple[Connection,
 
 
 def _one_of(*awaited: Future[Any], within_s: float | None = None) -> bool:
-    """Wait until one of them is done; whether one is."""
     return bool(futures.wait(awaited, within_s, futures.FIRST_COMPLETED).done)
 
 

@@ -206,7 +206,6 @@ def _take_out(model: Any, share: StageShare) -> None:
 
 
 def _of_others(config: Any, share: StageShare) -> list[str]:
-    """Patterns of tensor names."""
     layers = share.layers(config.num_hidden_layers)
     others = [str(number) for number in range(config.num_hidden_layers) if number not in layers]
     patterns = [rf"^model\.layers\.({'|'.join(others)})\."] if others else []

@@ -221,7 +221,6 @@ class TorchTarget:
         return run_self_test(self._pool, self._run, self._info.vocabulary_size)
 
     def _size_pool(self, loaded: LoadedModel, budget: PoolBudget) -> None:
-        """Measure the largest pass on the pool there is, then make the one to serve with."""
         rows = measured_rows(budget.rows, loaded.device)
         batch = largest_pass(rows, self._info.vocabulary_size)
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
@@ -280,7 +279,6 @@ class TorchTarget:
             return _call_model(self._model, plan, self._info.vocabulary_size)
 
     def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:
-        """The batch by columns. Raises as ``check_batch`` does."""
         if isinstance(batch, PassBatch):
             return batch
         try:
@@ -293,7 +291,6 @@ class TorchTarget:
         return found
 
     def _choose(self, logits: torch.Tensor, batch: PassBatch) -> list[int]:
-        """The token of every sampled row."""
         if self._pool.special.isdisjoint(batch.keys):
             best = best_tokens(logits)
             if best is not None:

@@ -78,7 +78,6 @@ class ToyMemory:
             raise ValueError(f"{request.key!r}: {rows} rows, but its blocks hold {room}")
 
     def _check_writes(self, batch: Sequence[PassRequest]) -> None:
-        """For a pass in which some block is mentioned more than once."""
         held: set[int] = set()
         written: set[int] = set()
         for request in batch:
@@ -104,7 +103,6 @@ class ToyMemory:
                 )
 
     def _row_marks(self, request: PassRequest) -> list[int]:
-        """Marks of the fed tokens and of the nodes behind them."""
         known = self._marks[request.key]
         del known[request.cache_length :]
         fed = _marks(known, request.feed)
@@ -147,7 +145,6 @@ class ToyTarget:
     ) -> None:
         self.model = model or ToyModel()
         self.passes = 0
-        """Passes so far, and the rows they had."""
         self.rows = 0
         eos = () if self.model.eos_token is None else (self.model.eos_token,)
         size = self.model.vocabulary_size
@@ -227,7 +224,6 @@ class ToyTarget:
         return max(len(sequence.tokens), len(sequence.text) if request.blocks else 0)
 
     def _cached(self, request: PassRequest) -> Sequence[int]:
-        """The tokens that the request finds cached."""
         sequence, length = self._sequences[request.key], request.cache_length
         return (sequence.tokens if length <= len(sequence.tokens) else sequence.text)[:length]
 

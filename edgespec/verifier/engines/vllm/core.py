@@ -156,7 +156,6 @@ class VllmCore:
 
 
 def _config(options: VllmOptions) -> Any:
-    """vLLM's configuration, with what the engine needs in place of what the flags say."""
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser

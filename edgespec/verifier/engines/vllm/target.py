@@ -271,7 +271,6 @@ class VllmTarget:
     # --- one pass --------------------------------------------------------------------------
 
     def _longest(self, request: PassRequest) -> int:
-        """The longest prefix that a request may take for cached."""
         if (sequence := self._sequences.get(request.key)) is None:
             raise ValueError(f"sequence {request.key!r} is not open")
         return len(sequence.text if sequence.known is None else sequence.known.tokens)
@@ -292,7 +291,6 @@ class VllmTarget:
     def _wanted(
         self, batch: Sequence[PassRequest], results: dict[str, PassResult]
     ) -> dict[str, Wanted]:
-        """What is still missing; what is known goes into ``results``."""
         wanted: dict[str, Wanted] = {}
         for request in batch:
             if request.key in results:
