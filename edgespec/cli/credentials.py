@@ -31,21 +31,22 @@ if sys.platform != "win32":
 File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file of keys")]
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]
 
-keys = typer.Typer(
-    name="keys",
-    no_args_is_help=True,
-    help="Make, list and revoke the keys that a verifier lets in.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EXIT_CODES,
+
+def _group(name: str, text: str) -> typer.Typer:
+    return typer.Typer(
+        name=name,
+        no_args_is_help=True,
+        help=text,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=EXIT_CODES,
+    )
+
+
+keys = _group(
+    "keys",
+    "Make, list and revoke the keys that a verifier lets in (`edgespec verifier --keys FILE`)."
+    "\n\nThe file holds digests and limits, no key. SIGHUP makes a running verifier read it again.",
 )
-
-
-@keys.callback()
-def about_keys() -> None:
-    """Make, list and revoke the keys that a verifier lets in (`edgespec verifier --keys FILE`).
-
-    The file holds digests and limits, no key. SIGHUP makes a running verifier read it again.
-    """
 
 
 @keys.command(epilog=EXIT_CODES)
@@ -151,22 +152,12 @@ Folder = Annotated[
     Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are (default: here)")
 ]
 
-certs = typer.Typer(
-    name="certs",
-    no_args_is_help=True,
-    help="Make a CA, and certificates for verifiers and devices.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EXIT_CODES,
+certs = _group(
+    "certs",
+    "Make a CA, and certificates for verifiers and devices."
+    "\n\nA verifier needs its certificate and key, a device ca.pem. The CA's own key, ca.key, signs"
+    " whatever is to be trusted: keep it on neither of them.",
 )
-
-
-@certs.callback()
-def about_certificates() -> None:
-    """Make a CA, and certificates for verifiers and devices.
-
-    A verifier needs its certificate and key, a device ca.pem. The CA's own key, ca.key, signs
-    whatever is to be trusted: keep it on neither of them.
-    """
 
 
 @certs.command(epilog=EXIT_CODES)

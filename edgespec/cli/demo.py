@@ -8,6 +8,7 @@ a big one; everything said about speed is said with "emulated".
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -45,23 +46,18 @@ class Arm:
     name: str
     texts: list[tuple[int, ...]] = field(default_factory=list)
     per_token_s: list[float] = field(default_factory=list)
-    tokens: int = 0
-    passes: int = 0
-    tried: int = 0
-    hits: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, progress: Progress, counters: DraftCounters) -> None:
         self.texts.append(tuple(progress.tokens))
         if progress.per_token_s is not None:
             self.per_token_s.append(progress.per_token_s)
-        self.tokens += counters.committed
-        self.passes += counters.passes
-        self.tried += counters.tried
-        self.hits += counters.hits
-
-    @property
-    def median_s(self) -> float | None:
-        return median(self.per_token_s) if self.per_token_s else None
+        self.counts.update(
+            tokens=counters.committed,
+            passes=counters.passes,
+            tried=counters.tried,
+            hits=counters.hits,
+        )
 
 
 def demo(
@@ -163,11 +159,12 @@ def report(console: Console, plain: Arm, drafted: Arm) -> None:
 
 
 def _column(arm: Arm, base: Arm) -> tuple[str, ...]:
-    ms, base_ms = arm.median_s, base.median_s
+    ms, base_ms = (1e3 * median(one.per_token_s or [0.0]) for one in (arm, base))
+    counts = arm.counts
     return (
-        str(arm.tokens),
-        "-" if ms is None else f"{ms * 1e3:.1f}",
-        "-" if ms is None or base_ms is None else f"{base_ms / ms:.2f} x",
-        f"{arm.passes / arm.tokens:.2f}" if arm.tokens else "-",
-        f"{arm.hits / arm.tried:.0%}" if arm.tried else "-",
+        str(counts["tokens"]),
+        f"{ms:.1f}" if ms else "-",
+        f"{base_ms / ms:.2f} x" if ms else "-",
+        f"{counts['passes'] / counts['tokens']:.2f}" if counts["tokens"] else "-",
+        f"{counts['hits'] / counts['tried']:.0%}" if counts["tried"] else "-",
     )

@@ -212,7 +212,8 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
     overrides: dict[str, Any] = {}
     for variable, name in VARIABLES[kind].items():
         if text := os.environ.get(variable):
-            overrides[name] = text.split() if name == "verifier" else read_value(keys[name], text)
+            value = text.split() if name == "verifier" else read_value(keys[name], text, variable)
+            overrides[name] = value
     for assignment in given["set_keys"] or ():
         name, equals, text = assignment.partition("=")
         if not equals:

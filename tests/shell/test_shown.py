@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,10 @@ def test_a_full_context_is_said_beside_the_text(
     assert f'"finish": "{finish.value}"' in capsys.readouterr().out
 
 
-PLAIN = Arm("target only", [(1, 2)], [0.0750], tokens=192, passes=192)
-DRAFTED = Arm("with drafts", [(1, 2)], [0.0300], tokens=192, passes=80, tried=600, hits=420)
+PLAIN = Arm("target only", [(1, 2)], [0.0750], Counter(tokens=192, passes=192))
+DRAFTED = Arm(
+    "with drafts", [(1, 2)], [0.0300], Counter(tokens=192, passes=80, tried=600, hits=420)
+)
 
 
 def shown(width: int, plain: Arm = PLAIN, drafted: Arm = DRAFTED) -> list[str]:
