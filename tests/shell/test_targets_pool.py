@@ -1,13 +1,14 @@
-"""The pool of keys and values: its blocks, a pass over it by column, and its size by memory.
+"""The pool of keys and values: its blocks, a pass over it by column, and its size by memory; the
+toy target's account of its cache, and the paced target's clock.
 
-Oracles: the checks that look at each request by itself; a text's own tokens written as keys;
-arithmetic by hand on made-up figures, and a real target whose pool has what the budget pays.
+Oracles: the checks that look at each request by itself; arithmetic by hand on made-up figures, and
+a real target whose pool has what the budget pays.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory import MachineMemory, parse_budget
-from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, UnsupportedModelError
+from edgespec.core.ports import (
+    CapacityError,
+    ModelInfo,
+    PassRequest,
+    PassResult,
+    TargetModel,
+    UnsupportedModelError,
+)
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import CacheShape
+from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.build import pool_budget
 from edgespec.verifier.targets import torch_target as target_module
 from edgespec.verifier.targets.kv_pool import (
@@ -33,10 +43,13 @@ from edgespec.verifier.targets.kv_pool import (
     PoolBudget,
     pool_tokens,
 )
+from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_requests import check_batch
+from edgespec.verifier.targets.toy import ToyTarget
+from tests.shell.live_verifier import toy_text
 from tests.shell.tiny_checkpoints import write_checkpoint
-from tests.shell.torch_schedules import GREEDY, random_tree, torch_target
+from tests.shell.torch_schedules import GREEDY, decode_beside, random_tree, torch_target
 
 INFO = ModelInfo("tiny", "v", 50, 60)
 
@@ -123,23 +136,18 @@ def _pass(pool: KvPool, request: PassRequest) -> None:
     pool.commit(request)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
-        ((1,), "17 rows, but its blocks hold 16"),
-        ((1, 5), "blocks 1 to 5, limit 4"),
-        ((0, 1), "blocks 0 to 1, limit 4"),
-    ],
-)
-def test_a_wrong_table_is_refused_before_anything_changes(
-    blocks: tuple[int, ...], message: str
-) -> None:
+def test_a_wrong_table_is_refused_before_anything_changes() -> None:
     pool = _pool(4)
     pool.open("a", 1, GREEDY)
     _pass(pool, PassRequest("a", 0, (1, 2), blocks=(3,)))
-    with pytest.raises(ValueError, match=message):
-        pool.reserve([PassRequest("a", 1, (5,) * 16, blocks=blocks)])
-    assert (pool.sequence("a").tokens, pool.free_tokens) == ([1, 2], 64)
+    for blocks, message in (
+        ((1,), "17 rows, but its blocks hold 16"),
+        ((1, 5), "blocks 1 to 5, limit 4"),
+        ((0, 1), "blocks 0 to 1, limit 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pool.reserve([PassRequest("a", 1, (5,) * 16, blocks=blocks)])
+        assert (pool.sequence("a").tokens, pool.free_tokens) == ([1, 2], 64)
 
 
 def test_exhaustion_changes_nothing() -> None:
@@ -182,7 +190,6 @@ FIGURES = MemoryFigures(
     token_bytes=4096,
     layer_count=4,
 )
-MANY = 1 << 30
 
 
 def _machine() -> MachineMemory:
@@ -193,9 +200,8 @@ def _budget(kv: str = "", gpu_share: float | None = None) -> PoolBudget:
     return PoolBudget(parse_budget(kv) if kv else None, gpu_share, rows=64, machine=_machine)
 
 
-@pytest.mark.parametrize(
-    ("budget", "message"),
-    [
+def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures() -> None:
+    for budget, message in (
         (_budget("512KiB"), "kv_budget is 512KiB: that leaves room for 128 cached tokens, but at"),
         (_budget(gpu_share=0.5), "gpu_memory_utilization is 0.5: that leaves room for 0 cached"),
         (
@@ -204,13 +210,9 @@ def _budget(kv: str = "", gpu_share: float | None = None) -> PoolBudget:
             r"memory, 0.59 GiB free beside the weights, a pass of 64 rows takes 0.10 GiB, keys and "
             r"values 4.0 KiB a token\)",
         ),
-    ],
-)
-def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures(
-    budget: PoolBudget, message: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        pool_tokens(budget, FIGURES, MANY)
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            pool_tokens(budget, FIGURES, 1 << 30)
 
 
 @pytest.mark.parametrize("canonical", [None, False])
@@ -269,3 +271,112 @@ def test_settings_become_a_budget_or_none() -> None:
         LimitsSection(kv_budget="1GiB", gpu_memory_utilization=0.8)
     with pytest.raises(ValueError, match="memory budget is '4': it lacks a unit"):
         LimitsSection(kv_budget="4")
+
+
+# --- the toy target, and a paced one --------------------------------------------------------
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, presence_penalty=0.4)
+TEXT = tuple(range(1, 10))
+
+
+def test_any_schedule_gives_the_specified_text() -> None:
+    model, prompts = ToyModel(seed=2), [[3, 1, 4, 1, 5], list(range(12))]
+    every = [SamplingParams(max_tokens=60), SAMPLED]
+    texts = [toy_text(prompt, one, model) for prompt, one in zip(prompts, every, strict=True)]
+    assert decode_beside(ToyTarget(model), prompts, texts, every) == texts
+
+
+def _opened(**options: int) -> ToyTarget:
+    target = ToyTarget(**options)  # type: ignore[arg-type]
+    target.open("s", 3, SamplingParams())
+    target.forward([PassRequest("s", 0, (1, 2, 3), (4, 5, 6), (-1, 0, 0))])
+    return target
+
+
+def test_what_the_cache_does_not_hold_is_an_error() -> None:
+    target = _opened()
+    with pytest.raises(ValueError, match="cache_length is 4, but 3 tokens are cached"):
+        target.forward([PassRequest("s", 4, (7,))])
+    for nodes in ([1], [0, 0], [1, 0], [3]):
+        with pytest.raises(ValueError, match="not a path"):
+            _opened().keep("s", nodes)
+    target.keep("s", [0, 2])
+    assert target.cached("s") == (1, 2, 3, 4, 6)
+    target.forward([PassRequest("s", 3, (4, 6, 7))])
+    with pytest.raises(ValueError, match="differ from the committed"):
+        target.forward([PassRequest("s", 3, (4, 5))])
+
+
+def test_capacity_names_the_limit() -> None:
+    target = _opened(max_sessions=1, max_cached_tokens=8, context_length=10)
+    target.open("probe", 1, SamplingParams())
+    with pytest.raises(CapacityError, match="2 sessions are open, limit max_sessions 1"):
+        target.open("t", 1, SamplingParams())
+    target.close("probe")
+    with pytest.raises(CapacityError, match="9 cached tokens wanted, limit 8"):
+        target.forward([PassRequest("s", 3, (1,) * 6)])
+    with pytest.raises(CapacityError, match="limit context_length 10"):
+        target.forward([PassRequest("s", 3, (1,) * 8)])
+    assert target.forward([PassRequest("s", 3, (1,) * 5)])[0].key == "s"
+    target.close("s")
+    target.close("s")
+    with pytest.raises(CapacityError, match="prompt of 11 tokens"):
+        target.open("t", 11, SamplingParams())
+
+
+def _sharing() -> ToyTarget:
+    """Two sequences of one text; the first has filled blocks 1 to 3 of four rows each."""
+    target = ToyTarget(ToyModel(vocabulary_size=32, order=2), cache=CacheShape(8, 4))
+    penalised = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.4)
+    for key in ("first", "second"):
+        target.open(key, len(TEXT), penalised, TEXT)
+    target.forward([PassRequest("first", 0, TEXT, blocks=(1, 2, 3))])
+    return target
+
+
+def test_a_block_of_another_text_is_refused_though_its_tokens_are_the_same() -> None:
+    target = _sharing()
+    other = (9, *TEXT[1:])
+    target.open("other", len(other), SamplingParams(), other)
+    target.forward([PassRequest("other", 0, other[:4], sample=False, blocks=(5,))])
+    with pytest.raises(ValueError, match="position 4 holds another token"):
+        target.forward([PassRequest("other", 8, other[8:], blocks=(5, 2, 6))])
+
+
+def test_a_block_that_another_request_reads_is_not_written() -> None:
+    target = _sharing()
+    reads = PassRequest("first", 8, TEXT[8:], blocks=(1, 2, 3))
+    writes = PassRequest("second", 4, TEXT[4:], blocks=(1, 2, 4))
+    for batch in ([reads, writes], [writes, reads]):
+        with pytest.raises(ValueError, match="a block that is written is another's too"):
+            target.forward(batch)
+
+
+class SlowTarget(ToyTarget):
+    """Takes 20 ms a pass, on a clock that only moves when somebody sleeps, and oversleeps."""
+
+    now_s, naps = 100.0, 0
+
+    def nap(self, seconds: float) -> None:
+        self.naps += 1
+        self.now_s += seconds + 2e-5
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self.now_s += 0.02
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(
+    ("sample", "rows", "expected_s"), [(True, 5, 0.060), (False, 5, 0.020), (True, 1, 0.044)]
+)
+def test_a_paced_pass_takes_its_time_in_all(sample: bool, rows: int, expected_s: float) -> None:
+    inner = SlowTarget()
+    port: TargetModel = PacedTarget(inner, 40.0, 4.0, sleep=inner.nap, clock=lambda: inner.now_s)
+    port.open("s", 1, SamplingParams())
+    [result] = port.forward([PassRequest("s", 0, (1,) * rows, sample=sample)])
+    assert inner.now_s - 100.0 == pytest.approx(expected_s, abs=2e-4)
+    assert inner.naps < 40
+    assert len(result.targets) == sample
+    port.keep("s", [])
+    port.close("s")
+    assert port.info == inner.info
