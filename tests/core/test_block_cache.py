@@ -262,7 +262,7 @@ def test_a_session_that_fails_leaves_nothing_behind(failure: ee.EngineEvent) -> 
     assert any(isinstance(action, ee.RunProbe) for action in serving.actions)
     serving.open("c", (*SYSTEM, 12))
     serving.handle(ee.StreamMessage(ord("b"), Received(10, 0)))
-    assert serving.ledger.idle_count == 0
+    assert not serving.ledger._idle
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ def test_the_peers_remembered_are_bounded() -> None:
     budget = tb.CallBudget(replace(tb.OPEN_LIMITS, max_peers=3), 0.0)
     for peer in ("a", "b", "c", "a", "d"):
         budget.turn(peer, 0.0)
-    assert budget.peer_count == 3
+    assert len(budget._peers) == 3
     for _ in range(200):
         budget.turn("a", 0.0)
     assert budget.turn("a", 0.0) > 0.0  # not forgotten: "b" was the one

@@ -50,11 +50,6 @@ class BlockLedger:
         return len(self._blank) + len(self._idle)
 
     @property
-    def idle_count(self) -> int:
-        """Of the free blocks, those that can still be found by their name."""
-        return len(self._idle)
-
-    @property
     def holders(self) -> tuple[str, ...]:
         return tuple(self._tables)
 

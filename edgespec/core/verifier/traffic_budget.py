@@ -409,10 +409,6 @@ class CallBudget:
         )
         self._shares = FairShares(shares, now)
 
-    @property
-    def peer_count(self) -> int:
-        return len(self._peers)
-
     def turn(self, peer: str, now: float, payer: str | None = None) -> float:
         """Seconds until the call that ``peer`` makes now has its turn, 0 for at once. More than
         ``limits.max_wait_s``: it has no place in the line and is to be refused with this advice.

@@ -28,7 +28,6 @@ from edgespec.sampling.tensors import (
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import (
     CanonicalModeError,
-    SelfTest,
     find_canonical_mode,
     finite_logits,
     run_self_test,
@@ -216,8 +215,8 @@ class TorchTarget:
         self._pool.close(key)
         self._constrained.close(key)
 
-    def self_test(self) -> SelfTest:
-        """Check that logits do not depend on the schedule. A few small passes; between sessions."""
+    def self_test(self) -> str:
+        """Where logits depend on the schedule, in words; empty: nowhere. Only between sessions."""
         return run_self_test(self._pool, self._run, self._info.vocabulary_size)
 
     def _size_pool(self, loaded: LoadedModel, budget: PoolBudget) -> None:
@@ -248,7 +247,7 @@ class TorchTarget:
     def _enter_canonical_mode(
         self, loaded: LoadedModel, share: StageShare | None, *, required: bool
     ) -> None:
-        def self_test(tiles: RowTiles) -> SelfTest:
+        def self_test(tiles: RowTiles) -> str:
             self._row_tiles, self._attention = tiles, CanonicalAttention(tiles)
             return self.self_test()
 
