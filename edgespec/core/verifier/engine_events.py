@@ -54,12 +54,16 @@ class StreamOpened:
 
 @statically_frozen
 class StreamMessage:
+    """Any later message of a stream."""
+
     stream: int
     message: Draft | Received | Cancel
 
 
 @statically_frozen
 class StreamLost:
+    """The device let go, or the link broke."""
+
     stream: int
 
 
@@ -76,6 +80,8 @@ class BatchDone:
 
 @statically_frozen
 class StreamCaughtUp:
+    """All that a stream of ``BatchDone.behind`` was to be sent has left."""
+
     stream: int
 
 
@@ -130,6 +136,8 @@ EngineEvent = (
 
 @statically_frozen
 class SendTo:
+    """Hand this message to the stream, in order."""
+
     stream: int
     message: Downlink
 
@@ -156,6 +164,8 @@ class OpenSequence:
 
 @statically_frozen
 class CloseSequence:
+    """Free it again."""
+
     key: str
 
 
@@ -169,6 +179,8 @@ class KeepNodes:
 
 @statically_frozen
 class RunBatch:
+    """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``."""
+
     requests: tuple[PassRequest, ...]
 
 

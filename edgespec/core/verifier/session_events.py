@@ -12,6 +12,8 @@ from edgespec.core.statically_frozen import statically_frozen
 
 @statically_frozen
 class Attach:
+    """A stream of this session opened (the first, or one after a broken link)."""
+
     request: Open
 
 
@@ -93,6 +95,8 @@ VerifyEvent = (
 
 @statically_frozen
 class Send:
+    """Hand this message to the session's stream."""
+
     message: Downlink
 
 

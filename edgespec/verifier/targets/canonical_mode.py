@@ -198,6 +198,8 @@ _TRIED_KEYS = KEY_TILE + 40
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
+    """The attention heads of a model, whose products are tried."""
+
     heads: int
     kv_heads: int
     head_dim: int
