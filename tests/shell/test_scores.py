@@ -1,11 +1,14 @@
-"""Log-probabilities from the target to the user. Oracle: the toy's logits, and transformers' own
-model with ``log_softmax``. The text is that of a run without."""
+"""What a verifier says beside its tokens, and its own guesses, over real gRPC. Oracles: of
+log-probabilities the toy's logits, and transformers' own model with ``log_softmax``, and the text
+is that of a run without; of guesses one pass a token without any."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +18,12 @@ from edgespec.config import VerifierConfig
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore, score_token
+from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, Chunk
 from edgespec.device.build import build_agent
-from edgespec.models.toy import TOY_MODEL
+from edgespec.models.toy import TOY_ALPHABET, TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import ProtocolViolation, WireLimits, decode_downlink
 from edgespec.wire.pb import speculation_pb2 as pb
 from tests.shell.live_verifier import GatedTarget, daemon, serving, start, toy_text
@@ -158,3 +163,44 @@ def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
             assert [x for _, x in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
             assert [token for token, _ in score.top] == best.indices.tolist()
             assert score.margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+
+
+# --- guesses of the verifier's own ------------------------------------------------------------
+
+# Its greedy text runs into a circle soon, so it can be guessed.
+CIRCLING = ToyModel(len(TOY_ALPHABET), order=1, seed=4)
+
+
+def _target() -> ToyTarget:
+    vocabulary = load_target(VerifierConfig(model="toy", port=0)).info.vocabulary
+    return ToyTarget(CIRCLING, vocabulary=vocabulary, context_length=TOY_CONTEXT_LENGTH)
+
+
+async def _passes(address: str, params: SamplingParams) -> int:
+    """How many passes the text took; it is the target's own."""
+    prompt = ToyTokenizer().encode("a circle")
+    async with build_agent(config(address, "none")) as agent:
+        chunks = [chunk async for chunk in agent.generate(prompt, params)]
+        assert tokens(chunks) == toy_text(prompt, params, CIRCLING)
+        assert agent.stats is not None
+        counters = agent.stats.counters
+        assert (counters.rows, counters.accepted) == (0, 0)
+        return counters.passes
+
+
+async def test_a_device_without_a_draft_is_told_several_tokens_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock by which each pass takes a millisecond, whatever its rows: none is too dear."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks))
+    monkeypatch.setattr("edgespec.verifier.daemon.time", clock)
+    async with serving(_target()) as (address, verifier):
+        assert verifier.engine.engine_limits.server_drafts
+        assert await _passes(address, SamplingParams(max_tokens=120, ignore_eos=True)) < 60
+
+
+async def test_a_sampled_text_is_the_targets_own() -> None:
+    params = SamplingParams(temperature=0.5, seed=9, max_tokens=100, ignore_eos=True)
+    async with serving(_target()) as (address, _):
+        assert await _passes(address, params) <= params.max_tokens
