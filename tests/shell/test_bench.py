@@ -45,7 +45,6 @@ from edgespec.bench.runner import (
     parse_arms,
     parse_rtts_ms,
 )
-from edgespec.cli import bench
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
@@ -219,20 +218,6 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
         assert said in lines
 
 
-@pytest.mark.parametrize(("tpot_ms", "late"), [(26.5, False), (28.8, True), (None, False)])
-def test_passes_that_took_longer_than_asked_are_told(tpot_ms: float | None, late: bool) -> None:
-    subject = Subject("bundled", "bundled", "t", "d", "built-in", False)
-    content = document(("edgespec",), BenchSettings(), subject, None, [], {}, {}, interrupted=False)
-    if tpot_ms is not None:
-        content["summary"] = [
-            {"arm": "target-only", "rtt_ms": 2.0, "tpot_ms_mean": 25.0},
-            {"arm": "target-only", "rtt_ms": 50.0, "tpot_ms_mean": tpot_ms},
-            {"arm": "edgespec", "rtt_ms": 50.0, "tpot_ms_mean": 90.0},
-        ]
-    told = [line for line in footer(content) if line.startswith("late: ")]
-    assert [f"took up to {tpot_ms} ms a token" in line for line in told] == [True] * late
-
-
 FORMATS = (
     ({"question_id": 81, "category": "writing", "turns": ["hello", "and then?"]}, "hello"),
     ({"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"}, "def f():\n"),
@@ -299,27 +284,6 @@ def test_a_workload_is_the_first_prompts_that_fit() -> None:
         choose_workload(
             DEFAULT_PROMPTS, lambda text: [1] * len(text), limit=2, room=5, eos_token_ids=()
         )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "draft_ms"), [((), 8.0), (("--draft", "lookup"), 0.0), (("--draft-ms", "3"), 3.0)]
-)
-def test_what_is_looked_up_is_not_paced_as_a_model(
-    arguments: tuple[str, ...], draft_ms: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[BenchSettings] = []
-
-    class Bench:
-        def __init__(self, settings: BenchSettings, *others: object) -> None:
-            found.append(settings)
-
-        def execute(self, json: Path | None) -> int:
-            return 0
-
-    monkeypatch.setattr(bench, "_Bench", Bench)
-    done = CliRunner().invoke(app, ["bench", *arguments])
-    assert done.exit_code == 0, done.output
-    assert [one.draft_ms for one in found] == [draft_ms]
 
 
 MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=3.0, eos_token=0, eos_probability=0.01)

@@ -21,7 +21,6 @@ from edgespec.config import AgentConfig, VerifierConfig, load_config
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.shell.live_verifier import daemon, nobody, toy_text
-from tests.shell.tiny_checkpoints import write_tokenizer
 
 PROMPT = "once upon a time"
 COUNT = 24
@@ -150,16 +149,6 @@ def test_a_name_that_is_no_machines_is_no_reason_to_start_a_verifier() -> None:
     told = generate("nosuch.invalid:7420", PROMPT).stderr
     assert told.startswith("error: no machine is known by the name 'nosuch.invalid'\n")
     assert "edgespec verifier" not in told
-
-
-def test_a_foreign_vocabulary_is_refused(address: str, tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    result = call(
-        *("generate", PROMPT, "--verifier", address, "--draft", "none"),
-        *("--set", f"tokenizer={tmp_path}"),
-    )
-    assert result.exit_code == 1
-    assert "toy-64" in result.stderr
 
 
 def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
