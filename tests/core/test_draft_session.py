@@ -53,9 +53,6 @@ def reopened(
     return now, session.handle(greeting, now)
 
 
-# --- the link ---------------------------------------------------------------------------------
-
-
 def test_it_connects_and_drafts_at_once() -> None:
     session = new_session()
     assert session.handle(ev.Start(), 0.0) == (ev.Connect(), ev.StartStep(0, PROMPT, 1))
@@ -173,9 +170,6 @@ def test_stop(connected: bool) -> None:
     assert session.handle(guess(5), 1.1) == ()
 
 
-# --- verifiers that are sick or hostile -------------------------------------------------------
-
-
 def test_a_verifier_that_falls_silent_is_a_broken_link() -> None:
     session = streaming()
     session.handle(Commit(2, (10,)), 5.0)
@@ -253,9 +247,6 @@ def test_what_a_verifier_says_is_made_harmless() -> None:
         assert last.why == "?]0;owned??[2J no".replace("?", "\N{REPLACEMENT CHARACTER}")
 
 
-# --- commits ----------------------------------------------------------------------------------
-
-
 def test_how_each_token_came_about() -> None:
     session = streaming()
     for token in (10, 11, 40):
@@ -304,8 +295,6 @@ def test_a_round_trip_is_measured_without_the_time_it_was_held() -> None:
     assert session.estimates.rtt_s.get(0.0) == pytest.approx(0.3)
 
 
-# --- another model ----------------------------------------------------------------------------
-
 FIRST = replace(GREETING, fingerprint="fp-1")
 OTHER = replace(GREETING, fingerprint="fp-2", limits=Limits(context_length=7))
 
@@ -337,9 +326,6 @@ def test_a_text_whose_model_never_comes_back_fails_and_says_why() -> None:
     without_a_token = streaming(greeting=FIRST)
     without_a_token.handle(ev.Tick(), 40.0)
     assert ev.Disconnect() not in reopened(without_a_token, OTHER)[1]
-
-
-# --- drafting ---------------------------------------------------------------------------------
 
 
 def test_a_step_that_a_commit_overtook_is_matched_against_it() -> None:
@@ -412,8 +398,6 @@ def test_nothing_happens_after_the_end() -> None:
     assert (session.state, session.prefix.output) == (LinkState.DONE, [10])
 
 
-# --- choices that are hardly ever right -------------------------------------------------------
-
 HARDLY, OFTEN = math.log(0.001), math.log(0.2)
 
 
@@ -434,8 +418,6 @@ def test_choices_that_are_hardly_ever_right_are_kept_now_and_then() -> None:
     assert [number for number, count in enumerate(kept, 1) if count == 2] == [5, 16]
     assert set(kept) == {1, 2}
 
-
-# --- back-off ---------------------------------------------------------------------------------
 
 POLICY = ReconnectPolicy(
     first_s=0.1, longest_s=1.0, give_up_first_s=5.0, give_up_s=20.0, answer_s=1.0

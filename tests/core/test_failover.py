@@ -39,8 +39,6 @@ SQL = replace(MODEL, name="sql", fingerprint="sql-1")
 SERVED = ModelIdentity("big", "fp-1", 4096)
 MOVED, FULL, UNKNOWN = FaultCode.SHUTTING_DOWN, FaultCode.OVERLOADED, FaultCode.UNKNOWN_MODEL
 
-# --- scenes -----------------------------------------------------------------------------------
-
 
 def answer(address: str, rtt_s: float, *adapters: ModelInfo) -> ev.ProbeAnswered:
     return ev.ProbeAnswered(address, VerifierInfo(MODEL, Limits(), 0, 8, 20_000, adapters), rtt_s)
@@ -239,8 +237,6 @@ def test_a_breaker_opens_asks_and_closes() -> None:
     breaker.failed(60.0)
     assert breaker.state is CLOSED
 
-
-# --- random worlds ----------------------------------------------------------------------------
 
 DIAL_S, PROBE_S, STEP_S, RETRY_AFTER_S, CALM_AFTER_S = 5.0, 1.5, 0.05, 3.0, 60.0
 
@@ -508,8 +504,6 @@ def _all_refused(why: str, count: int) -> bool:
     final = f"{Mood.KEYLESS.value}|it serves the model"
     return len(re.findall(final, why)) == count
 
-
-# --- conversations ----------------------------------------------------------------------------
 
 NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
 CONVERSATIONS = [policies.conversation_named(f"chat {number}") for number in range(600)]

@@ -80,9 +80,6 @@ def _guessed(*logprobs: float, decoding: bool = True, **world: Any) -> DraftView
     return _view(*chain, logprobs=logprobs, pass_s=0.025, commit_tokens=1, **world)
 
 
-# --- lengths ----------------------------------------------------------------------------------
-
-
 def _expected_tokens(rate: float, gamma: int) -> float:
     """Accepted tokens and the one after them, summed over where the first miss may be."""
     missed_after = [rate**length * (1 - rate) * (length + 1) for length in range(gamma)]
@@ -118,9 +115,6 @@ def test_pearl_sends_its_first_node_at_once_and_drafts_on() -> None:
     assert not policy.flush(_view(*CHAIN, in_flight=1))
     assert PearlPolicy().extend(_view(*range(5))) == 5  # its length fits into a round
     assert PearlPolicy().extend(_view(*range(6))) is None
-
-
-# --- windowed ---------------------------------------------------------------------------------
 
 
 def _waits(since_commit_s: float | None = 0.0, in_flight: int = 1, **world: Any) -> bool:
@@ -221,9 +215,6 @@ def test_nobody_drafts_without_room_or_past_the_end_or_sends_nothing(policy: Dra
     assert not policy.flush(_view(0, in_flight=1))
 
 
-# --- goodput ----------------------------------------------------------------------------------
-
-
 def test_goodput_goes_on_where_a_node_is_in_time() -> None:
     """A verifier that waits for drafts: each node is in time, so a step saves what it hits."""
     for logprobs, leaf in (((), ROOT), ((-0.1,), 1)):
@@ -280,9 +271,6 @@ def test_who_names_no_policy_has_goodput() -> None:
     assert policy == named_policy(DEFAULT_POLICY)
     assert isinstance(policy, GoodputPolicy)
     assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
-
-
-# --- what is learned --------------------------------------------------------------------------
 
 
 def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:

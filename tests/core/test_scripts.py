@@ -150,8 +150,6 @@ class Script:
                 self.running = action.requests
         return [spell(action) for action in found]
 
-    # --- what an engine is, and when ------------------------------------------------------------
-
     def bounds(self, **names: str) -> None:
         """Limits of the engine, of the protocol, and the model's end token."""
         for name, value in names.items():
@@ -175,8 +173,6 @@ class Script:
             for key, one in self.engine.sessions.items()
         )
         return f"{names or 'nobody'} deadline {self.engine.deadline}"
-
-    # --- streams --------------------------------------------------------------------------------
 
     def open(self, stream: str, key: str, **names: str) -> Any:
         sampling = SamplingParams(
@@ -225,8 +221,6 @@ class Script:
 
     def caught_up(self, stream: str) -> Any:
         return self._handle(ee.StreamCaughtUp(int(stream)))
-
-    # --- the target -----------------------------------------------------------------------------
 
     def done(self, behind: str = "", without: str = "") -> Any:
         """The pass that runs ends well, less the result of one session."""
