@@ -154,29 +154,18 @@ def passed(engine: VerifyEngine) -> list[Commit]:
     return heard
 
 
-@pytest.mark.parametrize(
-    ("least_chance", "said"),
-    [
-        (0.0, (None, None)),
-        (0.0004, (None, None)),
-        (0.25, (250, None)),
-        (0.69, (690, None)),
-        (0.71, (710, 0)),  # no draft of this device is right with 0.71
-        (3.0, (1000, 0)),
-    ],
-)
-def test_commits_of_passes_tell_the_price(
-    least_chance: float, said: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PassScheduler, "least_chance", least_chance)
-    heard = passed(new_engine())
-    assert {(one.row_price, one.credit) for one in heard} == {said}
-
-
 def test_a_verifiers_full_price_is_told() -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PassScheduler, "least_chance", 0.9)
-        assert {(one.row_price, one.credit) for one in passed(new_engine())} == {(900, 0)}
+    """No draft of this device is right with 0.71."""
+    known = ((0.25, (250, None)), (0.69, (690, None)), (0.71, (710, 0)), (0.9, (900, 0)))
+    for least_chance, said in (
+        *((chance, (None, None)) for chance in (0.0, 0.0004)),
+        *known,
+        (3.0, (1000, 0)),
+    ):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(PassScheduler, "least_chance", least_chance)
+            heard = passed(new_engine())
+        assert {(one.row_price, one.credit) for one in heard} == {said}, least_chance
 
 
 def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
