@@ -5,6 +5,7 @@ as its docstring states them, on hand-made trees."""
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,8 +19,15 @@ from edgespec.core.device.estimates import (
     GuessChances,
     Learned,
     LearnedByModel,
+    RowPrice,
 )
-from edgespec.core.device.goodput_policy import DEFAULT_POLICY, GoodputPolicy, named_policy
+from edgespec.core.device.goodput_policy import (
+    DEFAULT_POLICY,
+    GoodputPolicy,
+    PolicyName,
+    named_policy,
+    why_resting,
+)
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -271,6 +279,24 @@ def test_who_names_no_policy_has_goodput() -> None:
     assert policy == named_policy(DEFAULT_POLICY)
     assert isinstance(policy, GoodputPolicy)
     assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
+    kinds = [type(named_policy(name)) for name in PolicyName]
+    assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, GoodputPolicy]
+
+
+@pytest.mark.parametrize(
+    ("price", "rate", "why"),
+    [
+        (RowPrice(), 0.9, None),
+        (RowPrice(0.0, 0), 0.9, "the verifier's passes are busy: it takes no drafts now"),
+        (RowPrice(0.5, 0), 0.9, "takes no drafts now, a row pays from a chance of 0.50 on"),
+        (RowPrice(0.8), 0.5, r"from a chance of 0.80 on, .* expected right with 0\."),
+        (RowPrice(), 0.01, "a draft step would save 0.0.* tokens, and has to save"),
+    ],
+)
+def test_a_device_says_why_it_rests(price: RowPrice, rate: float, why: str | None) -> None:
+    estimates = _guessed(rate=rate).estimates
+    found = why_resting(GoodputPolicy(1), price, estimates)
+    assert found is None if why is None else re.search(why, str(found))
 
 
 def test_a_guess_of_any_rank_has_the_chance_of_its_cell() -> None:
