@@ -36,6 +36,10 @@ _ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
 }
 # Of a row, what the picture shows.
 _KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup", "interval")
+_SETTINGS: Final = frozenset(
+    ("repeats", "prompt_names", "max_tokens", "vanilla_gamma", "target_name", "model", "draft_name")
+    + ("draft", "temperature", "timing", "rtts_ms", "pass_ms", "draft_ms", "seed")
+)
 _OURS: Final = ' class="ours"'
 _SHAPES: Final[Mapping[str, str]] = {
     "square": "M-4 -4h8v8h-8z",
@@ -109,18 +113,18 @@ def _curves(summary: Sequence[Mapping[str, Any]]) -> list[Curve]:
 
 
 def kept(content: Mapping[str, Any]) -> str:
-    """A bench's result without its single repeats, as JSON with a row a line."""
-    rows = [{key: row[key] for key in ("arm", "rtt_ms", "tokens")} for row in content["results"]]
+    """What the picture says of a bench's result, as JSON with a row a line."""
+    settings = {key: value for key, value in content["settings"].items() if key in _SETTINGS}
+    tokens = sum(int(row["tokens"]) for row in content["results"])
     summary = [{key: _rounded(row[key]) for key in _KEPT} for row in content["summary"]]
+    rest = {"settings": settings, "results": [{"tokens": tokens}]}
     parts = [
-        f"{json.dumps(name)}: {_compact(content[name])}"
-        for name in content
-        if name not in ("results", "summary")
+        f"{json.dumps(name)}: {_compact(value)}"
+        for name, value in {**content, **rest}.items()
+        if name != "summary"
     ]
-    for name, some in (("results", rows), ("summary", summary)):
-        lines = ",\n ".join(_compact(row) for row in some)
-        parts.append(f'"{name}": [\n {lines}\n]')
-    return "{" + ",\n".join(parts) + "}\n"
+    lines = ",\n ".join(_compact(row) for row in summary)
+    return "{" + ",\n".join([*parts, f'"summary": [\n {lines}\n]']) + "}\n"
 
 
 def _compact(value: object) -> str:
@@ -129,7 +133,7 @@ def _compact(value: object) -> str:
 
 def _rounded(value: object) -> object:
     if isinstance(value, float):
-        return round(value, 4)
+        return round(value, 3)
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}
     return [_rounded(one) for one in value] if isinstance(value, list) else value
