@@ -37,8 +37,22 @@ _ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
 # Of a row, what the picture shows.
 _KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup", "interval")
 _SETTINGS: Final = frozenset(
-    ("repeats", "prompt_names", "max_tokens", "vanilla_gamma", "target_name", "model", "draft_name")
-    + ("draft", "temperature", "timing", "rtts_ms", "pass_ms", "draft_ms", "seed")
+    (
+        "repeats",
+        "prompt_names",
+        "max_tokens",
+        "vanilla_gamma",
+        "target_name",
+        "model",
+        "draft_name",
+        "draft",
+        "temperature",
+        "timing",
+        "rtts_ms",
+        "pass_ms",
+        "draft_ms",
+        "seed",
+    )
 )
 _OURS: Final = ' class="ours"'
 _SHAPES: Final[Mapping[str, str]] = {
