@@ -205,22 +205,12 @@ def main(
         results: list[Result] = []
         for cell in track(cells(quick), f"{cost.name} cost", console=console):
             results += compare(cell, cost, METHODS, effort, seed)
-        strongest = {
-            ours: over_the_strongest(results, ours)
-            for ours in (PAPERS_MATCHING, WITH_OPTIMAL, WITH_MOVES)
-        }
+        strongest = {ours: over_the_strongest(results, ours) for ours in _SHOWN}
         found = {ours: gains(results, ours) for ours in _SHOWN}
         text = {
             "cost_model": cost.name,
             "seed": seed,
             "effort": asdict(effort),
-            "paper": {"mean_gain": PAPER_MEAN_GAIN, "max_gain": PAPER_MAX_GAIN},
-            "delay_saved_over_the_papers_baselines": {
-                ours: over_the_papers(saved) for ours, saved in found.items()
-            },
-            "delay_saved_over_the_strongest": {
-                ours: asdict(saved) for ours, saved in strongest.items()
-            },
             "gains": {ours: [asdict(gain) for gain in saved] for ours, saved in found.items()},
             "results": [asdict(result) for result in results],
         }

@@ -33,8 +33,7 @@ from edgespec.core.verifier.drafts import ExactRule, Walk
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session import VerifySession
 from tests.core.scenes import LIMITS, MODEL, PROMPT, REQUEST, batch, done, faults, named
-from tests.sim.faults.options import WorldOptions
-from tests.sim.faults.worlds import run_world
+from tests.sim.faults.worlds import WorldOptions, run_world
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 

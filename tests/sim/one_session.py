@@ -11,12 +11,14 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
+from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import Limits, Open, RunAhead
+from edgespec.core.verifier.drafts import RunAheadPolicy, run_ahead_policy
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import OneHop
-from edgespec_sim.sessions import PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.links.path import OneHop, Path
+from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import Request, TokenSource
 
 # A session that has not ended by then is stuck: no set-up takes seconds a token.
@@ -65,6 +67,46 @@ class _Counting(OneHop):
         super().send(size_bytes, deliver)
 
 
+def alone(
+    target: TargetModel,
+    drafter: Drafter,
+    opened: Open,
+    policy: DraftPolicy,
+    rtt_s: float,
+    step_s: float,
+    pass_s: float,
+    *,
+    paths: Callable[[EventQueue], tuple[Path, Path]] | None = None,
+    stream: Callable[[EventQueue, Path, Path], Stream] = Stream,
+    run_ahead: Callable[[RunAhead], RunAheadPolicy] = run_ahead_policy,
+) -> SimulatedDevice:
+    """The device of the only session of a verifier, when all is over. ``paths``: up and down, in
+    place of fixed delays."""
+    queue = EventQueue()
+    limits = Limits(context_length=_CONTEXT_LENGTH)
+    engine = VerifyEngine(target.info, limits, EngineLimits(), run_ahead=run_ahead)
+    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: pass_s))
+    session = DraftSession(opened, policy, ReconnectPolicy(), drafter.info.context_length)
+    ways = (
+        (FixedDelay(queue, rtt_s / 2), FixedDelay(queue, rtt_s / 2))
+        if paths is None
+        else paths(queue)
+    )
+
+    def connect() -> tuple[Stream, float]:
+        made = stream(queue, *ways)
+        verifier.accept(made)
+        return made, rtt_s
+
+    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: step_s, connect)
+    device.start()
+    queue.run(until_s=_LONGEST_S)
+    ended = device.delivery.ended
+    if ended is None or isinstance(ended, Fail):
+        raise RuntimeError(f"the session did not finish: {ended}")
+    return device
+
+
 def play(
     source: TokenSource,
     request: Request,
@@ -74,11 +116,7 @@ def play(
 ) -> Played:
     """Generate ``request``; ``policy`` None only streams. Raises ``RuntimeError`` when the session
     fails, which no link of ``setting`` can make it do."""
-    queue = EventQueue()
-    target, drafter = source.target(), source.drafter()
-    engine = VerifyEngine(target.info, Limits(context_length=_CONTEXT_LENGTH), EngineLimits())
-    compute = PassTime(queue, lambda batch: setting.pass_s)
-    verifier = SimulatedVerifier(queue, engine, target, compute)
+    target = source.target()
     opened = Open(
         "one",
         "",
@@ -88,28 +126,28 @@ def play(
         run_ahead=run_ahead,
         drafting=policy is not None,
     )
-    session = DraftSession(
-        opened, policy or named_policy(), ReconnectPolicy(), drafter.info.context_length
+    up: list[_Counting] = []
+
+    def paths(queue: EventQueue) -> tuple[Path, Path]:
+        up.append(_Counting(queue, LinkModel(setting.up, SharedQueue(setting.up_bits_per_s))))
+        return up[0], OneHop(queue, LinkModel(setting.down))
+
+    device = alone(
+        target,
+        source.drafter(),
+        opened,
+        policy or named_policy(),
+        setting.rtt_s,
+        setting.step_s,
+        setting.pass_s,
+        paths=paths,
     )
-    up = _Counting(queue, LinkModel(setting.up, SharedQueue(setting.up_bits_per_s)))
-    down = OneHop(queue, LinkModel(setting.down))
-
-    def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, up, down)
-        verifier.accept(stream)
-        return stream, setting.rtt_s
-
-    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: setting.step_s, connect)
-    device.start()
-    queue.run(until_s=_LONGEST_S)
-    ended, counters = device.delivery.ended, session.counters
-    if ended is None or isinstance(ended, Fail):
-        raise RuntimeError(f"the session did not finish: {ended}")
+    counters = device.session.counters
     return Played(
         tuple(device.delivery.times_s),
-        engine.passes,
+        counters.passes,
         counters.wasted,
-        up.sent_bytes + up.sent * setting.up.overhead_bytes,
+        up[0].sent_bytes + up[0].sent * setting.up.overhead_bytes,
         counters.tried,
         counters.hits,
     )

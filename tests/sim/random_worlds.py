@@ -29,9 +29,14 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from tests.adversarial import AdversarialDrafter
-from tests.sim.faults.governors import BUDGET
-from tests.sim.faults.options import DrafterFactory, WorldOptions, WorldResult, good_drafter
-from tests.sim.faults.worlds import run_world
+from tests.sim.faults.worlds import (
+    BUDGET,
+    DrafterFactory,
+    WorldOptions,
+    WorldResult,
+    good_drafter,
+    run_world,
+)
 
 # Mutants are held against the worlds before: how soon they are caught stays as it was.
 GOVERNED_FROM = 10_000

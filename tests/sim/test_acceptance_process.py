@@ -13,16 +13,11 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.core.device.link_keeper import ReconnectPolicy
-from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Limits, Open
-from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.protocol.messages import Open
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.token_sources.source import ProcessSource, TokenSource, tape_named
+from tests.sim.one_session import alone
 
 TAPES = ("bundled-greedy", "bundled-sampled")
 GAMMA = 8
@@ -93,25 +88,12 @@ def passes_of(ranks: Sequence[int]) -> int:
 
 def played_passes(source: TokenSource, number: int, length: int) -> int:
     """Of stop-and-wait, played by the product's own sessions."""
-    queue = EventQueue()
-    target = source.target()
-    engine = VerifyEngine(target.info, Limits(context_length=4096), EngineLimits())
-    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: 0.025))
     settings = arm_settings(Arm.VANILLA, GAMMA)
     wanted = source.request(number, 8, length)
     request = Open("a", "", "", wanted.prompt, (), wanted.sampling, settings.run_ahead)
-    session = DraftSession(request, settings.policy, ReconnectPolicy(), 1 << 20)
-
-    def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, FixedDelay(queue, 0.01), FixedDelay(queue, 0.01))
-        verifier.accept(stream)
-        return stream, 0.02
-
-    device = SimulatedDevice(queue, session, source.drafter(), lambda k, f: 0.008, connect)
-    device.start()
-    queue.run(until_s=900.0)
+    device = alone(source.target(), source.drafter(), request, settings.policy, 0.02, 0.008, 0.025)
     assert tuple(device.delivery.tokens) == tuple(source.expected(wanted, length))
-    return session.counters.passes
+    return device.session.counters.passes
 
 
 @pytest.mark.parametrize("number", range(6))

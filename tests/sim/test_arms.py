@@ -12,19 +12,17 @@ from functools import cache
 
 import pytest
 
-from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Commit, Downlink, Draft, Limits, Open, RunAhead, Uplink
+from edgespec.core.protocol.messages import Commit, Downlink, Draft, Open, RunAhead, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import payload_bytes
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.links.path import Path
+from edgespec_sim.sessions import Stream
+from tests.sim.one_session import alone
 
 PASS_S, STEP_S, TOKENS = 0.025, 0.008, 200
 RTTS_MS = (2, 20, 50, 100, 200)
@@ -80,28 +78,19 @@ class Result:
 @cache
 def run(arm: str, rtt_ms: int, seed: int) -> Result:
     policy, run_ahead = ARMS[arm]
-    queue, counted = EventQueue(), Bytes()
+    counted = Bytes()
     model = ToyModel(vocabulary_size=64, order=3, seed=seed)
-    target, drafter = ToyTarget(model), ToyDrafter(model.perturbed(0.27))
-    engine = VerifyEngine(target.info, Limits(), EngineLimits())
-    compute = PassTime(queue, lambda batch: PASS_S)
-    verifier = SimulatedVerifier(queue, engine, target, compute)
     sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS)
     prompt = tuple(i % 64 for i in range(500))
     request = Open("arm", "", "", prompt, sampling=sampling, run_ahead=run_ahead)
-    session = DraftSession(request, policy, ReconnectPolicy(), 1 << 16)
 
-    def connect() -> tuple[Stream, float]:
-        stream = CountedStream(
-            queue, FixedDelay(queue, rtt_ms / 2e3), FixedDelay(queue, rtt_ms / 2e3)
-        )
-        stream.counted = counted
-        verifier.accept(stream)
-        return stream, rtt_ms / 1e3
+    def stream(queue: EventQueue, up: Path, down: Path) -> Stream:
+        made = CountedStream(queue, up, down)
+        made.counted = counted
+        return made
 
-    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: STEP_S, connect)
-    device.start()
-    queue.run(until_s=3600.0)
+    target, drafter = ToyTarget(model), ToyDrafter(model.perturbed(0.27))
+    device = alone(target, drafter, request, policy, rtt_ms / 1e3, STEP_S, PASS_S, stream=stream)
     times_s = device.delivery.times_s
     assert len(times_s) == TOKENS
     return Result((times_s[-1] - times_s[0]) / (TOKENS - 1) * 1e3, counted)

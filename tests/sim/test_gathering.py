@@ -7,24 +7,18 @@ another, and must send fewer messages; the text is the target's own in any case.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from edgespec.core.device.events import DraftEvent, Transmit
-from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import GATHER_SHARE, WindowedPolicy
-from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Draft, Limits, Open, RunAhead
+from edgespec.core.protocol.messages import Draft, Open, RunAhead, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.drafts import AlwaysRunAhead
-from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.sessions import Stream
+from tests.sim.one_session import alone
 
 PASS_S, STEP_S = 0.025, 0.003
 
@@ -37,39 +31,36 @@ class Outcome:
     """Messages with drafts."""
 
 
-def play(policy: WindowedPolicy, rtt_ms: int, tokens: int = 120) -> Outcome:
-    queue = EventQueue()
+class Counted(Stream):
+    """A stream that counts drafts."""
+
+    drafts = 0
+
+    def send_up(self, message: Uplink) -> None:
+        Counted.drafts += isinstance(message, Draft)
+        super().send_up(message)
+
+
+def play(policy: WindowedPolicy, rtt_ms: int) -> Outcome:
     model = ToyModel(vocabulary_size=64, order=3, seed=1)
     target, drafter = ToyTarget(model), ToyDrafter(model.perturbed(0.15))
-    engine = VerifyEngine(
-        target.info, Limits(), EngineLimits(), run_ahead=lambda kind: AlwaysRunAhead()
-    )
-    compute = PassTime(queue, lambda batch: PASS_S)
-    verifier = SimulatedVerifier(queue, engine, target, compute)
-    sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=tokens)
+    sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=120)
     request = Open("gathering", "", "", (1, 2, 3), (), sampling, RunAhead.AUTO)
-    session = DraftSession(request, policy, ReconnectPolicy(), 1 << 20)
-    handle, drafts = session.handle, 0
-
-    def counted(event: DraftEvent, now: float) -> Any:
-        nonlocal drafts
-        actions = handle(event, now)
-        for action in actions:
-            drafts += isinstance(action, Transmit) and isinstance(action.message, Draft)
-        return actions
-
-    session.handle = counted  # type: ignore[method-assign]
-
-    def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, FixedDelay(queue, rtt_ms / 2e3), FixedDelay(queue, rtt_ms / 2e3))
-        verifier.accept(stream)
-        return stream, rtt_ms / 1e3
-
-    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: STEP_S, connect)
-    device.start()
-    queue.run(until_s=3600.0)
+    Counted.drafts = 0
+    device = alone(
+        target,
+        drafter,
+        request,
+        policy,
+        rtt_ms / 1e3,
+        STEP_S,
+        PASS_S,
+        stream=Counted,
+        run_ahead=lambda kind: AlwaysRunAhead(),
+    )
     times_s = device.delivery.times_s
-    return Outcome((times_s[-1] - times_s[0]) / (len(times_s) - 1), target.passes, drafts)
+    tpot_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+    return Outcome(tpot_s, target.passes, Counted.drafts)
 
 
 @pytest.mark.parametrize("rtt_ms", [2, 20, 100])

@@ -23,8 +23,7 @@ from edgespec_sim.scenario.sections import (
     WorkloadSection,
 )
 from edgespec_sim.world.run import jobs_of, play, summarise
-from tests.sim.faults.options import WorldOptions
-from tests.sim.faults.worlds import run_world
+from tests.sim.faults.worlds import WorldOptions, run_world
 
 
 @pytest.mark.parametrize("name", PolicyName)

@@ -15,22 +15,17 @@ import pytest
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.events import DraftCounters, TokenKind
 from edgespec.core.device.goodput_policy import PolicyName, named_policy
-from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter
-from edgespec.core.protocol.messages import Limits, Open
+from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.telemetry.match_tape import MISS, MatchTape, TapedGeneration, walk_along
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import ScriptedTarget, TapeSource
 from tests.sim.faults.checks import target_stream
+from tests.sim.one_session import alone
 
 WIDTH, TEXTS = 3, 3
 BY_RANK = named_policy(PolicyName.WINDOWED)
@@ -64,27 +59,15 @@ def play(
     rtt_ms: float,
     policy: DraftPolicy = BY_RANK,
 ) -> Played:
-    queue = EventQueue()
-    engine = VerifyEngine(target.info, Limits(), EngineLimits())
-    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: 0.025))
     settings = arm_settings(arm, gamma=3, policy=policy)
     request = Open("a", "", "", prompt, (), sampling, settings.run_ahead, drafting=arm.drafts)
-    session = DraftSession(request, settings.policy, ReconnectPolicy(), 1 << 20)
-
-    def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, FixedDelay(queue, rtt_ms / 2e3), FixedDelay(queue, rtt_ms / 2e3))
-        verifier.accept(stream)
-        return stream, rtt_ms / 1e3
-
-    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: 0.008, connect)
-    device.start()
-    queue.run(until_s=600.0)
+    device = alone(target, drafter, request, settings.policy, rtt_ms / 1e3, 0.008, 0.025)
     seen = device.delivery
     return Played(
         tuple(seen.tokens),
         tuple(seen.times_s),
         tuple(seen.kinds),
-        session.counters,
+        device.session.counters,
         target.passes,
         target.rows,
     )

@@ -16,8 +16,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.session import VerifySession
 from tests.sim.faults.checks import CheckFailure, target_stream
-from tests.sim.faults.options import WorldOptions, WorldResult
-from tests.sim.faults.worlds import run_world
+from tests.sim.faults.worlds import WorldOptions, WorldResult, run_world
 from tests.sim.random_worlds import REPLAY, adversarial_drafter, draw_options, exact_drafter, play
 
 WORLDS = 2400

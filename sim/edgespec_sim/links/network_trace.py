@@ -106,21 +106,15 @@ Array = npt.NDArray[np.float64]
 class TraceStatistics:
     """Of the RTT, the losses and the outages; lengths of outages are 0 when there is none."""
 
-    rtt_mean_s: float
     rtt_median_s: float
     rtt_p95_s: float
     rtt_p99_s: float
     autocorrelation: float
-    """Of log RTT at ``lag_s``; 0 when it does not vary or the trace is too short."""
-    lag_s: float
-    """1 s, or the grid's step in a trace of more than 10**6 s."""
+    """Of log RTT, a second apart; 0 when it does not vary or the trace is too short."""
     loss: float
     """Mean share of packets lost outside outages; 0 when it was not measured."""
     outage_count: int
-    outage_share: float
-    """Of the time."""
     outage_median_s: float
-    outage_p95_s: float
     outage_max_s: float
 
     @classmethod
@@ -136,17 +130,13 @@ class TraceStatistics:
             loss = float(values_at(trace, trace.loss, times_s)[up].mean())
         median_s, p95_s, p99_s = (float(x) for x in np.percentile(heard_s, (50, 95, 99)))
         return cls(
-            rtt_mean_s=float(heard_s.mean()),
             rtt_median_s=median_s,
             rtt_p95_s=p95_s,
             rtt_p99_s=p99_s,
             autocorrelation=_autocorrelation(rtt_s, up, lag),
-            lag_s=lag * step_s,
             loss=loss,
             outage_count=len(trace.outages_s),
-            outage_share=float(lengths_s.sum()) / trace.duration_s,
             outage_median_s=float(np.median(lengths_s)),
-            outage_p95_s=float(np.percentile(lengths_s, 95)),
             outage_max_s=float(lengths_s.max()),
         )
 

@@ -10,26 +10,50 @@ sequences and sessions fail; the cache is too small for all. None of that may ch
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from edgespec.core.device.events import Fail, Finish, LinkState
+from edgespec.core.device.events import DraftCounters, Fail, Finish, LinkState
 from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.memory import SMALLEST_WINDOW, MemoryGuard, Restriction
+from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import EXACT_RULE, Draft, Open, Received, Uplink
-from edgespec.core.protocol.work import PassRequest
-from edgespec.core.verifier.drafts import run_ahead_policy
+from edgespec.core.ports import (
+    Cancelled,
+    CapacityError,
+    Drafter,
+    never_cancelled,
+)
+from edgespec.core.protocol.messages import (
+    EXACT_RULE,
+    Draft,
+    Limits,
+    Open,
+    Received,
+    RunAhead,
+    Uplink,
+)
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import SpeculationTree
+from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
+from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.drafts import (
+    ExactRule,
+    RunAheadPolicy,
+    RunAheadView,
+    Walk,
+    run_ahead_policy,
+)
 from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
+from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import PassTime, SimulatedDevice, SimulatedVerifier, Stream
-from tests.sim.faults.checked_models import (
-    CheckedDrafter,
-    CheckedTarget,
-    FragileRule,
-    FragileRunAhead,
-    InjectedFailure,
-)
+from edgespec_sim.world.user import WindowedDrafter
 from tests.sim.faults.checks import (
     CheckFailure,
     DeviceCheck,
@@ -43,13 +67,262 @@ from tests.sim.faults.checks import (
     require,
     target_stream,
 )
-from tests.sim.faults.governors import guarded
-from tests.sim.faults.options import DeviceResult, WorldOptions, WorldResult
+
+DrafterFactory = Callable[[ToyModel], Drafter]
+
+
+def good_drafter(model: ToyModel) -> Drafter:
+    """Right about eight times of ten."""
+    return ToyDrafter(model.perturbed(0.3))
+
+
+@dataclass(frozen=True, slots=True)
+class WorldOptions:
+    """Everything but the dice. Times in seconds; chances per message or pass."""
+
+    model: ToyModel = field(default_factory=lambda: ToyModel(vocabulary_size=8, order=2))
+    drafter: DrafterFactory = good_drafter
+    policies: tuple[DraftPolicy, ...] = (WindowedPolicy(),)
+    """One a device."""
+    credentials: tuple[Credential, ...] = (ANYBODY,)
+    """What the devices show, in turn."""
+    prompt_length: int = 3
+    shared_length: int = 0
+    """Of the prompt, as many tokens are the same for all devices."""
+    chat: bool = False
+    """Each device but the first goes on with the text of the one before it, once that is whole:
+    its prompt is that text and ``prompt_length`` tokens, if the context has room for it."""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=24))
+    """Device i adds i to its seed."""
+    run_ahead: RunAhead = RunAhead.AUTO
+    drafting: bool = True
+    draft_context_length: int = 1 << 16
+    limits: Limits = field(default_factory=lambda: Limits(lease_s=5.0))
+    engine_limits: EngineLimits = field(default_factory=EngineLimits)
+    delay_s: float = 0.02
+    """One way; a connection takes two."""
+    jitter_s: float = 0.0
+    """Added to a message's delay, uniformly from 0; order is kept."""
+    step_s: float = 0.005
+    pass_s: float = 0.02
+    row_s: float = 0.0
+    """Added to a pass for each row."""
+    faults_until_s: float = 1.0
+    cuts: int = 0
+    """Broken links of each device, and processes of it that are replaced."""
+    replacements: int = 0
+    restarts: int = 0
+    """Of the verifier, which then cannot be reached for up to ``downtime_s``."""
+    downtime_s: float = 0.3
+    duplicate_chance: float = 0.0
+    forge_chance: float = 0.0
+    """A draft is followed by one that nobody sent."""
+    batch_failure_chance: float = 0.0
+    """Of passes with more than one session."""
+    target_failure_chance: float = 0.0
+    """Of each operation of the target, before it and after it."""
+    session_failure_chance: float = 0.0
+    """Of each time that a session's machine asks its acceptance rule or its run-ahead policy."""
+
+    resident_bytes: Callable[[float], int] | None = None
+    """What every device's process holds beside its draft, by the time, of ``governors.BUDGET``;
+    with one leaf a step only."""
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing goes wrong in this world."""
+        chances = (
+            self.duplicate_chance,
+            self.forge_chance,
+            self.batch_failure_chance,
+            self.target_failure_chance,
+            self.session_failure_chance,
+        )
+        return not (self.cuts or self.replacements or self.restarts or any(chances))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceResult:
+    """One device's generation: what it had to deliver (and did), and its counters (those of its
+    last process)."""
+
+    expected: Expected
+    counters: DraftCounters
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorldResult:
+    devices: tuple[DeviceResult, ...]
+    passes: int
+    """Of all verifiers, and the rows they had."""
+    rows: int
+    faults: int
+    """Faults that took place."""
+    evictions: int
+    """Sessions that lost their cache to others, at the last verifier."""
+    hit_tokens: int
+    """Committed tokens that the last verifier found cached and did not compute."""
+
+
+# Devices of random worlds that are short of memory, so that their governor has much to do.
+#
+# It looks and recovers in fractions of a second here, so that it walks up and down within a
+# world. What it decides may change no token, which is what the worlds check.
+
+
+BUDGET: Final = 1 << 20
+
+_ROW_BYTES, _MARGIN = 1024, 1 << 14
+
+_FULL = Restriction(4 * SMALLEST_WINDOW, 3)
+
+_GUARD_LOOK_S, _RECOVERY_S = 0.05, 0.1
+
+_CLOCK_RATE = MEASURE_EVERY_S / _GUARD_LOOK_S
+
+"""How much faster a guarded drafter's clock runs than the world's."""
+
+
+def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Drafter:
+    """Below a memory budget, where the options have one."""
+    others = options.resident_bytes
+    if others is None:
+        return drafter
+    rows = WindowedDrafter(drafter, _FULL.window, _FULL.width, _ROW_BYTES)
+    guard = MemoryGuard(BUDGET, _MARGIN, _FULL, _ROW_BYTES, _RECOVERY_S * _CLOCK_RATE)
+    return GuardedDrafter(
+        rows,
+        rows,
+        guard,
+        lambda: others(queue.now) + rows.held_bytes,
+        lambda: queue.now * _CLOCK_RATE,
+    )
+
+
+class CheckedDrafter:
+    """A drafter that knows what its cache must hold at every step: the device's committed prefix
+    and one path of its tree."""
+
+    def __init__(self, inner: Drafter, tree: SpeculationTree) -> None:
+        self._inner, self._tree = inner, tree
+        self._tokens: list[int] = []
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._inner.info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._inner.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        require(keep_length <= len(self._tokens), f"keeps {keep_length} of {len(self._tokens)}")
+        self._tokens[keep_length:] = feed
+        prefix = self._tree.prefix.tokens
+        require(self._tokens[: len(prefix)] == prefix, "the draft's cache lacks the prefix")
+        path = self._tokens[len(prefix) :]
+        paths = [self._tree.path(node.id) for node in self._tree.nodes.values()]
+        require(not path or path in paths, f"the draft's cache holds {path}, which is no path")
+        return self._inner.step(keep_length, feed, width, cancelled)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class InjectedFailure(Exception):
+    """What a world makes a target or a session's machine raise."""
+
+
+class CheckedTarget:
+    """A toy target whose every pass is judged, and which fails passes of several sessions. That
+    each block holds what a session believes to be in it, the toy's own memory sees to.
+
+    ``break_down`` is called before and after each operation and may raise ``InjectedFailure``.
+    """
+
+    def __init__(
+        self,
+        inner: ToyTarget,
+        check: PassCheck,
+        fails: Callable[[], bool],
+        break_down: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.inner, self._check, self._fails = inner, check, fails
+        self._break_down = break_down
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.inner.info
+
+    @property
+    def cache(self) -> CacheShape | None:
+        return self.inner.cache
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._break_down()
+        self.inner.open(key, prompt_length, sampling, text)
+        self._break_down()
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        self._check.check(batch)
+        if len(batch) > 1 and self._fails():
+            raise CapacityError(f"a pass of {len(batch)} sessions was chosen to fail")
+        self._break_down()
+        try:
+            results = self.inner.forward(batch)
+        except ValueError as error:  # a wrong length, a wrong block, another text in a block
+            raise CheckFailure(f"the target refused a pass: {error}") from error
+        self._break_down()
+        return results
+
+    def keep(self, key: str, nodes: Sequence[int]) -> None:
+        self._break_down()
+        self.inner.keep(key, nodes)
+        self._break_down()
+
+    def close(self, key: str) -> None:
+        self.inner.close(key)
+        self._break_down()
+
+
+@dataclass(frozen=True, slots=True)
+class FragileRule:
+    """The exact rule, which may raise in the middle of a session's event."""
+
+    break_down: Callable[[], None]
+
+    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+        self.break_down()
+        return ExactRule().walk(tokens, parents, targets)
+
+
+@dataclass(frozen=True, slots=True)
+class FragileRunAhead:
+    """A run-ahead policy that may raise when a session is offered a pass."""
+
+    inner: RunAheadPolicy
+    break_down: Callable[[], None]
+
+    def start_at(self, view: RunAheadView) -> float:
+        self.break_down()
+        return self.inner.start_at(view)
+
 
 # Worlds end well or not at all: their devices never give up.
 _RECONNECT = ReconnectPolicy(0.05, 0.4, give_up_first_s=1e6, give_up_s=1e6, answer_s=2.0)
+
 _FORGED_ID = 1 << 40
+
 _LOOK_S = 0.1
+
 # Twenty times those of the longest world: one that goes round in circles without a clock.
 _EVENTS_MAX = 40_000
 
