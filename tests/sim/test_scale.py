@@ -6,7 +6,6 @@ JSON, bit for bit, whoever played it.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.commands.play import Ask, simulate
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import Scenario, load_scenario
 from edgespec_sim.token_sources.acceptance_process import fit
@@ -89,15 +87,6 @@ def results(scenario: Scenario) -> str:
     """What a run says of itself, without the machine it ran on."""
     outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, Path())]
     return summarise(scenario, (1,), Path(), outcomes).to_json()
-
-
-@pytest.mark.slow
-def test_two_processes_give_what_one_does() -> None:
-    one, two = (
-        json.loads(simulate(tiny(), Ask(1, 1), Path(), processes, quiet=True).to_json())
-        for processes in (1, 2)
-    )
-    assert one["arms"] == two["arms"]
 
 
 def test_hashing_of_strings_does_not_matter() -> None:
