@@ -90,7 +90,7 @@ def connect(
     ``insecure``. Use as ``async with``.
 
     Raises ``SetupError`` when something is not installed, ``ValueError`` naming the setting or the
-    file. ``AgentConfig`` and ``compose.build_agent`` reach every other setting.
+    file. ``AgentConfig`` and ``edgespec.device.build.build_agent`` reach every other setting.
     """
     settings = {
         "verifier": address if isinstance(address, str) else list(address),

@@ -14,6 +14,20 @@ def test_session_states_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.draw_states"
 
 
+def test_comments_name_files_that_there_are() -> None:
+    """By whole path, or by its end: ``wire/codec.py`` is enough."""
+    folders = ("edgespec", "sim", "tests", "tools", "benchmarks", "protos")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    known = [f"/{path.relative_to(ROOT).as_posix()}" for path in paths]
+    gone = {
+        (path.name, name)
+        for path in paths
+        for name in re.findall(r"``([\w/]+\.py)``", path.read_text(encoding="utf-8"))
+        if not any(one.endswith(f"/{name}") for one in known)
+    }
+    assert not gone
+
+
 def test_the_life_of_a_token_names_what_there_is() -> None:
     """Classes, and methods behind a dot."""
     text = (ROOT / "docs/life-of-a-token.md").read_text(encoding="utf-8")
@@ -24,6 +38,9 @@ def test_the_life_of_a_token_names_what_there_is() -> None:
     assert len(words) > 10
     unknown = {word for word in words if not re.search(rf"(class|def|message) {word}\b", source)}
     assert not unknown
-    files = re.findall(r"`(edgespec/[\w/]+\.py)`", text)
-    assert len(files) > 10
-    assert not [name for name in files if not (ROOT / name).is_file()]
+    rows = re.findall(r"^\| `(edgespec/[\w/]+\.py)` \| (.+) \|$", text, re.MULTILINE)
+    assert len(rows) > 10
+    for path, names in rows:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^class {name}\b", source, re.MULTILINE), (path, name)

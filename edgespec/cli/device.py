@@ -214,6 +214,9 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
             f" acceptance {rate}; sent {c.sent} nodes, wasted {c.wasted};"
             f" reconnects {c.reconnects}; round trip {stats.estimates.rtt_s.get(0.0) * 1e3:.0f} ms"
         )
+        if c.passes:
+            pass_ms, queue_ms = 1e3 * c.verify_s / c.passes, 1e3 * c.queue_s / c.passes
+            lines.append(f"a pass took {pass_ms:.1f} ms, drafts waited {queue_ms:.1f} ms for it")
         if stats.verifiers:
             moved = f"{stats.failovers} failover{'' if stats.failovers == 1 else 's'}"
             lines.append(f"served by {', '.join(stats.verifiers)}; {moved}")

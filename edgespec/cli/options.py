@@ -123,7 +123,7 @@ _Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set any key, such as policy.width=1",
+        help="Set any key; --help-all prints them all",
         rich_help_panel=SETTINGS,
     ),
 ]

@@ -315,7 +315,8 @@ def serve(settings: AgentConfig) -> None:
 
     Programs that speak it (openai's clients, chat interfaces, editors) get the target's text from
     http://127.0.0.1:7421/v1, drafted here. A verifier that is not there yet is waited for. What a
-    request leaves open is as the settings below sampling say. Beyond this machine a key is needed:
+    request leaves open comes from sampling in the settings; what that does not set either, from the
+    model's generation_config.json; a seed is drawn. Beyond this machine a key is needed:
     EDGESPEC_ENDPOINT_KEY, or --key-file.
 
     [dim]edgespec serve --verifier gpu-box:7420 --ca ca.pem[/]

@@ -64,7 +64,7 @@ class PipelineSection:
 
 @dataclass(frozen=True, slots=True)
 class LimitsSection:
-    """Bounds a verifier enforces (``core.messages.Limits`` and ``core.engine_events``)."""
+    """Bounds a verifier enforces (``Limits`` and ``EngineLimits``)."""
 
     max_sessions: int = 64
     """Texts at a time; more are refused."""

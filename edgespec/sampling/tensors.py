@@ -62,7 +62,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def noise_bits(
     seeds: Sequence[int], positions: Sequence[int], vocabulary_size: int, device: torch.device
 ) -> torch.Tensor:
-    """int64 [rows, vocabulary_size]: ``core.protocol.noise.noise_bits`` of every token id.
+    """int64 [rows, vocabulary_size]: ``core.protocol.sampling.noise_bits`` of every token id.
 
     Row r belongs to ``seeds[r]`` and ``positions[r]``.
     """
@@ -91,7 +91,7 @@ def _token_base(vocabulary_size: int, device: torch.device) -> torch.Tensor:
 
 
 def _mix_in_place(value: torch.Tensor) -> None:
-    """``core.protocol.noise.mix`` of every element; what is above 32 bits on entry is ignored."""
+    """``core.protocol.sampling.mix`` of every element; bits above 32 on entry are ignored."""
     value &= MASK_32
     value ^= value >> 16
     value *= MIX_A

@@ -233,4 +233,4 @@ def peer_address(uri: str) -> str:
 KEY_HEADER: Final = "authorization"
 KEY_SCHEME: Final = "Bearer"
 CONVERSATION_HEADER: Final = "edgespec-conversation"
-"""Sixteen hexadecimal digits (``core/association/conversation.py``)."""
+"""Sixteen hexadecimal digits (``core/association/policies.py``)."""

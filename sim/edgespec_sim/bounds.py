@@ -36,7 +36,7 @@ ROUND_TRIP_PER_MISS = "a round trip per miss"
 STOP_AND_WAIT = "stop and wait at this draft length"
 THESE_DRAFTS = "any policy with these drafts"
 PERFECT_DRAFTS = "perfect drafts"
-# Of ``core.messages.Limits``.
+# Of ``core.protocol.messages.Limits``.
 _MAX_NODES_PER_PASS = 64
 # A coin's runs longer than this are counted as this long: fewer tokens in 2**64.
 _LEAST_SHARE = 2.0**-64
@@ -195,7 +195,7 @@ def lower_bounds(
     runs: RunLengths | None = None,
     gamma: int | None = None,
 ) -> dict[str, float]:
-    """Bounds on the mean seconds per token of an arm (``benchmark/arms.py``), by name.
+    """Bounds on the mean seconds per token of an arm (``edgespec/bench/arms.py``), by name.
 
     ``acceptance`` is the share of positions at which the draft's first guess is right. ``runs`` are
     to be counted with the arm's width: 1, and for ``edgespec`` what it drafts with; without them

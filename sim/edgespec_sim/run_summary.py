@@ -205,7 +205,7 @@ class ArmSummary:
     """By group of devices; empty when there is only one."""
     verifiers: tuple[VerifierSummary, ...]
     bounds: dict[str, float]
-    """Lower bounds on the mean seconds per token, by name (``edgespec_sim/planning/bounds.py``)."""
+    """Lower bounds on the mean seconds per token, by name (``bounds.py``)."""
     pace: Pace | None = None
     rows: tuple[RequestRow, ...] = ()
     speedup: float | None = None

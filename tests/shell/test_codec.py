@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import (
     MAX_COMMIT_TOKENS,
     Cancel,
@@ -196,11 +197,36 @@ def test_the_fingerprint_of_a_model_travels_and_costs_nothing_where_there_is_non
         encode_downlink(replace(told, fingerprint="x" * 257))
 
 
-def test_stop_strings_stay_on_the_device() -> None:
-    message = Open("s", "", "", (1,), sampling=SamplingParams(stop=("end",)))
-    decoded = decode_uplink(encode_uplink(message))
+OTHER = SamplingParams(
+    temperature=0.5,
+    top_k=3,
+    top_p=0.5,
+    min_p=0.1,
+    repetition_penalty=1.5,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    logit_bias={3: 1.0},
+    seed=7,
+    stop_token_ids=(2,),
+    stop=("end",),
+    max_tokens=9,
+    ignore_eos=True,
+)
+"""Every parameter but the constraint, otherwise than usual."""
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+def test_no_sampling_parameter_is_forgotten(name: str) -> None:
+    if name == "constraint":
+        sampling = SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "a"))
+    else:
+        assert getattr(OTHER, name) != getattr(SamplingParams(), name)
+        other: dict[str, Any] = {name: getattr(OTHER, name)}
+        sampling = replace(SamplingParams(), **other)
+    decoded = decode_uplink(encode_uplink(Open("s", "", "", (1,), sampling=sampling)))
     assert isinstance(decoded, Open)
-    assert decoded.sampling == SamplingParams()
+    # The device looks for stop strings.
+    assert decoded.sampling == (SamplingParams() if name == "stop" else sampling)
 
 
 def _decodes_or_refuses(decode: Callable[[bytes, WireLimits], object], payload: bytes) -> None:

@@ -8,6 +8,7 @@ out, computes too far or throws away, a text is the toy model's; an adapter is a
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import random
@@ -181,7 +182,7 @@ def test_the_text_is_the_targets_own_whatever_is_drafted(
 
 
 def test_what_is_known_answers_without_a_step() -> None:
-    """The worked example of ``known_text.py``."""
+    """The worked example of ``known_text``."""
     a, b, c, d, e, f = range(6)
     known = KnownText([a])
     known.take(Stepped(1, (b, c), (b, c)))
@@ -740,8 +741,12 @@ def test_a_step_without_drafts_is_no_speculation() -> None:
 
 
 def test_parameters_survive_the_way_to_the_worker() -> None:
-    found = sampling_of(arguments_of(7, PENALISED))
-    assert found == PENALISED
+    assert sampling_of(arguments_of(7, PENALISED)) == PENALISED
+    # So that none is forgotten: all are set but those that say how a text ends.
+    ends = {"stop_token_ids", "stop", "max_tokens", "ignore_eos", "constraint"}
+    usual = SamplingParams()
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert {n for n in names if getattr(PENALISED, n) == getattr(usual, n)} <= ends
     assert NoProposer(None).propose([1, 2, 3]) == [[], [], []]
 
 

@@ -201,7 +201,9 @@ class DraftCounters:
     draft_failure: str = ""
     """Why drafting ended before the text did: what the drafter raised. Empty: it did not."""
     queue_s: float = 0.0
+    """How long sent drafts waited at the verifier for the passes that took them, all together."""
     verify_s: float = 0.0
+    """The length of all passes that brought tokens, all together."""
 
     @property
     def acceptance(self) -> float | None:

@@ -8,7 +8,7 @@ best run of steps behind it would bring, tokens saved a step:
     gain = c * (a**n + a**(n + 1) + .. + a**k) / k,  for the k = n, n + 1, .. with the largest
 
 with c the chance that the text goes through the leaf (the product along its path: of each node, by
-its rank and by what the draft thought of it, ``confidence.GuessChances``), a the acceptance rate,
+its rank and by what the draft thought of it, ``estimates.GuessChances``), a the acceptance rate,
 and n the first step whose node is in time. At c = 0.5 and a = 0.8 a leaf that is in time at once
 brings 0.4 a step; one of which only the fourth node is, 0.5 * 0.8**4 / 4 = 0.05 with k = 4 and 0.09
 with k = 7. The next step runs behind the leaf that brings most, unless that is less than a step has

@@ -156,18 +156,18 @@ class FixedPolicy:
     least_choice: ClassVar[float] = 0.0
 
     def extend(self, view: DraftView) -> int | None:
-        if view.in_flight or view.unsent >= self._gamma(view) or view.room < self.width:
+        if view.in_flight or view.unsent >= self._nodes(view) or view.room < self.width:
             return None
         return view.tip()
 
     def flush(self, view: DraftView) -> bool:
-        return not view.in_flight and view.unsent >= self._gamma(view)
+        return not view.in_flight and view.unsent >= self._nodes(view)
 
-    def _gamma(self, view: DraftView) -> int:
+    def _nodes(self, view: DraftView) -> int:
         if self.gamma is not None:
-            return self.gamma
+            return self.gamma * self.width
         rate = min(view.estimates.acceptance.rate(0), 0.99)
-        return best_gamma(rate, view.step_s, view.round_s)
+        return best_gamma(rate, view.step_s, view.round_s) * self.width
 
 
 def best_gamma(rate: float, step_s: float, round_s: float) -> int:
@@ -195,7 +195,8 @@ class PearlPolicy:
 
     def extend(self, view: DraftView) -> int | None:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
-        return view.tip() if view.unsent < gamma and view.room >= self.width else None
+        full = view.unsent >= gamma * self.width or view.room < self.width
+        return None if full else view.tip()
 
     def flush(self, view: DraftView) -> bool:
         return view.unsent > 0 and not view.in_flight

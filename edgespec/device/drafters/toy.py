@@ -27,7 +27,7 @@ DEFAULT_CONTEXT_LENGTH = 1 << 16
 class ToyDrafter:
     """``Drafter`` whose logits are ``model.logits``; pass ``target.perturbed(..)`` for a draft.
 
-    Standard library only. Like ``sampler.best_candidates`` it fills up ``width`` from
+    Standard library only. Like ``arrays.best_candidates`` it fills up ``width`` from
     outside a truncated support. ``step`` raises ``ValueError`` when the cache contract is broken.
     """
 
@@ -85,7 +85,7 @@ class ToyDrafter:
 def best_of(
     scores: Sequence[float], params: SamplingParams, position: int, width: int
 ) -> tuple[Candidate, ...]:
-    """The scalar form of ``sampler.best_candidates`` over already warped scores.
+    """The scalar form of ``arrays.best_candidates`` over already warped scores.
 
     Only tokens with a finite score: fewer than ``width`` come back when truncation left fewer.
     """

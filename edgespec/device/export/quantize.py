@@ -72,17 +72,6 @@ def quantize_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
     return QuantizedMatrix(_pack(integers, bits), scales, bits, columns)
 
 
-def dequantize_matrix(matrix: QuantizedMatrix) -> NDArray[np.float32]:
-    """The float32 [N, K] that a kernel with exact arithmetic would use."""
-    packed = matrix.packed
-    if matrix.bits == 4:
-        nibbles = np.stack((packed & 0x0F, packed >> 4), axis=-1)
-        packed = nibbles.reshape(*packed.shape[:2], BLOCK_SIZE)
-    zero_point = np.float32(1 << (matrix.bits - 1))
-    values = (packed.astype(np.float32) - zero_point) * matrix.scales[..., None]
-    return values.reshape(len(values), -1)[:, : matrix.columns]
-
-
 def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Integers (with zero point) and scales of blocks [R, B, 32] that lose least in squares.
 

@@ -52,8 +52,8 @@ _SECONDS: Final = 30.0
 """No further seed is played after so long."""
 FLAGS: Final = {
     Arm.TARGET_ONLY: "--draft none",
-    Arm.VANILLA: "--set policy.name=fixed --set policy.run_ahead=never",
-    Arm.PEARL: "--set policy.name=pearl --set policy.run_ahead=never",
+    Arm.VANILLA: "--set policy.name=fixed --set policy.width=1 --set policy.run_ahead=never",
+    Arm.PEARL: "--set policy.name=pearl --set policy.width=1 --set policy.run_ahead=never",
     Arm.WINDOWED: "--set policy.name=windowed --set policy.width=1 --set policy.run_ahead=never",
     Arm.EDGESPEC: "",
 }

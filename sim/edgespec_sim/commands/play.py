@@ -479,7 +479,7 @@ class Workers:
         self, tasks: Sequence[Task], doing: str = "", until_s: float = math.inf
     ) -> Iterator[tuple[int, WorldOutcome]]:
         """Index of a task and its outcome, as they come. ``doing`` stands before the bar. Raises
-        what ``city.run.play`` raises, ``Interrupted``, and ``TimeoutError`` when the clock says
+        what ``world.run.play`` raises, ``Interrupted``, and ``TimeoutError`` when the clock says
         ``until_s``: then what was not complete is lost."""
         self._doing, self._until_s = doing or "simulated", until_s
         self._total_s += sum(task.job.scenario.duration_s for task in tasks)

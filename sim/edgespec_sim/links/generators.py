@@ -1,4 +1,4 @@
-"""Traces drawn from the laws of ``generator_laws.py``: same seed, same trace.
+"""Traces drawn from the laws of real networks: same seed, same trace.
 
 Theory of operation (a Gaussian copula). A process z(t) with standard normal values says how good
 the moment is; the law's quantiles turn it into a round-trip time, so the distribution is the
@@ -23,7 +23,7 @@ from edgespec_sim.links.network_trace import Array, NetworkTrace, TraceError
 
 # --- the numbers behind the generators, each with the data it was fitted to, or called assumed ---
 # A law says how round-trip times are distributed (quantiles), how they depend on one another in
-# time (shares of a Gaussian process, see ``generators.py``), and how often packets and whole
+# time (shares of a Gaussian process, see above), and how often packets and whole
 # seconds are lost. Delay statistics were taken over the recorded traces of the class:
 # lte        PAM 2025 multi-carrier driving study (NUWiNS, CC0-1.0): ping at 5 Hz on US highways,
 #            three operators, two days; LTE and 5G mixed. 11 runs of losses in 9880 s: 7 of 1 to

@@ -2,7 +2,7 @@
 
 Theory of operation. A trace is a table over time, from 0 on: each row holds until the next one.
 Delay, loss and capacity are separate columns, because they act at separate stages of a link
-(``core/link_model.py``): the round-trip time is the delay of a lone small packet, capacity
+(``edgespec/core/link_model.py``): the round-trip time is the delay of a lone small packet, capacity
 is what serialisation takes its time from, loss makes packets late, and an outage holds everything
 back. A column that was not measured is None, never a guess.
 """

@@ -188,7 +188,7 @@ class LoadedQueue(SharedQueue):
 
 
 # --- both directions of a link that does what a trace did, over and over -----------------------
-# A trace's columns become the schedules of ``core/network/link_model.py``, each at its own stage:
+# A trace's columns become the schedules of ``edgespec/core/link_model.py``, each at its own stage:
 # RTT is split evenly between the directions, capacity is the queue's, outages hold both directions
 # back. A probe is lost when it or its answer is, so of a measured loss p each direction gets 1 -
 # sqrt(1 - p). Schedules are made once a trace (``TraceLinks``) and shared by all the links made

@@ -234,7 +234,7 @@ def _library() -> str:
 
 
 # --- a run's arms and requests as CSV (RFC 4180), one line each, in base units -----------------
-# Column names are those of ``telemetry/run_summary.py``; what was not measured is empty.
+# Column names are those of ``run_summary.py``; what was not measured is empty.
 
 
 Cell = str | int | float | bool | None

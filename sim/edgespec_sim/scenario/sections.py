@@ -177,7 +177,7 @@ class PowerControlSection:
 
 @dataclass(frozen=True, slots=True)
 class RadioSection:
-    """Mobile edge: devices move among the verifiers' base stations (``radio.py``)."""
+    """Mobile edge: devices move among the verifiers' base stations."""
 
     area_m: float = 1000.0
     """Side of the square in which all is; the stations stand on a grid in it."""
@@ -499,7 +499,7 @@ class DeviceSection:
     policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
     radio_power: str = ""
-    """lte or wifi: what the radio takes in each of its states (``radio_power.py``). Without it, or
+    """lte or wifi: what the radio takes in each of its states. Without it, or
     without ``draft_w``, no energy is reported."""
     conditions: ConditionsSection | None = None
     """Other programs and memory over time; null: they are not looked at."""

@@ -144,7 +144,7 @@ class CostSection:
     profile: str = ""
     """A file of ``edgespec profile``, or the name of a bundled one."""
     roofline: str = ""
-    """MODEL@MACHINE of ``rooflines.py``: computed from data sheets, not measured."""
+    """MODEL@MACHINE: computed from data sheets, not measured."""
 
     def __post_init__(self) -> None:
         given = {
@@ -235,7 +235,7 @@ class VerifierSection:
     max_sessions: int = 64
     max_rows_per_pass: int = 1024
     gpu_power: str = ""
-    """h200, h100, a100-80g or l4: published powers of each machine (``gpu_power.py``)."""
+    """h200, h100, a100-80g or l4: published powers of each machine."""
     busy_w: float = 0.0
     """Of each machine while a pass runs, in place of that; the data sheet's most is an upper bound.
     Fans and the host are not in it. 0: not known, and not reported."""

@@ -90,7 +90,7 @@ class RequestRecord:
     """By the device, uplink; None without air."""
     verifier_j: float | None = None
     verifier_idle_j: float | None = None
-    """What it bears of its verifiers' (``verifier_energy.py``), known at the world's end."""
+    """What it bears of its verifiers', known at the world's end."""
 
 
 def never_begun(group: str, device: str, asked_s: float, waited_s: float) -> RequestRecord:

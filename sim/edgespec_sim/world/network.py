@@ -4,9 +4,9 @@ Theory of operation. A link that is shared has one queue each way for all device
 queue each way for each device; queues last as long as the world, links (with their order of
 messages) as long as a stream. Hops that only take time are added up, so that a message costs no
 event for them. Where packets are lost on the way, a device has one TCP connection to a verifier
-(``connections.py``), and the delays of hops are its packets'.
+(``Connections``), and the delays of hops are its packets'.
 With radio the first hop is the air (``radio_network.py``), which knows devices and stations by
-number; of phones that change cells it goes on over the backhaul (``cells.py``), and scenarios keep
+number; of phones that change cells it goes on over the backhaul (``Cells``), and scenarios keep
 TCP connections out of there, whose packets would have to change their way.
 ``ways`` says what is known of each way beforehand.
 """
