@@ -78,6 +78,7 @@ TEMPERATURE = Flag("sampling.temperature", ("--temperature", "-t"), panel=TEXT)
 VERIFIER_FLAGS = (
     Flag("verifier", metavar="HOST:PORT", panel=WHERE),
     Flag("tls.ca", metavar="FILE", panel=WHERE),
+    Flag("api_key_file", metavar="FILE", panel=WHERE),
 )
 DEVICE_FLAGS = (
     *VERIFIER_FLAGS,

@@ -79,6 +79,7 @@ _FLAGS = (
     Flag("tls.key", ("--tls-key",), metavar="FILE", panel=_SERVICE),
     Flag("insecure", panel=_SERVICE),
     Flag("metrics_port", panel=_SERVICE),
+    Flag("log_level", panel=_SERVICE),
 )
 
 WITH_PARENT = "--with-parent"
