@@ -72,7 +72,7 @@ def _option(panel: str, text: str, *names: str, default: object = None, **more: 
 
 _ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...")
 _RTTS_MS = _option(_WHAT, "Round trips of the link", "--rtt-ms", metavar="MS,MS,...", default=_RTTS)
-_REPEATS = _option(_WHAT, "Measure everything so often", default=DEFAULTS.repeats)
+_REPEATS = _option(_WHAT, "How many times to measure everything", default=DEFAULTS.repeats)
 _QUICK = _option(_WHAT, "Two minutes: less of everything", "--quick")
 _JSON = _option(_WHAT, "Write the results there", metavar="FILE")
 _TAPE = _option(

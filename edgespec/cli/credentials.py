@@ -148,9 +148,7 @@ def _shown(value: object) -> str:
 
 # --- certificates ----------------------------------------------------------------------------
 
-Folder = Annotated[
-    Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are (default: here)")
-]
+Folder = Annotated[Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are")]
 
 certs = _group(
     "certs",

@@ -169,7 +169,7 @@ def doctor(
     --probe, a verifier's health service is asked, which needs no key: 0 if it serves, 1 if not. It
     says no from the moment a verifier begins to drain.
 
-    [dim]edgespec doctor --verifier gpu-box:7420 --ca ca.crt[/]
+    [dim]edgespec doctor --verifier gpu-box:7420 --ca ca.pem[/]
     """
     if probe_s is not None:
         for address in settings.verifiers:

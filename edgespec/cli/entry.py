@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +151,18 @@ def _imported(name: str, where: str) -> Any:
         group.add_typer(found, name=name, epilog=EXIT_CODES)
     else:
         group.command(name, epilog=EXIT_CODES)(found)
-    return typer.main.get_group(group).commands[name]
+    command = typer.main.get_group(group).commands[name]
+    _unwrap_help(command)
+    return command
+
+
+def _unwrap_help(command: Any) -> None:
+    """A paragraph is as wide as the terminal, not as the docstring that it stands in; an example
+    begins a line of its own."""
+    if command.help:
+        command.help = re.sub(r"(?<!\n)\n(?!\n|\[dim\])", " ", command.help)
+    for below in getattr(command, "commands", {}).values():
+        _unwrap_help(below)
 
 
 def _uninterrupted_import(module: str) -> ModuleType:

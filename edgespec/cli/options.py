@@ -297,6 +297,7 @@ def explained(config: object, flags: tuple[Flag, ...]) -> str:
             _COLUMNS,
             initial_indent=f"{indent}# ",
             subsequent_indent=f"{indent}# ",
+            break_on_hyphens=False,
         )
         lines.append(f"{indent}{name}: {_shown(attrgetter(key.name)(config))}")
     return "\n".join(lines) + "\n"

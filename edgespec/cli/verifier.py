@@ -95,13 +95,14 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
     """Serve a target model to devices, until Ctrl-C or SIGTERM.
 
     Prints one line when it is ready. To stop, it takes no new streams, lets the running ones go on
-    for drain_s seconds and tells the rest, who come back when a verifier does; a second Ctrl-C ends
-    at once. SIGHUP reads keys and certificates again. Without TLS it listens on this machine
+    for drain_s seconds and tells the rest to reconnect: their texts go on later. A second Ctrl-C
+    ends at once. SIGHUP reads keys and certificates again. Without TLS it listens on this machine
     alone.
 
     [dim]edgespec verifier --model Qwen/Qwen3-8B[/]
 
-    [dim]edgespec verifier --host 0.0.0.0 --tls-cert s.pem --tls-key s.key --keys keys.yaml[/]
+    [dim]edgespec verifier --host 0.0.0.0 --tls-cert server.pem --tls-key server.key
+    --keys keys.yaml[/]
 
     [dim]edgespec verifier --engine vllm --model Qwen/Qwen3-32B -- --tensor-parallel-size 4[/]
     """

@@ -32,7 +32,7 @@ class PacingSection:
     """Emulate a slower target: a pass takes ``pass_ms`` plus ``row_ms`` for each of its rows."""
 
     pass_ms: float = 0.0
-    """Emulate a slower target, whose pass takes so long."""
+    """Emulate a slower target: make each pass take so many milliseconds."""
     row_ms: float = 0.0
     """So much longer takes a pass for each row."""
 
@@ -132,7 +132,7 @@ class VerifierConfig:
     name: str = ""
     """What devices may ask for by name. Empty is derived from ``model``."""
     engine: str = NATIVE
-    """native, or vllm for load and several GPUs. Install ``edgespec[vllm]`` for it."""
+    """native, or vllm for many users and several GPUs. Install ``edgespec[vllm]`` for it."""
     engine_flags: tuple[str, ...] = ()
     """vLLM's own flags, as on its command line."""
     host: str = DEFAULT_HOST

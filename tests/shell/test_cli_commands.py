@@ -192,7 +192,8 @@ def test_help_all_explains_every_key_and_reads_back(command: str, tmp_path: Path
     assert call(command, "--config", str(path), "--help-all").stdout == first.stdout
     kind: Any = VerifierConfig if command == "verifier" else AgentConfig
     assert load_config(kind, path) == kind(log_level="error")
-    assert "# Log debug, info, warning or error.\nlog_level: error\n" in first.stdout
+    flag = " (--log-level)" if command == "verifier" else ""
+    assert f"# Log debug, info, warning or error.{flag}\nlog_level: error\n" in first.stdout
 
 
 def test_the_environment_wins_over_the_file(

@@ -6,15 +6,16 @@ functions of a view. A policy is asked before a token is drafted; of what was dr
 after the first are left out, where they are hardly ever right. Nodes *in flight* are sent and
 neither committed nor killed yet.
 
-    fixed     draft gamma tokens, send them, wait: split speculative decoding as published
+    fixed     draft gamma steps, send them, wait: split speculative decoding as published
     pearl     send when nothing is in flight: the first node after a miss goes out at once
               (pre-verify) and drafting goes on behind what was sent (post-verify)
     windowed  send every step at once or gather for the next pass, and draft on where a guess is
               most likely to count by its rank, as long as it saves more than its row in a pass
               costs, here and by the verifier's price
+    goodput   the default: ``goodput_policy.py``
 
-The three are settings of one machine, which makes the published schemes honest baselines
-(PEARL: arXiv 2408.11850).
+All are settings of one machine, which makes the published schemes honest baselines (PEARL: arXiv
+2408.11850).
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """End before this text. The device looks for it; it is never sent and never shown."""
     max_tokens: int = 256
-    """Write at most so many tokens."""
+    """Write this many tokens at most."""
     ignore_eos: bool = False
     """Go on past the model's own end token, for measurements."""
     constraint: Constraint | None = None
