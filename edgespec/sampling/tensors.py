@@ -138,7 +138,7 @@ class Occurrences:
     """[rows, distinct tokens]: how often it stands in the output before this row's position."""
 
 
-class TokenCounts:
+class TextCounts:
     """How often each token stands in one text, whose first ``prompt_length`` tokens are the prompt.
 
     A text grows by a few tokens a pass and is sometimes cut back. The counts take the tokens behind
@@ -192,22 +192,22 @@ class TokenCounts:
         self._counts[0 if position < self._prompt_length else 1, place] += change
 
 
-class TokenCountsCache:
+class TextCountsCache:
     """The counts of at most ``limit`` texts, by key; the one not used for longest goes first. It is
     only a cache: the sequence's own tokens are the truth."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[str, tuple[list[int], TokenCounts]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[list[int], TextCounts]] = OrderedDict()
 
     def of(
         self, key: str, text: list[int], prompt_length: int, unchanged_length: int
-    ) -> TokenCounts:
+    ) -> TextCounts:
         """The counts of ``text``, which is known by its identity: another list under the same key
-        is another text. As for ``unchanged_length``, see ``TokenCounts.follow``."""
+        is another text. As for ``unchanged_length``, see ``TextCounts.follow``."""
         known, counts = self._kept.pop(key, (None, None))
         if counts is None or known is not text:
-            counts = TokenCounts(prompt_length)
+            counts = TextCounts(prompt_length)
         counts.follow(text, unchanged_length)
         self._kept[key] = (text, counts)
         if len(self._kept) > self._limit:

@@ -18,8 +18,8 @@ from edgespec.core.protocol.sampling import noise_bits as scalar_bits
 from edgespec.sampling import tensors
 from edgespec.sampling.tensors import (
     SampleBlock,
-    TokenCounts,
-    TokenCountsCache,
+    TextCounts,
+    TextCountsCache,
     choose_tokens,
     noise_bits,
     warp_rows,
@@ -42,7 +42,7 @@ def _block(
     key: str = "s",
 ) -> SampleBlock:
     """One row, whose text so far is ``prompt`` and ``output``."""
-    counts = TokenCounts(len(prompt))
+    counts = TextCounts(len(prompt))
     counts.follow([*prompt, *output], 0)
     return SampleBlock(key, params, (position,), counts.before((), ()))
 
@@ -97,7 +97,7 @@ def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
             nodes = tuple(rng.randrange(size) for _ in range(rng.randrange(5)))
             parents = tuple(rng.randrange(-1, node) if node else -1 for node in range(len(nodes)))
             params, first = _random_params(rng, device == "cpu"), len(prompt) + len(output)
-            counts = TokenCounts(len(prompt))
+            counts = TextCounts(len(prompt))
             counts.follow(prompt + output, 0)
             paths: list[list[int]] = [[]]
             for token, parent in zip(nodes, parents, strict=True):
@@ -161,13 +161,13 @@ def test_operations_of_a_pass_depend_neither_on_its_rows_nor_on_its_texts() -> N
 
 def test_counts_follow_a_text_that_is_cut_back_and_grows() -> None:
     rng = random.Random(8)
-    cache, text = TokenCountsCache(1), [3, 1, 4]
+    cache, text = TextCountsCache(1), [3, 1, 4]
     for _ in range(200):
         kept = rng.randrange(max(0, len(text) - 9), len(text) + 1)
         del text[kept:]
         text += [rng.randrange(12) for _ in range(rng.randrange(1, 6))]
         counts = cache.of("a", text, 3, kept)
-        fresh = TokenCounts(3)
+        fresh = TextCounts(3)
         fresh.follow(text, 0)
         assert _table(counts) == _table(fresh)
         if rng.random() < 0.3:
@@ -176,7 +176,7 @@ def test_counts_follow_a_text_that_is_cut_back_and_grows() -> None:
     assert _table(cache.of("a", other, 3, 2)) == {7: (True, [1, 2, 1])}
 
 
-def _table(counts: TokenCounts) -> dict[int, tuple[bool, list[int]]]:
+def _table(counts: TextCounts) -> dict[int, tuple[bool, list[int]]]:
     found = counts.before((7, 5), (-1, -1))
     rows = found.output_counts.T.tolist()
     entries = zip(found.tokens.tolist(), found.in_prompt.tolist(), rows, strict=True)

@@ -20,7 +20,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.sampling.tensors import (
     SampleBlock,
-    TokenCountsCache,
+    TextCountsCache,
     best_tokens,
     choose_tokens,
     score_passes,
@@ -123,7 +123,7 @@ class TorchTarget:
             check_budget(pool_budget, loaded.device)
             max_cached_tokens = starting_tokens(pool_budget, loaded.device)
         self._pool = _pool(loaded, max_cached_tokens)
-        self._counts = TokenCountsCache(max_sessions)
+        self._counts = TextCountsCache(max_sessions)
         self._constrained = ConstrainedRows(self._info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = GroupedAttention()

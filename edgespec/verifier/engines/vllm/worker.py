@@ -18,7 +18,7 @@ import torch
 from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
-from edgespec.sampling.tensors import SampleBlock, TokenCounts, choose_tokens, score_passes
+from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, score_passes
 
 EXTRA = "edgespec"
 """Under this name a request's ``extra_args`` say how to choose its tokens."""
@@ -75,7 +75,7 @@ class _Text:
         self.params = sampling_of(arguments)
         self._prompt_length = int(arguments["prompt_length"])
         self._tokens: list[int] = []
-        self._counts: TokenCounts | None = None
+        self._counts: TextCounts | None = None
 
     def block(self, name: str, tokens: Any, end: int, drafts: tuple[int, ...]) -> SampleBlock:
         """Rows at position ``end`` and behind each draft; ``tokens`` is the runner's row."""
@@ -84,7 +84,7 @@ class _Text:
             return SampleBlock(name, self.params, positions)
         known = len(self._tokens)
         self._tokens += tokens[known:end].tolist()
-        counts = self._counts = self._counts or TokenCounts(self._prompt_length)
+        counts = self._counts = self._counts or TextCounts(self._prompt_length)
         counts.follow(self._tokens, known)
         parents = range(-1, len(drafts) - 1)
         return SampleBlock(name, self.params, positions, counts.before(drafts, parents))
