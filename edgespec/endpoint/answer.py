@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -152,7 +153,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Envelope:
-    """What stands around the choices of one answer, and writes them."""
+    """What one answer is called, whatever its kind."""
 
     model: str
     fingerprint: str | None = None
@@ -161,24 +162,30 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
     prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    delta_object: ClassVar[str]
 
     def __post_init__(self) -> None:
         self.id = self.prefix + secrets.token_hex(12)
 
-    def _opening(self, choice: Choice) -> list[Json]:
-        raise NotImplementedError
 
-    def _delta(self, choice: Choice, delta: Delta) -> list[Json]:
-        raise NotImplementedError
+class ChoicesEnvelope(Envelope, ABC):
+    """What stands around the choices of one answer, and writes them."""
 
-    def _choice(self, choice: Choice) -> Json:
-        raise NotImplementedError
+    __slots__ = ()
+    whole_object: ClassVar[str]
+    delta_object: ClassVar[str]
 
+    @abstractmethod
+    def _opening(self, choice: Choice) -> list[Json]: ...
+
+    @abstractmethod
+    def _delta(self, choice: Choice, delta: Delta) -> list[Json]: ...
+
+    @abstractmethod
+    def _choice(self, choice: Choice) -> Json: ...
+
+    @abstractmethod
     def _empty(self, choice: Choice) -> Json:
         """A choice to which nothing is added."""
-        raise NotImplementedError
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return b"".join(self._chunk([one]) for choice in choices for one in self._opening(choice))
@@ -217,7 +224,7 @@ class Envelope:
 
 
 @dataclass(slots=True)
-class ChatEnvelope(Envelope):
+class ChatEnvelope(ChoicesEnvelope):
     """``/v1/chat/completions``."""
 
     prefix = "chatcmpl-"
@@ -258,7 +265,7 @@ class ChatEnvelope(Envelope):
 
 
 @dataclass(slots=True)
-class CompletionEnvelope(Envelope):
+class CompletionEnvelope(ChoicesEnvelope):
     """``/v1/completions``."""
 
     prefix = "cmpl-"

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,8 +28,8 @@ from edgespec.device.reply import Chunk
 from edgespec.endpoint.answer import (
     ChatEnvelope,
     Choice,
+    ChoicesEnvelope,
     CompletionEnvelope,
-    Envelope,
     Job,
     ToolUse,
     usage_of,
@@ -338,9 +338,13 @@ def _tool_use(request: Request, tokenizer: ChatTokenizer) -> ToolUse | None:
     return ToolUse(ToolReader(form, names), MarkedText(marks), request.one_call)
 
 
+AnyEnvelope = ChoicesEnvelope | ResponseEnvelope
+MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
+
+
 @dataclass(slots=True)
 class Answer:
-    envelope: Envelope
+    envelope: AnyEnvelope
     choices: list[Choice]
     prompt_tokens: int
     stream: bool
@@ -418,9 +422,7 @@ class Endpoint:
 
     # --- requests, all of which may raise ``ApiError`` ----------------------------------------
 
-    async def chat(
-        self, data: Mapping[str, Any], envelope: type[Envelope] = ChatEnvelope
-    ) -> Answer:
+    async def chat(self, data: Mapping[str, Any], envelope: MakeEnvelope = ChatEnvelope) -> Answer:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(chat_request, data, self.sampling, most)
         chosen, tokenizer = await self.choose_model(request.model), await self._its_tokenizer()
@@ -564,7 +566,7 @@ class Endpoint:
 
     def _answer(
         self,
-        envelope: type[Envelope],
+        envelope: MakeEnvelope,
         tokenizer: ChatTokenizer,
         request: Request,
         prompts: Sequence[Sequence[int]],
