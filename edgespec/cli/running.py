@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import typer
@@ -161,16 +162,22 @@ class Stopping:
 def stoppable() -> Iterator[None]:
     """What loads or fetches for long holds up the event loop, which then hears no signal. In this
     block, in which nothing is awaited, a stopping signal ends the process at once, as it ends any
-    other program; a half-written folder is taken away by the next start."""
+    other program; a half-written folder is taken away by the next start. The first process of a
+    container gets no signal that it does not handle."""
+    ends: Any = _ends_at_once if os.getpid() == 1 else signal.SIG_DFL
     before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
     heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
     for number in heeded:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, ends)
     try:
         yield
     finally:
         for number, one in heeded.items():
             signal.signal(number, one)
+
+
+def _ends_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def set_up_logging(level: str, log_format: str = TEXT) -> None:

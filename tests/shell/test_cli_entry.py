@@ -154,6 +154,25 @@ def test_loading_is_stopped_at_once(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
+AS_THE_FIRST = """
+import os, signal
+from edgespec.cli import running
+
+own, os.getpid = os.getpid(), lambda: 1
+with running.stoppable():
+    os.kill(own, signal.SIGTERM)
+    print("heard nothing")
+"""
+
+
+def test_the_first_process_of_a_container_is_stopped_while_it_loads() -> None:
+    """Linux passes over the default action of signals to process 1."""
+    done = subprocess.run(
+        [sys.executable, "-c", AS_THE_FIRST], cwd=ROOT, env=environment(), capture_output=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, b"", b"")
+
+
 def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
     with start("demo", "--model", "toy", "--draft", "toy") as demo:
         assert demo.stdout is not None
