@@ -41,13 +41,14 @@ from edgespec.device.build import (
     with_model_sampling,
     with_port,
 )
+from edgespec.device.prober import VerifierWatch
 from edgespec.device.status import StatusSource
+from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import device_access, endpoint_key
 
 if TYPE_CHECKING:
-    from edgespec.endpoint.models import VerifierPresence, VerifierWatch
     from edgespec.endpoint.server import EndpointServer
     from edgespec.endpoint.service import Endpoint
 
@@ -112,7 +113,7 @@ async def _serve(
         config.sampling if text is None else _sampling(config),
         key=key,
     )
-    status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__)
+    status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
     stop = Stopping()
     numbers = on_stopping_signals(stop.ask)
@@ -138,7 +139,6 @@ async def _serve(
         finally:
             for number in numbers:
                 asyncio.get_running_loop().remove_signal_handler(number)
-            await status.close()
 
 
 async def _until_asked(stop: Stopping, server: EndpointServer, lending: asyncio.Task[None]) -> None:
@@ -173,8 +173,6 @@ class _Fits:
 
 async def _look(fits: _Fits) -> VerifierWatch:
     """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
-    from edgespec.endpoint.models import VerifierWatch
-
     config = fits.config
     access = device_access(config)
     addresses = [with_port(one) for one in config.verifiers]
@@ -190,10 +188,8 @@ async def _look(fits: _Fits) -> VerifierWatch:
 
 
 def _refuse_hopeless(watch: VerifierWatch) -> None:
-    from edgespec.endpoint.models import Presence
-
-    hopeless = (Presence.MISFIT, Presence.REFUSES)
-    if all(one.presence in hopeless for one in watch.statuses):
+    hopeless = (VerifierState.MISFIT, VerifierState.REFUSES)
+    if all(one.state in hopeless for one in watch.statuses):
         raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
 
 
@@ -261,17 +257,15 @@ def _waiting(config: AgentConfig) -> str:
     return f"a request waits {config.reconnect.give_up_first_s:g} s for one, then fails with 503"
 
 
-def _verifier(config: AgentConfig, status: VerifierPresence) -> str:
-    from edgespec.endpoint.models import Presence, context_of
-
-    if status.presence is Presence.READY and status.info is not None:
-        names = [one.name for one in status.info.served]
+def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
+    if status.state is VerifierState.READY:
+        names = [status.model, *status.adapters]
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         return (
             f"{status.address}: serves {', '.join(names[:_MOST_NAMED])}{more}, context"
-            f" {context_of(status.info)}, answered in {(status.rtt_s or 0.0) * 1e3:.0f} ms"
+            f" {status.context_length}, answered in {(status.rtt_s or 0.0) * 1e3:.0f} ms"
         )
-    if status.presence is Presence.AWAY:
+    if status.state is VerifierState.AWAY:
         first, second = no_verifier(status.address, LinkError(status.why)).splitlines()[:2]
         return f"{first}; {_waiting(config)}; {second.strip()}"
     return f"{status.address}: of no use: {status.why}"

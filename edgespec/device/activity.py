@@ -55,24 +55,6 @@ FOLD_S: Final = 0.01
 """A hundredth of a second is a column of pixels in a picture of ten seconds."""
 
 
-class _Entry:
-    """One event of the ring, and those folded into it."""
-
-    __slots__ = ("accepted", "at_s", "begun_s", "count", "events", "generation", "kind", "number")
-
-    def __init__(
-        self, number: int, at_s: float, begun_s: float, generation: int, kind: EventKind
-    ) -> None:
-        self.number, self.at_s, self.begun_s = number, at_s, begun_s
-        self.generation, self.kind = generation, kind
-        self.count = self.accepted = self.events = 0
-
-    def event(self) -> TimelineEvent:
-        took_s = max(0.0, self.at_s - self.begun_s)
-        counts = (self.count, self.accepted, took_s, self.events)
-        return TimelineEvent(self.number, self.at_s, self.generation, self.kind, *counts)
-
-
 @dataclass(frozen=True, slots=True)
 class Reach:
     """How the link stands: the state, since when (on the agent's clock), and why."""
@@ -97,8 +79,8 @@ class Activity:
         self.reach = Reach(VerifierState.UNKNOWN, self.began_at)
         self.rate = RecentRate()
         self.last_event = 0
-        self._events: deque[_Entry] = deque(maxlen=MAX_EVENTS)
-        self._open: dict[EventKind, tuple[float, _Entry]] = {}
+        self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
+        self._open: dict[EventKind, tuple[float, TimelineEvent]] = {}
         """The entry of each kind that takes in further events, and until when."""
         self._ended: dict[str, int] = {}
         self._begun = 0
@@ -123,7 +105,7 @@ class Activity:
                 return (), 0
             self._open.clear()  # what is given away stays as it is
             held = tuple(self._events)
-        return tuple(one.event() for one in held[-behind:]), max(0, behind - len(held))
+        return held[-behind:], max(0, behind - len(held))
 
     def totals(self) -> AgentTotals:
         """All counts, those of running generations as they stand."""
@@ -149,10 +131,11 @@ class Activity:
             until_s, entry = self._open.get(kind, (at_s, None))
             if entry is None or at_s >= until_s or kind is EventKind.LINK:
                 self.last_event += 1
-                entry = _Entry(self.last_event, at_s, at_s - took_s, generation, kind)
+                entry = TimelineEvent(self.last_event, at_s, generation, kind, events=0)
                 self._events.append(entry)
                 self._open[kind] = (at_s + FOLD_S, entry)
-            entry.at_s, entry.begun_s = at_s, min(entry.begun_s, at_s - took_s)
+            entry.took_s = max(took_s, entry.took_s + at_s - entry.at_s)
+            entry.at_s = at_s
             entry.generation = generation if entry.generation == generation else 0
             entry.count += count
             entry.accepted += accepted

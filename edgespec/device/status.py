@@ -1,14 +1,11 @@
 """How an agent is: a snapshot that costs nothing until somebody asks for it.
 
 ``StatusSource`` reads what the agent counts anyway and what ``Activity`` noted, in any thread.
-While nothing runs nobody hears of the verifier, so whoever shows a status says ``ask_soon``, and
-the verifiers are asked who they are: at most every few seconds, and only while somebody looks.
+While nothing runs nobody hears of the verifier, so a ``VerifierWatch`` tells how it is then.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -18,11 +15,9 @@ from edgespec.core.device.estimates import DraftEstimates, RowPrice
 from edgespec.core.device.events import STREAMING, DraftCounters
 from edgespec.core.device.goodput_policy import why_resting
 from edgespec.core.device.policy import DraftPolicy
-from edgespec.core.ports import Transport
 from edgespec.core.protocol.checks import one_line
-from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.device.activity import GenerationNotes
-from edgespec.device.prober import ANSWER_S, Answer, ask_all
+from edgespec.device.prober import VerifierWatch
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.telemetry.agent_status import (
     MAX_GENERATIONS,
@@ -39,35 +34,27 @@ if TYPE_CHECKING:
     from edgespec.device.agent import Agent
 
 
-_MAX_WHY = 200
-
-
-ASK_EVERY_S: Final = 5.0
-
+_MAX_WHY: Final = 200
 _MAX_VERIFIERS: Final = 64
-
 _THERE: Final = (VerifierState.READY, VerifierState.SERVING)
-
 _MAX_WRAPPERS: Final = 8
 
 
 class StatusSource:
-    """Makes snapshots of ``agent``. ``addresses`` are its verifiers as they were configured."""
+    """Makes snapshots of ``agent``. ``addresses`` are its verifiers as they were configured;
+    ``watch`` None: nobody asks them while nothing runs."""
 
     def __init__(
         self,
         agent: Agent,
         addresses: tuple[str, ...],
         version: str = "",
+        watch: VerifierWatch | None = None,
         *,
         resident: Callable[[], int] = resident_bytes,
     ) -> None:
         self._agent, self._addresses, self._version = agent, addresses, version
-        self._resident = resident
-        self._answers: dict[str, Answer] = {}
-        self._answered_at = 0.0
-        self._asked_at: float | None = None
-        self._asking: asyncio.Task[None] | None = None
+        self._watch, self._resident = watch, resident
         self._since: dict[str, tuple[VerifierState, float]] = {}
 
     def snapshot(self, after: int = 0) -> AgentStatus:
@@ -95,96 +82,56 @@ class StatusSource:
             policy=type(agent.options.policy).__name__.removesuffix("Policy").lower(),
         )
 
-    # --- asking the verifiers ----------------------------------------------------------------
-
-    def ask_soon(self) -> asyncio.Task[None] | None:
-        """Somebody looks: ask the verifiers in the background unless that was done of late. Call in
-        the agent's event loop. Returns the task while it runs."""
-        now = self._agent.activity.clock()
-        if self._asking is not None and not self._asking.done():
-            return self._asking
-        if self._asked_at is not None and now - self._asked_at < ASK_EVERY_S:
-            return None
-        self._asked_at = now
-        self._asking = asyncio.create_task(self._ask())
-        return self._asking
-
-    @property
-    def asked(self) -> bool:
-        """Whether the verifiers were ever asked to the end, whatever they said."""
-        return bool(self._answers)
-
-    async def close(self) -> None:
-        """Stop asking."""
-        if self._asking is not None:
-            self._asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._asking
-
-    async def _ask(self) -> None:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                found = await self._transports()
-        except Exception:  # a name that cannot be resolved: what is known stays
-            return
-        asked = list(found.items())[:_MAX_VERIFIERS]
-        self._answers = await ask_all(dict(asked), ANSWER_S)
-        self._answered_at = self._agent.activity.clock()
-
-    async def _transports(self) -> Mapping[str, Transport]:
-        transport = self._agent.transport
-        if isinstance(transport, VerifierPool):
-            return await transport.known()
-        return {self._addresses[0]: transport} if self._addresses else {}
+    def looked_upon(self) -> None:
+        """Somebody is shown a status: its verifiers should be asked soon."""
+        if self._watch is not None:
+            self._watch.looked_upon()
 
     # --- the parts -----------------------------------------------------------------------------
 
     def _verifiers(
         self, running: tuple[GenerationNotes, ...], now: float
     ) -> tuple[VerifierStatus, ...]:
-        pool = self._agent.transport
+        pool, watch = self._agent.transport, self._watch
+        asked = {one.address: one for one in (() if watch is None else watch.statuses)}
         if isinstance(pool, VerifierPool):
-            found = self._pooled(pool, running)
+            found = self._pooled(pool, running, asked)
         else:
-            found = [self._only(running)]
+            found = [self._only(running, asked)]
         return tuple(self._timed(one, now) for one in found[:_MAX_VERIFIERS])
 
-    def _only(self, running: tuple[GenerationNotes, ...]) -> VerifierStatus:
+    def _only(
+        self, running: tuple[GenerationNotes, ...], asked: Mapping[str, VerifierStatus]
+    ) -> VerifierStatus:
         """The one verifier: what the link says while a generation runs, else what it answered."""
         address = self._addresses[0] if self._addresses else ""
-        reach, answer = self._agent.activity.reach, self._answers.get(address)
-        status = VerifierStatus(address, reach.state, why=reach.why)
-        if answer is not None:
-            status = _told(status, answer.info)
-            status = replace(status, rtt_s=answer.rtt_s)
-            if not running and self._answered_at > reach.since:
-                here = answer.info is not None
-                state = VerifierState.READY if here else VerifierState.AWAY
-                status = replace(status, state=state, why=answer.why)
+        reach, status = self._agent.activity.reach, asked.get(address, VerifierStatus(address))
+        if running or self._watch is None or self._watch.looked_at <= reach.since:
+            status = replace(status, state=reach.state, why=reach.why)
         return self._measured(status, running)
 
     def _pooled(
-        self, pool: VerifierPool, running: tuple[GenerationNotes, ...]
+        self,
+        pool: VerifierPool,
+        running: tuple[GenerationNotes, ...],
+        asked: Mapping[str, VerifierStatus],
     ) -> list[VerifierStatus]:
         serving = {one.verifier for one in running if one.session.state is STREAMING}
         found = []
         for candidate in tuple(pool.failover.candidates.listed.values()):
-            address, answer = candidate.address, self._answers.get(candidate.address)
-            info = candidate.info if answer is None else answer.info or candidate.info
-            status = _told(VerifierStatus(address, VerifierState.UNKNOWN), info)
-            status = replace(status, rtt_s=candidate.rtt_s)
+            address, info = candidate.address, candidate.info
+            # One of several behind a name ("NAME (ADDRESS)") is asked by that name.
+            status = asked.get(address) or asked.get(address.partition(" ")[0])
+            status = replace(status or VerifierStatus(address), address=address)
+            if info is not None and status.state is VerifierState.UNKNOWN:
+                status = replace(status.told(info), state=VerifierState.READY)
+            status = replace(status, rtt_s=candidate.rtt_s or status.rtt_s)
             if address in serving:
                 status = self._measured(replace(status, state=VerifierState.SERVING), running)
             elif candidate.breaker.state is not CLOSED:
                 status = replace(status, state=VerifierState.AWAY, why=candidate.error)
-            elif answer is not None and answer.info is None:
-                status = replace(status, state=VerifierState.AWAY, why=answer.why)
-            elif info is not None:
-                status = replace(status, state=VerifierState.READY)
             found.append(status)
-        if not found:
-            found = [VerifierStatus(one, VerifierState.UNKNOWN) for one in self._addresses]
-        return found
+        return found or [asked.get(one, VerifierStatus(one)) for one in self._addresses]
 
     def _measured(
         self, status: VerifierStatus, running: tuple[GenerationNotes, ...]
@@ -272,18 +219,6 @@ class StatusSource:
             inner = (getattr(drafter, name, None) for name in ("inner", "_inner", "_model"))
             drafter = next((one for one in inner if one is not None), None)
         return None, None, None
-
-
-def _told(status: VerifierStatus, info: VerifierInfo | None) -> VerifierStatus:
-    if info is None:
-        return status
-    return replace(
-        status,
-        model=one_line(info.model.name),
-        pass_s=info.pass_us / 1e6 or None,
-        sessions=info.sessions,
-        max_sessions=info.max_sessions or None,
-    )
 
 
 def draft_worth(

@@ -7,7 +7,7 @@ code; after ``keep_alive_s`` without one it begins anyway, with a comment, and f
 
 The status page is one file whose style and script the content security policy names by their
 hashes: nothing else runs, and nothing is fetched but ``/status.json``, once a second while the page
-is visible. A fetch tells the source that somebody looks: only then are idle verifiers asked.
+is visible. A fetch tells the watch that somebody looks: then idle verifiers are asked more often.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, t
 from edgespec.endpoint.service import METRICS, METRICS_PREFIX, Answer, Endpoint, Run, stopping
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.metric_table import Table, registry_of
+from edgespec.telemetry.plain_data import plain
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
 _LARGE: Final = 1 << 18
@@ -57,8 +58,6 @@ _EVENTS: Final = (
 _MOST_NAMES: Final = 16
 _LONGEST_NAME: Final = 40
 _ASSETS: Final = Path(__file__).parent / "status"
-_FIRST_ANSWER_S: Final = 0.5
-"""How long the first fetch of the page's numbers waits for the verifiers to answer."""
 _PAGE_HEADERS: Final = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -306,10 +305,8 @@ def status_routes(status: StatusSource) -> list[Route]:
         return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
     async def numbers(request: Request) -> Response:
-        asking = status.ask_soon()
+        status.looked_upon()
         after = request.query_params.get("after", "0")
-        if asking is not None and not status.asked:
-            await asyncio.wait([asking], timeout=_FIRST_ANSWER_S)
         number = int(after) if re.fullmatch("[0-9]{1,15}", after) else 0
         return JSONResponse(status.snapshot(number).as_json(), headers=_PAGE_HEADERS)
 
@@ -353,7 +350,7 @@ class _Places:
             found |= {
                 "version": __version__,
                 "model": endpoint.models.name,
-                "verifiers": [one.as_json() for one in endpoint.verifiers.statuses],
+                "verifiers": plain(endpoint.verifiers.statuses),
                 "texts_running": endpoint.admission.running,
                 "requests_waiting": endpoint.admission.waiting,
             }
@@ -364,7 +361,7 @@ class _Places:
 
     async def metrics(self, request: Request) -> Response:
         if self._status is not None:
-            self._status.ask_soon()
+            self._status.looked_upon()
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"Content-Type": content_type})
 

@@ -24,6 +24,7 @@ from edgespec.config.device import EndpointSection
 from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.prober import VerifierWatch
 from edgespec.device.reply import Chunk
 from edgespec.endpoint.answer import (
     ChatEnvelope,
@@ -34,7 +35,7 @@ from edgespec.endpoint.answer import (
     ToolUse,
     usage_of,
 )
-from edgespec.endpoint.models import Chosen, ServedModels, VerifierWatch
+from edgespec.endpoint.models import Chosen, ServedModels
 from edgespec.endpoint.request_json import (
     ApiError,
     Fields,

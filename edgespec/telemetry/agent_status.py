@@ -8,10 +8,12 @@ whose value at the moment of the status is ``clock_s``.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
 
+from edgespec.core.protocol.checks import one_line
+from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.telemetry.metric_table import metrics
 from edgespec.telemetry.plain_data import plain
 
@@ -32,7 +34,11 @@ class VerifierState(Enum):
     SERVING = "serving"
     """A generation runs there."""
     AWAY = "away"
-    """It cannot be reached, or refuses."""
+    """It cannot be reached."""
+    REFUSES = "refuses"
+    """It is there and lets us not in, or it is not who it should be."""
+    MISFIT = "misfit"
+    """It serves a model that this device cannot use."""
 
 
 class EventKind(Enum):
@@ -49,7 +55,7 @@ class EventKind(Enum):
     """The link came up (``count`` 1) or broke (0)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimelineEvent:
     """Something that happened to the generation ``generation`` (0: to several). ``number`` counts
     all events. One may stand for several of its kind that ended within 10 ms of the first: then
@@ -72,16 +78,31 @@ class VerifierStatus:
     """One verifier. What it never told is None."""
 
     address: str
-    state: VerifierState
+    state: VerifierState = VerifierState.UNKNOWN
     since_s: float | None = None
     """For how long it has been in this state; ``ready`` and ``serving`` count as one."""
     why: str = ""
-    """Why it is away."""
+    """Why it cannot be used; empty: it can."""
     model: str = ""
+    adapters: tuple[str, ...] = ()
+    context_length: int | None = None
+    """Prompt plus output of its own model, in tokens."""
     rtt_s: float | None = None
     pass_s: float | None = None
     sessions: int | None = None
     max_sessions: int | None = None
+
+    def told(self, info: VerifierInfo) -> VerifierStatus:
+        """The same with what the verifier says of itself."""
+        return replace(
+            self,
+            model=one_line(info.model.name),
+            adapters=tuple(one_line(one.name) for one in info.adapters),
+            context_length=info.limits.context_length or info.model.context_length,
+            pass_s=info.pass_us / 1e6 or None,
+            sessions=info.sessions,
+            max_sessions=info.max_sessions or None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

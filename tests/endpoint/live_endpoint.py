@@ -20,10 +20,10 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, GenerationStats
 from edgespec.device.build import build_agent, connect
+from edgespec.device.prober import VerifierWatch
 from edgespec.device.reply import Chunk, Piece
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
-from edgespec.endpoint.models import VerifierWatch
 from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
 from edgespec.models.tokenizer import ChatTokenizer
@@ -81,8 +81,6 @@ async def live(
         finally:
             await server.stop(0.0)
             await watch.close()
-            if status is not None:
-                await status.close()
 
 
 @contextlib.asynccontextmanager
@@ -103,7 +101,7 @@ async def over_toy(
         section = DraftSection(model=draft)
         config = AgentConfig(verifier=address, model=model, draft=section, tokenizer="toy")
         async with build_agent(config) as agent:
-            status = StatusSource(agent, (address,)) if shows_status else None
+            status = StatusSource(agent, (address,), watch=watch) if shows_status else None
             async with live(agent, ToyTokenizer(), watch, status=status, **more) as found:
                 found.verifier, found.address = verifier, address
                 yield found
@@ -117,11 +115,11 @@ async def over_verifiers(
     address there is no other to go to."""
     watch = VerifierWatch({address: connect(address) for address in addresses})
     async with asyncio.timeout(60.0):
-        while any(one.info is None for one in watch.statuses):
+        while len(watch.infos) < len(addresses):
             await watch.look()
     given = {"draft": DraftSection(model="toy"), "tokenizer": "toy", **settings}
     async with build_agent(AgentConfig(verifier=addresses, **given)) as agent:
-        status = StatusSource(agent, addresses) if shows_status else None
+        status = StatusSource(agent, addresses, watch=watch) if shows_status else None
         async with live(agent, ToyTokenizer(), watch, status=status) as found:
             yield found
 

@@ -17,10 +17,12 @@ from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
-from edgespec.endpoint.models import Chosen, Presence, ServedModels, VerifierPresence, VerifierWatch
+from edgespec.device.prober import VerifierWatch
+from edgespec.endpoint.models import Chosen, ServedModels
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import MOST_NAMES, OTHER, EndpointCounts
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from tests.endpoint.live_endpoint import (
     Live,
     ask,
@@ -118,9 +120,10 @@ ADAPTER = replace(BASE, name="sql", fingerprint="fp-sql")
 def models(*infos: VerifierInfo | None, only: str = "") -> ServedModels:
     watch = VerifierWatch({})
     watch.statuses = tuple(
-        VerifierPresence(str(place), Presence.READY if info else Presence.AWAY, info)
+        VerifierStatus(str(place), VerifierState.READY if info else VerifierState.AWAY)
         for place, info in enumerate(infos)
     )
+    watch.infos = {str(place): info for place, info in enumerate(infos) if info is not None}
     return ServedModels(watch, only)
 
 

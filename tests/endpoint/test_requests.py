@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edgespec.config import EndpointSection
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.endpoint.models import VerifierWatch
+from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.requests import (
     CHAT,

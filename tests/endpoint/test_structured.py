@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from edgespec.core.protocol.constraint import Constraint
-from edgespec.endpoint.models import VerifierWatch
+from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, forced_call
 from edgespec.models.grammar import GrammarReader
 from tests.core.token_grammars import EOS

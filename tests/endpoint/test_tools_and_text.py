@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Agent, AgentOptions
-from edgespec.endpoint.models import VerifierWatch
+from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, tool_format
 from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer
 from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, events_of, live, over_script

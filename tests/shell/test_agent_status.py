@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device import status
 from edgespec.device.activity import Activity
 from edgespec.device.agent import Agent
-from edgespec.device.build import build_agent
+from edgespec.device.build import build_agent, connect
+from edgespec.device.prober import VerifierWatch
 from edgespec.device.status import StatusSource, draft_worth
 from edgespec.telemetry.agent_status import (
     AGENT_METRICS,
@@ -49,13 +50,6 @@ PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 def agent_for(address: str | tuple[str, ...], **changes: object) -> Agent:
     config = AgentConfig(verifier=address, draft=DraftSection("toy"))
     return build_agent(replace(config, **changes))  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def _no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks the verifiers waits for the slowest, and what was asked stays new."""
-    monkeypatch.setattr(status, "ANSWER_S", 60.0)
-    monkeypatch.setattr(status, "ASK_EVERY_S", 600.0)
 
 
 @pytest.fixture
@@ -147,15 +141,16 @@ def test_a_poll_a_second_loses_nothing_of_5700_events_a_second_and_no_pause_is_m
 
 async def test_of_several_verifiers_each_has_a_state(gone: str) -> None:
     async with serving() as (here, _), agent_for((gone, here)) as agent:
-        source = StatusSource(agent, (gone, here))
+        watch = VerifierWatch({gone: connect(gone), here: connect(here)})
+        source = StatusSource(agent, (gone, here), watch=watch)
         assert [one.address for one in source.snapshot().verifiers] == [gone, here]
         await text_of(agent)
-        asking = source.ask_soon()
-        assert asking is not None
-        await asking
+        async with asyncio.timeout(60.0):
+            while not watch.ready:
+                await watch.look()
         states = {one.address: one.state for one in source.snapshot().verifiers}
         assert states == {gone: VerifierState.AWAY, here: VerifierState.READY}
-        await source.close()
+        await watch.close()
 
 
 def judged(**changes: object) -> tuple[bool | None, str]:

@@ -61,7 +61,6 @@ async def status_page(source: StatusSource, key: str = "") -> AsyncIterator[str]
     finally:
         server.should_exit = True
         await serving
-        await source.close()
 
 
 PROMPT = "quixotic zephyr"
@@ -113,11 +112,8 @@ class FirstDraft:
             self._gate.set()
 
 
-async def test_the_numbers_come_with_events_once_and_without_a_text(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_numbers_come_with_events_once_and_without_a_text() -> None:
     """The target waits with its first pass for a draft."""
-    monkeypatch.setattr("edgespec.device.status.ANSWER_S", WITHIN_S)
     target = GatedTarget(load_target(VerifierConfig(model="toy")), free_passes=0)
     async with serving(target) as (address, _), contextlib.AsyncExitStack() as stack:
         stack.callback(target.gate.set)

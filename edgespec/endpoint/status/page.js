@@ -23,6 +23,7 @@ const made = (tag, text, kind) => {
 const STATES = {
   unknown: ["not asked yet", ""], connecting: ["connecting", ""], ready: ["ready", "good"],
   serving: ["serving", "good"], away: ["not reachable", "bad"],
+  refuses: ["refuses this device", "bad"], misfit: ["serves another model", "bad"],
 };
 let events = [], last = 0, heard = null, offset = 0;
 let gaps = [];  // times of which the agent kept no events: from, to, how many
@@ -31,10 +32,10 @@ function showVerifiers(found) {
   const best = ["serving", "ready", "connecting"].map(
     state => found.find(one => one.state === state)).find(Boolean) || found[0];
   const [word, kind] = best ? STATES[best.state] : ["no verifier", "bad"];
-  const since = best && best.state === "away" ? " for " + duration(best.since_s) : "";
+  const since = best && kind === "bad" ? " for " + duration(best.since_s) : "";
   say("state", best ? `${word}${since}: ${best.address}` : word);
   place("state").className = "pill " + kind;
-  const there = best && best.state !== "away";
+  const there = best && kind !== "bad";
   say("rtt", there ? ms(best.rtt_s) : "–");
   say("pass", there && best.pass_s ? "pass " + ms(best.pass_s) : "");
   place("verifiers").replaceChildren(...found.map(one => {
@@ -44,7 +45,7 @@ function showVerifiers(found) {
     if (one.model) row.append(made("span", one.model, "soft"));
     if (one.max_sessions) row.append(
       made("span", `${one.sessions} of ${one.max_sessions} sessions`, "soft"));
-    if (one.why && one.state === "away") row.append(made("span", one.why, "soft"));
+    if (one.why && how === "bad") row.append(made("span", one.why, "soft"));
     return row;
   }));
 }
