@@ -1,12 +1,14 @@
-"""`edgespec bench`: every way of splitting the work, on this machine, over the same link.
+"""`edgespec bench`: every way of splitting the work, on this machine, over the same link; and
+`edgespec profile`: what steps, passes and messages cost here, for the simulator.
 
-Composes what ``edgespec.bench`` runs: the verifier as a child process, the drafter here, and
-between them gRPC with the delays of each round-trip time in turn.
+Both compose what ``edgespec.bench`` runs: the verifier as a child process, the drafter here, and
+gRPC between them, for the bench with the delays of each round-trip time in turn.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -18,12 +20,28 @@ from rich.console import Console
 
 from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import LentDrafter
-from edgespec.bench.prompts import BUILT_IN, BenchPrompt, Workload, choose_workload, read_prompts
+from edgespec.bench.profile_fit import (
+    fit_errors,
+    fit_profile,
+    read_lines,
+    run_workloads,
+    samples_of,
+    workloads,
+)
+from edgespec.bench.prompts import (
+    BUILT_IN,
+    DEFAULT_PROMPTS,
+    BenchPrompt,
+    Workload,
+    choose_workload,
+    read_prompts,
+)
 from edgespec.bench.report import (
     BenchProgress,
     Subject,
     document,
     footer,
+    origin,
     summary_table,
     tape_about,
     tape_report,
@@ -38,6 +56,7 @@ from edgespec.bench.runner import (
     parse_rtts_ms,
     record_tape,
 )
+from edgespec.cli.options import option
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
@@ -53,6 +72,7 @@ from edgespec.device.build import (
     tokenizer_reference,
 )
 from edgespec.telemetry.match_tape import write_tape
+from edgespec.telemetry.trace import TraceFile
 from edgespec.wire.shaped import ShapedTransport, TrafficMeter
 
 DEFAULTS = BenchSettings()
@@ -67,7 +87,7 @@ _WHAT, _TEXT, _TIMES = "What is compared", "The text", "Emulated times"
 
 def _option(panel: str, text: str, *names: str, default: object = None, **more: Any) -> Any:
     shown = "" if default is None else f" \\[default: {default}]"
-    return typer.Option(*names, help=text + shown, rich_help_panel=panel, show_envvar=False, **more)
+    return option(text + shown, *names, panel=panel, **more)
 
 
 _ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...")
@@ -303,3 +323,100 @@ def _prompts(asked: str) -> Iterator[BenchPrompt]:
     """The first one is read at once: a wrong file is an error before anything is loaded."""
     prompts = iter(BUILT_IN[asked]) if asked in BUILT_IN else read_prompts(Path(asked))
     return chain([next(prompts)], prompts)
+
+
+# --- what everything costs, for the simulator ---------------------------------------------------
+
+DEVICE_TRACE, VERIFIER_TRACE = "device.jsonl", "verifier.jsonl"
+
+
+_OUT = option("Where the profile goes", "--out", "-o", metavar="FILE")
+_MODEL_HERE = option("Target, as of a verifier", envvar="EDGESPEC_MODEL")
+_DRAFT_HERE = option("Draft, as of a device", envvar="EDGESPEC_DRAFT")
+_SLOW_PASS = option("Emulate a slower target: time of a pass; 0: as it is")
+_SLOW_STEP = option("Emulate a slower draft: time of a step; 0: as it is")
+
+
+def profile(
+    out: Annotated[Path, _OUT] = Path("profile.json"),
+    model: Annotated[str, _MODEL_HERE] = "bundled",
+    draft: Annotated[str, _DRAFT_HERE] = "bundled",
+    pass_ms: Annotated[float, _SLOW_PASS] = 0.0,
+    draft_ms: Annotated[float, _SLOW_STEP] = 0.0,
+    quick: Annotated[bool, option("Faster: less of everything", "--quick")] = False,
+) -> None:
+    """Measure draft steps, target passes and messages, and write what they cost as a profile.
+
+    Runs the real models over a real connection on this machine, under a minute for the bundled
+    pair. The simulator replays a profile on any number of devices, links and verifiers.
+    """
+    with reported():
+        if out.is_dir():
+            raise ConfigError(f"out is {str(out)!r}, which is a folder, but must be a file")
+        stderr = Console(stderr=True)
+        drafter = load_drafter(AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms)))
+        if drafter is None:
+            raise ConfigError(f"draft is {draft!r}, but a profile needs one that drafts")
+        arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
+        with tempfile.TemporaryDirectory() as folder:
+            traces = Path(folder)
+            try:
+                run(_measure_costs(drafter, draft, arguments, traces, quick, stderr))
+            finally:
+                drafter.close()
+            name = f"{draft} drafting for {model}"
+            _write(traces / DEVICE_TRACE, traces / VERIFIER_TRACE, out, name, stderr)
+
+
+async def _measure_costs(
+    drafter: Drafter,
+    draft: str,
+    arguments: list[str],
+    traces: Path,
+    quick: bool,
+    stderr: Console,
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_reference(AgentConfig(draft=DraftSection(model=draft))))
+    text = [token for prompt in DEFAULT_PROMPTS for token in tokenizer.encode(prompt.text)]
+    arguments = [*arguments, PLAIN_STREAMING, f"--set=trace={traces / VERIFIER_TRACE}"]
+    plan = workloads(quick)
+    with (
+        BenchProgress(stderr) as progress,
+        TraceFile(traces / DEVICE_TRACE) as tracer,
+    ):
+        async with verifier_process(arguments) as (address, _):
+
+            def open_agent(options: AgentOptions, *, drafts: bool) -> Agent:
+                lent = LentDrafter(drafter) if drafts else None
+                transport = connect(address)
+                encode, stream = tokenizer.encode, tokenizer.stream
+                return Agent(transport, lent, encode, stream, options, tracer=tracer)
+
+            context_length = (await served(address)).context_length
+            fits = min(context_length, drafter.info.context_length)
+            await run_workloads(plan, text, fits, open_agent, progress)
+
+
+def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
+    """Fit, write and show. Raises ``ProfileError``, ``OSError``."""
+    samples = samples_of(read_lines(device), read_lines(verifier))
+    found = fit_profile(samples, name, origin())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(found.to_json(), encoding="utf-8")
+    steps, passes = found.draft_step, found.target_pass
+    for what, law, mine in (
+        ("draft step", steps, samples.draft_steps),
+        ("target pass", passes, samples.passes),
+    ):
+        mean, worst = fit_errors(mine, law)
+        typer.echo(
+            f"{what}: {law.seconds(1) * 1e3:.2f} ms at one row and {law.context_s * 1e6:.2f} us for"
+            f" each cached token; misses the medians of {len(mine)} samples by {mean:.1%} on"
+            f" average, at worst by {worst:.1%}"
+        )
+    typer.echo(
+        f"a further session adds {passes.session_s * 1e3:.2f} ms to a pass; a message takes"
+        f" {found.message.seconds(1) * 1e3:.2f} ms, a stream opens in"
+        f" {found.connect_s * 1e3:.2f} ms"
+    )
+    stderr.print(f"written: {out}", markup=False, highlight=False, soft_wrap=True)

@@ -21,8 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import typer
-
 from edgespec import __version__
 from edgespec.cli.chat_terminal import (
     FRAME_S,
@@ -46,7 +44,7 @@ from edgespec.cli.device import (
     tell_worth,
     use_color,
 )
-from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, TEMPERATURE, from_config
+from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, TEMPERATURE, from_config, option
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
@@ -480,22 +478,18 @@ def _file(argument: str) -> Path:
 
 _KEPT = "The conversation"
 
-Continue = Annotated[
-    bool,
-    typer.Option("--continue", help="Go on with the last one", rich_help_panel=_KEPT),
-]
-NoHistory = Annotated[
-    bool,
-    typer.Option(
-        "--no-history",
-        help="Keep neither this conversation nor what is typed",
-        rich_help_panel=_KEPT,
-    ),
-]
+_CONTINUE = option("Go on with the last one", "--continue", panel=_KEPT)
+_NO_HISTORY = option(
+    "Keep neither this conversation nor what is typed", "--no-history", panel=_KEPT
+)
 
 
 @from_config(AgentConfig, MAX_TOKENS, TEMPERATURE, *DEVICE_FLAGS)
-def chat(settings: AgentConfig, resume: Continue = False, no_history: NoHistory = False) -> None:
+def chat(
+    settings: AgentConfig,
+    resume: Annotated[bool, _CONTINUE] = False,
+    no_history: Annotated[bool, _NO_HISTORY] = False,
+) -> None:
     """Talk with the target model.
 
     Enter sends, Alt-Enter begins another line, Ctrl-C ends a reply and keeps what came of it,

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Annotated
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from edgespec.cli.device import Progress, TextView, greet, legend, stream, use_color
+from edgespec.cli.options import option
 from edgespec.cli.running import reported, run, say, set_up_logging
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, LinkSection
@@ -60,18 +60,14 @@ class Arm:
         )
 
 
+_PROMPT = option("A text to go on with, as often as you like", "--prompt")
+
+
 def demo(
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", help="A text to go on with, as often as you like"),
-    ] = None,
-    rtt_ms: Annotated[float, typer.Option("--rtt-ms", help="Round trip of the link")] = RTT_MS,
-    model: Annotated[
-        str, typer.Option("--model", envvar="EDGESPEC_MODEL", show_envvar=False, help="The target")
-    ] = "bundled",
-    draft: Annotated[
-        str, typer.Option("--draft", envvar="EDGESPEC_DRAFT", show_envvar=False, help="The draft")
-    ] = "bundled",
+    prompt: Annotated[list[str] | None, _PROMPT] = None,
+    rtt_ms: Annotated[float, option("Round trip of the link", "--rtt-ms")] = RTT_MS,
+    model: Annotated[str, option("The target", "--model", envvar="EDGESPEC_MODEL")] = "bundled",
+    draft: Annotated[str, option("The draft", "--draft", envvar="EDGESPEC_DRAFT")] = "bundled",
 ) -> None:
     """Watch drafts at work: verifier, device and a slow link, all on this machine.
 

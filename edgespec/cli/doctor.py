@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from edgespec.cli.options import VERIFIER_FLAGS, from_config
+from edgespec.cli.options import VERIFIER_FLAGS, from_config, option
 from edgespec.cli.running import FAILED, fail, run
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig, ConfigError
 from edgespec.config.common import needs
@@ -156,10 +156,10 @@ def doctor(
     settings: AgentConfig,
     probe_s: Annotated[
         float | None,
-        typer.Option(
+        option(
+            "Only ask whether the verifier serves, and wait at most so long",
             "--probe",
             metavar="SECONDS",
-            help="Only ask whether the verifier serves, and wait at most so long",
         ),
     ] = None,
 ) -> None:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from edgespec.cli.options import option
 from edgespec.cli.running import FAILED, fail, reported, run, say
 from edgespec.config import ConfigError
 from edgespec.config.common import needs
@@ -32,30 +33,25 @@ from edgespec.models.folders import (
 DEFAULT_BITS = 4
 
 
+_CONTEXT = option("0: the model's own, at most 16384", "--context-length")
+_OPTIMUM = option(
+    "Let Optimum export a family that edgespec does not know, by a Python that has it",
+    "--optimum",
+    metavar="PYTHON",
+)
+_INSPECT = option("Write nothing, say what SOURCE is and how it would draft", "--inspect")
+
+
 def export(
     source: Annotated[str, typer.Argument(help="Hugging Face folder or Hub id")],
     out: Annotated[
         Path | None, typer.Argument(help="Folder to write; must not hold anything yet")
     ] = None,
-    bits: Annotated[int, typer.Option("--bits", help="Of the weights: 4, 8 or 32")] = DEFAULT_BITS,
-    context_length: Annotated[
-        int, typer.Option("--context-length", help="0: the model's own, at most 16384")
-    ] = 0,
-    kv_type: Annotated[
-        KvType, typer.Option("--kv-type", help="Of cached keys and values")
-    ] = KvType.FLOAT32,
-    optimum: Annotated[
-        Path | None,
-        typer.Option(
-            "--optimum",
-            metavar="PYTHON",
-            help="Let Optimum export a family that edgespec does not know, by a Python that has it",
-        ),
-    ] = None,
-    inspect: Annotated[
-        bool,
-        typer.Option("--inspect", help="Write nothing, say what SOURCE is and how it would draft"),
-    ] = False,
+    bits: Annotated[int, option("Of the weights: 4, 8 or 32", "--bits")] = DEFAULT_BITS,
+    context_length: Annotated[int, _CONTEXT] = 0,
+    kv_type: Annotated[KvType, option("Of cached keys and values", "--kv-type")] = KvType.FLOAT32,
+    optimum: Annotated[Path | None, _OPTIMUM] = None,
+    inspect: Annotated[bool, _INSPECT] = False,
 ) -> None:
     """Write the ONNX draft model of a checkpoint, with its tokenizer.
 

@@ -29,6 +29,7 @@ from edgespec.cli.options import (
     TEXT,
     Flag,
     from_config,
+    option,
 )
 from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
@@ -41,43 +42,24 @@ MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
 ]
-JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        "--json-schema",
-        metavar="FILE",
-        help="Write JSON that fits this schema",
-        rich_help_panel=TEXT,
-    ),
-]
-Grammar = Annotated[
-    Path | None,
-    typer.Option(
-        "--grammar",
-        metavar="FILE",
-        help="Write a text of this grammar, in Lark's or llama.cpp's notation",
-        rich_help_panel=TEXT,
-    ),
-]
-Stats = Annotated[
-    bool,
-    typer.Option("--stats", help="Print numbers at the end, on stderr", rich_help_panel=OUTPUT),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON, one object a chunk", rich_help_panel=OUTPUT)
-]
-Logprobs = Annotated[
-    int,
-    typer.Option(
-        "--logprobs",
-        min=0,
-        max=MAX_LOGPROBS,
-        show_default=False,
-        metavar="N",
-        help="Print JSON, with the N likeliest of each token",
-        rich_help_panel=OUTPUT,
-    ),
-]
+_SCHEMA = option("Write JSON that fits this schema", "--json-schema", panel=TEXT, metavar="FILE")
+_GRAMMAR = option(
+    "Write a text of this grammar, in Lark's or llama.cpp's notation",
+    "--grammar",
+    panel=TEXT,
+    metavar="FILE",
+)
+_STATS = option("Print numbers at the end, on stderr", "--stats", panel=OUTPUT)
+_JSON = option("Print JSON, one object a chunk", "--json", panel=OUTPUT)
+_LOGPROBS = option(
+    "Print JSON, with the N likeliest of each token",
+    "--logprobs",
+    panel=OUTPUT,
+    metavar="N",
+    min=0,
+    max=MAX_LOGPROBS,
+    show_default=False,
+)
 _SAMPLING = (
     MAX_TOKENS,
     TEMPERATURE,
@@ -89,11 +71,11 @@ _SAMPLING = (
 def generate(
     settings: AgentConfig,
     prompt: Prompt = None,
-    json_schema: JsonSchema = None,
-    grammar: Grammar = None,
-    stats: Stats = False,
-    json_lines: Json = False,
-    logprobs: Logprobs = 0,
+    json_schema: Annotated[Path | None, _SCHEMA] = None,
+    grammar: Annotated[Path | None, _GRAMMAR] = None,
+    stats: Annotated[bool, _STATS] = False,
+    json_lines: Annotated[bool, _JSON] = False,
+    logprobs: Annotated[int, _LOGPROBS] = 0,
 ) -> None:
     """Stream the target's continuation of a prompt to stdout.
 

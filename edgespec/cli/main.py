@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": "edgespec.cli.doctor:doctor",
     "export": "edgespec.cli.export:export",
     "bench": "edgespec.cli.bench:bench",
-    "profile": "edgespec.cli.profile:profile",
+    "profile": "edgespec.cli.bench:profile",
     "plan": "edgespec_sim.commands.plan:plan",
     "keys": "edgespec.cli.credentials:keys",
     "certs": "edgespec.cli.credentials:certs",

@@ -107,35 +107,29 @@ VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
 
 # --- those of every command that has a configuration -----------------------------------------
 
-_ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        envvar="EDGESPEC_CONFIG",
-        show_envvar=False,
-        metavar="FILE",
-        help="Read settings from this YAML file",
-        rich_help_panel=SETTINGS,
-    ),
-]
-_Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set any key; --help-all prints them all",
-        rich_help_panel=SETTINGS,
-    ),
-]
-_HelpAll = Annotated[
-    bool,
-    typer.Option(
-        "--help-all",
-        help="Print every setting, explained, as a file for --config, and stop",
-        rich_help_panel=SETTINGS,
-    ),
-]
+
+def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """An option of a command, as typer reads it; ``text`` is its help. Without ``names`` it is
+    called as its parameter."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_envvar=False, **more)
+
+
+_CONFIG_FILE = option(
+    "Read settings from this YAML file",
+    "--config",
+    "-c",
+    panel=SETTINGS,
+    envvar="EDGESPEC_CONFIG",
+    metavar="FILE",
+)
+_SET_KEYS = option(
+    "Set any key; --help-all prints them all", "--set", panel=SETTINGS, metavar="KEY=VALUE"
+)
+_HELP_ALL = option(
+    "Print every setting, explained, as a file for --config, and stop",
+    "--help-all",
+    panel=SETTINGS,
+)
 
 
 def from_config(
@@ -160,11 +154,11 @@ def from_config(
 
         shared: list[tuple[str, Any, object]] = [
             *((flag.parameter, _annotation(flag, keys[flag.key]), None) for flag in flags),
-            ("config", _ConfigFile, None),
-            ("set_keys", _Set, None),
+            ("config", Annotated[Path | None, _CONFIG_FILE], None),
+            ("set_keys", Annotated[list[str] | None, _SET_KEYS], None),
         ]
         if explains:
-            shared.append(("help_all", _HelpAll, False))
+            shared.append(("help_all", Annotated[bool, _HELP_ALL], False))
         keyword = inspect.Parameter.KEYWORD_ONLY
         added = [
             inspect.Parameter(name, keyword, default=default, annotation=annotation)
@@ -189,13 +183,10 @@ def _annotation(flag: Flag, key: Key) -> Any:
     default = (
         f" (default: {_shown(key.default)})" if key.default not in (None, "", (), False) else ""
     )
-    option = typer.Option(
-        *flag.options,
-        metavar=flag.metavar,
-        help=escape(key.first_sentence + default),
-        rich_help_panel=flag.panel,
-    )
-    return Annotated[kind | None, option]
+    text = escape(key.first_sentence + default)
+    return Annotated[
+        kind | None, option(text, *flag.options, panel=flag.panel, metavar=flag.metavar)
+    ]
 
 
 def _plain_type(hint: Any) -> Any:
