@@ -29,7 +29,7 @@ from edgespec.core.protocol.constraint import (
 )
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import Role, resolve_model
-from edgespec.models.grammar_trial import DATA_BYTES, GrammarTrials, TrialFailedError
+from edgespec.models.grammar_trial import DATA_BYTES, GrammarTrials, TrialFailedError, Words
 from edgespec.models.toy import TOY, TOY_ALPHABET, TOY_EOS
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class GrammarReader:
             raise _refused(kind, why)
 
     def _vocabulary(self) -> dict[str, Any]:
-        """What a trial has to know of it (``grammar_trial._Words``)."""
+        """What a trial has to know of it (``grammar_trial.bytes_and_special``)."""
         tokens = self._tokens()
         if self._special is None:
             ids = filter(tokens.is_special_token, range(tokens.vocab_size))
@@ -224,22 +224,9 @@ def letters_tokenizer(alphabet: str, end: int) -> Any:
     """For ``GrammarReader``: each letter is a token, and ``alphabet[end]`` ends a text."""
     from llguidance import TokenizerWrapper
 
-    return TokenizerWrapper(_Letters(alphabet, end))
-
-
-class _Letters:
-    """By the names that llguidance asks for."""
-
-    bos_token_id = None
-
-    def __init__(self, alphabet: str, end: int) -> None:
-        self.eos_token_id, self.special_token_ids = end, [end]
-        self.tokens = [letter.encode() for letter in alphabet]
-        self.tokens[end] = b"<end>"
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        written = text if isinstance(text, bytes) else text.encode()
-        return [self.tokens.index(bytes((byte,))) for byte in written]
+    tokens = [letter.encode() for letter in alphabet]
+    tokens[end] = b"<end>"
+    return TokenizerWrapper(Words(tokens, end, [end]))
 
 
 def grammar_of(constraint: Constraint) -> str:

@@ -208,32 +208,37 @@ def _resident_bytes() -> int:
 
 @lru_cache(maxsize=2)
 def _tokenizer(vocabulary: str) -> Any:
-    """Of a JSON object with the arguments of ``_Words``; null: of 256 bytes."""
+    """Of a JSON object with the arguments of ``bytes_and_special``; null: of 256 bytes."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     known = json.loads(vocabulary)
-    return LLTokenizer("byte" if known is None else TokenizerWrapper(_Words(**known)))
+    return LLTokenizer("byte" if known is None else TokenizerWrapper(bytes_and_special(**known)))
 
 
-class _Words:
-    """A vocabulary of ``size`` ids: the ``special`` tokens by their ids, the 256 bytes at the first
-    ids that are free, and nothing else. By the names that llguidance asks for."""
+class Words:
+    """A vocabulary in which single bytes are tokens, by the names that llguidance asks for."""
 
     bos_token_id = None
 
-    def __init__(self, size: int, end: int, special: dict[str, str]) -> None:
-        names = {int(token): name.encode() for token, name in special.items()}
-        size = max(size, len(names) + 256)
-        free = (token for token in range(size) if token not in names)
-        self._bytes = [next(free) for _ in range(256)]
-        self.tokens = [names.get(token, b"") for token in range(size)]
-        for value, token in enumerate(self._bytes):
-            self.tokens[token] = bytes((value,))
-        self.eos_token_id, self.special_token_ids = end, sorted(names)
+    def __init__(self, tokens: list[bytes], end: int, special: list[int]) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, special
+        self._ids = {token: number for number, token in enumerate(tokens)}
 
     def __call__(self, text: bytes | str) -> list[int]:
         written = text if isinstance(text, bytes) else text.encode()
-        return [self._bytes[value] for value in written]
+        return [self._ids[bytes((value,))] for value in written]
+
+
+def bytes_and_special(size: int, end: int, special: dict[str, str]) -> Words:
+    """``size`` ids: the ``special`` tokens by their ids, the 256 bytes at the first ids that are
+    free, and nothing else."""
+    names = {int(token): name.encode() for token, name in special.items()}
+    size = max(size, len(names) + 256)
+    tokens = [names.get(token, b"") for token in range(size)]
+    free = (token for token in range(size) if token not in names)
+    for value, token in zip(range(256), free, strict=False):
+        tokens[token] = bytes((value,))
+    return Words(tokens, end, sorted(names))
 
 
 def _tried(asked: dict[str, Any]) -> str:

@@ -81,17 +81,6 @@ class MatchTape:
         return sum(r == rank for r in ranks) / len(ranks)
 
 
-def ranks_along(
-    step: Callable[[int, Sequence[int], int], Sequence[Candidate]],
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    width: int,
-) -> tuple[int, ...]:
-    """The rank of each of ``tokens`` among the ``width`` guesses of a drafter that walks along
-    them behind ``prompt``, one token a step; ``step`` is that of a drafter which has begun."""
-    return walk_along(step, prompt, tokens, width).ranks
-
-
 class Walk(NamedTuple):
     """A drafter's way along a text, as in ``TapedGeneration``."""
 
@@ -106,8 +95,10 @@ def walk_along(
     tokens: Sequence[int],
     width: int,
 ) -> Walk:
-    """``ranks_along``, and the log-probabilities of first and second choices to a thousandth; none
-    where the drafter had no such guess somewhere."""
+    """The rank of each of ``tokens`` among the ``width`` guesses of a drafter that walks along
+    them behind ``prompt``, one token a step, and the log-probabilities of first and second choices
+    to a thousandth; none where the drafter had no such guess somewhere. ``step`` is that of a
+    drafter which has begun."""
     ranks: list[int] = []
     logprobs: tuple[list[float], list[float]] = ([], [])
     keep, feed = 0, tuple(prompt)

@@ -308,22 +308,24 @@ _UPLINK: tuple[type[Message], ...] = (Open, Draft, Received, Cancel)
 _DOWNLINK: tuple[type[Message], ...] = (Opened, Commit, Fault)
 
 
+_names = {kind: kind.__name__.lower() for kind in (*_UPLINK, *_DOWNLINK)}
+
+
+def _zeros(kinds: Sequence[type[Message]]) -> dict[str, int]:
+    return dict.fromkeys(map(_names.__getitem__, kinds), 0)
+
+
 class TrafficCounts:
     """A ``ByteMeter``: messages and their payload bytes by kind."""
 
     def __init__(self) -> None:
-        received, sent = ([kind.__name__.lower() for kind in way] for way in (_UPLINK, _DOWNLINK))
-        self.received_messages, self.received_bytes = (dict.fromkeys(received, 0) for _ in "12")
-        self.sent_messages, self.sent_bytes = (dict.fromkeys(sent, 0) for _ in "12")
-        up, down = (
-            (self.received_messages, self.received_bytes),
-            (self.sent_messages, self.sent_bytes),
-        )
-        kinds = [(kind, up) for kind in _UPLINK] + [(kind, down) for kind in _DOWNLINK]
-        self._of = {kind: (kind.__name__.lower(), *counts) for kind, counts in kinds}
+        self.received_messages, self.received_bytes = _zeros(_UPLINK), _zeros(_UPLINK)
+        self.sent_messages, self.sent_bytes = _zeros(_DOWNLINK), _zeros(_DOWNLINK)
 
     def count(self, message: Message, payload_bytes: int) -> None:
-        kind, messages, sizes = self._of[type(message)]
+        kind, messages, sizes = _names[type(message)], self.sent_messages, self.sent_bytes
+        if kind in self.received_messages:
+            messages, sizes = self.received_messages, self.received_bytes
         messages[kind] += 1
         sizes[kind] += payload_bytes
 

@@ -142,16 +142,13 @@ class ServerAccess:
         tls = self._tls
         if not tls.used:
             return None
-        from edgespec.wire.tls import TlsFileError, load_server_identity
+        from edgespec.wire.tls import load_server_identity
 
         certificate, key, client_ca = _checked(tls.cert, tls.key, tls.client_ca)
         assert certificate is not None
         assert key is not None
-        try:
-            with needs("cryptography", "edgespec[certs]"):
-                return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
-        except TlsFileError as error:
-            raise ConfigError(str(error)) from error
+        with needs("cryptography", "edgespec[certs]"):
+            return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
 
 
 def _checked(certificate: str, key: str, ca: str) -> list[Path | None]:
@@ -226,10 +223,7 @@ def device_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
     """What to connect with; None: plaintext. Raises ``ConfigError`` for files of no use."""
     if not tls.used:
         return None
-    from edgespec.wire.tls import TlsFileError, channel_credentials
+    from edgespec.wire.tls import channel_credentials
 
     certificate, key, ca = _checked(tls.client_cert, tls.client_key, tls.ca)
-    try:
-        return channel_credentials(ca, certificate, key)
-    except TlsFileError as error:
-        raise ConfigError(str(error)) from error
+    return channel_credentials(ca, certificate, key)

@@ -29,7 +29,6 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from edgespec.config.files import replace_file
-from edgespec.wire.tls import TlsFileError
 
 CA_NAME: Final = "ca"
 CA_DAYS: Final = 3650
@@ -44,8 +43,12 @@ Files = tuple[Path, Path]
 """Certificate and private key."""
 
 
+class CertificateError(ValueError):
+    """No certificate can be made; the message names the file or the name and says why."""
+
+
 def make_ca(folder: Path) -> Files:
-    """``ca.pem`` and ``ca.key``. Raises ``TlsFileError``, ``OSError``."""
+    """``ca.pem`` and ``ca.key``. Raises ``CertificateError``, ``OSError``."""
     files = _free(folder, CA_NAME)
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name("edgespec CA")
@@ -58,9 +61,9 @@ def make_ca(folder: Path) -> Files:
 
 def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> Files:
     """A verifier's certificate for these host names and addresses, signed by the folder's CA.
-    Raises ``TlsFileError``, ``OSError``."""
+    Raises ``CertificateError``, ``OSError``."""
     if not 1 <= len(names) <= _MAX_NAMES:
-        raise TlsFileError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
+        raise CertificateError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
     alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
     purpose = ExtendedKeyUsageOID.SERVER_AUTH
     shown = names[0][:_MAX_NAME_LENGTH]  # for people; what counts stands in the alternatives
@@ -69,7 +72,7 @@ def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> F
 
 def make_device(folder: Path, name: str) -> Files:
     """A device's certificate, signed by the folder's CA; the files are named like the device.
-    Raises ``TlsFileError``, ``OSError``."""
+    Raises ``CertificateError``, ``OSError``."""
     purpose = ExtendedKeyUsageOID.CLIENT_AUTH
     return _signed(folder, name, name, purpose, None)
 
@@ -82,12 +85,12 @@ def _signed(
     alternatives: x509.SubjectAlternativeName | None,
 ) -> Files:
     if stem == CA_NAME:
-        raise TlsFileError(f"the name {stem!r} is the CA's own")
+        raise CertificateError(f"the name {stem!r} is the CA's own")
     files = _free(folder, stem)
     ca, ca_key = _load_ca(folder)
     ends = datetime.now(UTC) + timedelta(days=LEAF_DAYS)
     if ends > ca.not_valid_after_utc:
-        raise TlsFileError(
+        raise CertificateError(
             f"a certificate is for {LEAF_DAYS} days, but the CA itself expires on"
             f" {ca.not_valid_after_utc:%Y-%m-%d}: make a new one in another folder"
         )
@@ -132,7 +135,7 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 def _name(text: str) -> x509.Name:
     if not 1 <= len(text) <= _MAX_NAME_LENGTH or not text.isprintable():
-        raise TlsFileError(
+        raise CertificateError(
             f"the name {text[:80]!r} must have 1 to {_MAX_NAME_LENGTH} printable characters"
         )
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
@@ -144,7 +147,7 @@ def _alternative(name: str) -> x509.GeneralName:
     except ValueError:
         labels = name.removeprefix("*.").split(".")
         if len(name) > 253 or not all(map(_LABEL.fullmatch, labels)):
-            raise TlsFileError(f"{name[:80]!r} is no host name and no address") from None
+            raise CertificateError(f"{name[:80]!r} is no host name and no address") from None
         return x509.DNSName(name)
 
 
@@ -155,24 +158,26 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
     certificate_path, key_path = folder / f"{CA_NAME}.pem", folder / f"{CA_NAME}.key"
     for path in (certificate_path, key_path):
         if not path.is_file():
-            raise TlsFileError(f"{path} is not there; make a CA first: edgespec certs ca")
+            raise CertificateError(f"{path} is not there; make a CA first: edgespec certs ca")
     try:
         certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
         key: Any = load_pem_private_key(key_path.read_bytes(), password=None)
     except (TypeError, ValueError) as error:
-        raise TlsFileError(f"the CA in {folder} cannot be read: {error}") from None
+        raise CertificateError(f"the CA in {folder} cannot be read: {error}") from None
     if key.public_key() != certificate.public_key():
-        raise TlsFileError(f"{key_path}: the key does not belong to {certificate_path}")
+        raise CertificateError(f"{key_path}: the key does not belong to {certificate_path}")
     return certificate, key
 
 
 def _free(folder: Path, stem: str) -> Files:
     if not _FILE.fullmatch(stem):
-        raise TlsFileError(f"{stem[:80]!r} cannot be the name of a file here: letters, digits, ._-")
+        raise CertificateError(
+            f"{stem[:80]!r} cannot be the name of a file here: letters, digits, ._-"
+        )
     files = folder / f"{stem}.pem", folder / f"{stem}.key"
     for path in files:
         if path.exists():
-            raise TlsFileError(f"{path} is there already; remove it to make another")
+            raise CertificateError(f"{path} is there already; remove it to make another")
     return files
 
 

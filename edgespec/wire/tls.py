@@ -22,15 +22,12 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from edgespec.config.files import TooLargeError, read_bytes
+from edgespec.config.loading import ConfigError
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 MAX_PEM_BYTES: Final = 1 << 20
-
-
-class TlsFileError(ValueError):
-    """A certificate or key cannot be used; the message names the file and says why."""
 
 
 # --- the verifier's --------------------------------------------------------------------------
@@ -110,15 +107,15 @@ def _certificates(path: Path, pem: bytes) -> Sequence[Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise TlsFileError(f"{path}: holds no PEM certificate that can be read: {error}") from None
+        raise ConfigError(f"{path}: holds no PEM certificate that can be read: {error}") from None
 
 
 def _check_dates(path: Path, certificate: Certificate, now: datetime) -> None:
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > ends:
-        raise TlsFileError(f"{path}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC")
+        raise ConfigError(f"{path}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC")
     if now < begins:
-        raise TlsFileError(f"{path}: the certificate is not valid before {begins:%Y-%m-%d %H:%M}")
+        raise ConfigError(f"{path}: the certificate is not valid before {begins:%Y-%m-%d %H:%M}")
 
 
 def _check_key(path: Path, pem: bytes, of: Path, certificate: Certificate) -> None:
@@ -128,11 +125,11 @@ def _check_key(path: Path, pem: bytes, of: Path, certificate: Certificate) -> No
     try:
         key: Any = load_pem_private_key(pem, password=None)
     except TypeError:
-        raise TlsFileError(f"{path}: a password protects the key; give a plain one") from None
+        raise ConfigError(f"{path}: a password protects the key; give a plain one") from None
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise TlsFileError(f"{path}: holds no PEM private key to be read: {error}") from None
+        raise ConfigError(f"{path}: holds no PEM private key to be read: {error}") from None
     if key.public_key() != certificate.public_key():
-        raise TlsFileError(f"{path}: the key does not belong to the certificate in {of}")
+        raise ConfigError(f"{path}: the key does not belong to the certificate in {of}")
 
 
 # --- the device's ----------------------------------------------------------------------------
@@ -142,7 +139,7 @@ def channel_credentials(
     ca: Path | None, client_certificate: Path | None, client_key: Path | None
 ) -> grpc.ChannelCredentials:
     """What a device connects with; ``ca`` None trusts the CAs of the system. Raises
-    ``TlsFileError``."""
+    ``ConfigError``."""
     check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is None:
         roots = _system_roots()
@@ -151,7 +148,7 @@ def channel_credentials(
         try:
             check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
         except ssl.SSLError as error:
-            raise TlsFileError(f"{ca}: holds no PEM certificate: {error.reason}") from None
+            raise ConfigError(f"{ca}: holds no PEM certificate: {error.reason}") from None
     shown = secret = None
     if client_certificate is not None and client_key is not None:
         shown, secret = _read(client_certificate), _read(client_key)
@@ -160,9 +157,9 @@ def channel_credentials(
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 why = f"the key does not belong to the certificate in {client_certificate}"
-                raise TlsFileError(f"{client_key}: {why}") from None
+                raise ConfigError(f"{client_key}: {why}") from None
             why = f"no PEM certificate and plain private key: {error.reason or error}"
-            raise TlsFileError(f"{client_certificate} and {client_key}: {why}") from None
+            raise ConfigError(f"{client_certificate} and {client_key}: {why}") from None
     return grpc.ssl_channel_credentials(roots, secret, shown)
 
 
@@ -176,9 +173,9 @@ def _read(path: Path) -> bytes:
     try:
         return read_bytes(path, MAX_PEM_BYTES)
     except TooLargeError as error:
-        raise TlsFileError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     except OSError as error:
-        raise TlsFileError(f"{path}: {error.strerror or error}") from None
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
 # --- a handshake that failed -----------------------------------------------------------------

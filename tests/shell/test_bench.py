@@ -56,7 +56,7 @@ from edgespec.device.build import load_drafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.cost_profile import read_profile
-from edgespec.telemetry.match_tape import ranks_along, read_tape
+from edgespec.telemetry.match_tape import read_tape, walk_along
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.shaped import TrafficMeter
@@ -499,7 +499,7 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     assert drafter is not None
     for one in tape.generations:
         drafter.begin(len(one.prompt), sampling)
-        assert one.ranks == ranks_along(drafter.step, one.prompt, one.tokens, TAPE_WIDTH)
+        assert one.ranks == walk_along(drafter.step, one.prompt, one.tokens, TAPE_WIDTH).ranks
     assert 0 < tape.acceptance() < 1, "a drafter that says something"
     # How much of its drafting the arm saw is a matter of time; the report says what was measured.
     assert 0 <= seen["acceptance"] <= 1

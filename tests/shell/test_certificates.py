@@ -18,12 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner, Result
 
 from edgespec.cli.main import app
+from edgespec.config import ConfigError
 from edgespec.wire import certificates
-from edgespec.wire.tls import (
-    TlsFileError,
-    channel_credentials,
-    load_server_identity,
-)
+from edgespec.wire.tls import channel_credentials, load_server_identity
 from tests.shell.pki import Pki
 
 
@@ -155,7 +152,7 @@ def test_bad_files_are_named_with_the_reason(pki: Pki, tmp_path: Path) -> None:
         ((good, key, None, now() - timedelta(days=1)), "server.pem: the certificate is not valid"),
     ]
     for (certificate_path, key_path, client_ca, at), why in cases:
-        with pytest.raises(TlsFileError) as caught:
+        with pytest.raises(ConfigError) as caught:
             load_server_identity(certificate_path, key_path, client_ca, at)
         assert why in str(caught.value)
 
@@ -167,9 +164,9 @@ def test_a_key_behind_a_password_is_refused_without_asking_for_it(pki: Pki, tmp_
     path = tmp_path / "locked.key"
     locked = form.BestAvailableEncryption(b"secret")
     path.write_bytes(plain.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked))
-    with pytest.raises(TlsFileError, match=r"locked\.key: a password protects the key"):
+    with pytest.raises(ConfigError, match=r"locked\.key: a password protects the key"):
         load_server_identity(pki.folder / "server.pem", path, None, now())
-    with pytest.raises(TlsFileError, match=r"locked\.key: no PEM certificate and plain"):
+    with pytest.raises(ConfigError, match=r"locked\.key: no PEM certificate and plain"):
         channel_credentials(None, pki.folder / "server.pem", path)
 
 
@@ -177,11 +174,11 @@ def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
     ca, mine, key = (pki.folder / name for name in ("ca.pem", "device.pem", "device.key"))
     assert channel_credentials(ca, mine, key) is not None
     assert channel_credentials(None, None, None) is not None
-    with pytest.raises(TlsFileError, match=r"device\.key: holds no PEM certificate"):
+    with pytest.raises(ConfigError, match=r"device\.key: holds no PEM certificate"):
         channel_credentials(key, None, None)
-    with pytest.raises(TlsFileError, match=r"server\.key: the key does not belong"):
+    with pytest.raises(ConfigError, match=r"server\.key: the key does not belong"):
         channel_credentials(ca, mine, pki.folder / "server.key")
-    with pytest.raises(TlsFileError, match="none: No such file"):
+    with pytest.raises(ConfigError, match="none: No such file"):
         channel_credentials(tmp_path / "none", None, None)
 
 

@@ -23,14 +23,19 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
+from edgespec.cli.export import _readable_by_transformers_4
 from edgespec.cli.main import app
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.device.export.checkpoint import CheckpointError, read_shape
-from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, work_folder
-from edgespec.device.export.optimum import _readable_by_transformers_4
+from edgespec.device.export.export import (
+    WORK_PREFIX,
+    export_draft,
+    exported,
+    work_folder,
+)
 from edgespec.device.export.quantize import (
     round_graph,
 )

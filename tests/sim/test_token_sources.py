@@ -18,8 +18,8 @@ from edgespec.telemetry.match_tape import (
     MatchTape,
     TapedGeneration,
     TapeError,
-    ranks_along,
     read_tape,
+    walk_along,
     write_tape,
 )
 from edgespec_sim.token_sources.acceptance_process import fit
@@ -81,7 +81,7 @@ def test_a_tape_is_walked_as_it_was_recorded() -> None:
             request = source.request(number, length, 1000)
             tokens = source.expected(request, 1000)
             drafter = begun(source.drafter(), request)
-            ranks = ranks_along(drafter.step, request.prompt, tokens, source.tape.width)
+            ranks = walk_along(drafter.step, request.prompt, tokens, source.tape.width).ranks
             if length == 0:
                 assert ranks == taped[request.prompt].ranks
                 assert tuple(tokens) == taped[request.prompt].tokens

@@ -38,7 +38,7 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.tree import Ending
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
-from edgespec.telemetry.match_tape import MatchTape, TapeError, ranks_along, read_tape
+from edgespec.telemetry.match_tape import MatchTape, TapeError, read_tape, walk_along
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.links.network_trace import file_named
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
@@ -521,7 +521,7 @@ class ToySource:
         tokens = self.expected(request, _TRIAL_TOKENS)
         drafter = self.drafter()
         drafter.begin(len(request.prompt), request.sampling)
-        ranks = ranks_along(drafter.step, request.prompt, tokens, 1)
+        ranks = walk_along(drafter.step, request.prompt, tokens, 1).ranks
         return (
             f"toy model of {self._model.vocabulary_size} tokens, draft noise {self._noise:g},"
             f" temperature {self._sampling.temperature:g}:"
