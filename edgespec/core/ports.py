@@ -14,6 +14,7 @@ from edgespec.core.protocol.messages import Downlink, Message, Uplink, VerifierI
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape as CacheShape
 from edgespec.core.protocol.work import Candidate as Candidate
+from edgespec.core.protocol.work import DraftStep as DraftStep
 from edgespec.core.protocol.work import ModelInfo as ModelInfo
 from edgespec.core.protocol.work import PassRequest as PassRequest
 from edgespec.core.protocol.work import PassResult as PassResult
@@ -138,6 +139,33 @@ class Shaped(Protocol):
 def pass_shape(target: object) -> PassShape:
     """What ``target`` can take of one pass."""
     return target.pass_shape if isinstance(target, Shaped) else PassShape()
+
+
+class ServerDrafter(Protocol):
+    """The verifier's own draft model: all sessions that draft share one packed step. Calls come one
+    at a time, in the target's thread; what raises here ends drafting, and no text."""
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        """As ``TargetModel.open``, but room is taken at the first step."""
+
+    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        """One packed step: of each sequence the draft's own choice behind its feed, by the sampling
+        law with the shared noise of that position. None where none is wanted, and where the
+        sequence has no room or failed: then its cache is empty, and the next step feeds it from
+        position 0."""
+
+    def close(self, key: str) -> None:
+        """Free the sequence; unknown keys are ignored."""
+
+
+@runtime_checkable
+class Speculating(Protocol):
+    """A target with a speculator of its own (``PassShape.own_drafts``)."""
+
+    def set_draft_steps(self, count: int) -> None:
+        """How many tokens to propose behind the passes that follow; 0: none."""
 
 
 @runtime_checkable

@@ -24,6 +24,8 @@ from edgespec.core.ports import (
     CapacityError,
     LinkError,
     ModelOutputError,
+    ServerDrafter,
+    Speculating,
     TargetLostError,
     TargetModel,
     VerifierStream,
@@ -51,6 +53,7 @@ from edgespec.core.verifier.engine_events import (
     OpenSequence,
     SequenceFailed,
 )
+from edgespec.core.verifier.own_drafts import DraftRound
 from edgespec.telemetry.logs import new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.telemetry.verifier_counts import StreamMeter
@@ -116,8 +119,13 @@ class TargetWorker:
     """Sequence work is queued and carried out just before the next pass, in one hop to the thread.
     What raises is reported to ``failed``, on the event loop, and its session misses that pass."""
 
-    def __init__(self, target: TargetModel, failed: Callable[[SequenceFailed], None]) -> None:
-        self._target, self._failed = target, failed
+    def __init__(
+        self,
+        target: TargetModel,
+        failed: Callable[[SequenceFailed], None],
+        drafter: ServerDrafter | None = None,
+    ) -> None:
+        self._target, self._failed, self._drafter = target, failed, drafter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
         self._queued: list[SequenceWork] = []
         self._last: asyncio.Future[Any] | None = None
@@ -130,7 +138,9 @@ class TargetWorker:
     def has_queued(self) -> bool:
         return bool(self._queued)
 
-    def submit(self, requests: tuple[PassRequest, ...]) -> asyncio.Future[BatchDone]:
+    def submit(
+        self, requests: tuple[PassRequest, ...], draft_steps: int = 0
+    ) -> asyncio.Future[BatchDone]:
         """One pass after the work queued so far; no requests, only the work. What is queued later
         waits for the next call. The future has the results in the order of the requests."""
         loop = asyncio.get_running_loop()
@@ -146,12 +156,35 @@ class TargetWorker:
                     missing.add(item.key)
                     loop.call_soon_threadsafe(self._failed, failure)
             batch = [request for request in requests if request.key not in missing]
+            if isinstance(self._target, Speculating):
+                self._target.set_draft_steps(draft_steps)
             began_s = time.perf_counter()
             results = tuple(self._target.forward(batch)) if batch else ()
             return BatchDone(results, time.perf_counter() - began_s)
 
         self._last = done = loop.run_in_executor(self._thread, work)
         return done
+
+    def draft(self, action: ee.RunDrafts) -> asyncio.Future[ee.DraftsDone]:
+        """A round of the verifier's own draft model, whose sequences are open: every session in it
+        has had a pass."""
+        drafter = self._drafter
+        assert drafter is not None
+
+        def work() -> ee.DraftsDone:
+            drafting = DraftRound(action)
+            while batch := drafting.next_step():
+                began_s = time.perf_counter()
+                guesses = drafter.step(batch)
+                drafting.take(guesses, time.perf_counter() - began_s)
+            return drafting.done()
+
+        self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return done
+
+    def drop_drafter(self) -> None:
+        """No round follows, and the memory of the draft model is given back."""
+        self._drafter = None
 
     def probe(self, request: PassRequest) -> asyncio.Future[None]:
         """Open a sequence, run this one request, close it; the future has what went wrong."""
@@ -173,10 +206,14 @@ class TargetWorker:
                     self._target.open(key, prompt_length, sampling, text)
                     if adapter:
                         use_adapter(self._target, key, adapter)
+                    if self._drafter is not None:
+                        self._drafter.open(key, prompt_length, sampling, text)
                 case KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case CloseSequence(key):
                     self._target.close(key)
+                    if self._drafter is not None:
+                        self._drafter.close(key)
         except TargetLostError:
             raise  # Nobody's fault, and the end of all.
         except CapacityError as error:
@@ -205,7 +242,7 @@ _LAST_WORDS_S = 1.0
 # What the target is at when the verifier stops is waited for so long.
 _LAST_PASS_S = 30.0
 _FOR_THE_TARGET = frozenset(
-    (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunProbe)
+    (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunDrafts, ee.RunProbe)
 )
 
 _RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
@@ -229,7 +266,9 @@ class Verifier:
         telemetry: StreamMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
         read_constraint: ReadConstraint | None = None,
+        drafter: ServerDrafter | None = None,
     ) -> None:
+        """``engine_limits.drafter`` says whether there is a ``drafter``."""
         self._desk = ConstraintDesk(read_constraint, target.info.eos_token_ids)
         # What is announced is what is served: a small cache makes a model's context shorter.
         most = limits.context_length
@@ -248,7 +287,7 @@ class Verifier:
         self._target, self._clock = target, clock
         self._tracer = None if isinstance(tracer, NoTrace) else tracer
         self._telemetry = telemetry
-        self._worker = TargetWorker(target, self._handle)
+        self._worker = TargetWorker(target, self._handle, drafter)
         self._streams: dict[int, VerifierStream] = {}
         self._backlogs: dict[int, Backlog] = {}
         self._senders: dict[int, Callable[[Downlink], bool]] = {}
@@ -446,22 +485,35 @@ class Verifier:
                 self._close(number)
             case ee.OpenSequence() | ee.CloseSequence() | ee.KeepNodes():
                 self._worker.queue(action)
-            case ee.RunBatch(requests):
-                self._start(requests)
+            case ee.RunBatch(requests, draft_steps):
+                running = self._worker.submit(requests, draft_steps)
+                running.add_done_callback(self._on_pass_done, context=self._context)
+            case ee.RunDrafts():
+                drafting = self._worker.draft(action)
+                drafting.add_done_callback(self._on_drafts_done, context=self._context)
             case ee.RunProbe(request):
                 probe = self._worker.probe(request)
                 probe.add_done_callback(self._on_probe_done, context=self._context)
             case ee.ReportFailure(_, details, stream):
                 whose = {"request_id": self._requests.get(stream or 0, "-")}
                 _LOG.error("a session failed and was ended:\n%s", details, extra=whose)
+            case ee.ReportDraftsOff(why):
+                _LOG.error("the verifier's own drafts are off: %s", why)
+                self._worker.drop_drafter()
             case ee.GiveUp(why):
                 self.fail(why)
             case _:
                 assert_never(action)
 
-    def _start(self, requests: tuple[PassRequest, ...]) -> None:
-        running = self._worker.submit(requests)
-        running.add_done_callback(self._on_pass_done, context=self._context)
+    def _on_drafts_done(self, done: asyncio.Future[ee.DraftsDone]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self._handle(done.result())
+        else:
+            _LOG.error("the verifier's draft model failed", exc_info=error)
+            self._handle(ee.DraftsFailed(f"{type(error).__name__}: {error}"))
 
     def _on_pass_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
         if done.cancelled():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
@@ -40,7 +40,7 @@ from edgespec.core.protocol.messages import (
     Uplink,
 )
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import PassRequest, TokenScore
+from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest, TokenScore
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import (
@@ -48,6 +48,8 @@ from edgespec.core.verifier.engine_events import (
     BatchFailed,
     CloseSequence,
     CloseStream,
+    DraftsDone,
+    DraftsFailed,
     EngineAction,
     EngineEvent,
     GiveUp,
@@ -55,8 +57,10 @@ from edgespec.core.verifier.engine_events import (
     OpenSequence,
     Poll,
     ProbeDone,
+    ReportDraftsOff,
     ReportFailure,
     RunBatch,
+    RunDrafts,
     RunProbe,
     SendTo,
     SequenceFailed,
@@ -64,6 +68,7 @@ from edgespec.core.verifier.engine_events import (
     StreamMessage,
     StreamOpened,
 )
+from edgespec.core.verifier.own_drafts import DraftRound
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
@@ -411,6 +416,9 @@ class Compute(Protocol):
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         """Call ``done`` when a pass over these requests that starts now is over."""
 
+    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
+        """Call ``done`` when work of so many seconds that starts now is over."""
+
 
 class PassTime:
     """A machine that does one pass at a time and nothing else."""
@@ -422,9 +430,42 @@ class PassTime:
         self.busy_s = 0.0
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
-        pass_s = self._pass_s(requests)
-        self.busy_s += pass_s
-        self._queue.after(pass_s, done)
+        self.occupy(self._pass_s(requests), done)
+
+    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
+        self.busy_s += seconds
+        self._queue.after(seconds, done)
+
+
+class DraftModel:
+    """A verifier's own draft model, of which each session has a cache: ``ServerDrafter`` on any
+    drafter of a device. A step takes ``step_s`` of its rows."""
+
+    def __init__(self, make: Callable[[], Drafter], step_s: Callable[[int], float]) -> None:
+        self._make, self.step_s = make, step_s
+        self._sequences: dict[str, Drafter] = {}
+        self._lengths: dict[str, int] = {}
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._sequences[key] = drafter = self._make()
+        self._lengths[key] = 0
+        drafter.begin(prompt_length, sampling)
+
+    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        return [self._one(step) for step in batch]
+
+    def close(self, key: str) -> None:
+        self._sequences.pop(key, None)
+
+    def _one(self, step: DraftStep) -> Candidate | None:
+        drafter = self._sequences.get(step.key)
+        if drafter is None or step.keep_length > self._lengths[step.key]:
+            return None
+        guesses = drafter.step(step.keep_length, step.feed, 1)
+        self._lengths[step.key] = step.keep_length + len(step.feed)
+        return guesses[0] if guesses and step.guess else None
 
 
 class SimulatedVerifier:
@@ -438,8 +479,11 @@ class SimulatedVerifier:
         compute: Compute,
         tracer: Tracer | None = None,
         name: str = "",
+        drafter: DraftModel | None = None,
     ) -> None:
+        """``drafter``: where ``EngineLimits.drafter`` says that there is one."""
         self.engine, self.name = engine, name
+        self._drafter = drafter
         self._queue, self._target, self._compute = queue, target, compute
         self._tracer = tracer
         self._streams: dict[int, Stream] = {}
@@ -515,16 +559,25 @@ class SimulatedVerifier:
             case OpenSequence(key, prompt_length, sampling, text):
                 self._failed.discard(key)
                 self._attempt(key, lambda: self._target.open(key, prompt_length, sampling, text))
+                if self._drafter is not None:
+                    self._drafter.open(key, prompt_length, sampling, text)
             case CloseSequence(key):
                 self._attempt(key, lambda: self._target.close(key))
+                if self._drafter is not None:
+                    self._drafter.close(key)
             case KeepNodes(key, nodes):
                 self._attempt(key, lambda: self._target.keep(key, nodes))
             case RunBatch(requests):
                 self._run(requests)
+            case RunDrafts():
+                self._draft(action)
             case RunProbe(request):
                 self._probe(request)
             case ReportFailure(key, details, _):
                 _LOG.warning("%s: session %s failed: %s", self.name, key, details)
+            case ReportDraftsOff(why):
+                _LOG.warning("%s: the verifier's own drafts are off: %s", self.name, why)
+                self._drafter = None
             case GiveUp(why):
                 _LOG.error("%s: %s", self.name, why)
                 self.gave_up = why
@@ -553,6 +606,23 @@ class SimulatedVerifier:
                 raise
             outcome = BatchFailed(f"{type(error).__name__}: {error}")
         self._compute.run(requests, lambda: self._handle(outcome))
+
+    def _draft(self, action: RunDrafts) -> None:
+        drafter, drafting, round_s = self._drafter, DraftRound(action), 0.0
+        assert drafter is not None
+        outcome: DraftsDone | DraftsFailed
+        try:
+            while batch := drafting.next_step():
+                guesses = drafter.step(batch)
+                step_s = drafter.step_s(sum(len(step.feed) for step in batch))
+                drafting.take(guesses, step_s)
+                round_s += step_s
+            outcome = drafting.done()
+        except Exception as error:
+            if isinstance(error, AssertionError):
+                raise
+            outcome = DraftsFailed(f"{type(error).__name__}: {error}")
+        self._compute.occupy(round_s, lambda: self._handle(outcome))
 
     def _probe(self, request: PassRequest) -> None:
         why: str | None = None

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from edgespec.core.device.estimates import (
     MOST_MODELS,
     DraftEstimates,
-    GuessChances,
     Learned,
     LearnedByModel,
     RowPrice,
@@ -39,6 +38,7 @@ from edgespec.core.device.policy import (
     WindowedPolicy,
     best_gamma,
 )
+from edgespec.core.protocol.estimators import GuessChances
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 

@@ -18,8 +18,8 @@ from tests.core.scenes import LIMITS, MODEL, chain, commit_in
 REQUEST = Open("s", "", "", (1,))
 
 
-def _drafts() -> sd.ServedDrafts:
-    return sd.ServedDrafts(tg.TextTables(ngrams=True))
+def _drafts() -> sd.TextDrafts:
+    return sd.TextDrafts(tg.TextTables(ngrams=True))
 
 
 def test_a_loop_is_gone_on_with() -> None:
@@ -33,18 +33,23 @@ def test_a_loop_is_gone_on_with() -> None:
     assert 9 in drafts.propose([1, 2, 3, 1, 2, 5, 3], 64, 40, 0.0).tokens
 
 
+def _text_of(make: sd.ServedDraftsMaker, credential: Credential) -> sd.TextDrafts:
+    served = make(REQUEST, credential)
+    assert served is not None
+    assert served.text is not None
+    return served.text
+
+
 def test_sessions_of_one_owner_profit_from_each_other() -> None:
     make, text = sd.ServedDraftsMaker(), [11, 12, 13, 14, 15, 16]
-    first = make(REQUEST, Credential("me"))
-    assert first is not None
+    first = _text_of(make, Credential("me"))
     first.propose(text, 64, 40, 0.0)
     for credential, knows in (
         (Credential("me"), True),
         (Credential("you"), False),
         (ANYBODY, False),
     ):
-        other = make(REQUEST, credential)
-        assert other is not None
+        other = _text_of(make, credential)
         assert bool(other.propose([40, 12, 13], 64, 40, 0.0).tokens) == knows
 
 
@@ -100,13 +105,11 @@ def test_a_long_text_is_learned_a_part_at_a_time() -> None:
 
 def test_a_new_session_begins_with_what_all_have_seen() -> None:
     make = sd.ServedDraftsMaker()
-    first, cell = make(REQUEST, ANYBODY), tg.RECYCLED_CELL
-    assert first is not None
+    first, cell = _text_of(make, ANYBODY), tg.RECYCLED_CELL
     before = first.chances.of[cell]
     for _ in range(20):
         first.chances.note(cell, False)
-    second = make(REQUEST, Credential("other"))
-    assert second is not None
+    second = _text_of(make, Credential("other"))
     assert second.chances.of[cell] == first.chances.of[cell] < before / 5
 
 
@@ -236,7 +239,8 @@ PROMPT = (1, 2, 3, 4) * 5
 def _session(max_tokens: int = 40) -> VerifySession:
     sampling = SamplingParams(max_tokens=max_tokens)
     request = Open("s", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS)
-    served = sd.ServedDrafts(tg.TextTables(ngrams=False))
+    text = sd.TextDrafts(tg.TextTables(ngrams=False))
+    served = sd.ServedDrafts("s", sd.ServedCounts(), text, None)
     session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
     session.handle(se.Attach(request), 0.0)
     return session

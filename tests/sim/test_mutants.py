@@ -33,7 +33,7 @@ from edgespec.core.verifier.cache_keeper import CacheKeeper, PrefixSharing
 from edgespec.core.verifier.drafts import DraftInbox, ExactRule, Walk
 from edgespec.core.verifier.engine import Containment, SessionRegistry
 from edgespec.core.verifier.engine_events import BatchFailed
-from edgespec.core.verifier.served_drafts import Proposal, ServedDrafts
+from edgespec.core.verifier.served_drafts import Proposal, TextDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import (
     Evicted,
@@ -288,7 +288,7 @@ _reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger
 
 _take_block, _batch_failed = BlockLedger._take, Containment.batch_failed
 
-_learn, _propose = VerifySession._learn, ServedDrafts.propose
+_learn, _propose = VerifySession._learn, TextDrafts.propose
 
 
 def _trims_one_too_many(ledger: BlockLedger, key: str, length: int) -> None:
@@ -394,19 +394,20 @@ def _guesses_are_the_devices(
     request: PassRequest,
     targets: tuple[int, ...],
     accepted: tuple[int, ...],
+    committed: tuple[int, ...],
 ) -> int:
-    _learn(session, request, targets, accepted)
+    _learn(session, request, targets, accepted, committed)
     return len(accepted)
 
 
 def _guesses_past_the_end(
-    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
+    served: TextDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
 ) -> Proposal:
     return _propose(served, text, room, depth + 1, least_chance)
 
 
 def _guesses_beyond_the_room(
-    served: ServedDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
+    served: TextDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
 ) -> Proposal:
     return _propose(served, text, room + 1, depth, least_chance)
 
@@ -438,8 +439,8 @@ SHARING_MUTANTS = (
     Mutant(
         "guesses are the device's", patch(VerifySession, "_learn", _guesses_are_the_devices), 60
     ),
-    Mutant("guesses past the end", patch(ServedDrafts, "propose", _guesses_past_the_end), 60),
-    Mutant("guesses beyond the room", patch(ServedDrafts, "propose", _guesses_beyond_the_room), 60),
+    Mutant("guesses past the end", patch(TextDrafts, "propose", _guesses_past_the_end), 60),
+    Mutant("guesses beyond the room", patch(TextDrafts, "propose", _guesses_beyond_the_room), 60),
     Mutant("places of a key stay taken", patch(SessionSlots, "free", _places_stay_taken), 40),
 )
 

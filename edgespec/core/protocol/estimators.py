@@ -1,7 +1,16 @@
-"""Both sides learn here while they run: times as moving averages, acceptance as counted shares."""
+"""Both sides learn here while they run: times as moving averages, acceptance as counted shares.
+
+A draft says how likely it holds each of its guesses to be (the probability under its own
+distribution). That is rarely the chance that the target says the same: a small model is often too
+sure, and with sampling noise that both share a guess of low probability may be right as often as
+not. So confidences are put into cells, and in each it is counted how often the guess was the
+target's token (``GuessChances``). SpecDec++ (Huang, Guo and Wang, arXiv 2405.19715) trains a head
+of the draft model for that question; this needs no training, and works with any draft.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -186,3 +195,46 @@ class AcceptanceEstimator:
     def rates(self) -> list[float]:
         """``rate`` of each rank that has a prior, and of all ranks behind them."""
         return [self.rate(rank) for rank in range(len(self.prior) + 1)]
+
+
+CELLS: Final = 10
+# What a rank's own rate counts for, in positions, until there are observations.
+_PRIOR_WEIGHT: Final = 6.0
+_MEMORY: Final = 0.995
+_RANKS: Final = 3
+"""Further choices share the last one's cells."""
+_LAST: Final = _RANKS - 1
+_PER_HALVING: Final = -1.0 / math.log(2.0)
+
+
+class GuessChances:
+    """The chance that a guess of any rank is right, by what the draft thought of it. It depends on
+    the two models and on whether they sample, and outlives a generation."""
+
+    def __init__(self) -> None:
+        self._rates = [
+            [DecayedRate(_MEMORY, _PRIOR_WEIGHT) for _ in range(CELLS)] for _ in range(_RANKS)
+        ]
+
+    def add(self, rank: int, logprob: float, *, hit: bool) -> None:
+        """A position was decided at which the choice of this rank had this log-probability."""
+        self._rates[min(rank, _LAST)][_cell(rank, logprob)].add(hit)
+
+    def chance(self, rank: int, logprob: float, rate: float) -> float:
+        """Formula: (hits + 6 * rate) / (trials + 6) of the guesses of this rank in the same cell,
+        with ``rate`` how often choices of the rank are right, whatever the draft thought of them.
+        Cells are tenths for first choices, halvings for others. Where 60 second choices held for
+        0.01 were tried and none was right, and second choices are right at 0.1: 0.6 / 66 = 0.009.
+        """
+        row = rank if rank < _LAST else _LAST
+        return self._rates[row][_cell(rank, logprob)].rate(rate)
+
+
+def _cell(rank: int, logprob: float) -> int:
+    """Of a first choice its tenth; of others 0 for a probability above a half, 1 above a quarter,
+    and so on. Certain guesses, and what is no number, count as most likely."""
+    if rank:
+        halvings = logprob * _PER_HALVING if logprob < 0.0 else 0.0
+        return int(halvings) if halvings < CELLS else CELLS - 1
+    cell = int(CELLS * math.exp(logprob)) if logprob < 0.0 else CELLS
+    return cell if cell < CELLS else CELLS - 1

@@ -140,6 +140,9 @@ class PassShape:
     trees: bool = True
     max_nodes: int = 1 << 16
     max_rows: int = 1 << 16
+    own_drafts: int = 0
+    """How many tokens the target's own speculator can propose behind a pass, for
+    ``PassResult.guesses``; 0: it has none."""
 
 
 @statically_frozen
@@ -151,3 +154,19 @@ class PassResult:
     targets: tuple[int, ...]
     scores: tuple[TokenScore, ...] = ()
     """Of ``targets``, one each, if the request asked for them."""
+    guesses: tuple[int, ...] = ()
+    """What the target's own speculator proposes behind the tokens that this pass commits
+    (``PassShape.own_drafts``)."""
+
+
+@statically_frozen
+class DraftStep:
+    """One session's part of a packed step of the verifier's own draft model: of its cache
+    ``keep_length`` tokens stay, which may be fewer than there are, and ``feed`` follows at the
+    positions ``keep_length`` .."""
+
+    key: str
+    keep_length: int
+    feed: tuple[int, ...]
+    guess: bool = True
+    """False: a part of a prompt; what comes behind it is not wanted."""

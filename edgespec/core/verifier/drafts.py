@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from typing import Protocol
 
@@ -133,6 +134,92 @@ def run_ahead_policy(kind: RunAhead) -> RunAheadPolicy:
             return AutoRunAhead()
 
 
+class Source(Enum):
+    """Who guessed a node."""
+
+    DEVICE = "device"
+    MODEL = "model"
+    """The verifier's own draft model, or its target's own speculator."""
+    TEXT = "text"
+    """The text itself, and what was said before."""
+
+
+class PassTree:
+    """The nodes of one pass, at most ``most``; those of the device come first. Equal tokens behind
+    one node are one node, of the source that was first. ``reach`` of a node is the chance that the
+    text goes through it; nodes are as in ``PassRequest``."""
+
+    def __init__(self, most: int) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.reach: list[float] = []
+        self.sources: list[Source] = []
+        self.drafted = 0
+        """How many of the nodes are the device's."""
+        self._most = most
+        self._places: dict[tuple[int, int], int] = {}
+
+    @property
+    def room(self) -> int:
+        return self._most - len(self.tokens)
+
+    def add(self, parent: int, token: int, reach: float, source: Source) -> int | None:
+        """The node that has ``token`` behind ``parent``, a new one if need be; None: no room."""
+        node = self._places.get((parent, token))
+        if node is not None:
+            self.reach[node] = max(self.reach[node], reach)
+            return node
+        node = len(self.tokens)
+        if node >= self._most:
+            return None
+        self._places[parent, token] = node
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.reach.append(reach)
+        self.sources.append(source)
+        self.drafted += source is Source.DEVICE
+        return node
+
+    def add_tree(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        reaches: Sequence[float],
+        source: Source,
+    ) -> None:
+        """Nodes as in ``PassRequest``; those for which there is no room are left out."""
+        places: list[int | None] = []
+        for token, parent, reach in zip(tokens, parents, reaches, strict=True):
+            before = -1 if parent < 0 else places[parent]
+            places.append(None if before is None else self.add(before, token, reach, source))
+
+    def add_chain(self, tokens: Sequence[int], reaches: Sequence[float], source: Source) -> None:
+        self.add_tree(tokens, range(-1, len(tokens) - 1), reaches, source)
+
+    def likeliest(self) -> list[int]:
+        """The nodes of the path that the text most likely takes."""
+        best: dict[int, int] = {}
+        for node, parent in enumerate(self.parents):
+            rival = best.setdefault(parent, node)
+            if self.reach[node] > self.reach[rival]:
+                best[parent] = node
+        path: list[int] = []
+        at = -1
+        while (child := best.get(at)) is not None:
+            path.append(child)
+            at = child
+        return path
+
+    def cut_to_chain(self) -> None:
+        """Leave the likeliest path: for a target that verifies no trees."""
+        path = self.likeliest()
+        self.tokens = [self.tokens[node] for node in path]
+        self.reach = [self.reach[node] for node in path]
+        self.sources = [self.sources[node] for node in path]
+        self.parents = list(range(-1, len(path) - 1))
+        self.drafted = self.sources.count(Source.DEVICE)
+
+
 class DraftInbox:
     def __init__(self, prefix: CommittedPrefix, vocabulary_size: int, limits: Limits) -> None:
         self.tree = SpeculationTree(prefix)
@@ -211,6 +298,19 @@ class DraftInbox:
                 if len(chosen) == room:
                     break
         return chosen
+
+    def pass_tree(self, nodes: Sequence[Node], room: int) -> PassTree:
+        """A tree of these nodes, as ``verifiable`` returns them, with room for so many in all."""
+        tree, rates = PassTree(room), self._acceptance.rates
+        last, places = len(rates) - 1, {ROOT: -1}
+        for node in nodes:
+            parent, rank = places.get(node.parent, -1), node.rank
+            before = 1.0 if parent < 0 else tree.reach[parent]
+            reach = before * rates[rank if rank < last else last]
+            place = tree.add(parent, node.token, reach, Source.DEVICE)
+            assert place is not None
+            places[node.id] = place
+        return tree
 
     @property
     def best_chance(self) -> float:

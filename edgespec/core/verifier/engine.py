@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 from edgespec.core.protocol.messages import EXACT_RULE, Fault, FaultCode, Limits, Open, RunAhead
@@ -28,6 +29,7 @@ from edgespec.core.verifier.drafts import (
     RunAheadPolicy,
     run_ahead_policy,
 )
+from edgespec.core.verifier.own_drafts import ChainStart
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from edgespec.core.verifier.session import VerifySession, same_device, same_generation
@@ -66,7 +68,8 @@ class SessionRegistry:
         self._trees = engine_limits.trees
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
-        self._guesses = ServedDraftsMaker() if engine_limits.server_drafts else None
+        model_drafts = engine_limits.drafter or engine_limits.own_drafts > 0
+        self.guesses = ServedDraftsMaker(text=engine_limits.server_drafts, model=model_drafts)
         self._cached: set[str] = set()
 
     # --- streams ---------------------------------------------------------------------------
@@ -110,7 +113,7 @@ class SessionRegistry:
         if displaced is not None:
             self.end(displaced, DISPLACED)
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
-        guesses = None if self._guesses is None else self._guesses(request, credential)
+        guesses = self.guesses(request, credential)
         model = self._model_of(request)
         self.sessions[key] = VerifySession(
             request, model, limits, rule, run_ahead, now, guesses, trees=self._trees
@@ -166,8 +169,8 @@ class SessionRegistry:
                     self.actions.append(ee.KeepNodes(key, action.nodes))
                 case ev.Hangup():
                     self._hang_up(key)
-                case ev.RunPass():
-                    raise AssertionError("a pass only follows an offer")
+                case ev.RunPass() | ev.WantChain():
+                    raise AssertionError("it only follows an offer")
                 case _:
                     assert_never(action)
 
@@ -178,6 +181,14 @@ class SessionRegistry:
             assert isinstance(action, ev.RunPass)
             request = action.request
         return request
+
+    def ask_chain(self, key: str, offer: ev.Offer, now: float) -> ChainStart | None:
+        """Where a chain of the verifier's own model would begin; None: nowhere."""
+        start = None
+        for action in self._handle(key, ev.DraftOffer(offer), now):
+            assert isinstance(action, ev.WantChain)
+            start = action.start
+        return start
 
     def end(self, key: str, fault: Fault | None) -> None:
         """Forget a session; its stream hears ``fault`` and ends."""
@@ -295,6 +306,14 @@ class Containment:
         self._registry.actions.append(ee.GiveUp(why))
 
 
+@dataclass(frozen=True, slots=True)
+class DraftingRound:
+    """Steps of the verifier's own draft model, for these sessions."""
+
+    started_at: float
+    sessions: Mapping[str, VerifySession]
+
+
 SWEEP_S = 2.0
 LAST_RECEIVED_WITHIN_S = 5.0
 """A finished stream waits so long for its device to acknowledge the end of the text: a session
@@ -333,6 +352,12 @@ class VerifyEngine:
         self.keeper.over_rate = self._scheduler.fairness.over_rate
         self.server_drafted_tokens = 0
         """Committed tokens that the verifier's own drafters had guessed."""
+        self.draft_counts = self.registry.guesses.counts
+        self._round: DraftingRound | None = None
+        """The round of the verifier's own draft model that runs."""
+        self._may_draft = engine_limits.drafter
+        self._draft_steps = 0
+        """Of the target's own speculator, in the pass that runs."""
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
         self._containment = Containment(self.registry, self._scheduler, self.keeper)
@@ -354,7 +379,9 @@ class VerifyEngine:
 
     @property
     def running(self) -> bool:
-        return self._scheduler.running is not None or self._containment.probing_since is not None
+        """Whether the target's thread is at work."""
+        busy = self._scheduler.running is not None or self._round is not None
+        return busy or self._containment.probing_since is not None
 
     @property
     def passes(self) -> int:
@@ -381,6 +408,10 @@ class VerifyEngine:
                 registry.caught_up(stream)
             case ee.BatchFailed():
                 self._containment.batch_failed(event, now)
+            case ee.DraftsDone():
+                self._drafts_done(event, now)
+            case ee.DraftsFailed(why):
+                self._drafts_failed(why)
             case ee.SequenceFailed(key, why, full):
                 self._containment.end(
                     key, FaultCode.OVERLOADED if full else FaultCode.INTERNAL, why
@@ -394,7 +425,9 @@ class VerifyEngine:
         self._wake(now)
         self._look_after(now)
         if not self.running and self.broken is None:
-            self._start_batch(now)
+            drafted = isinstance(event, ee.DraftsDone)
+            if drafted or not self._start_round(now):
+                self._start_batch(now)
             self._look_after(now)
         actions, registry.actions = tuple(registry.actions), []
         return actions
@@ -452,6 +485,8 @@ class VerifyEngine:
     def _sweep(self, now: float) -> None:
         limits, batch = self.engine_limits, self._scheduler.running
         since = self._containment.probing_since if batch is None else batch.started_at
+        if self._round is not None:
+            since = self._round.started_at
         if since is not None and now - since >= limits.stuck_pass_s:
             return self._containment.give_up(f"a pass has not ended for {now - since:.0f} s")
         for key, session in tuple(self.sessions.items()):
@@ -472,10 +507,40 @@ class VerifyEngine:
         for key in asked:
             self._watch(key, now)
         if requests:
-            self.registry.actions.append(ee.RunBatch(requests))
+            self._draft_steps = self._scheduler.draft_steps(self.sessions)
+            self.registry.actions.append(ee.RunBatch(requests, self._draft_steps))
+
+    def _start_round(self, now: float) -> bool:
+        """Let the verifier's own model draft before the next pass, if that pays."""
+        if not self._may_draft:
+            return False
+        action = self._scheduler.draft(self.sessions, self.registry.ask_chain, now)
+        if action is None:
+            return False
+        keys = [start.step.key for start in action.starts]
+        self._round = DraftingRound(now, {key: self.sessions[key] for key in keys})
+        self.registry.actions.append(action)
+        return True
+
+    def _drafts_done(self, event: ee.DraftsDone, now: float) -> None:
+        assert self._round is not None
+        sessions, self._round = self._round.sessions, None
+        self._scheduler.drafted(event)
+        self.draft_counts.steps += len(event.steps)
+        self.draft_counts.seconds += sum(took_s for _, took_s in event.steps)
+        for chain in event.chains:
+            if self.sessions.get(chain.key) is sessions[chain.key]:
+                self.registry.tell(chain.key, ev.Drafted(chain), now)
+
+    def _drafts_failed(self, why: str) -> None:
+        """Drafts are hints: without the model that makes them, texts go on."""
+        self._round, self._may_draft = None, False
+        self.draft_counts.failures += 1
+        self.registry.actions.append(ee.ReportDraftsOff(why))
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
-        batch, tokens = self._scheduler.finish(now, event.target_s), 0
+        batch = self._scheduler.finish(now, event.target_s, self._draft_steps)
+        tokens = 0
         price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
         for stream in event.behind:
@@ -491,7 +556,8 @@ class VerifyEngine:
                 continue
             self._scheduler.run_with_others(key)
             before, guessed = session.prefix.length, session.server_accepted
-            self.registry.tell(key, ev.PassDone(result.targets, result.scores, price), now)
+            done = ev.PassDone(result.targets, result.scores, price, result.guesses)
+            self.registry.tell(key, done, now)
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)

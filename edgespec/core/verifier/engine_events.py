@@ -13,6 +13,8 @@ from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.own_drafts import DraftsDone as DraftsDone
+from edgespec.core.verifier.own_drafts import RunDrafts as RunDrafts
 
 
 @statically_frozen
@@ -38,6 +40,10 @@ class EngineLimits:
     """May passes carry guesses of the verifier's own? (``served_drafts.py``)"""
     trees: bool = True
     """Can the target verify trees? If not, a pass has the likeliest chain of each."""
+    drafter: bool = False
+    """Has the verifier a draft model of its own? (``own_drafts.py``)"""
+    own_drafts: int = 0
+    """As ``PassShape.own_drafts``."""
 
 
 # --- events ---------------------------------------------------------------------------------
@@ -97,6 +103,13 @@ class BatchFailed:
 
 
 @statically_frozen
+class DraftsFailed:
+    """The draft model failed in a round: it is not asked any more."""
+
+    why: str
+
+
+@statically_frozen
 class SequenceFailed:
     """The target could not open the sequence (``full``: for want of room), or keep its nodes. Said
     before the ``BatchDone`` of the pass that the sequence misses."""
@@ -125,6 +138,8 @@ EngineEvent = (
     | BatchDone
     | StreamCaughtUp
     | BatchFailed
+    | DraftsDone
+    | DraftsFailed
     | SequenceFailed
     | ProbeDone
     | Poll
@@ -179,9 +194,11 @@ class KeepNodes:
 
 @statically_frozen
 class RunBatch:
-    """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``."""
+    """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``. A target that
+    speculates by itself proposes ``draft_steps`` tokens behind it (``ports.Speculating``)."""
 
     requests: tuple[PassRequest, ...]
+    draft_steps: int = 0
 
 
 @statically_frozen
@@ -201,6 +218,13 @@ class ReportFailure:
 
 
 @statically_frozen
+class ReportDraftsOff:
+    """Write down for the operator why the verifier's own model drafts no more; texts go on."""
+
+    why: str
+
+
+@statically_frozen
 class GiveUp:
     """The target is broken: say so to health checks and end the process with a failure."""
 
@@ -214,7 +238,9 @@ EngineAction = (
     | CloseSequence
     | KeepNodes
     | RunBatch
+    | RunDrafts
     | RunProbe
     | ReportFailure
+    | ReportDraftsOff
     | GiveUp
 )

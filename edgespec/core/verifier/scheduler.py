@@ -28,6 +28,15 @@ from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
+from edgespec.core.verifier.own_drafts import (
+    PROBE_EVERY,
+    ChainStart,
+    DraftRound,
+    DraftsDone,
+    DraftTimes,
+    RunDrafts,
+    chain_length,
+)
 from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.session_events import Offer
@@ -215,6 +224,8 @@ _PROMPT_PART = 8
 
 AskSession = Callable[[str, Offer, float], PassRequest | None]
 """Make a session an offer; None when it declines."""
+AskChain = Callable[[str, Offer, float], ChainStart | None]
+"""Ask where a chain of the verifier's own would begin before that offer; None: nowhere."""
 
 
 class PassScheduler:
@@ -239,6 +250,9 @@ class PassScheduler:
         """Sessions that would rather wait for a draft than run a pass of their own."""
         self._price = RowPriceKeeper()
         self._prompts = PromptLine(credential_of)
+        self.draft_times = DraftTimes()
+        self._undrafted = 0
+        """Passes since anything was guessed by the verifier's own draft model."""
 
     @property
     def pass_s(self) -> float | None:
@@ -299,6 +313,58 @@ class PassScheduler:
             self.running = Batch(now, parts)
         return tuple(request for _, request in parts), forming.asked
 
+    def draft(
+        self, sessions: Mapping[str, VerifySession], ask: AskChain, now: float
+    ) -> RunDrafts | None:
+        """The round of the verifier's own draft model before the next pass; None: none pays."""
+        if (pass_s := self._price.pass_s) is None:
+            return None
+        most = self._limits.max_rows_per_pass
+        decoding = [key for key in self._waiting if decodes(sessions[key])][: most // 2]
+        if not decoding:
+            return None
+        forming = self._forming()
+        rows = min(forming.offer.max_rows, most // len(decoding))
+        offer = replace(forming.offer, max_rows=rows)
+        starts: list[ChainStart] = []
+        feeding = False
+        for key in decoding:
+            start = ask(key, offer, now)
+            if start is None or (feeding and not start.step.guess):
+                continue
+            feeding = feeding or not start.step.guess
+            starts.append(start)
+        times = self.draft_times.of(pass_s, self._price.row_s)
+        action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
+        if starts and not DraftRound(action).next_step() and self._undrafted >= PROBE_EVERY:
+            shortest = min(starts, key=lambda start: len(start.step.feed))
+            action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
+        self._undrafted += 1
+        return action if DraftRound(action).next_step() else None
+
+    def drafted(self, done: DraftsDone) -> None:
+        """A round is over."""
+        for rows, took_s in done.steps:
+            self.draft_times.note_step(rows, took_s)
+        if any(chain.tokens for chain in done.chains):
+            self._undrafted = 0
+
+    def draft_steps(self, sessions: Mapping[str, VerifySession]) -> int:
+        """How many tokens the target's own speculator should propose behind the pass that is
+        formed now."""
+        most = self._limits.own_drafts
+        batch, pass_s, step_s = self.running, self._price.pass_s, self.draft_times.own_step_s
+        if not most or batch is None:
+            return 0
+        if pass_s is None or step_s is None:  # to be timed, they have to vary
+            return most if self.passes % 2 else most // 2
+        rates = [
+            rate
+            for session, request in batch.parts
+            if request.sample and (rate := session.chain_rate) is not None
+        ]
+        return chain_length(rates, most, pass_s, max(0.0, step_s), self._price.row_s)
+
     def _offer(
         self, session: VerifySession, key: str, free: int, others: int, forming: Forming, now: float
     ) -> PassRequest | None:
@@ -327,9 +393,12 @@ class PassScheduler:
 
     def _forming(self) -> Forming:
         pass_s, most = self._price.pass_s, self._limits.max_rows_per_session
+        wait_s = GUESSED_PASS_S if pass_s is None else pass_s
+        if self._limits.drafter:  # no longer than the verifier takes to guess as well
+            wait_s = self.draft_times.of(wait_s, 0.0).step_s
         offer = Offer(
             most,
-            GUESSED_PASS_S if pass_s is None else pass_s,
+            wait_s,
             self.least_chance,
             least_guess=self._price.least_guess if self._limits.server_drafts else None,
         )
@@ -381,10 +450,14 @@ class PassScheduler:
             return request
         return request.with_blocks(table)
 
-    def finish(self, now: float, target_s: float | None = None) -> Batch:
+    def finish(self, now: float, target_s: float | None = None, draft_steps: int = 0) -> Batch:
+        """The pass is over; the target's own speculator ran so many steps in it."""
         assert self.running is not None
         batch, self.running = self.running, None
         self.passes += 1
+        if self._limits.own_drafts:
+            took_s = now - batch.started_at
+            self.draft_times.note_pass(draft_steps, took_s if target_s is None else target_s)
         if any(request.sample for _, request in batch.parts):
             took_s = now - batch.started_at
             rows, prompt_rows, drafted = batch.count_rows()

@@ -1,13 +1,15 @@
-"""Server-side drafts: guesses of the verifier's own for a pass that has no draft of the device.
+"""Server-side drafts: what the verifier itself guesses for a session's next pass.
 
-Theory of operation. Guesses from the text alone (``core/protocol/text_guesses.py``) cost no model
-and may make a pass bring several tokens, whatever the round trip. They are nodes like a device's,
-judged by the same rule. They ride only in a pass that runs anyway and has no node of the device.
+Theory of operation. There are two sources, and their guesses are nodes like a device's, judged by
+the same rule. A *chain* of the verifier's own draft model (``own_drafts.py``) stands behind the
+likeliest nodes that are there, or behind the end of the text. Guesses from the *text* alone
+(``core/protocol/text_guesses.py``) cost no model; they ride in a pass that has no node of the
+device. All nodes of a pass are one tree, in which equal tokens behind one node are one node.
 
-**The tree.** The likeliest guess of all places becomes the next node, and the sources are asked
-behind it, until no guess is worth its row; a node's chance is the product along its path. Where a
-match reaches the end of the text, which is where a loop bites its own tail, the pair of tokens is
-looked up again. Beside a match of ``SURE`` tokens nothing else is named.
+**The text's tree.** The likeliest guess of all places becomes the next node, and the tables are
+asked behind it, until no guess is worth its row; a node's chance is the product along its path.
+Where a match reaches the end of the text, which is where a loop bites its own tail, the pair of
+tokens is looked up again. Beside a match of ``SURE`` tokens nothing else is named.
 
 **The price.** No node's chance is below ``least_chance``, what a row costs on the target, nor below
 ``LEAST_CHANCE``. ``ServedWorth`` measures whether guesses pay in a session.
@@ -36,7 +38,10 @@ from edgespec.core.protocol.text_guesses import (
     named_tokens,
     pair_of,
 )
+from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.drafts import PassTree, Source
+from edgespec.core.verifier.own_drafts import Chain, ChainChances, ChainRecord, ChainStart
 
 MOST_OWNERS: Final = 32
 """Credentials whose tables are kept, those that opened a session most recently."""
@@ -144,11 +149,11 @@ class ServedWorth:
         self._passes, self._gain = 0, 0.0
 
 
-# --- the drafters of a session -----------------------------------------------------------------
+# --- the sources of a session ------------------------------------------------------------------
 
 
-class ServedDrafts:
-    """The drafters of one session and what they learned."""
+class TextDrafts:
+    """Guesses from the text for one session, and what they learned."""
 
     def __init__(self, tables: TextTables, everybodys: TextChances | None = None) -> None:
         self.worth = ServedWorth()
@@ -245,20 +250,159 @@ class ServedDrafts:
         return named_tokens(pair, last, match, length, place, self._ngrams, self._recycled)
 
 
-class ServedDraftsMaker:
-    """Makes the drafters of the sessions, which share the tables of their owner."""
+@dataclass(slots=True)
+class SourceCounts:
+    """What one source did for all sessions of a verifier."""
 
-    def __init__(self, most_owners: int = MOST_OWNERS) -> None:
-        self._most_owners = most_owners
+    nodes: int = 0
+    accepted: int = 0
+
+    def add(self, hit: bool) -> None:
+        self.nodes += 1
+        self.accepted += hit
+
+
+@dataclass(slots=True)
+class ServedCounts:
+    """``steps`` and ``seconds`` are of the draft model, ``failures`` the times that it failed."""
+
+    text: SourceCounts = field(default_factory=SourceCounts)
+    model: SourceCounts = field(default_factory=SourceCounts)
+    steps: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def of(self, source: Source) -> SourceCounts:
+        return self.text if source is Source.TEXT else self.model
+
+
+class ServedDrafts:
+    """The sources of one session, each of which may be absent."""
+
+    def __init__(
+        self, key: str, counts: ServedCounts, text: TextDrafts | None, chain: ChainRecord | None
+    ) -> None:
+        self.text, self.chain = text, chain
+        self._key, self._counts = key, counts
+        self._proposal: Proposal | None = None
+        """What the text offers for the next pass, once it was asked."""
+        self._sources: tuple[Source, ...] = ()
+        """Of the nodes in the pass that runs."""
+
+    @property
+    def chained(self) -> bool:
+        """Whether a chain stands behind the text."""
+        return self.chain is not None and bool(self.chain.tokens)
+
+    def begin_chain(
+        self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
+    ) -> ChainStart | None:
+        """Where a chain would begin behind ``text``, the committed tokens, and what the model has
+        to be fed for it. ``tree`` has the device's nodes; nothing may be deeper than ``depth``.
+        None: there is no model, no room, or a chain already."""
+        chain = self.chain
+        if chain is None or chain.tokens:
+            return None
+        self._add_text(tree, text, depth, least_guess)
+        nodes = tree.likeliest()
+        path = tuple([tree.tokens[node] for node in nodes])
+        reaches = [tree.reach[node] for node in nodes]
+        return chain.begin(self._key, text, path, reaches, min(depth, tree.room))
+
+    def drafted(self, chain: Chain, *, wanted: bool) -> None:
+        """What a round did; the chain is ``wanted`` while the text has not ended."""
+        assert self.chain is not None
+        self.chain.drafted(chain)
+        if not wanted:
+            self.chain.judge(())
+
+    def propose(self, guesses: tuple[int, ...]) -> None:
+        """The target's own speculator guesses these behind the text."""
+        if self.chain is not None:
+            self.chain.propose(guesses)
+
+    def fill(
+        self,
+        tree: PassTree,
+        text: Sequence[int],
+        depth: int,
+        least_chance: float,
+        least_guess: float,
+    ) -> None:
+        """Add what is guessed here to the device's nodes in ``tree``, none deeper than ``depth``:
+        of the chain what is at least ``least_chance`` likely, of the text ``least_guess``."""
+        if self.chain is not None and self.chain.tokens:
+            tokens, reaches = self.chain.worth(least_chance)
+            tree.add_chain(tokens[:depth], reaches[:depth], Source.MODEL)
+        self._add_text(tree, text, depth, least_guess)
+
+    def note_sent(self, tree: PassTree) -> None:
+        """The pass has these nodes."""
+        self._sources = tuple(tree.sources)
+
+    def learn(
+        self,
+        request: PassRequest,
+        targets: Sequence[int],
+        accepted: Collection[int],
+        committed: Sequence[int],
+    ) -> int:
+        """The pass of this request is over: it accepted these nodes and committed these tokens;
+        ``targets`` are as in ``PassResult``. Returns how many of the accepted were guessed here."""
+        if self.chain is not None:
+            self.chain.judge(committed)
+        if self.text is not None:
+            nodes = [at for at, source in enumerate(self._sources) if source is Source.TEXT]
+            right = [at for at, node in enumerate(nodes) if node in accepted]
+            tokens = [request.tokens[node] for node in nodes]
+            self.text.learn(tokens, [targets[1 + node] for node in nodes], right)
+        self._proposal, sources, own = None, self._sources, 0
+        for node, source in enumerate(sources):
+            if source is not Source.DEVICE:
+                hit = node in accepted
+                self._counts.of(source).add(hit)
+                own += hit
+        return own
+
+    def _add_text(
+        self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
+    ) -> None:
+        """Guesses from the text, where the device has drafted nothing when they are first asked
+        for."""
+        if self.text is None:
+            return
+        if self._proposal is None:
+            if tree.drafted:
+                return
+            self._proposal = self.text.propose(text, tree.room, depth, least_guess)
+        proposal = self._proposal
+        tree.add_tree(proposal.tokens, proposal.parents, proposal.chances, Source.TEXT)
+
+
+class ServedDraftsMaker:
+    """Makes the sources of the sessions: guesses from the ``text``, whose tables their owners
+    share, and of the verifier's own ``model``."""
+
+    def __init__(
+        self, *, text: bool = True, model: bool = False, most_owners: int = MOST_OWNERS
+    ) -> None:
+        self.counts = ServedCounts()
         self.tables: OrderedDict[str, TextTables] = OrderedDict()
+        self._text, self._model, self._most_owners = text, model, most_owners
         self._chances = TextChances()
+        self._greedy, self._sampled = ChainChances(), ChainChances()
 
     def __call__(self, request: Open, credential: Credential) -> ServedDrafts | None:
-        """None where the device decides what is in the tree: under a relaxed rule, which may commit
-        what it finds there, and where the device wants the verifier to wait for its drafts."""
+        """None without a source, and where the device decides what is in the tree: under a relaxed
+        rule, which may commit what it finds there, and where the verifier is to wait for drafts."""
         if request.rule != EXACT_RULE or request.run_ahead is RunAhead.NEVER:
             return None
-        return ServedDrafts(self.of(credential), self._chances)
+        if not (self._text or self._model):
+            return None
+        text = TextDrafts(self.of(credential), self._chances) if self._text else None
+        chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy
+        chain = ChainRecord(chances) if self._model else None
+        return ServedDrafts(request.session_id, self.counts, text, chain)
 
     def of(self, credential: Credential) -> TextTables:
         """The tables of the credential's name, or new ones for a session that showed no key."""

@@ -39,7 +39,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.tree import CommittedPrefix, Ending
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, RunAheadPolicy
+from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, PassTree, RunAheadPolicy
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
@@ -165,20 +165,6 @@ def missed_commits(
         yield Commit(start, tuple(prefix.tokens[start:]), finish=finish, logprobs=logprobs)
 
 
-def likeliest_chain(
-    tokens: Sequence[int], parents: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens and parents of the path that takes the first child everywhere; nodes as in
-    ``PassRequest``."""
-    chain: list[int] = []
-    at = -1
-    for node, parent in enumerate(parents):  # a child comes behind its parent
-        if parent == at:
-            chain.append(tokens[node])
-            at = node
-    return tuple(chain), tuple(range(-1, len(chain) - 1))
-
-
 class VerifySession:
     def __init__(
         self,
@@ -223,6 +209,12 @@ class VerifySession:
             return 0
         return 0 if device.unread_since is not None else self.prefix.length - self.cache_length
 
+    @property
+    def chain_rate(self) -> float | None:
+        """How often guesses of the verifier's own model are right here; None: it makes none."""
+        chain = None if self._served is None else self._served.chain
+        return None if chain is None else chain.rate
+
     def over(self, now: float) -> bool:
         """Nothing more to do: all delivered and acknowledged, or the lease ran out."""
         if self.state is ev.FINISHED and self.device.received >= self.prefix.length:
@@ -239,6 +231,12 @@ class VerifySession:
                 return self._on_offer(event, now)
             case ev.PassDone():
                 return self._on_pass_done(event, now)
+            case ev.DraftOffer(offer):
+                return self._on_draft_offer(offer, now)
+            case ev.Drafted(chain):
+                assert self._served is not None
+                self._served.drafted(chain, wanted=self.state is ev.READY)
+                return ()
             case Received():
                 return self._on_received(event, now)
             case ev.Attach(request):
@@ -335,21 +333,42 @@ class VerifySession:
             return ()
         assert offer.max_rows >= 1
         self.deadline = None
-        last = self._ending.end - 1  # there a draft cannot help, so none is waited for
-        decoding = self.prefix.prompt_length < self.cache_length + 1 == self.prefix.length < last
-        if decoding and not self.inbox.tree.nodes:
-            view = self.inbox.view(
-                now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway
-            )
-            start_at = self._run_ahead.start_at(view)
-            if start_at > now:
-                self.deadline = start_at
-                return ()
+        start_at = self._start_at(offer, now)
+        if start_at > now:
+            self.deadline = start_at
+            return ()
         request = self._form(offer)
         queue_s = self.inbox.take_queue_s(now) if request.drafted else 0.0
         self._pass = ev.RunningPass(request, now, queue_s)
         self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
         return (ev.RunPass(request),)
+
+    @property
+    def _may_draft(self) -> bool:
+        """Whether a draft could help the next pass: not one of a prompt, nor of the last token."""
+        prefix = self.prefix
+        decoding = prefix.prompt_length < self.cache_length + 1 == prefix.length
+        return decoding and prefix.length < self._ending.end - 1
+
+    def _start_at(self, offer: ev.Offer, now: float) -> float:
+        """From when on the session takes part in a pass: where it could wait for a draft of its
+        device and nobody has drafted for it, the run-ahead policy says so."""
+        chained = self._served is not None and self._served.chained
+        if not self._may_draft or self.inbox.tree.nodes or chained:
+            return now
+        view = self.inbox.view(now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway)
+        return self._run_ahead.start_at(view)
+
+    def _on_draft_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
+        served = self._served
+        if served is None or not self.missing_rows or not self._may_draft:
+            return ()
+        if self._start_at(offer, now) > now:
+            return ()
+        start = served.begin_chain(
+            self._device_tree(offer, 1), self.prefix.tokens, self._depth, self._least_guess(offer)
+        )
+        return () if start is None else (ev.WantChain(start),)
 
     def _on_pass_done(self, event: ev.PassDone, now: float) -> tuple[ev.VerifyAction, ...]:
         assert self._pass is not None
@@ -366,10 +385,12 @@ class VerifySession:
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
         inside = walk.nodes[: len(tokens)]  # not those behind the end
-        accepted = self._learn(done.request, event.targets, inside)
+        accepted = self._learn(done.request, event.targets, inside, tokens)
         if event.scores:
             self._scores.commit(self.prefix.length, event.scores, walk.nodes, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
+        if self._served is not None and event.guesses and self.finish is None:
+            self._served.propose(event.guesses)
         position = self.prefix.length - len(tokens)
         commit = self._report(position, tokens, accepted, done, event.row_price, now)
         send = (self._say(commit, now),) if self.attached else ()
@@ -381,42 +402,57 @@ class VerifySession:
     def _form(self, offer: ev.Offer) -> PassRequest:
         """The request for a pass in which ``offer`` leaves room: the committed tokens that the
         cache lacks, and behind them, if all of them are fed, the device's nodes that are worth
-        their row, or else the verifier's own guesses. For a target that looks at one path only, a
-        tree is cut to its likeliest chain."""
+        their row, and the verifier's own guesses. For a target that verifies no trees the likeliest
+        path is left."""
         key, first, last = self.request.session_id, self.cache_length, self.prefix.length
         logprobs = self.request.logprobs
         feed = tuple(self.prefix.tokens[first : min(last, first + offer.max_rows)])
         if first + len(feed) < last:
             return PassRequest(key, first, feed, sample=False)
-        room = min(offer.max_rows - len(feed), self._limits.max_nodes_per_pass)
-        price, end = min(1.0, offer.least_chance) * self._price_share.value, self._ending.end
-        nodes = self.inbox.verifiable(room, end, price)
-        if nodes:
-            index = {node.id: i for i, node in enumerate(nodes)}
-            tokens = tuple([node.token for node in nodes])
-            parents = tuple([index.get(node.parent, -1) for node in nodes])
-        elif self._served is None:
-            return PassRequest(key, first, feed, logprobs=logprobs)
-        else:
-            least = offer.least_chance if offer.least_guess is None else offer.least_guess
-            # A node can matter only before the last token.
-            guesses = self._served.propose(self.prefix.tokens, room, end - 1 - last, least)
-            tokens, parents = tuple(guesses.tokens), tuple(guesses.parents)
+        tree = self._device_tree(offer, len(feed))
+        if self._served is not None:
+            price, guess = self._least_chance(offer), self._least_guess(offer)
+            self._served.fill(tree, self.prefix.tokens, self._depth, price, guess)
         if not self._trees:
-            tokens, parents = likeliest_chain(tokens, parents)
-        served = 0 if nodes else len(tokens)
+            tree.cut_to_chain()
+        if self._served is not None:
+            self._served.note_sent(tree)
+        served = len(tree.tokens) - tree.drafted
+        tokens, parents = tuple(tree.tokens), tuple(tree.parents)
         return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)
 
+    @property
+    def _depth(self) -> int:
+        """How deep nodes may lie: one can matter only before the last token."""
+        return self._ending.end - 1 - self.prefix.length
+
+    def _least_chance(self, offer: ev.Offer) -> float:
+        return min(1.0, offer.least_chance) * self._price_share.value
+
+    @staticmethod
+    def _least_guess(offer: ev.Offer) -> float:
+        return offer.least_chance if offer.least_guess is None else offer.least_guess
+
+    def _device_tree(self, offer: ev.Offer, fed: int) -> PassTree:
+        """The device's nodes that are worth their row in a pass that feeds so many tokens."""
+        room = min(offer.max_rows - fed, self._limits.max_nodes_per_pass)
+        nodes = self.inbox.verifiable(room, self._ending.end, self._least_chance(offer))
+        return self.inbox.pass_tree(nodes, room)
+
     def _learn(
-        self, request: PassRequest, targets: tuple[int, ...], accepted: tuple[int, ...]
+        self,
+        request: PassRequest,
+        targets: tuple[int, ...],
+        accepted: tuple[int, ...],
+        committed: tuple[int, ...],
     ) -> int:
         """The pass sampled ``targets`` and accepted these nodes. Returns how many of them are the
         device's, which is told of its own nodes alone."""
-        if self._served is None or request.drafted:
+        if self._served is None:
             return len(accepted)
-        self._served.learn(request.tokens, targets[1:], accepted)
-        self.server_accepted += len(accepted)
-        return 0
+        own = self._served.learn(request, targets, accepted, committed)
+        self.server_accepted += own
+        return len(accepted) - own
 
     def _report(
         self,

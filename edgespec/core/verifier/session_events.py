@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.work import PassRequest, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.verifier.own_drafts import Chain, ChainStart
 
 
 @statically_frozen
@@ -37,12 +38,27 @@ class Offer:
 
 
 @statically_frozen
+class DraftOffer:
+    """The verifier's own draft model may guess for the session before it has this offer."""
+
+    offer: Offer
+
+
+@statically_frozen
+class Drafted:
+    """What a round of the verifier's own draft model did for the session."""
+
+    chain: Chain
+
+
+@statically_frozen
 class PassDone:
     targets: tuple[int, ...]
     scores: tuple[TokenScore, ...] = ()
-    """Both as in ``PassResult``."""
+    """Both as in ``PassResult``, and so are ``guesses``."""
     row_price: int = 0
     """What a row costs now, in thousandths (``Commit.row_price``); 0: nothing to tell."""
+    guesses: tuple[int, ...] = ()
 
 
 @statically_frozen
@@ -81,6 +97,8 @@ VerifyEvent = (
     Attach
     | Detach
     | Offer
+    | DraftOffer
+    | Drafted
     | PassDone
     | PassFailed
     | Evicted
@@ -108,6 +126,13 @@ class RunPass:
 
 
 @statically_frozen
+class WantChain:
+    """Take part in a round; answers a ``DraftOffer``."""
+
+    start: ChainStart
+
+
+@statically_frozen
 class Keep:
     """These nodes of the finished pass became committed; its other nodes can be freed."""
 
@@ -119,7 +144,7 @@ class Hangup:
     """End the stream; the session stays for its lease."""
 
 
-VerifyAction = Send | RunPass | Keep | Hangup
+VerifyAction = Send | RunPass | WantChain | Keep | Hangup
 
 
 class VerifyState(Enum):

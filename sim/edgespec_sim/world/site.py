@@ -198,6 +198,13 @@ class Machine:
             self._charge(self.pass_s_of, requests, pass_s)
         self._queue.at(self._free_at_s, done)
 
+    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
+        """Work that is no pass."""
+        start_s = max(self._queue.now, self._free_at_s)
+        self._free_at_s = start_s + seconds
+        self.counters.busy_s += seconds
+        self._queue.at(self._free_at_s, done)
+
     @staticmethod
     def _charge(taken_s: dict[str, float], requests: Sequence[PassRequest], pass_s: float) -> None:
         rows = [max(1, len(request.feed) + len(request.tokens)) for request in requests]
@@ -380,6 +387,10 @@ class Stages:
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         self._on_node(0, self._losses, requests, done)
+
+    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
+        """Work of the first node alone."""
+        self._nodes[0].occupy(seconds, done)
 
     def lose(self) -> None:
         """One node is gone (they are alike, so the last); a spare steps in, or the others do."""
