@@ -30,7 +30,7 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.admission import SessionSlots
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames, _hash
 from edgespec.core.verifier.cache_keeper import CacheKeeper, PrefixSharing
-from edgespec.core.verifier.drafts import DraftInbox, ExactRule, Walk
+from edgespec.core.verifier.drafts import DraftInbox, ExactRule, PassTree, Walk
 from edgespec.core.verifier.engine import Containment, SessionRegistry
 from edgespec.core.verifier.engine_events import BatchFailed
 from edgespec.core.verifier.served_drafts import Proposal, TextDrafts
@@ -289,6 +289,7 @@ _reserve, _settle, _adopt = CacheKeeper.reserve, CacheKeeper.settle, BlockLedger
 _take_block, _batch_failed = BlockLedger._take, Containment.batch_failed
 
 _learn, _propose = VerifySession._learn, TextDrafts.propose
+_tree_init = PassTree.__init__
 
 
 def _trims_one_too_many(ledger: BlockLedger, key: str, length: int) -> None:
@@ -406,10 +407,8 @@ def _guesses_past_the_end(
     return _propose(served, text, room, depth + 1, least_chance)
 
 
-def _guesses_beyond_the_room(
-    served: TextDrafts, text: Sequence[int], room: int, depth: int, least_chance: float
-) -> Proposal:
-    return _propose(served, text, room + 1, depth, least_chance)
+def _nodes_beyond_the_room(tree: PassTree, most: int) -> None:
+    _tree_init(tree, most + 1)
 
 
 SHARING_MUTANTS = (
@@ -440,7 +439,7 @@ SHARING_MUTANTS = (
         "guesses are the device's", patch(VerifySession, "_learn", _guesses_are_the_devices), 60
     ),
     Mutant("guesses past the end", patch(TextDrafts, "propose", _guesses_past_the_end), 60),
-    Mutant("guesses beyond the room", patch(TextDrafts, "propose", _guesses_beyond_the_room), 60),
+    Mutant("nodes beyond the room", patch(PassTree, "__init__", _nodes_beyond_the_room), 60),
     Mutant("places of a key stay taken", patch(SessionSlots, "free", _places_stay_taken), 40),
 )
 

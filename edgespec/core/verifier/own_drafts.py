@@ -7,15 +7,18 @@ before the pass, in a *round*, and one sum says when to stop (goodput, as in Sma
 2406.14066, which chooses one length for all; here each step chooses its sessions, and knows how
 sure the draft was of the guesses before):
 
-    a step for the sessions A pays while   sum over A of (p_i - row_s * G)  >  step_s * G
+    a step for the sessions A pays while   mean over A of p_i  >  x + x**2,
+    x = G * (row_s + step_s / |A|)
 
 with p_i the chance that session i's text goes through its chain so far and the next guess, row_s
 what the session's row takes in the step and in the pass, step_s what the step takes besides, and G
-the tokens a second that the pass would bring if the round ended now. A session is in A if its own
-term is positive. Each p_i falls with every step, so the first step that does not pay ends the
-round. One session, passes of 25 ms and steps of 2.5 ms, guesses right with 0.88: G begins at 40
-tokens a second, so a step has to bring 0.1 of a token, and after four steps, at 3.5 tokens in 35
-ms, a quarter of one: 0.88**k is more for eight steps.
+the tokens a second that the pass would bring if the round ended now. So x is what a session's part
+of the step costs, in tokens; its square is for those who have only the longer pass of it
+(``row_price.py``). A session is in A if p_i is more than its row costs. Each p_i falls with every
+step, so the first step that does not pay ends the round. One session, passes of 25 ms and steps of
+2.5 ms, guesses right with 0.88: G begins at 40 tokens a second, so the first step has to bring 0.11
+of a token. After seven steps it is 5.3 tokens in 42.5 ms: the next has to bring 0.41, and 0.88**8
+is 0.36.
 
 Chances come from what was counted (``estimators.GuessChances``): of a guess that is not made yet,
 how often this session's guesses were right; once it is made, how often guesses of that confidence
@@ -44,8 +47,12 @@ from edgespec.core.statically_frozen import statically_frozen
 LONGEST_CHAIN: Final = 16
 CATCH_UP: Final = 32
 """A sequence that lacks more tokens than this is fed apart from the guessing, like a prompt."""
-PROMPT_ROWS: Final = 128
-"""Then so many tokens, of one sequence a round."""
+PROMPT_ROWS: Final = 512
+"""Then at most so many tokens of it a round."""
+PROMPT_SHARE: Final = 0.25
+"""Of the time of a pass, what a round spends on prompts, once the time of a row is known; at most
+``MOST_PROMPT_ROWS``."""
+MOST_PROMPT_ROWS: Final = 4096
 PROBE_EVERY: Final = 64
 FIRST_RATE: Final = 0.7
 """Guesses are taken to be right so often until some were judged, and so few trials count as much:
@@ -205,6 +212,8 @@ class RoundTimes:
     step_s: float
     step_row_s: float
     pass_row_s: float
+    prompt_rows: int
+    """How many tokens of prompts a round may feed."""
 
 
 @statically_frozen
@@ -273,7 +282,8 @@ class DraftRound:
         step = times.step_s * goodput
         guessing = [one for one in self._running if one.open and one.step.guess]
         batch = [one for one in guessing if one.gain > row]
-        if sum(one.gain - row for one in batch) <= step:
+        cost = row + step / max(1, len(batch))
+        if sum(one.gain for one in batch) <= len(batch) * cost * (1.0 + cost):
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # prompts are fed once a round
             feeding = [one for one in self._running if not one.step.guess]
@@ -339,9 +349,14 @@ class DraftTimes:
 
     def of(self, pass_s: float, pass_row_s: float) -> RoundTimes:
         row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
-        if row_s is None or base_s is None or row_s < 0.0:
-            row_s, base_s = 0.0, self._step_s.get(GUESSED_STEP_SHARE * pass_s)
-        return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s)
+        if row_s is None or base_s is None:
+            step_s = self._step_s.get(GUESSED_STEP_SHARE * pass_s)
+            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, PROMPT_ROWS)
+        row_s = max(0.0, row_s)
+        rows = MOST_PROMPT_ROWS
+        if row_s * rows > PROMPT_SHARE * pass_s:
+            rows = max(PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
+        return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s, rows)
 
     @property
     def own_step_s(self) -> float | None:
@@ -354,7 +369,7 @@ def chain_length(
 ) -> int:
     """How many tokens a target's own speculator should propose behind a pass, where it proposes
     equally many for each of these sessions, whose guesses are right at these rates: the sum above,
-    beforehand. Four sessions at 0.7, passes of 25 ms, steps of 2.5 ms and no price of rows: 3."""
+    beforehand. Four sessions at 0.7, passes of 25 ms, steps of 2.5 ms and no price of rows: 4."""
     tokens, time_s = float(len(rates)), pass_s
     reach = [1.0] * len(rates)
     for length in range(most):

@@ -326,15 +326,18 @@ class PassScheduler:
         forming = self._forming()
         rows = min(forming.offer.max_rows, most // len(decoding))
         offer = replace(forming.offer, max_rows=rows)
+        times = self.draft_times.of(pass_s, self._price.row_s)
         starts: list[ChainStart] = []
-        feeding = False
+        prompt_rows = times.prompt_rows
         for key in decoding:
             start = ask(key, offer, now)
-            if start is None or (feeding and not start.step.guess):
+            if start is None:
                 continue
-            feeding = feeding or not start.step.guess
+            if not start.step.guess:  # the last one may be longer than what is left
+                if prompt_rows <= 0:
+                    continue
+                prompt_rows -= len(start.step.feed)
             starts.append(start)
-        times = self.draft_times.of(pass_s, self._price.row_s)
         action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
         if starts and not DraftRound(action).next_step() and self._undrafted >= PROBE_EVERY:
             shortest = min(starts, key=lambda start: len(start.step.feed))

@@ -1,0 +1,318 @@
+"""The verifier's own draft model. Oracles: a text whose next token is known, a cache that is a
+plain list, and brute force for the best number of steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from edgespec.core.protocol.estimators import GuessChances
+from edgespec.core.protocol.messages import Commit, Limits, Open, Received, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
+from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier import own_drafts as od
+from edgespec.core.verifier.drafts import PassTree, Source
+from edgespec.core.verifier.engine import VerifyEngine
+from tests.core.scenes import chain
+
+TOKENS = 120
+DRAFTS = ee.EngineLimits(drafter=True)
+Action = TypeVar("Action")
+
+
+def token_at(position: int) -> int:
+    return (position * 7 + 3) % 50
+
+
+class ListDrafter:
+    """A draft model whose caches are lists; it is right at a position where ``right`` says so."""
+
+    def __init__(self, right: Callable[[int], bool]) -> None:
+        self.right, self.caches, self.steps = right, dict[str, list[int]](), 0
+        self.full: set[str] = set()
+
+    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        self.steps += 1
+        return [self._one(step) for step in batch]
+
+    def _one(self, step: DraftStep) -> Candidate | None:
+        cache = self.caches.setdefault(step.key, [])
+        if step.key in self.full:
+            cache.clear()
+            return None
+        assert 0 <= step.keep_length <= len(cache)
+        assert step.feed
+        cache[step.keep_length :] = step.feed
+        if not step.guess:
+            return None
+        right = self.right(len(cache))
+        return Candidate(token_at(len(cache)) if right else 49, -0.1 if right else -2.0)
+
+
+class World:
+    """An engine, a target that says ``token_at``, and the draft model; devices acknowledge."""
+
+    def __init__(self, drafter: ListDrafter, limits: ee.EngineLimits = DRAFTS) -> None:
+        self.drafter, self.now = drafter, 0.0
+        self.engine = VerifyEngine(ModelInfo("big", "", 50, 4096), Limits(), limits, contain=False)
+        self.texts: dict[int, list[int]] = {}
+        self.passes: list[tuple[PassRequest, ...]] = []
+        self.fails = False
+        self.off: list[str] = []
+        self.guesses: tuple[int, ...] = ()
+        self.asked: list[int] = []
+        self.pending: list[ee.EngineEvent] = []
+
+    def open(self, stream: int, prompt_length: int = 2, **changes: object) -> None:
+        prompt = tuple(token_at(position) for position in range(prompt_length))
+        sampling = SamplingParams(max_tokens=TOKENS)
+        request = Open(f"s{stream}", "", "", prompt, sampling=sampling, drafting=False)
+        self.texts[stream] = []
+        request = replace(request, **changes)  # type: ignore[arg-type]
+        self.pending.append(ee.StreamOpened(stream, request))
+
+    def run(self) -> None:
+        """Until all texts have ended."""
+        pending = self.pending
+        while pending:
+            for action in self.engine.handle(pending.pop(0), self.now):
+                match action:
+                    case ee.RunDrafts():
+                        pending.append(self._draft(action))
+                    case ee.RunBatch(requests, steps):
+                        self.asked.append(steps)
+                        pending.append(self._pass(requests))
+                    case ee.SendTo(stream, message):
+                        if isinstance(message, Commit) and message.tokens:
+                            self.texts[stream] += message.tokens
+                            end = message.position + len(message.tokens)
+                            pending.append(ee.StreamMessage(stream, Received(end, 0)))
+                    case ee.ReportDraftsOff(why):
+                        self.off.append(why)
+                    case _:
+                        pass
+
+    def _draft(self, action: od.RunDrafts) -> ee.EngineEvent:
+        if self.fails:
+            return ee.DraftsFailed("out of memory")
+        drafting = od.DraftRound(action)
+        while batch := drafting.next_step():
+            drafting.take(self.drafter.step(batch), 0.0025)
+            self.now += 0.0025
+        return drafting.done()
+
+    def _pass(self, requests: tuple[PassRequest, ...]) -> ee.BatchDone:
+        self.passes.append(requests)
+        self.now += 0.025
+        return ee.BatchDone(tuple(self._result(request) for request in requests))
+
+    def _result(self, request: PassRequest) -> PassResult:
+        if not request.sample:
+            return PassResult(request.key, ())
+        first, depths = request.cache_length + len(request.feed), list[int]()
+        for parent in request.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        targets = tuple(token_at(first + depth) for depth in (0, *depths))
+        return PassResult(request.key, targets, guesses=self.guesses)
+
+    def check(self) -> None:
+        self.run()
+        for stream, text in self.texts.items():
+            start = 2 if stream < 100 else stream
+            assert text == [token_at(start + at) for at in range(TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("right", "most_passes"),
+    [(lambda at: True, 40), (lambda at: at % 4 != 0, 70), (lambda at: False, 121)],
+    ids=["right", "mostly", "wrong"],
+)
+def test_the_text_is_the_targets_whatever_is_guessed(
+    right: Callable[[int], bool], most_passes: int
+) -> None:
+    world = World(ListDrafter(right))
+    world.open(1)
+    world.check()
+    assert len(world.passes) <= most_passes
+
+
+def test_a_draft_that_is_always_wrong_is_given_up_and_tried_again() -> None:
+    world = World(ListDrafter(lambda at: False))
+    world.open(1)
+    world.check()
+    first = world.drafter.steps
+    assert first < 40
+    world.open(2)
+    world.check()
+    assert world.drafter.steps - first <= 3 * (1 + TOKENS // od.PROBE_EVERY)
+    world.drafter.right = lambda at: True
+    before = len(world.passes)
+    for stream in range(3, 8):
+        world.open(stream)
+        world.check()
+    assert len(world.passes) - before < 5 * TOKENS * 0.6
+
+
+def test_many_sessions_share_the_steps_and_a_long_prompt_is_fed_apart() -> None:
+    world = World(ListDrafter(lambda at: at % 9 != 0), replace(DRAFTS, max_rows_per_session=64))
+    world.open(700, 700)
+    for stream in range(1, 20):
+        world.open(stream)
+    world.check()
+    fed = [len(step) for step in world.drafter.caches.values()]
+    assert max(fed) >= 700
+
+
+def test_a_sequence_without_room_is_fed_anew_once_there_is_some() -> None:
+    world = World(ListDrafter(lambda at: True))
+    world.drafter.full.add("s1")
+    world.open(1)
+    world.check()
+    assert sum(len(requests[0].tokens) for requests in world.passes) == 0
+    world.drafter.full.clear()
+    world.open(2)
+    world.check()
+    assert world.engine.draft_counts.model.accepted > 0
+
+
+def test_a_draft_model_that_fails_ends_drafting_and_no_text() -> None:
+    world = World(ListDrafter(lambda at: True))
+    world.fails = True
+    world.open(1)
+    world.check()
+    assert world.off == ["out of memory"]
+    assert world.engine.draft_counts.failures == 1
+    assert len(world.passes) == TOKENS
+
+
+def test_where_the_device_decides_nothing_is_drafted() -> None:
+    world = World(ListDrafter(lambda at: True))
+    world.open(1, run_ahead=RunAhead.NEVER)
+    world.check()
+    assert world.drafter.steps == 0
+
+
+def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
+    engine = VerifyEngine(ModelInfo("big", "", 50, 4096), Limits(), DRAFTS, contain=False)
+    prompt = (token_at(0), token_at(1))
+    sampling = SamplingParams(max_tokens=TOKENS)
+    opened = Open("s", "", "", prompt, sampling=sampling, run_ahead=RunAhead.ALWAYS)
+    engine.handle(ee.StreamOpened(1, opened), 0.0)
+    session = engine.sessions["s"]
+    (drafts,) = _only(
+        engine.handle(ee.BatchDone((PassResult("s", (token_at(2),)),)), 0.025), ee.RunDrafts
+    )
+    assert drafts.starts[0].step.feed == (*prompt, token_at(2))
+    draft = chain(session, token_at(3), token_at(4))
+    engine.handle(ee.StreamMessage(1, draft), 0.026)
+    guess = od.Chain("s", 0, drafts.starts[0].step.feed, (token_at(3), 40), (-0.1, -0.1))
+    (run,) = _only(engine.handle(ee.DraftsDone((guess,), ((3, 0.002),)), 0.03), ee.RunBatch)
+    (request,) = run.requests
+    assert request.tokens == (token_at(3), token_at(4), 40)
+    assert request.parents == (-1, 0, 0)
+    assert (request.drafted, request.served) == (2, 1)
+
+
+def _only(actions: tuple[ee.EngineAction, ...], kind: type[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def test_a_target_that_speculates_by_itself_is_asked_for_what_pays() -> None:
+    world = World(ListDrafter(lambda at: True), ee.EngineLimits(own_drafts=8))
+    world.guesses = (49, 49)  # never right
+    world.open(1)
+    world.check()
+    assert world.drafter.steps == 0
+    assert set(world.asked[:3]) == {8, 4}
+    assert world.engine.draft_counts.model.nodes > 0
+    assert any(request.served for requests in world.passes for request in requests)
+
+
+def test_the_length_of_a_chain_is_the_best_one() -> None:
+    assert od.chain_length([0.7] * 4, 16, 0.025, 0.0025, 0.0) == 4
+    dice = random.Random(5)
+    for _ in range(300):
+        rates = [dice.random() for _ in range(dice.randrange(1, 6))]
+        step_s, row_s = dice.uniform(1e-4, 0.01), dice.uniform(0.0, 1e-3)
+
+        goodput = [
+            sum(rate**k for rate in rates for k in range(length + 1))
+            / (0.025 + length * (step_s + row_s * len(rates)))
+            for length in range(17)
+        ]
+        found = od.chain_length(rates, 16, 0.025, step_s, row_s)
+        assert goodput[found] == pytest.approx(max(goodput))
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.6, 0.9])
+@pytest.mark.parametrize("sessions", [1, 16])
+def test_a_round_stops_near_the_best_length(rate: float, sessions: int) -> None:
+    """Of guesses whose confidence says nothing; a little too soon, for those that miss."""
+    chances = GuessChances()
+    starts = tuple(
+        od.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, chances, 1.0)
+        for n in range(sessions)
+    )
+    times = od.RoundTimes(0.025, 0.0025, 0.0, 1e-4, 512)
+    drafting, steps = od.DraftRound(od.RunDrafts(starts, times)), 0
+    while batch := drafting.next_step():
+        steps += 1
+        drafting.take([Candidate(1, -0.1)] * len(batch), 0.0025)
+
+    def goodput(length: int) -> float:
+        brought = sum(rate**k for k in range(length + 1))
+        return brought / (0.025 + length * (0.0025 + 1e-4 * sessions))
+
+    best = max(range(17), key=goodput)
+    assert steps <= best
+    assert goodput(steps) >= 0.93 * goodput(best)
+
+
+def test_a_record_knows_what_the_models_cache_holds() -> None:
+    """Whatever is committed, drafted and refused, the cache is the text's when it is asked."""
+    dice = random.Random(3)
+    for _ in range(200):
+        record, text, cache = od.ChainRecord(od.ChainChances()), [1, 2], list[int]()
+        for _ in range(30):
+            path = tuple(dice.randrange(3) for _ in range(dice.randrange(3)))
+            start = record.begin("s", text, path, [0.9] * len(path), 8)
+            if start is not None and not record.tokens:
+                step, fed, drafted = start.step, list[int](), list[int]()
+                for _ in range(dice.randrange(1, 5)):
+                    cache[step.keep_length :] = step.feed
+                    fed += step.feed
+                    assert cache[: len(text)] == text[: len(cache)]
+                    if not step.guess:
+                        break
+                    drafted.append(dice.randrange(3))
+                    step = DraftStep("s", len(cache), (drafted[-1],))
+                if dice.random() < 0.1:
+                    cache.clear()
+                    record.drafted(od.Chain("s", start.step.keep_length, None, (), ()))
+                else:
+                    tokens, sure = tuple(drafted), (-0.5,) * len(drafted)
+                    keep = start.step.keep_length
+                    record.drafted(od.Chain("s", keep, tuple(fed), tokens, sure))
+            new = [*record.tokens[: dice.randrange(4)], dice.randrange(3)]
+            record.judge(new)
+            text += new
+
+
+def test_a_pass_is_one_tree_of_all_sources() -> None:
+    tree = PassTree(5)
+    tree.add_chain((7, 8), (0.8, 0.6), Source.DEVICE)
+    tree.add_chain((7, 9, 9), (0.8, 0.7, 0.5), Source.MODEL)
+    tree.add_tree((7, 6, 5), (-1, 0, -1), (0.3, 0.2, 0.1), Source.TEXT)
+    assert tree.tokens == [7, 8, 9, 9, 6]
+    assert tree.parents == [-1, 0, 0, 2, 0]
+    assert (tree.drafted, tree.room) == (2, 0)
+    assert [tree.tokens[node] for node in tree.likeliest()] == [7, 9, 9]
+    tree.cut_to_chain()
+    assert tree.parents == [-1, 0, 1]
+    assert tree.sources == [Source.DEVICE, Source.MODEL, Source.MODEL]
+    assert tree.drafted == 1
