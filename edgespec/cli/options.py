@@ -97,6 +97,7 @@ VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
     },
     VerifierConfig: {
         "EDGESPEC_MODEL": "model",
+        "EDGESPEC_SERVER_DRAFT": "draft",
         "EDGESPEC_PORT": "port",
         "EDGESPEC_METRICS_PORT": "metrics_port",
         "EDGESPEC_LOG_LEVEL": "log_level",

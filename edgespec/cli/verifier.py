@@ -47,7 +47,12 @@ from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import StreamMeter, Watch, log_stream
-from edgespec.verifier.build import build_verifier, load_target, target_mode
+from edgespec.verifier.build import (
+    build_verifier,
+    load_server_drafter,
+    load_target,
+    target_mode,
+)
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import ServerAccess
 
@@ -66,6 +71,7 @@ _SERVICE = "Whom it serves"
 _FLAGS = (
     Flag("engine_flags", ("--engine-flags",), metavar="[-- FLAGS]", argument=True),
     Flag("model"),
+    Flag("draft", metavar="MODEL"),
     Flag("engine"),
     Flag("device"),
     Flag("quantize"),
@@ -104,6 +110,8 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
     [dim]edgespec verifier --host 0.0.0.0 --tls-cert server.pem --tls-key server.key
     --keys keys.yaml[/]
 
+    [dim]edgespec verifier --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B[/]
+
     [dim]edgespec verifier --engine vllm --model Qwen/Qwen3-32B -- --tensor-parallel-size 4[/]
     """
     set_up_logging(settings.log_level, settings.log_format)
@@ -133,7 +141,13 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
         say(f"loading {config.model} ...")
         target = await asyncio.to_thread(load_target, config)
         verifier, server = build_verifier(
-            config, target=target, tracer=tracer, access=access, watch=watching.watch
+            config,
+            target=target,
+            # Held by the verifier alone, which gives it back when it fails.
+            drafter=await asyncio.to_thread(load_server_drafter, config, target),
+            tracer=tracer,
+            access=access,
+            watch=watching.watch,
         )
         _fail_with_stages(target, verifier)
         if config.model != TOY:  # whose few words are no work
@@ -308,9 +322,10 @@ def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: Ver
     host = config.address.rpartition(":")[0]
     context, most = info.model.context_length, target.info.context_length
     shorter = f" of {most}: the cache holds no more (limits)" if context < most else ""
+    draft = f", draft {config.draft}" if config.draft else ""
     return (
         f"edgespec verifier ready on {host}:{port}: {info.model.name},"
-        f" {target_mode(target)}, context {context}{shorter}"
+        f" {target_mode(target)}{draft}, context {context}{shorter}"
     )
 
 

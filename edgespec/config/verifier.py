@@ -29,16 +29,21 @@ NATIVE, VLLM = "native", "vllm"
 
 @dataclass(frozen=True, slots=True)
 class PacingSection:
-    """Emulate a slower target: a pass takes ``pass_ms`` plus ``row_ms`` for each of its rows."""
+    """Emulate a slower target: a pass takes ``pass_ms`` plus ``row_ms`` for each of its rows; the
+    same of the draft model's steps."""
 
     pass_ms: float = 0.0
     """Emulate a slower target: make each pass take so many milliseconds."""
     row_ms: float = 0.0
     """So much longer takes a pass for each row."""
+    draft_ms: float = 0.0
+    """Emulate a slower draft model of the verifier: make each step take so many milliseconds."""
+    draft_row_ms: float = 0.0
+    """So much longer takes a step for each row."""
 
     def __post_init__(self) -> None:
-        bounded("pass_ms", self.pass_ms, 0.0, MINUTE_MS)
-        bounded("row_ms", self.row_ms, 0.0, MINUTE_MS)
+        for name in ("pass_ms", "row_ms", "draft_ms", "draft_row_ms"):
+            bounded(name, getattr(self, name), 0.0, MINUTE_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,10 @@ class VerifierConfig:
 
     model: str = "bundled"
     """The target model: a folder, a Hub id, bundled or toy."""
+    draft: str = ""
+    """Draft on the verifier too, with this small model: a folder, a Hub id, bundled or toy. It
+    needs the target's tokenizer and shares its device and the memory of ``limits``. Empty is
+    none."""
     name: str = ""
     """What devices may ask for by name. Empty is derived from ``model``."""
     engine: str = NATIVE
@@ -211,6 +220,11 @@ class VerifierConfig:
                     f"engine_flags are {list(self.engine_flags)}, but only --engine vllm has any"
                 )
             return
+        if self.draft:
+            raise ValueError(
+                f"draft is {self.draft!r}, but vLLM drafts by itself: give its --speculative-config"
+                " behind --"
+            )
         if self.canonical:
             raise ValueError("canonical is true, but only the native engine can be canonical")
         if self.threads is not None:

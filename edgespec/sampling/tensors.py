@@ -225,36 +225,47 @@ def score_passes(
     """
     if not any([request.logprobs for request in batch]):
         return {}
-    found: dict[str, tuple[TokenScore, ...]] = {}
+    asked: list[tuple[str, int]] = []
+    rows: list[int] = []
+    counts: list[int] = []
     first = 0
     for request in batch:
         if not request.sample:
             continue
         last = first + 1 + len(request.tokens)
         if request.logprobs:
-            rows, tokens = logits[first:last], chosen[first:last]
-            found[request.key] = _score_rows(rows, tokens, request.logprobs)
+            rows += range(first, last)
+            counts += [request.logprobs] * (last - first)
+            asked.append((request.key, len(rows)))
         first = last
-    return found
+    if not rows:
+        return {}
+    scores = _score_rows(_only(logits, rows), [chosen[row] for row in rows], counts)
+    ends = [end for _, end in asked]
+    return {
+        key: tuple(scores[start:end]) for (key, end), start in zip(asked, [0, *ends], strict=False)
+    }
 
 
-def _score_rows(logits: torch.Tensor, tokens: Sequence[int], count: int) -> tuple[TokenScore, ...]:
+def _score_rows(
+    logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
+) -> list[TokenScore]:
     logits = logits.float()
     norms = logits.logsumexp(dim=-1, keepdim=True)
-    best, ids = logits.topk(min(max(count, 2), logits.shape[-1]), dim=-1)
+    best, ids = logits.topk(min(max(*counts, 2), logits.shape[-1]), dim=-1)
     best = (best - norms).clamp_(min=LEAST_LOGPROB)
     index = to_device(np.array(tokens, dtype=np.int64), logits.device)[:, None]
     own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
-    return tuple(
-        [
-            TokenScore(
-                logprob,
-                values[0] - values[1] if len(values) > 1 else -LEAST_LOGPROB,
-                tuple(zip(row[:count], values[:count], strict=True)),
-            )
-            for logprob, row, values in zip(own, ids.tolist(), best.tolist(), strict=True)
-        ]
-    )
+    return [
+        TokenScore(
+            logprob,
+            values[0] - values[1] if len(values) > 1 else -LEAST_LOGPROB,
+            tuple(zip(row[:count], values[:count], strict=True)),
+        )
+        for logprob, row, values, count in zip(
+            own, ids.tolist(), best.tolist(), counts, strict=True
+        )
+    ]
 
 
 _VECTOR_ELEMENTS = 64

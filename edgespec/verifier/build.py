@@ -1,5 +1,5 @@
 """The verifier, from its configuration to running parts: its target model, the native engine's,
-vLLM's or the toy's, the daemon, and the server that listens for it."""
+vLLM's or the toy's, its own draft model, the daemon, and the server that listens for it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError, needs
 from edgespec.config.verifier import VLLM, LimitsSection
 from edgespec.core.device.memory import parse_budget
-from edgespec.core.ports import TargetModel, pass_shape
+from edgespec.core.ports import ServerDrafter, TargetModel, pass_shape
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.protocol.work import CacheShape
+from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
 from edgespec.models.folders import (
+    ModelFolderError,
     Role,
     check_folder,
     model_info,
     resolve_model,
     text_fingerprint,
+    trained_length,
     weights_fingerprint,
 )
 from edgespec.models.grammar import verifier_reader
@@ -37,12 +40,13 @@ from edgespec.wire.access import ServerAccess
 from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedFile, TextFileError
 
 if TYPE_CHECKING:
-    from edgespec.verifier.targets.kv_pool import PoolBudget
+    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
     from edgespec.wire.grpc_server import GrpcServer
 
 
-def pool_budget(limits: LimitsSection) -> PoolBudget | None:
-    from edgespec.verifier.targets.kv_pool import PoolBudget
+def pool_budget(limits: LimitsSection, draft: DraftMemory | None = None) -> PoolBudget | None:
+    """``draft``: what the draft model takes that will be loaded beside the target."""
+    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
 
     if not limits.kv_budget and limits.gpu_memory_utilization is None:
         return None
@@ -51,27 +55,35 @@ def pool_budget(limits: LimitsSection) -> PoolBudget | None:
         gpu_share=limits.gpu_memory_utilization,
         rows=limits.max_rows_per_pass,
         machine=machine_memory,
+        draft=draft or DraftMemory(),
     )
 
 
+_Model = TypeVar("_Model")
+
 _TOY_BLOCK_TOKENS = 16
+_TOY_DRAFT_NOISE = 0.25
+"""As of a device's toy draft."""
 
 
 def build_verifier(
     config: VerifierConfig,
     *,
     target: TargetModel | None = None,
+    drafter: ServerDrafter | None = None,
     tracer: Tracer | None = None,
     access: ServerAccess | None = None,
     watch: Watch | None = None,
 ) -> tuple[Verifier, GrpcServer]:
-    """A verifier and the server that listens for it; call ``await server.start()``. ``access`` None
-    reads the keys and certificates that ``config`` names; ``watch`` counts what both do."""
+    """A verifier and the server that listens for it; call ``await server.start()``. Without
+    ``target`` and ``drafter`` it loads those of ``config``. ``access`` None reads the keys and
+    certificates that ``config`` names; ``watch`` counts what both do."""
     with needs("grpc", "edgespec"):
         from edgespec.wire.codec import WireLimits
         from edgespec.wire.grpc_server import GrpcServer
     access = access or ServerAccess(config)
     target = target or load_target(config)
+    drafter = drafter or load_server_drafter(config, target)
     bounds, shape = config.limits, pass_shape(target)
     context_length = target.info.context_length
     if target.cache is not None:  # the longest text has to fit by itself
@@ -83,21 +95,16 @@ def build_verifier(
         max_unreceived=bounds.max_unreceived,
         lease_s=bounds.lease_s,
     )
-    engine_limits = EngineLimits(
-        max_sessions=bounds.max_sessions,
-        max_rows_per_pass=min(bounds.max_rows_per_pass, shape.max_rows),
-        max_rows_per_session=bounds.max_rows_per_session,
-        max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
-        cache=target.cache,
-        share_prefixes=bounds.share_prefixes,
-        stall_s=bounds.stall_s,
-        server_drafts=config.server_drafts,
-        trees=shape.trees,
-    )
     streams = None if watch is None else watch.streams
     read = None if config.engine == VLLM else verifier_reader(config.model)
     verifier = Verifier(
-        target, limits, engine_limits, tracer=tracer, telemetry=streams, read_constraint=read
+        target,
+        limits,
+        _engine_limits(config, target, drafts=drafter is not None),
+        tracer=tracer,
+        telemetry=streams,
+        read_constraint=read,
+        drafter=drafter,
     )
     wire = WireLimits.for_context(limits.context_length)
     # Streams beyond the sessions are let in, so that they are told why they are refused.
@@ -122,6 +129,22 @@ def build_verifier(
     return verifier, server
 
 
+def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool) -> EngineLimits:
+    bounds, shape = config.limits, pass_shape(target)
+    return EngineLimits(
+        max_sessions=bounds.max_sessions,
+        max_rows_per_pass=min(bounds.max_rows_per_pass, shape.max_rows),
+        max_rows_per_session=bounds.max_rows_per_session,
+        max_sessions_per_peer=max(1, round(bounds.max_sessions * bounds.peer_share)),
+        cache=target.cache,
+        share_prefixes=bounds.share_prefixes,
+        stall_s=bounds.stall_s,
+        server_drafts=config.server_drafts,
+        drafter=drafts,
+        trees=shape.trees,
+    )
+
+
 def load_target(config: VerifierConfig) -> TargetModel:
     """The target model of ``config``, paced when it says so. Raises ``SetupError``, or
     ``ValueError`` naming the file or the setting."""
@@ -134,6 +157,23 @@ def load_target(config: VerifierConfig) -> TargetModel:
     from edgespec.verifier.targets.paced import PacedTarget
 
     return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
+
+
+def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter | None:
+    """The verifier's own draft model for ``target``, paced when ``config`` says so; None where
+    there is none. Raises as ``load_target`` does."""
+    if not config.draft:
+        return None
+    _check_draft(config, target.info.vocabulary)
+    if config.draft == TOY:
+        drafter: ServerDrafter = _toy_drafter(config)
+    else:
+        drafter = _packed_drafter(config, target)
+    if config.pacing.draft_ms == 0.0 and config.pacing.draft_row_ms == 0.0:
+        return drafter
+    from edgespec.verifier.targets.paced import PacedServerDrafter
+
+    return PacedServerDrafter(drafter, config.pacing.draft_ms, config.pacing.draft_row_ms)
 
 
 def target_mode(target: TargetModel) -> str:
@@ -167,6 +207,7 @@ def prefer_huge_pages() -> None:
 def _toy_target(config: VerifierConfig) -> TargetModel:
     from edgespec.verifier.targets.toy import ToyTarget
 
+    _check_draft(config, toy_info().vocabulary)
     return ToyTarget(
         TOY_MODEL,
         name=model_name(config),
@@ -180,10 +221,93 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
     )
 
 
+def _check_draft(config: VerifierConfig, vocabulary: str) -> None:
+    """Before anything large is loaded: raises ``SetupError`` for a draft model with another
+    tokenizer than the target's ``vocabulary``, and ``ValueError`` for one that is not there."""
+    if not config.draft:
+        return
+    info = toy_info() if config.draft == TOY else model_info(_draft_folder(config))
+    if info.vocabulary != vocabulary:
+        raise SetupError(
+            f"draft {config.draft!r} has another tokenizer than model {config.model!r}: its"
+            f" vocabulary is {info.vocabulary}, the model's {vocabulary}; give a draft of the same"
+            " family"
+        )
+
+
+def _draft_folder(config: VerifierConfig) -> Path:
+    """Its weights, not only an exported graph."""
+    try:
+        folder = resolve_model(config.draft, Role.DRAFT)
+        check_folder(folder, Role.TARGET)
+    except ModelFolderError as error:
+        raise ModelFolderError(f"draft: {error}") from error
+    return folder
+
+
+def _toy_drafter(config: VerifierConfig) -> ServerDrafter:
+    from edgespec.verifier.targets.toy import ToyServerDrafter
+
+    return ToyServerDrafter(
+        TOY_MODEL.perturbed(_TOY_DRAFT_NOISE),
+        toy_info(),
+        max_cached_tokens=config.limits.max_cached_tokens,
+    )
+
+
+def _draft_memory(config: VerifierConfig) -> DraftMemory:
+    from edgespec.verifier.targets.loading import draft_memory
+
+    return draft_memory(str(_draft_folder(config)), config.dtype, _draft_device(config))
+
+
+def _draft_device(config: VerifierConfig) -> str:
+    return "cpu" if config.pipeline.stages > 1 else config.device
+
+
+def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter:
+    from edgespec.verifier.targets.kv_pool import check_draft_fits
+    from edgespec.verifier.targets.packed_drafter import PackedDrafter
+    from edgespec.verifier.targets.torch_target import TorchTarget
+
+    assert target.cache is not None, "an engine without a cache to give out has its own drafter"
+    folder, device, tokens = _draft_folder(config), _draft_device(config), target.cache.tokens
+    info = model_info(folder)
+    check_draft_fits(_draft_memory(config), tokens, device, machine_memory)
+    model = _loaded(
+        TorchTarget,
+        folder,
+        name=info.name,
+        vocabulary=info.vocabulary,
+        dtype=config.dtype,
+        device=device,
+        max_cached_tokens=tokens,
+        max_sessions=config.limits.max_sessions,
+        canonical=False,  # of a guess no bit is promised
+        quantize=config.quantize,
+    )
+    return PackedDrafter(
+        model,
+        vocabulary_size=target.info.vocabulary_size,
+        share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
+        window=trained_length(folder) or None,
+    )
+
+
+def _loaded(load: Callable[..., _Model], folder: Path, **options: object) -> _Model:
+    try:
+        return load(str(folder), **options)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # the stages, safetensors and torch have exceptions of their own
+        raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
+
+
 def _torch_target(config: VerifierConfig) -> TargetModel:
     folder = resolve_model(config.model, Role.TARGET)
     check_folder(folder, Role.TARGET)
     info = model_info(folder)
+    _check_draft(config, info.vocabulary)
     prefer_huge_pages()
     if config.canonical is not False:
         prefer_reproducible_products()
@@ -198,26 +322,24 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
             delay_ms=pipeline.delay_ms,
             pass_within_s=pipeline.pass_within_s,
         )
-    try:
-        return load(
-            str(folder),
-            name=model_name(config),
-            vocabulary=info.vocabulary,
-            weights=weights_fingerprint(folder, info.vocabulary),
-            dtype=config.dtype,
-            device=config.device,
-            max_cached_tokens=config.limits.max_cached_tokens,
-            max_sessions=config.limits.max_sessions,
-            context_length=config.max_model_len,
-            canonical=config.canonical,
-            model_threads=config.threads,
-            quantize=config.quantize,
-            pool_budget=pool_budget(config.limits),
-        )
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # the stages, safetensors and torch have exceptions of their own
-        raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
+    sized_by_memory = config.limits.kv_budget or config.limits.gpu_memory_utilization is not None
+    draft = _draft_memory(config) if config.draft and sized_by_memory else None
+    return _loaded(
+        load,
+        folder,
+        name=model_name(config),
+        vocabulary=info.vocabulary,
+        weights=weights_fingerprint(folder, info.vocabulary),
+        dtype=config.dtype,
+        device=config.device,
+        max_cached_tokens=config.limits.max_cached_tokens,
+        max_sessions=config.limits.max_sessions,
+        context_length=config.max_model_len,
+        canonical=config.canonical,
+        model_threads=config.threads,
+        quantize=config.quantize,
+        pool_budget=pool_budget(config.limits, draft),
+    )
 
 
 def packed_texts(reference: str) -> list[PackedFile]:

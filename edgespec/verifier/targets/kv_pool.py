@@ -345,7 +345,8 @@ class KvPool:
 #
 # A verifier that is given memory instead of a number of tokens loads its weights, measures what its
 # largest pass takes for a moment, and fills what is left, less a copy of one layer's keys and
-# values. A share of a GPU holds all of it, what other programs have there included.
+# values. A share of a GPU holds all of it, what other programs have there included. A draft model
+# that is loaded afterwards gets a pool of as many tokens out of the same memory.
 
 SESSION_ROWS = 16
 """Rows of each session in the measured pass: a fed token and a chain of nodes."""
@@ -353,6 +354,21 @@ SESSION_ROWS = 16
 # A CPU is not kept busy for a minute at its start: what so many rows take is scaled up.
 _MOST_CPU_ROWS = 256
 _GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What a draft model beside the target takes, in bytes."""
+
+    weights: int = 0
+    token_bytes: int = 0
+    """Keys and values of a token, all layers."""
+
+    def __str__(self) -> str:
+        return (
+            f"the draft model's weights take {_gib(self.weights)}, its keys and values "
+            f"{self.token_bytes / 1024:.1f} KiB a token"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +382,8 @@ class PoolBudget:
     rows: int
     """Of the largest pass."""
     machine: Callable[[], MachineMemory]
+    draft: DraftMemory = DraftMemory()
+    """Of the draft model that will be loaded beside the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,34 +415,58 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     figures where it would be too small to serve, or larger than what is free."""
     # One more layer for the copy of a layer that a pass makes.
     with_copy = figures.token_bytes * (figures.layer_count + 1) / figures.layer_count
-    room = figures.free - figures.activations
+    draft, said = budget.draft, str(figures)
+    if draft.weights:
+        said += f", {draft}"
+    token_bytes, with_copy = figures.token_bytes + draft.token_bytes, with_copy + draft.token_bytes
+    free = figures.free - draft.weights
+    room = free - figures.activations
     if budget.gpu_share is not None:
         named = f"gpu_memory_utilization is {budget.gpu_share:g}"
-        used = figures.total - figures.free
+        used = figures.total - free
         tokens = (budget.gpu_share * figures.total - used - figures.activations) / with_copy
         tokens = min(tokens, most_tokens)
     else:
         assert budget.kv is not None
         named = f"kv_budget is {budget.kv.text}"
         if budget.kv.text == AUTO:
-            tokens = (AUTO_SHARE * figures.free - figures.activations) / with_copy
+            tokens = (AUTO_SHARE * free - figures.activations) / with_copy
             tokens = min(tokens, most_tokens)
         else:
             granted = budget.kv.bytes or int((budget.kv.share or 0.0) * figures.total)
-            tokens = granted / figures.token_bytes
+            tokens = granted / token_bytes
     whole = int(max(0.0, tokens)) // BLOCK_SIZE * BLOCK_SIZE
     if whole < TOKENS_NEEDED:
         raise UnsupportedModelError(
             f"{named}: that leaves room for {whole} cached tokens, but at least {TOKENS_NEEDED} "
-            f"are needed ({figures})"
+            f"are needed ({said})"
         )
     if whole * with_copy > room:
         fits = int(max(0.0, room) / with_copy) // BLOCK_SIZE * BLOCK_SIZE
         raise UnsupportedModelError(
-            f"{named}: {whole} cached tokens take {_gib(whole * figures.token_bytes)}, but there "
-            f"is room for {fits} ({figures})"
+            f"{named}: {whole} cached tokens take {_gib(whole * token_bytes)}, but there "
+            f"is room for {fits} ({said})"
         )
     return whole
+
+
+def check_draft_fits(
+    draft: DraftMemory, tokens: int, device: str, machine: Callable[[], MachineMemory]
+) -> None:
+    """Raises ``UnsupportedModelError`` with all figures when a draft model with a pool of so many
+    tokens does not fit beside what is there. ``device`` as in ``loading.load_model``."""
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(None if device == "auto" else device)[0]
+    else:
+        free = machine().available
+    needed = draft.weights + tokens * draft.token_bytes
+    if needed > free:
+        raise UnsupportedModelError(
+            f"the draft model takes {_gib(needed)} with {tokens} cached tokens, as many as the "
+            f"target has, but {_gib(free)} are free beside the target ({draft}); give a smaller "
+            "draft or cache"
+        )
 
 
 def check_budget(budget: PoolBudget, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.core.ports import UnsupportedModelError
+from edgespec.verifier.targets.kv_pool import DraftMemory
 from edgespec.verifier.targets.linear_layers import FORMATS as QUANTIZE_FORMATS
 from edgespec.verifier.targets.linear_layers import quantize_model
 from edgespec.verifier.targets.pass_plan import ATTENTION, register_attention
@@ -338,6 +339,23 @@ def load_model(
         eos_token_ids=_eos(model),
         dtype=model.dtype,
         device=where,
+    )
+
+
+def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:
+    """What the draft model in the folder ``path`` will take, from its files and configuration,
+    before it is loaded. Raises as ``load_model`` does."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    check_family(config)
+    stored = getattr(config, "dtype", None) or torch.float32
+    loaded = _dtype(dtype, _device(device))
+    element = stored if isinstance(loaded, str) else loaded
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return DraftMemory(
+        size * element.itemsize // stored.itemsize,
+        2 * config.num_hidden_layers * heads * head_dim * element.itemsize,
     )
 
 

@@ -27,6 +27,8 @@ class SequenceText:
     nodes: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     """The tree of the last pass, until it is kept or dropped."""
+    first: int = 0
+    """The position of the first token, for the noise: a draft model's window begins later."""
 
     def cut(self, length: int) -> None:
         """Of the committed tokens the first ``length`` are cached."""

@@ -215,6 +215,10 @@ class TorchTarget:
         self._pool.close(key)
         self._constrained.close(key)
 
+    def shift(self, key: str, first: int) -> None:
+        """As ``packed_drafter.DraftModel.shift``."""
+        self._pool.sequence(key).first = first
+
     def self_test(self) -> str:
         """Where logits depend on the schedule, in words; empty: nowhere. Only between sessions."""
         return run_self_test(self._pool, self._run, self._info.vocabulary_size)
@@ -300,7 +304,7 @@ class TorchTarget:
     def _sample_block(self, request: PassRequest) -> SampleBlock:
         """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""
         sequence = self._pool.sequence(request.key)
-        params, length = sequence.sampling, len(sequence.tokens)
+        params, length = sequence.sampling, sequence.first + len(sequence.tokens)
         counts = None
         if params.penalised:
             counts = self._counts.of(

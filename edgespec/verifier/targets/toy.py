@@ -1,4 +1,5 @@
-"""A target model of known distributions, for tests, the simulator and demonstrations.
+"""A target model of known distributions, and a draft model beside it, for tests, the simulator and
+demonstrations.
 
 It samples with the scalar specification from ``core/toy_model`` and keeps the tokens it has cached,
 so that a wrong ``cache_length``, a forgotten ``keep`` or a changed committed prefix is an error
@@ -10,9 +11,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from edgespec.core.ports import CapacityError, ModelInfo, PassRequest, PassResult
-from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.core.protocol.work import CacheShape, score_token
+from edgespec.core.ports import (
+    CapacityError,
+    ModelInfo,
+    ModelOutputError,
+    PassRequest,
+    PassResult,
+)
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.sampling import MASK_32, SamplingParams, choose, noise_bits
+from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.pass_requests import (
     ConstrainedRows,
@@ -192,6 +200,10 @@ class ToyTarget:
         if self._memory is not None:
             self._memory.forget(key)
 
+    def shift(self, key: str, first: int) -> None:
+        """As ``packed_drafter.DraftModel.shift``."""
+        self._sequence(key).first = first
+
     def cached(self, key: str) -> tuple[int, ...]:
         """The committed tokens in the cache of ``key``, for tests. Raises ``ValueError``."""
         return tuple(self._sequence(key).tokens)
@@ -258,10 +270,87 @@ class ToyTarget:
     def _sample(self, sequence: SequenceText, path: tuple[int, ...], mask: bytes | None) -> int:
         # Only the tail and, when penalised, the whole text are looked at.
         tail = self._tail(sequence, path)
-        length = len(sequence.tokens) + len(path)
+        length = sequence.first + len(sequence.tokens) + len(path)
         prompt: Sequence[int] = ()
         output: Sequence[int] = ()
         if sequence.sampling.penalised:
             prompt = sequence.tokens[: sequence.prompt_length]
             output = [*sequence.tokens[sequence.prompt_length :], *path]
         return choose(self.model.logits(tail), sequence.sampling, length, prompt, output, mask)
+
+
+class ToyServerDrafter:
+    """``ports.ServerDrafter`` over a ``ToyModel``, standard library only. A guess is the model's
+    own token with probability ``acceptance``, else another one, as a function of the seed and the
+    position. ``max_cached_tokens`` bounds its cache: a sequence that finds no room gets no guess,
+    and the others keep theirs. Context and end tokens are those of ``info``."""
+
+    def __init__(
+        self,
+        model: ToyModel,
+        info: ModelInfo,
+        *,
+        acceptance: float = 1.0,
+        max_cached_tokens: int = 1 << 20,
+    ) -> None:
+        bounded("acceptance", acceptance, 0.0, 1.0)
+        self._model, self._info = model, info
+        self._acceptance, self._max_cached_tokens = acceptance, max_cached_tokens
+        self._sequences: dict[str, SequenceText] = {}
+        self._constrained = ConstrainedRows(info)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._constrained.open(key, sampling)
+        self._sequences[key] = SequenceText(prompt_length, sampling)
+
+    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        return [self._step(step) for step in batch]
+
+    def close(self, key: str) -> None:
+        self._sequences.pop(key, None)
+        self._constrained.close(key)
+
+    def cached(self, key: str) -> tuple[int, ...]:
+        """The tokens in the cache of ``key``, for tests."""
+        return tuple(self._sequences[key].tokens)
+
+    def _step(self, step: DraftStep) -> Candidate | None:
+        sequence, length = self._sequences.get(step.key), step.keep_length + len(step.feed)
+        if sequence is None:
+            return None
+        tokens = sequence.tokens
+        others = sum(len(one.tokens) for one in self._sequences.values()) - len(tokens)
+        fits = length <= min(self._info.context_length, self._max_cached_tokens - others)
+        if step.keep_length > len(tokens) or not fits:
+            tokens.clear()
+            return None
+        tokens[step.keep_length :] = step.feed
+        if not step.guess:
+            return None
+        mask = None
+        output = tokens[sequence.prompt_length :]
+        if sequence.sampling.constraint is not None:
+            try:
+                mask = self._constrained.masks(step.key, output, (), ())[0]
+            except ModelOutputError:
+                tokens.clear()
+                return None
+        logits = self._model.logits(tokens)
+        prompt = tokens[: sequence.prompt_length]
+        token = choose(logits, sequence.sampling, length, prompt, output, mask)
+        logprob = score_token(logits, token, 1).logprob
+        return Candidate(self._perhaps_another(token, sequence.sampling.seed, length), logprob)
+
+    def _perhaps_another(self, token: int, seed: int, position: int) -> int:
+        # The complement of the session's seed: whether it is right does not follow its noise.
+        bits = noise_bits(~seed, position, token)
+        if bits < self._acceptance * (MASK_32 + 1):
+            return token
+        size = self._info.vocabulary_size
+        return (token + 1 + bits % (size - 1)) % size
