@@ -31,10 +31,17 @@ class FakeText:
 
 class FakeVllm:
     """``whims``: how often (0 to 1) a step does less or more than it was asked. An adapter makes
-    another toy model of it."""
+    another toy model of it. ``right``: how often a token that it proposes is right."""
 
-    def __init__(self, whims: float = 0.0, seed: int = 0, model: ToyModel = TOY_MODEL) -> None:
+    def __init__(
+        self,
+        whims: float = 0.0,
+        seed: int = 0,
+        model: ToyModel = TOY_MODEL,
+        right: float = 0.7,
+    ) -> None:
         self.model = model
+        self.right = right
         self.adapters: dict[str, ToyModel] = {}
         self.texts: dict[str, FakeText] = {}
         self.steps: list[dict[str, Wanted]] = []
@@ -59,13 +66,25 @@ class FakeVllm:
     def reset(self) -> None:
         self.texts.clear()
 
-    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
         self.steps.append(dict(wanted))
-        return {
+        found = {
             key: self.run(key, self.texts[key], one)
             for key, one in wanted.items()
             if not self._whim()
         }
+        return {
+            key: replace(one, guesses=self.propose(self.texts[key], draft_steps * bool(one.tokens)))
+            for key, one in found.items()
+        }
+
+    def propose(self, text: FakeText, count: int) -> tuple[int, ...]:
+        chain: list[int] = []
+        while len(chain) < count:
+            token = self.choose(text, chain)
+            wrong = self._random.random() >= self.right
+            chain.append((token + wrong) % self.model.vocabulary_size)
+        return tuple(chain)
 
     def run(self, key: str, text: FakeText, wanted: Wanted) -> Stepped:
         if self._whim():
@@ -109,7 +128,10 @@ class FakeVllm:
 
 
 def fake_target(
-    engine: FakeVllm | None = None, max_sessions: int = 64, mark: str = "toy"
+    engine: FakeVllm | None = None,
+    max_sessions: int = 64,
+    mark: str = "toy",
+    own_drafts: int = 0,
 ) -> VllmTarget:
     """``mark`` is a part of its fingerprints."""
     engine = engine or FakeVllm()
@@ -120,7 +142,7 @@ def fake_target(
     adapters = [
         replace(info, name=name, fingerprint=f"{name}-on-{mark}") for name in engine.adapters
     ]
-    return VllmTarget(engine, info, max_sessions, adapters=adapters)
+    return VllmTarget(engine, info, max_sessions, adapters=adapters, own_drafts=own_drafts)
 
 
 def adapted_toy(adapters: Mapping[str, ToyModel], mark: str = "toy") -> VllmTarget:

@@ -57,6 +57,7 @@ from edgespec.verifier.engines.vllm.loading import (
     served_adapters,
     split_adapters,
 )
+from edgespec.verifier.engines.vllm.speculation import bounded, read_speculation
 from edgespec.verifier.engines.vllm.target import KnownText, Stepped, VllmTarget, Wanted
 from edgespec.verifier.engines.vllm.worker import (
     EXTRA,
@@ -188,10 +189,10 @@ def test_what_is_known_answers_without_a_step() -> None:
     known.take(Stepped(1, (b, c), (b, c)))
     request = PassRequest("s", 0, (a,), (b, c, d, e), (-1, 0, 1, 2))
     assert known.answer(request) == Wanted(3, (d, e))
-    known.take(Stepped(4, (d, f), (d, f, a)))
-    assert known.answer(request) == PassResult("s", (b, c, d, f, a))
+    known.take(Stepped(4, (d, f), (d, f, a), guesses=(e, a)))
+    assert known.answer(request) == PassResult("s", (b, c, d, f, a), guesses=(e, a))
     late = PassRequest("s", 1, (b, c), (e,), (-1,))
-    assert known.answer(late) == PassResult("s", (d, e))
+    assert known.answer(late) == PassResult("s", (d, e)), "what is proposed stands behind f"
 
 
 def test_a_request_that_does_not_fit_is_refused() -> None:
@@ -205,10 +206,47 @@ def test_a_request_that_does_not_fit_is_refused() -> None:
             KnownText([1, 2, 3]).answer(request)
 
 
-def test_the_self_test_lets_a_right_engine_in() -> None:
+@PARAMS
+def test_what_the_engine_proposes_is_a_draft_like_any(params: SamplingParams) -> None:
+    chance = random.Random(5)
+    target = fake_target(FakeVllm(0.1, seed=5), own_drafts=3)
+    last: list[int] = []
+    session = Session(target, "a", params, lambda answer, done: last)
+    while session.done < LENGTH:
+        steps = chance.choice([0, 3, 9])
+        target.set_draft_steps(steps)
+        request = session.request(chunk=7, logprobs=chance.choice([0, 2]))
+        (result,) = target.forward([request])
+        assert len(result.guesses) == min(steps, 3) * bool(result.targets)
+        last = list(result.guesses)
+        session.take(request, result)
+    session.check()
+    assert session.passes < 0.7 * LENGTH
+
+
+@PARAMS
+async def test_a_verifier_drafts_with_what_the_engine_proposes(params: SamplingParams) -> None:
+    """Each text is drafted for by the engine, by the device or by both."""
+    engine = FakeVllm(0.1, right=0.9)
+    async with serving(fake_target(engine, own_drafts=3)) as (address, verifier):
+
+        async def text(draft: str) -> list[int]:
+            async with build_agent(config(address, draft, width=1)) as agent:
+                return tokens(await collect(agent, params, PROMPT_TEXT))
+
+        texts = await asyncio.gather(*(text(draft) for draft in ("none", "toy", "none", "toy")))
+        assert texts == [toy_text(PROMPT, params)] * 4
+        assert verifier.engine.draft_counts.model.accepted > 20
+    assert {one.drafts for step in engine.steps for one in step.values()} > {()}
+
+
+@pytest.mark.parametrize("own_drafts", [0, 3])
+def test_the_self_test_lets_a_right_engine_in(own_drafts: int) -> None:
     engine = FakeVllm(0.2, seed=3)
-    assert self_test(fake_target(engine)) == []
+    target = fake_target(engine, own_drafts=own_drafts)
+    assert self_test(target) == []
     assert engine.texts == {}
+    assert bool(target.proposed) == bool(own_drafts)
 
 
 class _ShiftedNoise(FakeVllm):
@@ -232,6 +270,21 @@ class _Deaf(FakeVllm):
         return super().run(key, text, Wanted(wanted.rows, (), wanted.logprobs))
 
 
+class _Silent(FakeVllm):
+    """Has a speculator that never proposes."""
+
+    def propose(self, text: FakeText, count: int) -> tuple[int, ...]:
+        return ()
+
+
+class _TooLate(FakeVllm):
+    """Takes its own proposals for right, and has looked at those of devices."""
+
+    def targets(self, text: FakeText, drafts: Sequence[int]) -> tuple[int, ...]:
+        right = super().targets(text, drafts)
+        return (*drafts, right[-1]) if len(drafts) == 3 else right
+
+
 class _OwnSampler(FakeVllm):
     """Does not know this project's parameters."""
 
@@ -248,11 +301,14 @@ class _OwnSampler(FakeVllm):
         (_Believing, "texts differ with wrong drafts"),
         (_Deaf, "right drafts of greedy texts save no steps"),
         (_OwnSampler, "a bias of 10000 on token"),
+        (_Silent, "vLLM's own speculator proposes nothing"),
+        (_TooLate, "texts differ with vLLM's own drafts"),
     ],
 )
 def test_the_self_test_finds_what_is_wrong(kind: type[FakeVllm], why: str) -> None:
     # Other tokens than in the middle, so that no bias is needed to see one.
-    failures = self_test(fake_target(kind(model=ToyModel(64, order=3, sharpness=3.0))))
+    engine = kind(model=ToyModel(64, order=3, sharpness=3.0))
+    failures = self_test(fake_target(engine, own_drafts=3))
     assert why in "; ".join(failures)
 
 
@@ -283,9 +339,9 @@ class _Breaking(FakeVllm):
         self.broken = 0
         self._chance = random.Random(seed)
 
-    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
         if self._chance.random() < 0.7:
-            return super().step(wanted)
+            return super().step(wanted, draft_steps)
         self.broken += 1
         part = self._chance.randrange(1 + len(wanted))
         super().step(dict(list(wanted.items())[:part]))
@@ -375,9 +431,13 @@ def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
     evicted: set[int] = set()
     blocks = {"1": ([4, 5], [9]), "2": ([6], [7])}
     grown = [SimpleNamespace(request_id=name, new_token_ids=[0]) for name in blocks]
-    core = _core(step=lambda: ({0: SimpleNamespace(outputs=grown)}, True))
+    fetched: list[bool] = []
+    core = _core(step=lambda: ({0: SimpleNamespace(outputs=grown)}, True), post_step=fetched.append)
     core._scheduler = SimpleNamespace(
-        requests={name: SimpleNamespace(num_computed_tokens=8) for name in blocks},
+        requests={
+            name: SimpleNamespace(num_computed_tokens=8, spec_token_ids=[int(name)])
+            for name in blocks
+        },
         rows={"1": ((), (), "the largest logit is nan"), "2": ((0,), (), "")},
         kv_cache_manager=SimpleNamespace(
             get_block_ids=blocks.__getitem__, evict_blocks=evicted.update
@@ -386,18 +446,23 @@ def test_nobody_else_finds_what_a_failed_session_has_computed() -> None:
     found = core.step({"a": Wanted(1), "b": Wanted(1)})
     assert (found["a"].failure, found["b"].failure) == ("the largest logit is nan", "")
     assert evicted == {4, 5, 9}
+    assert fetched == []
+    found = core.step({"b": Wanted(1)}, draft_steps=1)
+    assert found["b"].guesses == (2,)
+    assert (fetched, core._scheduler.draft_steps) == ([True], 1)
 
 
 class _StartedCore(FakeVllm):
     """As much of ``VllmCore`` as loading asks for; its first step fails."""
 
     context_length, number_format, max_drafts, max_rows = 128, "float32", 4, 64
+    own_drafts, speculator = 2, "ngram"
     shut = 0
 
     def __init__(self, options: VllmOptions) -> None:
         super().__init__()
 
-    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
         raise MemoryError("no room for the logits")
 
     def shut_down(self) -> None:
@@ -409,7 +474,8 @@ def test_a_self_test_that_cannot_run_ends_vllm_and_says_why(
 ) -> None:
     monkeypatch.setattr(loading, "check_install", lambda: "0")
     monkeypatch.setattr(core_module, "VllmCore", _StartedCore)
-    for name in ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
+    names = ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
+    for name in (*names, "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "")  # they are set for the process, and go with the test
     with pytest.raises(SetupError, match=r"fails in the self-test on .*: MemoryError: no room"):
         loading.vllm_target(VerifierConfig(model="bundled", engine="vllm"), "tiny")
@@ -538,6 +604,36 @@ def test_flags_that_are_ours_are_refused() -> None:
             refuse_our_flags(flags)
 
 
+def test_speculation_is_read_from_either_kind_of_flags() -> None:
+    read = read_speculation
+    assert read(None, None, None, None) is None
+    whole = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
+    assert read({"num-speculative-tokens": 3}, "eagle", "head", None) == whole
+    assert read(whole, None, None, None) == whole
+    assert bounded(whole, 15) == {**whole, "num_speculative_tokens": 15}
+    assert bounded({**whole, "num_speculative_tokens": 20}, 15)["num_speculative_tokens"] == 20
+    for method in ({"method": "mtp"}, {"method": "deepseek_mtp"}, {}):
+        settings = {**method, "num_speculative_tokens": 4}
+        assert bounded(settings, 15)["num_speculative_tokens"] == 16, "a multiple"
+
+
+def test_speculators_that_do_not_fit_are_refused_by_name() -> None:
+    for given, why in (
+        ({"method": "suffix"}, "the method 'suffix' does not fit: it cannot propose another"),
+        ({"method": "medusa"}, "the method 'medusa' does not fit"),
+        ({"method": "custom_class"}, "'custom_class' does not fit"),
+        ({"method": "oracle"}, "'oracle' does not fit: vLLM 0.32 does not have it; known"),
+        ({"method": "ngram"}, "num_speculative_tokens is None, but must be 1 or more"),
+        ({"num_speculative_tokens": "3"}, "num_speculative_tokens is '3', but must be"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0, but must be"),
+        ({"num_speculative_tokens": 3, "parallel_drafting": True}, "sets parallel_drafting, which"),
+    ):
+        with pytest.raises(SetupError, match=why):
+            read_speculation(given, None, None, None)
+    with pytest.raises(SetupError, match="--spec-tokens and --speculative-config both say"):
+        read_speculation({"num_speculative_tokens": 3}, None, None, 3)
+
+
 def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, str] = {}
 
@@ -639,6 +735,7 @@ class _Runner:
     drafts: list[list[int]]
     discarded: list[bool] = field(default_factory=list)
     logprobs: dict[str, int] = field(default_factory=dict)
+    drafter: Any = None
 
     def __post_init__(self) -> None:
         self.requests = {
@@ -652,6 +749,8 @@ class _Runner:
         )
         self.execute_model_state = (SimpleNamespace(edgespec_logprobs=self.logprobs),)
         self.speculative_config: str | None = "on"
+        self.fits = True
+        self._draft_token_req_ids: list[str] | None = None
 
     @property
     def input_batch(self) -> Any:
@@ -670,7 +769,12 @@ class _Runner:
     def execute_model(self, scheduler_output: Any) -> str | None:
         return self.speculative_config
 
+    def _input_fits_in_drafter(self, metadata: object) -> bool:
+        return self.fits
+
     def sample_tokens(self, grammar_output: object) -> Any:
+        self._input_fits_in_drafter(None)
+        self._draft_token_req_ids = ["a"]
         metadata: Any = SimpleNamespace(
             num_draft_tokens=[len(one) for one in self.drafts],
             draft_token_ids=torch.tensor([token for one in self.drafts for token in one]),
@@ -733,11 +837,80 @@ def test_a_step_without_drafts_is_no_speculation() -> None:
     runner = _Runner(texts, params, _logits(2), [[], []])
     expected = [[_expected(runner, "a", 0, [])], [_expected(runner, "b", 1, [])]]
     assert _installed(runner).sampled_token_ids == expected
-    step = SimpleNamespace(scheduled_spec_decode_tokens={})
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
     assert runner.execute_model(step) is None
     assert runner.sample_tokens(None).sampled_token_ids == expected
+    step.num_spec_tokens_to_schedule = 2
+    assert runner.execute_model(step) == "on", "what comes behind it is to be proposed"
+    step.num_spec_tokens_to_schedule = 0
     step.scheduled_spec_decode_tokens["a"] = [5]
     assert runner.execute_model(step) == "on"
+
+
+class _Drafter:
+    """As much of vLLM's drafters with a forward pass as is used; hidden states are logits."""
+
+    use_heterogeneous_vocab = False
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+        self.asked = 0
+
+    def _sample_draft_tokens(self, hidden: torch.Tensor, metadata: object) -> Any:
+        self.asked += 1
+        return hidden.argmax(dim=-1), None
+
+
+def _speculating(params: SamplingParams, discarded: list[bool]) -> tuple[_Runner, Any]:
+    """A runner with a drafter, whose step accepts one draft of ``a``."""
+    texts = {"a": [1, 2, 3, 4, 4], "b": [7, 8], "c": [5, 6, 7]}
+    runner = _Runner(
+        texts, {"a": (3, params), "b": (1, params), "c": (2, params)}, _logits(5), [[]] * 3
+    )
+    runner.discard_request_mask.np[:] = discarded
+    runner.drafts = [[_expected(runner, "a", 0, []), 11], [], []]
+    runner.drafter = _Drafter()
+    return runner, _installed(runner)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_drafter_chooses_by_our_law_with_the_noise_of_its_places() -> None:
+    """Of c the text is not computed to its end. Oracle: the scalar specification behind the tokens
+    of the step and what was proposed before."""
+    runner, output = _speculating(PENALISED, [False, False, True])
+    draft = runner.drafter._sample_draft_tokens
+    chains = [list(output.edgespec_rows["a"][0][:2]), [*output.edgespec_rows["b"][0]]]
+    for place in range(3):
+        hidden = _logits(3, seed=10 + place)
+        if place == 2:
+            hidden[0, 5] = torch.nan  # a drafter without numbers fails nobody
+        tokens, probabilities = draft(hidden, None)
+        assert probabilities is None
+        assert tokens.dtype == torch.int64
+        if place == 2:
+            break
+        for row, (name, chain) in enumerate(zip("ab", chains, strict=True)):
+            length, params = runner.params[name]
+            path = runner.texts[name] + chain
+            prompt, answer = path[:length], path[length:]
+            expected = choose(hidden[row].tolist(), params, len(path), prompt, answer)
+            assert int(tokens[row]) == expected, (name, place)
+            chain.append(expected)
+        assert int(tokens[2]) == int(hidden[2].argmax())
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_drafter_follows_the_text_in_every_step() -> None:
+    runner, _ = _speculating(SamplingParams(), [False] * 3)
+    step = SimpleNamespace(scheduled_spec_decode_tokens={}, num_spec_tokens_to_schedule=0)
+    assert runner.execute_model(step) == "on"
+    hidden = _logits(3)
+    assert runner.drafter._sample_draft_tokens(hidden, None)[0].equal(hidden.argmax(dim=-1))
+    assert runner.drafter.asked == 1, "greedy texts need no other choice than vLLM's"
+    assert runner._draft_token_req_ids == ["a"]
+    runner.fits = False
+    runner.sample_tokens(None)
+    assert runner._draft_token_req_ids is None, "zeros are no proposal"
 
 
 def test_parameters_survive_the_way_to_the_worker() -> None:
@@ -809,7 +982,9 @@ def test_a_step_has_the_sessions_it_was_made_for() -> None:
         "a": Wanted(4, (3, 4, 5), logprobs=2),
         "e": Wanted(7),
     }
+    scheduler.draft_steps = 3
     output = scheduler.schedule()
+    assert output.num_spec_tokens_to_schedule == 3
     assert scheduler.seen == [("c", []), ("a", [3, 4, 5])], "drafts stand behind the whole text"
     assert scheduler.started == ["e"]
     assert scheduler.scheduler_config.long_prefill_token_threshold == 64

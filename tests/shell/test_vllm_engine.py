@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.ports import PassRequest
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.device.build import build_agent
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.verifier.build import load_target
 from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
-from edgespec.verifier.engines.vllm.loading import check_install
+from edgespec.verifier.engines.vllm.loading import check_install, self_test
 from edgespec.verifier.engines.vllm.target import VllmTarget
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.test_end_to_end import collect, tokens
@@ -167,6 +168,30 @@ def test_a_flag_that_vllm_does_not_know_is_an_error() -> None:
     assert "vLLM does not take the flags --no-such-flag" in said
 
 
+def test_a_speculator_that_does_not_fit_is_an_error() -> None:
+    flags = ("--spec-method", "suffix", "--spec-tokens", "4")
+    with start("verifier", "--engine", "vllm", "--port", "0", "--", *flags) as process:
+        _, said = process.communicate()
+    assert process.returncode == 1
+    assert "the method 'suffix' does not fit: it cannot propose another number" in said
+
+
+async def test_a_verifier_whose_vllm_has_a_draft_model(address: str) -> None:
+    """With vLLM's worker in a process of its own; the texts are those without it."""
+    draft = {"method": "draft_model", "model": str(resolve_model("bundled", Role.DRAFT))}
+    settings = json.dumps(draft | {"num_speculative_tokens": 3})
+    options = ("--engine", "vllm", "--model", "bundled", "--port", "0", "--set", "log_level=error")
+    flags = (*SMALL, "--speculative-config", settings)
+    texts: list[list[list[int]]] = []
+    with ready(start("verifier", *options, "--", *flags)) as (own, _):
+        for one, kind in ((address, "none"), (own, "none"), (own, "lookup")):
+            async with build_agent(_agent(one, kind)) as agent:
+                found = [await collect(agent, params, PROMPT) for params in (GREEDY, SAMPLED)]
+            texts.append([tokens(text) for text in found])
+    assert texts[1] == texts[0]
+    assert texts[2] == texts[0]
+
+
 def test_too_little_memory_is_said_with_vllms_reason() -> None:
     """Its worker is another process, whose log has it."""
     flags = ("--enforce-eager", "--gpu-memory-utilization", "0.9999")
@@ -240,3 +265,192 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.Monke
                 assert core._core.reset_prefix_cache()
     finally:
         core.shut_down()
+
+
+# --- vLLM's own speculator beside drafts of devices -------------------------------------------
+
+OWN, LENGTH, SESSIONS = 4, 64, 8
+
+
+def _eagle(folder: Path) -> Path:
+    """A head of EAGLE for the bundled target, of random numbers."""
+    config = json.loads((resolve_model("bundled", Role.TARGET) / "config.json").read_text())
+    hidden, inner, heads, kv_heads, size = (
+        config[name]
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        )
+    )
+    draw = torch.Generator().manual_seed(5)
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (heads * size, hidden),
+        "layers.0.self_attn.k_proj": (kv_heads * size, hidden),
+        "layers.0.self_attn.v_proj": (kv_heads * size, hidden),
+        "layers.0.self_attn.o_proj": (hidden, heads * size),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=draw) / shape[1] ** 0.5
+        for name, shape in shapes.items()
+    }
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    settings = config | {"num_hidden_layers": 1, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+@dataclass
+class _Played:
+    """What a run of all sessions came to."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    passes: int = 0
+    own: list[int] = field(default_factory=lambda: [0, 0])
+    device: list[int] = field(default_factory=lambda: [0, 0])
+    """Tokens accepted and proposed."""
+
+
+class _Playing:
+    """One session, whose drafts are ``"own"``, a ``"device"``'s, 70 % of them right, or none."""
+
+    def __init__(self, target: VllmTarget, number: int, params: SamplingParams, by: str) -> None:
+        size = target.info.vocabulary_size
+        self.key, self.by = f"session {number}", by
+        self.prompt = [noise_bits(number, place, 0) % size for place in range(12)]
+        self.text, self.cached, self._size = list(self.prompt), 0, size
+        self.guesses: tuple[int, ...] = ()
+        self._chance = random.Random(number)
+        target.open(self.key, 12, replace(params, seed=number), self.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.text[12 : 12 + LENGTH]
+
+    def request(self, known: Sequence[int]) -> PassRequest:
+        chain = self.guesses if self.by == "own" else ()
+        if self.by == "device" and self.cached:
+            done = len(self.text) - 12
+            chain = tuple(
+                token if self._chance.random() < 0.7 else (token + 1) % self._size
+                for token in known[done : done + OWN]
+            )
+        parents = tuple(range(-1, len(chain) - 1))
+        return PassRequest(self.key, self.cached, tuple(self.text[self.cached :]), chain, parents)
+
+    def take(self, request: PassRequest, targets: Sequence[int], guesses: tuple[int, ...]) -> int:
+        right = 0
+        while right < len(request.tokens) and request.tokens[right] == targets[right]:
+            right += 1
+        self.cached, self.guesses = len(self.text) + right, guesses
+        self.text += targets[: right + 1]
+        return right
+
+
+def _play(
+    target: VllmTarget,
+    params: SamplingParams,
+    by: Sequence[str],
+    known: Sequence[Sequence[int]] = (),
+    seed: int | None = None,
+) -> _Played:
+    """All sessions to their end; ``seed``: some stand aside in each pass, and in some passes
+    nothing is to be proposed."""
+    chance, played = random.Random(seed), _Played()
+    sessions = [_Playing(target, n, params, by[n % len(by)]) for n in range(SESSIONS)]
+    while unfinished := [one for one in sessions if len(one.answer) < LENGTH]:
+        part, steps = unfinished, OWN if "own" in by else 0
+        if seed is not None:
+            part = [one for one in unfinished if chance.random() < 0.7] or unfinished[:1]
+            steps *= chance.random() < 0.8
+        target.set_draft_steps(steps)
+        requests = [one.request(known[sessions.index(one)] if known else ()) for one in part]
+        for one, request, result in zip(part, requests, target.forward(requests), strict=True):
+            assert len(result.guesses) <= steps
+            count = played.own if one.by == "own" else played.device
+            count[0] += one.take(request, result.targets, result.guesses)
+            count[1] += len(request.tokens)
+        played.passes += 1
+    for one in sessions:
+        target.close(one.key)
+    played.texts = [one.answer for one in sessions]
+    return played
+
+
+# The last one imports llvmlite, and after that vLLM cannot be started again in one process.
+@pytest.fixture(scope="module", params=["draft_model", "eagle", "ngram"])
+def speculating(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, VllmTarget]]:
+    """A target with a speculator of vLLM's; 20 blocks of 32 tokens, where 8 sessions need 24."""
+    settings: dict[str, Any] = {"method": request.param, "num_speculative_tokens": OWN}
+    match request.param:
+        case "ngram":
+            settings |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        case "draft_model":
+            settings["model"] = str(resolve_model("bundled", Role.DRAFT))
+        case "eagle":
+            settings["model"] = str(_eagle(tmp_path_factory.mktemp("eagle") / "head"))
+    flags = (
+        *SMALL,
+        *("--block-size", "32", "--num-gpu-blocks-override", "20"),
+        *("--distributed-executor-backend", "uni"),
+        *("--speculative-config", json.dumps(settings)),
+    )
+    folder = resolve_model("bundled", Role.TARGET)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patched.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        patched.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        core = VllmCore(VllmOptions(str(folder), max_model_len=256, flags=flags))
+        yield (
+            request.param,
+            VllmTarget(
+                core,
+                model_info(folder),
+                SESSIONS,
+                max_nodes=core.max_drafts,
+                max_rows=core.max_rows,
+                own_drafts=core.own_drafts,
+            ),
+        )
+        core.shut_down()
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_are_the_same_whichever_end_drafts(
+    speculating: tuple[str, VllmTarget], temperature: float
+) -> None:
+    method, target = speculating
+    assert target.pass_shape.own_drafts == OWN
+    params = replace(GREEDY, temperature=temperature, frequency_penalty=0.1 * (temperature > 0))
+    before = target.steps
+    plain = _play(target, params, ["none"])
+    own = _play(target, params, ["own"])
+    both = _play(target, params, ["own", "device"], plain.texts)
+    ragged = _play(target, params, ["own", "device"], plain.texts, seed=7)
+    for played in (own, both, ragged):
+        assert played.texts == plain.texts
+        assert played.own[1] > 0
+    if method == "draft_model":  # the others guess at these texts by luck
+        assert own.passes < 0.7 * plain.passes
+        assert own.own[0] > 0.2 * own.own[1]
+    passes = sum(one.passes for one in (plain, own, both, ragged))
+    assert target.steps - before > passes + 20, (
+        "sessions lose their cache to others again and again"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
+def test_the_self_test_looks_at_vllms_own_proposals(speculating: tuple[str, VllmTarget]) -> None:
+    _, target = speculating
+    assert self_test(target) == []

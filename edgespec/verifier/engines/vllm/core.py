@@ -19,6 +19,12 @@ from typing import Any, Final
 from edgespec.config.common import SetupError
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.verifier.engines.vllm.speculation import (
+    TOKENS,
+    bounded,
+    read_speculation,
+    refuse_method,
+)
 from edgespec.verifier.engines.vllm.target import Adapter, Stepped, Wanted
 
 MAX_DRAFTS: Final = 15
@@ -45,12 +51,13 @@ class VllmCore:
     def __init__(self, options: VllmOptions) -> None:
         self._ids: dict[str, str] = {}
         self._count = 0
-        config = _config(options)
+        config, self.own_drafts = _config(options)
+        self.speculator = str(config.speculative_config.method)
         self.context_length = int(config.model_config.max_model_len)
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
-        self.max_drafts = options.max_drafts
+        self.max_drafts = max(options.max_drafts, self.own_drafts)
         self._core = _core(config)
         atexit.register(self.shut_down)
         try:
@@ -104,10 +111,13 @@ class VllmCore:
         self._core.add_request(*self._core.preprocess_add_request(request))
         self._ids[key] = name
 
-    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
         names = {self._ids[key]: key for key in wanted}
         self._scheduler.wanted = {self._ids[key]: one for key, one in wanted.items()}
-        outputs, _ = self._core.step()
+        self._scheduler.draft_steps = draft_steps
+        outputs, executed = self._core.step()
+        if draft_steps:  # vLLM's own loop around its core fetches proposals, and here is none
+            self._core.post_step(executed)
         grown = {
             one.request_id: one for group in outputs.values() for one in group.outputs if group
         }
@@ -124,7 +134,9 @@ class VllmCore:
             targets, scores, failure = self._scheduler.rows[name]
             if failure and request is not None:
                 self._distrust(name)
-            found[key] = Stepped(computed, tuple(output.new_token_ids), targets, scores, failure)
+            guesses = () if request is None else tuple(request.spec_token_ids)
+            tokens = tuple(output.new_token_ids)
+            found[key] = Stepped(computed, tokens, targets, scores, failure, guesses)
         return found
 
     def _distrust(self, name: str) -> None:
@@ -155,7 +167,8 @@ class VllmCore:
             self._core.shutdown()
 
 
-def _config(options: VllmOptions) -> Any:
+def _config(options: VllmOptions) -> tuple[Any, int]:
+    """vLLM's own, and how many tokens a speculator of its own is to propose at most."""
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -174,11 +187,9 @@ def _config(options: VllmOptions) -> Any:
         "async_scheduling": False,
         "scheduler_cls": f"{_HERE}.scheduler.DraftScheduler",
         "worker_extension_cls": f"{_HERE}.worker.WorkerExtension",
-        "speculative_config": {
-            "method": "custom_class",
-            "model": f"{_HERE}.worker.NoProposer",
-            "num_speculative_tokens": options.max_drafts,
-        },
+        "spec_method": None,
+        "spec_model": None,
+        "spec_tokens": None,
     }
     if options.adapters:
         # All of them may be in one step; and the last place stays empty, since vLLM's kernels for
@@ -191,6 +202,10 @@ def _config(options: VllmOptions) -> Any:
         given = parser.parse_args(list(options.flags))
     except SystemExit:  # argparse has said why
         raise SetupError(f"vLLM does not take the flags {' '.join(options.flags)}") from None
+    speculation = read_speculation(
+        given.speculative_config, given.spec_method, given.spec_model, given.spec_tokens
+    )
+    ours["speculative_config"] = _speculative_config(speculation, options.max_drafts)
     for name, value in ours.items():  # first of all the model: vLLM looks for its default one
         setattr(given, name, value)
     try:
@@ -198,7 +213,20 @@ def _config(options: VllmOptions) -> Any:
     except Exception as error:  # vLLM has no exception of its own for this
         raise SetupError(f"vLLM refuses {options.model}: {error}") from error
     refuse_recurrent(options.model, config.model_config)
-    return config
+    if speculation is None:
+        return config, 0
+    refuse_method(config.speculative_config.method)  # which vLLM may have found out by itself
+    return config, speculation[TOKENS]
+
+
+def _speculative_config(speculation: dict[str, Any] | None, max_drafts: int) -> dict[str, Any]:
+    if speculation is not None:
+        return bounded(speculation, max_drafts)
+    return {
+        "method": "custom_class",
+        "model": f"{_HERE}.worker.NoProposer",
+        TOKENS: max_drafts,
+    }
 
 
 def refuse_recurrent(model: str, config: Any) -> None:

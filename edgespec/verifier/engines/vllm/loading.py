@@ -91,8 +91,6 @@ OURS: Final = {
     "--max-num-seqs": "--set limits.max_sessions=",
     "--scheduler-cls": "",
     "--worker-extension-cls": "",
-    "--speculative-config": "",
-    "-sc": "",
     "--async-scheduling": "",
     "--enable-prefix-caching": "",
     "--skip-tokenizer-init": "",
@@ -136,15 +134,17 @@ def check_install() -> str:
 
 
 # The self-test: what is used of vLLM may change without notice, and a draft in the wrong place
-# would change texts silently. So texts are made without drafts, with right ones and with wrong
-# ones, greedy and sampled; all must agree, and right drafts must save vLLM's steps. In low
-# precision a near tie may fall differently for a row that is computed beside others, so of
-# ``TEXTS`` texts of a kind one may differ; an error in the injection changes nearly all.
+# would change texts silently. So texts are made without drafts, with right ones, with wrong ones,
+# and with those of vLLM's own speculator where there is one, greedy and sampled; all must agree,
+# and right drafts must save vLLM's steps. In low precision a near tie may fall differently for a
+# row that is computed beside others, so of ``TEXTS`` texts of a kind one may differ; an error in
+# the injection changes nearly all. A speculator must propose something in a text of one token.
 
 TEXTS: Final = 3
 _PROMPT: Final = 12
 _LENGTH: Final = 20
 _CHAIN: Final = 4
+_REPEATED: Final = 32
 _FORCED: Final = 1e4
 
 
@@ -159,12 +159,13 @@ def self_test(target: VllmTarget) -> list[str]:
     failures: list[str] = []
     for kind, params in kinds.items():
         failures += _compare(target, kind, params)
-    return failures or _check_forced(target)
+    return failures or _check_forced(target) or _check_speculator(target)
 
 
 def _compare(target: VllmTarget, kind: str, params: SamplingParams) -> list[str]:
     size = target.info.vocabulary_size
-    equal = {"right": 0, "wrong": 0}
+    own = target.pass_shape.own_drafts
+    equal = {"right": 0, "wrong": 0} | ({"vLLM's own": 0} if own else {})
     steps_saved = False
     for seed in range(TEXTS):
         prompt = [noise_bits(seed, position, 0) % size for position in range(_PROMPT)]
@@ -175,6 +176,8 @@ def _compare(target: VllmTarget, kind: str, params: SamplingParams) -> list[str]
         wrong, _ = generate(target, prompt, seeded, _LENGTH, shifted)
         equal["right"] += right == plain
         equal["wrong"] += wrong == plain
+        if own:
+            equal["vLLM's own"] += generate(target, prompt, seeded, _LENGTH)[0] == plain
         steps_saved |= fewer <= steps // 2
     failures = [
         f"{TEXTS - count} of {TEXTS} {kind} texts differ with {drafts} drafts"
@@ -196,19 +199,37 @@ def _check_forced(target: VllmTarget) -> list[str]:
     return []
 
 
+def _check_speculator(target: VllmTarget) -> list[str]:
+    if not target.pass_shape.own_drafts:
+        return []
+    token = target.info.vocabulary_size // 2
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(temperature=temperature, logit_bias={token: _FORCED})
+        prompt, before = [token] * _REPEATED, target.proposed
+        text, _ = generate(target, prompt, params, _LENGTH)
+        if text != [token] * _LENGTH:
+            return [f"with vLLM's own drafts a bias on token {token} gives the tokens {text}"]
+        if target.proposed == before:
+            return ["vLLM's own speculator proposes nothing"]
+    return []
+
+
 def generate(
     target: VllmTarget,
     prompt: Sequence[int],
     params: SamplingParams,
     length: int,
-    guess: Sequence[int],
+    guess: Sequence[int] | None = None,
 ) -> tuple[list[int], int]:
     """``length`` tokens behind ``prompt``, and how many steps they took. ``guess`` is drafted for
-    the answer, a few tokens a pass."""
+    the answer, a few tokens a pass; None: what vLLM itself proposes."""
     key, text, cached, before = "\0self-test", list(prompt), 0, target.steps
+    chain: tuple[int, ...] = ()
     target.open(key, len(prompt), params, prompt)
+    target.set_draft_steps(target.pass_shape.own_drafts if guess is None else 0)
     while (done := len(text) - len(prompt)) < length:
-        chain = tuple(guess[done : done + _CHAIN]) if done else ()
+        if guess is not None:
+            chain = tuple(guess[done : done + _CHAIN]) if done else ()
         parents = tuple(range(-1, len(chain) - 1))
         request = PassRequest(key, cached, tuple(text[cached:]), chain, parents)
         (result,) = target.forward([request])
@@ -218,7 +239,9 @@ def generate(
         target.keep(key, range(right))
         cached = len(text) + right
         text += result.targets[: right + 1]
+        chain = result.guesses
     target.close(key)
+    target.set_draft_steps(0)
     return text[len(prompt) : len(prompt) + length], target.steps - before
 
 
@@ -256,6 +279,8 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         f"{weights}-{core.number_format}",
     )
     mode = f"vLLM {version}, {core.number_format} (texts may differ where two tokens nearly tie)"
+    if core.own_drafts:
+        mode += f", drafts of its own ({core.speculator}, up to {core.own_drafts} tokens)"
     target = VllmTarget(
         core,
         served,
@@ -264,6 +289,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
         max_nodes=core.max_drafts,
         max_rows=core.max_rows,
         adapters=served_adapters(served, adapters),
+        own_drafts=core.own_drafts,
     )
     try:
         failures = self_test(target)
@@ -283,7 +309,9 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
 
 def _quiet(log_level: str) -> None:
     """What vLLM reads once, when it is imported. Standard output is for the ready line, and nobody
-    is told over a network that a verifier has started."""
+    is told over a network that a verifier has started. Of vLLM's two model runners it is the first
+    whose drafts are lists in this process and whose choice of tokens is replaced."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level.upper())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"

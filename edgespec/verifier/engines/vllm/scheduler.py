@@ -3,6 +3,7 @@
 Before each step the driver sets ``wanted``. Requests of other sessions are put aside while vLLM's
 own ``schedule`` runs: they keep their cache and stand still. Each wanted request whose text is
 computed to its end gets its drafts, and vLLM verifies them as those of a draft model of its own.
+What a speculator of vLLM's proposed is read from the requests, and gets in as such drafts only.
 When a step found no room at all, the next one first takes the cache of a request put aside.
 """
 
@@ -22,6 +23,8 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
 
     wanted: Mapping[str, Wanted] | None = None
     """By request id; None: everybody, without drafts."""
+    draft_steps = 0
+    """How many tokens vLLM's own speculator is to propose behind the step."""
     rows: Mapping[str, Any] = {}
     """What the worker says of the last step beyond its tokens (``worker.py``)."""
     _starved = False
@@ -51,6 +54,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
             for request in held:
                 self.waiting.add_request(request)
         self._starved = output.total_num_scheduled_tokens == 0
+        output.num_spec_tokens_to_schedule = self.draft_steps
         output.edgespec_logprobs = {
             name: one.logprobs for name, one in wanted.items() if one.logprobs
         }

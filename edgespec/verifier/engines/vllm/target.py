@@ -51,6 +51,8 @@ class Stepped:
     """Of ``targets``, if they were asked for."""
     failure: str = ""
     """Why the session cannot go on; empty: it can."""
+    guesses: tuple[int, ...] = ()
+    """What vLLM's own speculator proposes behind the text as it is now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,10 @@ class StepEngine(Protocol):
         """Begin a text, of the model with ``adapter`` if one is named. Nothing is computed of it
         until a step wants it."""
 
-    def step(self, wanted: Mapping[str, Wanted]) -> Mapping[str, Stepped]:
+    def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
         """One step of these sessions and no others. A session may be left out of the result, or
-        computed in part, for want of room: ask again."""
+        computed in part, for want of room: ask again. A speculator of its own proposes at most
+        ``draft_steps`` tokens behind each."""
 
     def drop(self, key: str) -> None:
         """Forget a text."""
@@ -115,12 +118,15 @@ class KnownText:
         """Where the text ended before the last step that made it grow, and what the target said
         there and behind each draft."""
         self._rows: tuple[int, ...] = ()
+        self._guesses: tuple[int, ...] = ()
+        """Behind all of ``tokens``."""
 
     def take(self, stepped: Stepped) -> None:
         self.computed = stepped.computed
         if not stepped.tokens:
             return
         self._rows_from, self._rows = len(self.tokens), stepped.targets
+        self._guesses = stepped.guesses
         for offset, score in enumerate(stepped.scores[: len(stepped.tokens)]):
             self._scores[self._rows_from + offset] = score
         self.tokens += stepped.tokens
@@ -165,8 +171,9 @@ class KnownText:
             guess = request.tokens[min(node, size - 2)]
             targets.append(self._rows[row] if 0 < row < len(self._rows) else guess)
         self._rows = ()  # the next pass may have another chain
+        guesses = self._guesses if end + accepted + 1 == len(self.tokens) else ()
         if not request.logprobs:
-            return PassResult(request.key, tuple(targets))
+            return PassResult(request.key, tuple(targets), guesses=guesses)
         known = [self._scores.get(end + offset) for offset in range(accepted + 1)]
         scores = [score for score in known if score is not None]
         if len(scores) < len(known):
@@ -174,7 +181,7 @@ class KnownText:
         for position in [one for one in self._scores if one < end]:
             del self._scores[position]
         filled = scores + [NO_SCORE] * (size - len(scores))
-        return PassResult(request.key, tuple(targets), tuple(filled))
+        return PassResult(request.key, tuple(targets), tuple(filled), guesses)
 
 
 # vLLM may take a session's cache away for another's sake and compute it again, a step each.
@@ -198,7 +205,8 @@ class _Sequence:
 
 class VllmTarget:
     """``adapters``: the model with each of them, which the engine knows by these names. Of a tree
-    vLLM can look at one path only, so a pass holds a chain of ``max_nodes``."""
+    vLLM can look at one path only, so a pass holds a chain of ``max_nodes``. ``own_drafts``: how
+    many tokens a speculator of the engine's can propose behind a pass."""
 
     exact = False
 
@@ -212,10 +220,11 @@ class VllmTarget:
         max_nodes: int = 15,
         max_rows: int = 2048,
         adapters: Sequence[ModelInfo] = (),
+        own_drafts: int = 0,
     ) -> None:
         self.mode, self.adapters = mode, tuple(adapters)
-        self.pass_shape = PassShape(trees=False, max_nodes=max_nodes, max_rows=max_rows)
-        self.steps = 0
+        self.pass_shape = PassShape(False, max_nodes, max_rows, own_drafts)
+        self.steps = self.proposed = self._draft_steps = 0
         self._engine, self._info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
 
@@ -239,6 +248,10 @@ class VllmTarget:
         if name not in (known := [one.name for one in self.adapters]):
             raise ValueError(f"{key!r}: unknown adapter {name!r}; known: {', '.join(known)}")
         self._sequences[key].adapter = name
+
+    def set_draft_steps(self, count: int) -> None:
+        """As in the port; no more than ``pass_shape.own_drafts`` are asked for."""
+        self._draft_steps = min(count, self.pass_shape.own_drafts)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         """As in the port. What vLLM has computed before an error is kept and answers the next
@@ -318,7 +331,7 @@ class VllmTarget:
     def _step(self, wanted: dict[str, Wanted]) -> None:
         self.steps += 1
         try:
-            found = self._engine.step(wanted)
+            found = self._engine.step(wanted, self._draft_steps)
         except TargetLostError:
             raise
         except Exception:
@@ -331,6 +344,7 @@ class VllmTarget:
                 sequence.failure = stepped.failure
             else:
                 sequence.known.take(stepped)
+                self.proposed += len(stepped.guesses)
 
     def _begin_anew(self) -> None:
         """The engine has no text any more. What it has said of each was right."""

@@ -5,11 +5,16 @@ calls ``_sample``. Here that is ``sampling/tensors.py``: a draft is accepted whe
 that was chosen for its place. In a step without drafts the runner is told that there is no
 speculation, which would cost more than a tiny model's pass. Each tensor-parallel rank has all
 logits and chooses the same tokens.
+
+A speculator of vLLM's own with a forward pass (a draft model, EAGLE, MTP) has a cache that must
+follow the text, so it runs in every step, and it chooses by the same law with the same noise: what
+it proposes for a sampled text is what the target chooses where both models agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,13 @@ import torch
 from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
-from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, score_passes
+from edgespec.sampling.tensors import (
+    SampleBlock,
+    TextCounts,
+    choose_tokens,
+    is_plain,
+    score_passes,
+)
 
 EXTRA = "edgespec"
 """Under this name a request's ``extra_args`` say how to choose its tokens."""
@@ -89,6 +100,24 @@ class _Text:
         parents = range(-1, len(drafts) - 1)
         return SampleBlock(name, self.params, positions, counts.before(drafts, parents))
 
+    def guess(self, name: str, end: int, chain: Sequence[int]) -> SampleBlock:
+        """The row behind ``chain``, which stands behind the tokens of the last ``block``."""
+        positions = (end + len(chain),)
+        if self._counts is None:
+            return SampleBlock(name, self.params, positions)
+        found = self._counts.before(chain, range(-1, len(chain) - 1))
+        last = replace(found, output_counts=found.output_counts[-1:])
+        return SampleBlock(name, self.params, positions, last)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What a step appends to a text that ended at ``end``: its tokens, then what is proposed."""
+
+    text: _Text
+    end: int
+    tokens: list[int]
+
 
 class RunnerSampling:
     """Takes the place of ``_sample`` in vLLM's model runner."""
@@ -101,12 +130,33 @@ class RunnerSampling:
         self._execute_model, self._speculation = runner.execute_model, runner.speculative_config
         runner.execute_model = self.execute_model
         runner.sample_tokens, runner._sample = self.sample_tokens, self.sample
+        self._chains: dict[str, _Chain] = {}
+        self._fits = True
+        drafter = getattr(runner, "drafter", None)
+        self._has_forward = hasattr(drafter, "_sample_draft_tokens")
+        if self._has_forward:
+            self._follow(runner.drafter)
+
+    def _follow(self, drafter: Any) -> None:
+        self._drafter, self._best_guesses = drafter, drafter._sample_draft_tokens
+        self._fits_in_drafter = self._runner._input_fits_in_drafter
+        self._runner._input_fits_in_drafter = self.fits_in_drafter
+        if not drafter.use_heterogeneous_vocab:  # else its tokens are not the target's
+            drafter._sample_draft_tokens = self.guess
 
     def execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
-        """As the runner's, which sees no speculation where there are no drafts."""
+        """As the runner's, which sees no speculation where there are no drafts, none are wanted,
+        and no drafter has to follow the text."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        self._runner.speculative_config = self._speculation if drafts else None
+        wanted = self._has_forward or scheduler_output.num_spec_tokens_to_schedule > 0
+        self._runner.speculative_config = self._speculation if drafts or wanted else None
         return self._execute_model(scheduler_output, *rest, **named)
+
+    def fits_in_drafter(self, metadata: Any) -> bool:
+        """As the runner's, which proposes zeros for all where one text comes near the end of the
+        context."""
+        self._fits = bool(self._fits_in_drafter(metadata))
+        return self._fits
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As the runner's, with all rows' targets in what goes back to the scheduler."""
@@ -115,7 +165,32 @@ class RunnerSampling:
         output = self._sample_tokens(grammar_output)
         if hasattr(output, "sampled_token_ids"):
             output.edgespec_rows = self._rows
+        if not self._fits:
+            self._runner._draft_token_req_ids = None
         return output
+
+    def guess(self, hidden_states: torch.Tensor, metadata: Any) -> tuple[torch.Tensor, None]:
+        """As the drafter's ``_sample_draft_tokens``, which vLLM calls after ``_sample``, once for
+        each place of the proposals: int64 [requests]."""
+        names = self._runner.input_batch.req_ids[: hidden_states.shape[0]]
+        chains = [self._chains.get(name) for name in names]
+        if all(chain is None or is_plain(chain.text.params) for chain in chains):
+            return self._best_guesses(hidden_states, metadata)[0], None
+        logits = self._drafter.model.compute_logits(hidden_states)
+        blocks = [
+            SampleBlock(name, SamplingParams(), (0,))
+            if chain is None
+            else chain.text.guess(name, chain.end, chain.tokens)
+            for name, chain in zip(names, chains, strict=True)
+        ]
+        try:
+            tokens = choose_tokens(logits, blocks)
+        except ModelOutputError:  # a drafter without numbers proposes anything, and fails nobody
+            tokens = logits.argmax(dim=-1).tolist()
+        for chain, token in zip(chains, tokens, strict=True):
+            if chain is not None:
+                chain.tokens.append(token)
+        return torch.tensor(tokens, dtype=torch.int64, device=logits.device), None
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
         """As ``GPUModelRunner._sample``: int32 [requests, 1 + most drafts], the accepted tokens
@@ -126,6 +201,7 @@ class RunnerSampling:
         counts: list[int] = [0] * batch.num_reqs if metadata is None else metadata.num_draft_tokens
         guesses: list[int] = metadata.draft_token_ids.tolist() if any(counts) else []
         sampled = torch.full((len(counts), 1 + max(counts)), -1, dtype=torch.int32)
+        self._chains = {}
         discarded = self._runner.discard_request_mask.np
         blocks: list[SampleBlock] = []
         rows: list[int] = []
@@ -136,7 +212,9 @@ class RunnerSampling:
                 name = batch.req_ids[index]
                 drafts[name] = tuple(guesses[guess : guess + count])
                 tokens, end = batch.token_ids_cpu[index], int(batch.num_tokens_no_spec[index])
-                blocks.append(self._text(name).block(name, tokens, end, drafts[name]))
+                text = self._text(name)
+                self._chains[name] = _Chain(text, end, [])
+                blocks.append(text.block(name, tokens, end, drafts[name]))
                 rows += range(row, row + 1 + count)
             row, guess = row + 1 + count, guess + count
         if len(rows) < row:
@@ -144,6 +222,7 @@ class RunnerSampling:
         self._choose(logits, blocks, drafts)
         for name, chain in drafts.items():
             accepted = accepted_tokens(self._rows[name][0], chain)
+            self._chains[name].tokens += accepted
             index = batch.req_id_to_index[name]
             sampled[index, : len(accepted)] = torch.tensor(accepted, dtype=torch.int32)
         return SamplerOutput(sampled.to(logits.device), None)
