@@ -11,16 +11,11 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.toy import random_ids
 
 
-class AdversarialDrafter:
-    """``Drafter`` that proposes random ids among those its inner drafter does not propose.
+class WrappedDrafter:
+    """``Drafter`` that does as its inner one does."""
 
-    With the target's own law inside, every draft is a miss as long as ``width`` is below the
-    vocabulary size; with nothing else to offer it proposes nothing.
-    """
-
-    def __init__(self, inner: Drafter, seed: int = 0) -> None:
+    def __init__(self, inner: Drafter) -> None:
         self._inner = inner
-        self._seed = seed
 
     @property
     def info(self) -> ModelInfo:
@@ -36,12 +31,33 @@ class AdversarialDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        guesses = self._inner.step(keep_length, feed, width, cancelled)
-        good = {candidate.token for candidate in guesses}
-        size = self._inner.info.vocabulary_size
-        ids = random_ids(self._seed, keep_length + len(feed), size)
-        bad = islice((token for token in ids if token not in good), width)
-        return tuple(Candidate(token, -math.log(size)) for token in bad)
+        return self._inner.step(keep_length, feed, width, cancelled)
 
     def close(self) -> None:
         self._inner.close()
+
+
+class AdversarialDrafter(WrappedDrafter):
+    """``Drafter`` that proposes random ids among those its inner drafter does not propose.
+
+    With the target's own law inside, every draft is a miss as long as ``width`` is below the
+    vocabulary size; with nothing else to offer it proposes nothing.
+    """
+
+    def __init__(self, inner: Drafter, seed: int = 0) -> None:
+        super().__init__(inner)
+        self._seed = seed
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        guesses = super().step(keep_length, feed, width, cancelled)
+        good = {candidate.token for candidate in guesses}
+        size = self.info.vocabulary_size
+        ids = random_ids(self._seed, keep_length + len(feed), size)
+        bad = islice((token for token in ids if token not in good), width)
+        return tuple(Candidate(token, -math.log(size)) for token in bad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,15 @@ def _same_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    """Canonical mode of a torch target sets their number for the process."""
+    before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 1
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Fault,
-    FaultCode,
-    Limits,
-    Open,
-    Received,
-    RunAhead,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
@@ -29,12 +19,12 @@ from edgespec.core.verifier.session import VerifySession
 PROMPT = (1, 1)
 TEXT = (*PROMPT, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19)
 MODEL = ModelInfo("big", "", 50, 4096)
-REQUEST = Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=9))
-LIMITS = Limits(lease_s=10.0)
+REQUEST = m.Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=9))
+LIMITS = m.Limits(lease_s=10.0)
 
 
 def new_session(
-    request: Open = REQUEST, limits: Limits = LIMITS, model: ModelInfo = MODEL
+    request: m.Open = REQUEST, limits: m.Limits = LIMITS, model: ModelInfo = MODEL
 ) -> VerifySession:
     rule, run_ahead = ExactRule(), run_ahead_policy(request.run_ahead)
     session = VerifySession(request, model, limits, rule, run_ahead, 0.0)
@@ -62,26 +52,26 @@ def run_pass(session: VerifySession, now: float = 1.0) -> tuple[se.VerifyAction,
     return session.handle(se.PassDone(targets_of(request)), now)
 
 
-def chain(session: VerifySession, *tokens: int, first: int = 1) -> Draft:
+def chain(session: VerifySession, *tokens: int, first: int = 1) -> m.Draft:
     length = session.prefix.length
     parents = (0, *range(first, first + len(tokens) - 1))
-    return Draft(first, parents, tokens, length, session.prefix.hash_at(length))
+    return m.Draft(first, parents, tokens, length, session.prefix.hash_at(length))
 
 
-def commit_in(actions: tuple[se.VerifyAction, ...]) -> Commit:
+def commit_in(actions: tuple[se.VerifyAction, ...]) -> m.Commit:
     (send,) = [a for a in actions if isinstance(a, se.Send)]
-    assert isinstance(send.message, Commit)
+    assert isinstance(send.message, m.Commit)
     return send.message
 
 
-RUNNING = replace(REQUEST, run_ahead=RunAhead.ALWAYS)
+RUNNING = replace(REQUEST, run_ahead=m.RunAhead.ALWAYS)
 
 
 def new_engine(limits: ee.EngineLimits | None = None, *, contain: bool = True) -> VerifyEngine:
     return VerifyEngine(MODEL, LIMITS, limits or ee.EngineLimits(), contain=contain)
 
 
-def named(key: str, request: Open = RUNNING) -> Open:
+def named(key: str, request: m.Open = RUNNING) -> m.Open:
     return replace(request, session_id=key)
 
 
@@ -98,23 +88,23 @@ def done(requests: tuple[PassRequest, ...]) -> ee.BatchDone:
     )
 
 
-def faults(actions: tuple[ee.EngineAction, ...]) -> list[tuple[int, FaultCode]]:
+def faults(actions: tuple[ee.EngineAction, ...]) -> list[tuple[int, m.FaultCode]]:
     """Which streams hear which faults."""
     return [
         (action.stream, action.message.code)
         for action in actions
-        if isinstance(action, ee.SendTo) and isinstance(action.message, Fault)
+        if isinstance(action, ee.SendTo) and isinstance(action.message, m.Fault)
     ]
 
 
 DECODE_S = 0.020
 ENDLESS = SamplingParams(max_tokens=4_000, ignore_eos=True)
 PACED_MODEL = ModelInfo("big", "", 50, 8192)
-PACED_LIMITS = Limits(context_length=8192, max_unreceived=8192)
+PACED_LIMITS = m.Limits(context_length=8192, max_unreceived=8192)
 
 
-def opening(name: str, length: int) -> Open:
-    return Open(name, "", "", (1,) * length, sampling=ENDLESS, drafting=False)
+def opening(name: str, length: int) -> m.Open:
+    return m.Open(name, "", "", (1,) * length, sampling=ENDLESS, drafting=False)
 
 
 class PacedEngine:
@@ -129,7 +119,7 @@ class PacedEngine:
             PACED_MODEL, PACED_LIMITS, limits or ee.EngineLimits(), contain=False
         )
         self.tokens: dict[str, int] = {}
-        self.faults: list[Fault] = []
+        self.faults: list[m.Fault] = []
         self._streams = 0
         self._batch: tuple[PassRequest, ...] = ()
         self._stream_of: dict[str, int] = {}
@@ -146,7 +136,7 @@ class PacedEngine:
 
     def close(self, name: str) -> None:
         self._take(
-            self.engine.handle(ee.StreamMessage(self._stream_of.pop(name), Cancel()), self.now)
+            self.engine.handle(ee.StreamMessage(self._stream_of.pop(name), m.Cancel()), self.now)
         )
 
     def lose(self, name: str) -> None:
@@ -179,9 +169,9 @@ class PacedEngine:
             match action:
                 case ee.RunBatch(requests):
                     self._batch = requests
-                case ee.SendTo(stream, Commit(position, tokens)) if tokens:
+                case ee.SendTo(stream, m.Commit(position, tokens)) if tokens:
                     self.tokens[self._name_of[stream]] += len(tokens)
-                    received = Received(position + len(tokens), 0)
+                    received = m.Received(position + len(tokens), 0)
                     self._take(self.engine.handle(ee.StreamMessage(stream, received), self.now))
-                case ee.SendTo(_, Fault() as fault):
+                case ee.SendTo(_, m.Fault() as fault):
                     self.faults.append(fault)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier import traffic_budget as tb
 from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
@@ -143,59 +142,6 @@ def test_a_key_over_its_rate_waits_without_busy_polls() -> None:
     paced.open("t", credential=Credential("slow", tokens_per_s=20.0))
     paced.run_until(paced.now + 10.0)
     assert paces(paced, 10.0)["t"] == pytest.approx(20.0, rel=0.05)
-
-
-def test_at_its_limit_a_key_gives_up_its_own_useless_session_or_is_refused() -> None:
-    paced = PacedEngine(0.0)
-    two = Credential("two", max_sessions=2)
-    for name in "abc":
-        paced.open(name, credential=two)
-    (fault,) = paced.faults
-    assert fault.code is FaultCode.OVERLOADED
-    assert "2 sessions of key 'two' are open, its limit" in fault.message
-    paced.open("d", credential=single(1))
-    paced.lose("a")
-    paced.open("e", credential=two)
-    assert set(paced.engine.sessions) == {"b", "d", "e"}
-
-
-def test_a_key_has_a_context_and_models_of_its_own() -> None:
-    paced = PacedEngine(0.0)
-    short = Credential("short", context_length=100, models=("big",))
-    paced.open("long", 100, short)
-    paced.open("fits", 90, short)
-    for _ in range(10):
-        paced.run_pass()
-    assert paced.tokens["fits"] == 10
-    assert not paced.engine.running
-    paced.open("other", credential=replace(short, models=("small", "tiny")))
-    codes = [fault.code for fault in paced.faults]
-    assert codes == [FaultCode.CONTEXT_TOO_LONG, FaultCode.UNKNOWN_MODEL]
-    said = [fault.message for fault in paced.faults]
-    assert "prompt of 100 tokens" in said[0]
-    assert "context of 100, the limit of key 'short'" in said[0]
-    assert "key 'short' is for the models 'small', 'tiny'" in said[1]
-    assert "this one is 'big'" in said[1]
-
-
-def test_a_full_verifier_tells_the_place_in_line_and_when_to_come_back() -> None:
-    paced = PacedEngine(0.0, EngineLimits(max_sessions=2))
-    for number in range(2):
-        paced.now = 3.0 * number
-        paced.open(f"in {number}")
-    for number in range(3):
-        paced.open(f"waits {number}")
-    paced.open("waits 1")
-    places = [fault.message.rpartition("; ")[2] for fault in paced.faults]
-    assert places == [f"{before} wait before it" for before in (0, 1, 2, 1)]
-    assert [fault.retry_after_s for fault in paced.faults] == [3.0, 6.0, 9.0, 6.0]
-    paced.close("in 0")
-    paced.open("waits 0")
-    paced.open("waits 2")
-    assert paced.faults[-1].message.endswith("1 wait before it")
-    paced.now += 60.0
-    paced.open("late")
-    assert paced.faults[-1].message.endswith("0 wait before it")
 
 
 SHARES = tb.ShareLimits(rate=500.0, least_rate=100.0, burst=256.0, first=256.0)

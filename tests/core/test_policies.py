@@ -13,20 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.device.estimates import (
-    MOST_MODELS,
-    DraftEstimates,
-    Learned,
-    LearnedByModel,
-    RowPrice,
-)
-from edgespec.core.device.goodput_policy import (
-    DEFAULT_POLICY,
-    GoodputPolicy,
-    PolicyName,
-    named_policy,
-    why_resting,
-)
+from edgespec.core.device import estimates as est
+from edgespec.core.device import goodput_policy
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -68,7 +56,7 @@ def _view(
         rank = ranks[index] if ranks else 0
         logprob = logprobs[index] if logprobs else 0.0
         tree.grow(index + 1, parent, 10 + index, prefix_length, rank, logprob)
-    estimates = DraftEstimates()
+    estimates = est.DraftEstimates()
     estimates.step_s.add(step_s)
     estimates.pass_s.add(pass_s)
     estimates.rtt_s.add(rtt_s)
@@ -229,7 +217,7 @@ def test_goodput_goes_on_where_a_node_is_in_time() -> None:
         view = _guessed(*logprobs, rate=0.8, decoding=False)
         rate = view.estimates.acceptance.rate(0)
         best = rate ** (1 + len(logprobs))
-        assert list(GoodputPolicy(1).best(view)) == pytest.approx([leaf, best])
+        assert list(goodput_policy.GoodputPolicy(1).best(view)) == pytest.approx([leaf, best])
 
 
 def test_goodput_counts_the_steps_that_only_catch_up() -> None:
@@ -238,17 +226,19 @@ def test_goodput_counts_the_steps_that_only_catch_up() -> None:
     view = _guessed(rate=0.8)
     rate = view.estimates.acceptance.rate(0)
     gains = [sum(rate**j for j in range(3, k + 1)) / k for k in range(3, 25)]
-    leaf, gain = GoodputPolicy(1).best(view)
+    leaf, gain = goodput_policy.GoodputPolicy(1).best(view)
     assert leaf == ROOT
     assert gain == pytest.approx(max(gains))
-    assert GoodputPolicy(1, least_gain=gain).extend(view) == ROOT
-    assert GoodputPolicy(1, least_gain=gain * 1.01).extend(replace(view, end=2)) is None
+    assert goodput_policy.GoodputPolicy(1, least_gain=gain).extend(view) == ROOT
+    assert (
+        goodput_policy.GoodputPolicy(1, least_gain=gain * 1.01).extend(replace(view, end=2)) is None
+    )
 
 
 def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
     """At 0.2 and a round trip of 200 ms no step saves anything; one guess in eight positions keeps
     the acceptance rate known, and is not sent."""
-    policy, far = GoodputPolicy(1), cast(Any, {"rate": 0.2, "rtt_s": 0.2})
+    policy, far = goodput_policy.GoodputPolicy(1), cast(Any, {"rate": 0.2, "rtt_s": 0.2})
     asked = {n: policy.extend(_guessed(prefix_length=n, **far)) for n in range(8, 40)}
     assert [n for n, node in asked.items() if node == ROOT] == [8, 16, 24, 32]
     probe = _guessed(-0.1, **far)
@@ -269,33 +259,33 @@ def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
         rank = (node + 1) % 2
         view.tree.grow(node, parent, 10 + node, 2, rank, second if rank else first)
     assert WindowedPolicy(2).extend(replace(view, unsent=4)) == 3
-    assert GoodputPolicy(2).extend(replace(view, unsent=4)) == 2
-    assert GoodputPolicy(2, window=3).extend(view) == 2
-    assert GoodputPolicy(2, window=2).extend(view) is None
+    assert goodput_policy.GoodputPolicy(2).extend(replace(view, unsent=4)) == 2
+    assert goodput_policy.GoodputPolicy(2, window=3).extend(view) == 2
+    assert goodput_policy.GoodputPolicy(2, window=2).extend(view) is None
 
 
 def test_who_names_no_policy_has_goodput() -> None:
-    policy = named_policy()
-    assert policy == named_policy(DEFAULT_POLICY)
-    assert isinstance(policy, GoodputPolicy)
+    policy = goodput_policy.named_policy()
+    assert policy == goodput_policy.named_policy(goodput_policy.DEFAULT_POLICY)
+    assert isinstance(policy, goodput_policy.GoodputPolicy)
     assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
-    kinds = [type(named_policy(name)) for name in PolicyName]
-    assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, GoodputPolicy]
+    kinds = [type(goodput_policy.named_policy(name)) for name in goodput_policy.PolicyName]
+    assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, goodput_policy.GoodputPolicy]
 
 
 @pytest.mark.parametrize(
     ("price", "rate", "why"),
     [
-        (RowPrice(), 0.9, None),
-        (RowPrice(0.0, 0), 0.9, "the verifier's passes are busy: it takes no drafts now"),
-        (RowPrice(0.5, 0), 0.9, "takes no drafts now, a row pays from a chance of 0.50 on"),
-        (RowPrice(0.8), 0.5, r"from a chance of 0.80 on, .* expected right with 0\."),
-        (RowPrice(), 0.01, "a draft step would save 0.0.* tokens, and has to save"),
+        (est.RowPrice(), 0.9, None),
+        (est.RowPrice(0.0, 0), 0.9, "the verifier's passes are busy: it takes no drafts now"),
+        (est.RowPrice(0.5, 0), 0.9, "takes no drafts now, a row pays from a chance of 0.50 on"),
+        (est.RowPrice(0.8), 0.5, r"from a chance of 0.80 on, .* expected right with 0\."),
+        (est.RowPrice(), 0.01, "a draft step would save 0.0.* tokens, and has to save"),
     ],
 )
-def test_a_device_says_why_it_rests(price: RowPrice, rate: float, why: str | None) -> None:
+def test_a_device_says_why_it_rests(price: est.RowPrice, rate: float, why: str | None) -> None:
     estimates = _guessed(rate=rate).estimates
-    found = why_resting(GoodputPolicy(1), price, estimates)
+    found = goodput_policy.why_resting(goodput_policy.GoodputPolicy(1), price, estimates)
     assert found is None if why is None else re.search(why, str(found))
 
 
@@ -323,8 +313,8 @@ def test_any_guess_has_a_chance(logprob: float) -> None:
 
 
 def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
-    usual = Learned()
-    learned = LearnedByModel("base", usual)
+    usual = est.Learned()
+    learned = est.LearnedByModel("base", usual)
     assert learned.of("base") is usual
     sql = learned.of("sql")
     assert sql is learned.of("sql")
@@ -335,8 +325,8 @@ def test_what_is_learned_is_kept_apart_by_model_and_by_noise() -> None:
 
 
 def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
-    learned = LearnedByModel("", Learned())
-    found = [learned.of(f"a{number}") for number in range(MOST_MODELS)]
+    learned = est.LearnedByModel("", est.Learned())
+    found = [learned.of(f"a{number}") for number in range(est.MOST_MODELS)]
     assert learned.of("a0") is found[0]
     learned.of("one more")
     assert learned.of("a0") is found[0]

@@ -26,20 +26,6 @@ from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, P
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
 from tests.core.draft_scripts import RECONNECT, REQUEST, guess, messages, streaming
-from tests.core.scenes import (
-    DECODE_S,
-    LIMITS,
-    MODEL,
-    RUNNING,
-    TEXT,
-    PacedEngine,
-    batch,
-    done,
-    named,
-    new_engine,
-    new_session,
-    run_pass,
-)
 
 
 def commit(position: int, row_price: int | None = None, credit: int | None = None) -> Commit:
@@ -144,13 +130,16 @@ def commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:
 
 def passed(engine: VerifyEngine) -> list[Commit]:
     """The commits of a session's first passes of 20 ms."""
-    requests, heard = batch(engine.handle(ee.StreamOpened(1, RUNNING), 0.0)), list[Commit]()
+    requests, heard = (
+        scenes.batch(engine.handle(ee.StreamOpened(1, scenes.RUNNING), 0.0)),
+        list[Commit](),
+    )
     for number in range(3):
-        actions = engine.handle(done(requests), 0.02 * (number + 1))
+        actions = engine.handle(scenes.done(requests), 0.02 * (number + 1))
         heard += commits(actions)
         received = Received(heard[-1].position + 1, 0)
         actions += engine.handle(ee.StreamMessage(1, received), 0.02 * (number + 1))
-        requests = batch(actions)
+        requests = scenes.batch(actions)
     return heard
 
 
@@ -164,7 +153,7 @@ def test_a_verifiers_full_price_is_told() -> None:
     ):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(PassScheduler, "least_chance", least_chance)
-            heard = passed(new_engine())
+            heard = passed(scenes.new_engine())
         assert {(one.row_price, one.credit) for one in heard} == {said}, least_chance
 
 
@@ -180,21 +169,21 @@ def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
     assert target.pass_s == loop.pass_s
 
 
-def test_who_waits_for_its_drafts_pays_a_part_of_the_price(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of 20 ms began 10 ms after the commit before: 0.9 * 20 / 30. Full price would silence
     it, and then it would wait a round trip for each token."""
     monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
-    engine = new_engine()
-    waits = replace(RUNNING, run_ahead=RunAhead.NEVER)
-    first = engine.handle(done(batch(engine.handle(ee.StreamOpened(1, waits), 0.0))), 0.02)
+    engine = scenes.new_engine()
+    waits = replace(scenes.RUNNING, run_ahead=RunAhead.NEVER)
+    first = engine.handle(
+        scenes.done(scenes.batch(engine.handle(ee.StreamOpened(1, waits), 0.0))), 0.02
+    )
     (said,) = commits(first)
     held = CommittedPrefix(waits.prompt, said.tokens)
     draft = Draft(1, (0,), (7,), held.length, held.hash_at(held.length))
-    (request,) = batch(engine.handle(ee.StreamMessage(1, draft), 0.03))
+    (request,) = scenes.batch(engine.handle(ee.StreamMessage(1, draft), 0.03))
     assert request.tokens == (7,)
-    (heard,) = commits(engine.handle(done((request,)), 0.05))
+    (heard,) = commits(engine.handle(scenes.done((request,)), 0.05))
     assert (said.row_price, said.credit) == (None, None)  # nothing is known yet
     assert (heard.row_price, heard.credit) == (600, None)
 
@@ -216,11 +205,11 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
     scheduler = PassScheduler(ee.EngineLimits(), CacheKeeper(None, sessions), ask)
     for number in range(prompts):
         long = replace(scenes.REQUEST, session_id=f"long {number}", prompt=(1,) * 4_000)
-        sessions[long.session_id] = new_session(long)
+        sessions[long.session_id] = scenes.new_session(long)
         scheduler.enqueue(long.session_id)
     for number in range(count):
-        sessions["s"] = session = new_session()
-        run_pass(session)
+        sessions["s"] = session = scenes.new_session()
+        scenes.run_pass(session)
         nodes = number % 3
         if nodes:
             session.handle(guesses(session, nodes), now)
@@ -229,7 +218,7 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         assert len(request.tokens) == (0 if prompts and number < 8 else nodes)
         now += PASS_S + row_s * sum(one.row_count for one in (request, *others))
         scheduler.finish(now)
-        session.handle(se.PassDone((TEXT[3], *(0 for _ in request.tokens))), now)
+        session.handle(se.PassDone((scenes.TEXT[3], *(0 for _ in request.tokens))), now)
         for other in others:
             sessions[other.key].handle(se.PassDone(()), now)
             scheduler.enqueue(other.key)
@@ -281,9 +270,9 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
 ) -> None:
     """Emulated: a pass takes 20 ms and ``row_s`` for each prompt row. Once its price is learned,
     the passes of others are a quarter longer."""
-    world = PacedEngine(row_s)
+    world = scenes.PacedEngine(row_s)
     world.open("victim", 1)
-    world.run_until(50 * DECODE_S)
+    world.run_until(50 * scenes.DECODE_S)
     names = [f"long {number}" for number in range(10)]
     for name in names:
         world.open(name, 4_000)
@@ -292,20 +281,20 @@ def test_ten_long_prompts_at_once_stretch_the_gaps_of_a_stream_by_less_than_a_th
         before_s, rows = world.now, world.run_pass()
         assert rows.pop("victim") == 1
         learning = 2 * FIRST_ROWS if len(gaps_s) < 4 else 1
-        most = 0.25 * DECODE_S / row_s + learning
+        most = 0.25 * scenes.DECODE_S / row_s + learning
         assert sum(count for count in rows.values() if count > 1) <= most
         gaps_s.append(world.now - before_s)
         fed = [name for name in names if world.engine.sessions[name].prefix.length > 4_000]
         fed_at_s += [world.now] * (len(fed) - len(fed_at_s))
-    assert max(gaps_s) <= 1.3 * DECODE_S
+    assert max(gaps_s) <= 1.3 * scenes.DECODE_S
     alone_s = 4_000 * row_s
     # One after the other, in a bit less than a fifth of the time (1.25 and 1.125 passes, in turn).
     for place, at_s in enumerate(fed_at_s, 1):
-        assert at_s - 50 * DECODE_S <= 7.5 * alone_s * place + 0.3
+        assert at_s - 50 * scenes.DECODE_S <= 7.5 * alone_s * place + 0.3
 
 
 def test_no_prompt_starves_behind_short_ones_that_keep_coming() -> None:
-    world = PacedEngine(0.0001)
+    world = scenes.PacedEngine(0.0001)
     world.open("victim", 1)
     for _ in range(20):
         world.run_pass()
@@ -326,7 +315,7 @@ def test_no_prompt_starves_behind_short_ones_that_keep_coming() -> None:
 
 
 def test_more_sessions_than_rows_leave_prompts_an_eighth_and_each_other_their_turns() -> None:
-    world = PacedEngine(0.0, ee.EngineLimits(max_rows_per_pass=16))
+    world = scenes.PacedEngine(0.0, ee.EngineLimits(max_rows_per_pass=16))
     for number in range(20):
         world.open(f"decoder {number}", 1)
     for _ in range(10):
@@ -387,10 +376,12 @@ class WaitsAlone:
 
 
 def test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others() -> None:
-    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), run_ahead=lambda kind: WaitsAlone())
-    first = batch(engine.handle(ee.StreamOpened(1, named("a", scenes.REQUEST)), 0.0))
-    waiting = engine.handle(done(first), 0.1)
+    engine = VerifyEngine(
+        scenes.MODEL, scenes.LIMITS, ee.EngineLimits(), run_ahead=lambda kind: WaitsAlone()
+    )
+    first = scenes.batch(engine.handle(ee.StreamOpened(1, scenes.named("a", scenes.REQUEST)), 0.0))
+    waiting = engine.handle(scenes.done(first), 0.1)
     assert not any(isinstance(action, ee.RunBatch) for action in waiting)
-    shared = batch(engine.handle(ee.StreamOpened(2, named("b", scenes.REQUEST)), 0.2))
+    shared = scenes.batch(engine.handle(ee.StreamOpened(2, scenes.named("b", scenes.REQUEST)), 0.2))
     assert {request.key: len(request.feed) for request in shared} == {"b": 2, "a": 1}
-    assert not any(isinstance(a, ee.RunBatch) for a in engine.handle(done(shared), 0.3))
+    assert not any(isinstance(a, ee.RunBatch) for a in engine.handle(scenes.done(shared), 0.3))

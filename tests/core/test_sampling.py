@@ -21,48 +21,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.device.commit_reader import CommitBounds
-from edgespec.core.device.events import DraftCounters, Finish
-from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.device.events import DraftCounters
 from edgespec.core.device.policy import WindowedPolicy
-from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter
-from edgespec.core.protocol.messages import (
-    EXACT_RULE,
-    Commit,
-    Draft,
-    Limits,
-    Open,
-    Received,
-    RunAhead,
-)
-from edgespec.core.protocol.sampling import (
-    MASK_32,
-    SamplingParams,
-    choose,
-    gumbel,
-    noise_bits,
-    warp,
-)
+from edgespec.core.protocol import messages as m
+from edgespec.core.protocol import sampling as sa
 from edgespec.core.protocol.work import LEAST_LOGPROB, MAX_LOGPROBS, TokenScore, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.drafts import AcceptanceRule, ExactRule, Walk
-from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.codec import decode_downlink, encode_downlink, payload_bytes
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import (
-    FixedDelay,
-    PassTime,
-    SimulatedDevice,
-    SimulatedVerifier,
-    Stream,
-    message_bytes,
-)
+from edgespec_sim.sessions import message_bytes
 from tests.adversarial import AdversarialDrafter
 from tests.core.scenes import REQUEST, commit_in, new_session, offer
+from tests.sim.one_session import alone
 
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
@@ -99,21 +73,21 @@ def _probabilities(scores: list[float]) -> list[float]:
 )
 def test_a_parameter_out_of_bounds_is_named(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        sa.SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-38, 9.9e-7])
 def test_a_temperature_below_the_least_is_greedy(temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, top_p=0.5, seed=4)
+    params = sa.SamplingParams(temperature=temperature, top_p=0.5, seed=4)
     assert params.greedy
-    assert not SamplingParams(temperature=1e-6).greedy
+    assert not sa.SamplingParams(temperature=1e-6).greedy
     for logits in ([1.0, 3.0, 3.0, 2.0], [1e30, 2e30, 2e30, 0.0]):
-        assert [choose(logits, params, position) for position in range(9)] == [1] * 9
+        assert [sa.choose(logits, params, position) for position in range(9)] == [1] * 9
 
 
 @given(ROWS, st.floats(0.01, 1.0))
 def test_top_p_reaches_its_mass_and_no_smaller_set_does(row: list[float], p: float) -> None:
-    kept = _kept(warp(row, SamplingParams(temperature=1.0, top_p=p)))
+    kept = _kept(sa.warp(row, sa.SamplingParams(temperature=1.0, top_p=p)))
     probabilities = _probabilities(row)
     mass = sum(probabilities[token] for token in kept)
     assert mass >= p - 1e-9
@@ -122,7 +96,7 @@ def test_top_p_reaches_its_mass_and_no_smaller_set_does(row: list[float], p: flo
 
 @given(ROWS, st.integers(1, 30))
 def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
-    kept = _kept(warp(row, SamplingParams(temperature=1.0, top_k=k)))
+    kept = _kept(sa.warp(row, sa.SamplingParams(temperature=1.0, top_k=k)))
     assert len(kept) >= min(k, len(row))
     assert min(row[t] for t in kept) >= max([row[t] for t in set(range(len(row))) - kept] or [-99])
 
@@ -130,47 +104,47 @@ def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
-        (SamplingParams(temperature=1.0, min_p=0.2), {0, 1}),
-        (SamplingParams(temperature=1.0, top_p=0.7), {0, 1}),
-        (SamplingParams(temperature=0.5, top_p=0.7), {0}),  # the temperature comes first
+        (sa.SamplingParams(temperature=1.0, min_p=0.2), {0, 1}),
+        (sa.SamplingParams(temperature=1.0, top_p=0.7), {0, 1}),
+        (sa.SamplingParams(temperature=0.5, top_p=0.7), {0}),  # the temperature comes first
     ],
 )
-def test_min_p_is_a_share_of_the_best(params: SamplingParams, kept: set[int]) -> None:
+def test_min_p_is_a_share_of_the_best(params: sa.SamplingParams, kept: set[int]) -> None:
     logits = [math.log(p) for p in (0.6, 0.25, 0.1, 0.05)]
-    assert _kept(warp(logits, params)) == kept
+    assert _kept(sa.warp(logits, params)) == kept
 
 
 def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
     row = [2.0, -2.0, 2.0, -2.0]
-    repetition = SamplingParams(repetition_penalty=2.0)
-    assert warp(row, repetition, [0], [1, 1]) == [1.0, -4.0, 2.0, -2.0]
-    additive = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    assert warp(row, additive, [0], [1, 1, 2]) == [2.0, -3.0, 1.25, -2.0]
+    repetition = sa.SamplingParams(repetition_penalty=2.0)
+    assert sa.warp(row, repetition, [0], [1, 1]) == [1.0, -4.0, 2.0, -2.0]
+    additive = sa.SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
+    assert sa.warp(row, additive, [0], [1, 1, 2]) == [2.0, -3.0, 1.25, -2.0]
     # A bias comes first, and ids outside the vocabulary are ignored.
-    biased = SamplingParams(logit_bias={1: 5.0, 99: 5.0}, repetition_penalty=2.0)
-    assert warp([1.0, 1.0], biased, [1]) == [1.0, 3.0]
-    assert choose([1.0, 0.0], biased, 0) == 1
+    biased = sa.SamplingParams(logit_bias={1: 5.0, 99: 5.0}, repetition_penalty=2.0)
+    assert sa.warp([1.0, 1.0], biased, [1]) == [1.0, 3.0]
+    assert sa.choose([1.0, 0.0], biased, 0) == 1
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=1.0),
-        SamplingParams(temperature=0.6),
-        SamplingParams(temperature=1.3, top_k=5),
-        SamplingParams(temperature=1.0, top_p=0.8),
+        sa.SamplingParams(temperature=1.0),
+        sa.SamplingParams(temperature=0.6),
+        sa.SamplingParams(temperature=1.3, top_k=5),
+        sa.SamplingParams(temperature=1.0, top_p=0.8),
     ],
 )
-def test_draws_follow_the_warped_softmax(params: SamplingParams) -> None:
+def test_draws_follow_the_warped_softmax(params: sa.SamplingParams) -> None:
     row = [1.5, 0.2, -0.3, 2.0, 0.9, 0.0, 1.1, -1.0]
     seeds, positions = range(10), range(1000)
     counts = Counter(
-        choose(row, replace(params, seed=seed), position)
+        sa.choose(row, replace(params, seed=seed), position)
         for seed in seeds
         for position in positions
     )
     draws = len(seeds) * len(positions)
-    expected = [draws * p for p in _probabilities(warp(row, params))]
+    expected = [draws * p for p in _probabilities(sa.warp(row, params))]
     assert set(counts) <= {token for token, mean in enumerate(expected) if mean > 0}
     cells = [(counts[token] - mean) ** 2 / mean for token, mean in enumerate(expected) if mean]
     # Mean k - 1, variance 2 (k - 1): five deviations out, with fixed seeds.
@@ -179,10 +153,10 @@ def test_draws_follow_the_warped_softmax(params: SamplingParams) -> None:
 
 def test_golden_bits() -> None:
     """Both sides of a link must agree on these for ever: a change is a new protocol version."""
-    small = [noise_bits(0, 0, 0), noise_bits(0, 0, 1), noise_bits(0, 1, 0)]
+    small = [sa.noise_bits(0, 0, 0), sa.noise_bits(0, 0, 1), sa.noise_bits(0, 1, 0)]
     assert small == [477780777, 792694223, 1930745897]
-    assert noise_bits((1 << 64) - 1, 1 << 20, 151_935) == 3153832169
-    low, high = gumbel(0), gumbel(MASK_32)  # finite at both ends
+    assert sa.noise_bits((1 << 64) - 1, 1 << 20, 151_935) == 3153832169
+    low, high = sa.gumbel(0), sa.gumbel(sa.MASK_32)  # finite at both ends
     assert low == pytest.approx(-math.log(math.log(2.0**24)))
     assert 16.0 < high < 17.0
 
@@ -190,8 +164,8 @@ def test_golden_bits() -> None:
 @pytest.mark.parametrize("shift", [1, 2, 7])
 def test_positions_are_not_shifted_copies_of_each_other(shift: int) -> None:
     size = 4000
-    here = [noise_bits(5, 10, t) for t in range(size)]
-    there = [noise_bits(5, 10 + shift, t) for t in range(size)]
+    here = [sa.noise_bits(5, 10, t) for t in range(size)]
+    there = [sa.noise_bits(5, 10 + shift, t) for t in range(size)]
     assert len(set(here) & set(there)) < 5
     x = [b / 2**32 - 0.5 for b in here]
     for lag in (0, 1, shift):
@@ -199,7 +173,7 @@ def test_positions_are_not_shifted_copies_of_each_other(shift: int) -> None:
         correlation = 12 * sum(a * b for a, b in zip(x, y, strict=False)) / len(y)
         assert abs(correlation) < 4 / math.sqrt(len(y))
     seeds = [low + (high << 32) for low in range(50) for high in range(50)]  # both halves count
-    assert len({noise_bits(seed, 3, shift) for seed in seeds}) == len(seeds)
+    assert len({sa.noise_bits(seed, 3, shift) for seed in seeds}) == len(seeds)
 
 
 LAW = ToyModel(vocabulary_size=4, order=2, seed=5, sharpness=1.0)
@@ -238,8 +212,8 @@ def hostile(seed: int) -> Drafter:
     return AdversarialDrafter(ToyDrafter(LAW), seed)
 
 
-def _params(top_p: float, seed: int) -> SamplingParams:
-    return SamplingParams(temperature=0.9, top_p=top_p, seed=seed, max_tokens=LENGTH)
+def _params(top_p: float, seed: int) -> sa.SamplingParams:
+    return sa.SamplingParams(temperature=0.9, top_p=top_p, seed=seed, max_tokens=LENGTH)
 
 
 def _draw(
@@ -247,23 +221,10 @@ def _draw(
 ) -> tuple[Text, DraftCounters]:
     """One text through both sessions. Its first token comes of the prompt's own pass, so no draft
     counts there."""
-    queue, target = EventQueue(), ToyTarget(LAW)
-    engine = VerifyEngine(target.info, Limits(), EngineLimits(), {EXACT_RULE: rule})
-    server = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda requests: 0.02))
-
-    def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, FixedDelay(queue, 0.001), FixedDelay(queue, 0.001))
-        server.accept(stream)
-        return stream, 0.0
-
-    params = _params(top_p, seed)
-    request = Open("s", "", "", PROMPT, sampling=params, run_ahead=RunAhead.NEVER)
-    session = DraftSession(request, WindowedPolicy(width), ReconnectPolicy(), 1000)
-    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: 0.002, connect)
-    device.start()
-    queue.run(1e3)
-    assert isinstance(device.delivery.ended, Finish)
-    return tuple(device.delivery.tokens), session.counters
+    request = m.Open("s", "", "", PROMPT, (), _params(top_p, seed), m.RunAhead.NEVER)
+    policy = WindowedPolicy(width)
+    device = alone(ToyTarget(LAW), drafter, request, policy, 0.002, 0.002, 0.02, rule=rule)
+    return tuple(device.delivery.tokens), device.session.counters
 
 
 @cache
@@ -284,7 +245,7 @@ def _direct(seed: int, top_p: float) -> Text:
     tokens = list(PROMPT)
     for position in range(len(PROMPT), len(PROMPT) + LENGTH):
         output = tokens[len(PROMPT) :]
-        tokens.append(choose(LAW.logits(tokens), _params(top_p, seed), position, PROMPT, output))
+        tokens.append(sa.choose(LAW.logits(tokens), _params(top_p, seed), position, PROMPT, output))
     return tuple(tokens[len(PROMPT) :])
 
 
@@ -296,7 +257,7 @@ def _law(length: int, top_p: float) -> dict[Text, float]:
     for text in itertools.product(range(LAW.vocabulary_size), repeat=length):
         chance = 1.0
         for index, token in enumerate(text):
-            scores = warp(LAW.logits((*PROMPT, *text[:index])), params)
+            scores = sa.warp(LAW.logits((*PROMPT, *text[:index])), params)
             weights = [math.exp(score) for score in scores]
             chance *= weights[token] / sum(weights)
         law[text] = chance
@@ -390,7 +351,7 @@ def test_a_session_that_asks_gets_the_score_of_each_token_it_commits() -> None:
     commit = commit_in(session.handle(se.PassDone((10,), scores(0)), 1.0))
     assert commit.logprobs == scores(0)
     base = session.prefix.hash_at(3)
-    session.handle(Draft(1, (0, 0, 1, 2, 2, 4), (40, 11, 12, 41, 12, 13), 3, base), 1.0)
+    session.handle(m.Draft(1, (0, 0, 1, 2, 2, 4), (40, 11, 12, 41, 12, 13), 3, base), 1.0)
     offer(session)
     done = se.PassDone((11, 40, 12, 41, 41, 13, 14), scores(0, 1, 2, 3, 4, 5, 6))
     commit = commit_in(session.handle(done, 1.0))
@@ -403,14 +364,14 @@ def test_a_device_that_comes_back_is_told_the_scores_it_missed() -> None:
     for token in (10, 11, 12):
         offer(session)
         session.handle(se.PassDone((token,), scores(token)), 1.0)
-    session.handle(Received(3, 0), 1.0)
+    session.handle(m.Received(3, 0), 1.0)
     for held, told in (((10, 11), scores(12)), ((10,), scores(11, 12)), ((), ())):
         session.handle(se.Detach(), 2.0)
         sent = session.handle(se.Attach(replace(ASKING, committed=held)), 3.0)
         (commit,) = [
             one.message
             for one in sent
-            if isinstance(one, se.Send) and isinstance(one.message, Commit)
+            if isinstance(one, se.Send) and isinstance(one.message, m.Commit)
         ]
         assert commit.tokens == (10, 11, 12)[len(held) :]
         assert commit.logprobs == told  # the first one was acknowledged, so nobody keeps its score
@@ -418,7 +379,7 @@ def test_a_device_that_comes_back_is_told_the_scores_it_missed() -> None:
 
 def test_a_device_cuts_scores_with_the_tokens_it_refuses() -> None:
     bounds = CommitBounds(2, 3)
-    commit, wrong = bounds.fitting(Commit(2, (1, 2, 3, 4), logprobs=scores(1, 2, 3, 4)))
+    commit, wrong = bounds.fitting(m.Commit(2, (1, 2, 3, 4), logprobs=scores(1, 2, 3, 4)))
     assert wrong is not None
     assert (commit.tokens, commit.logprobs) == ((1, 2, 3), scores(1, 2, 3))
 
@@ -431,8 +392,8 @@ def test_a_device_cuts_scores_with_the_tokens_it_refuses() -> None:
     ],
 )
 def test_scores_travel_and_are_weighed(told: tuple[TokenScore, ...]) -> None:
-    commit = Commit(5, (1, 2), logprobs=told)
+    commit = m.Commit(5, (1, 2), logprobs=told)
     assert decode_downlink(encode_downlink(commit)) == commit
     assert message_bytes(commit) == payload_bytes(commit)
-    asking = Open("s", "", "", (1,), logprobs=20)
+    asking = m.Open("s", "", "", (1,), logprobs=20)
     assert payload_bytes(asking) - payload_bytes(replace(asking, logprobs=0)) == 3

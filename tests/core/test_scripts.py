@@ -1,12 +1,14 @@
 """Golden texts: all events and actions of both sessions in a few scenes (``transcripts``), and
-scripts of a ``VerifyEngine`` (``engine_scripts``); and what an engine does with a bug.
+scripts of a device's session (``device_scripts``) and of a ``VerifyEngine`` (``engine_scripts``);
+and what an engine does with a bug.
 
 Oracle: the texts, read by a person when they change. To accept a change: ``REWRITE_SCRIPTS=1
 pytest`` with this file, and look at the difference. (The tests hide all ``EDGESPEC_`` variables
 from themselves, so the name has no such beginning.) A file of scripts holds cases (``== name``), a
 case commands, and each command's actions stand below it behind four blanks (but for those of a line
-that begins with ``.``: it sets the scene, and other cases show them); the target says ``TEXT``. The
-commands are the methods of ``Script``; ``name=value`` are keywords.
+that begins with ``.``: it sets the scene, and other cases show them); the target of an engine says
+``TEXT``. The commands are the methods of ``DeviceScript`` and of ``EngineScript``; ``name=value``
+are keywords.
 """
 
 from __future__ import annotations
@@ -21,17 +23,33 @@ from typing import Any, cast
 
 import pytest
 
-from edgespec.core.device.policy import DraftPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device import events as de
+from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Cancel, Draft, FaultCode, Open, Received, RunAhead
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Limits,
+    Open,
+    Received,
+    RunAhead,
+)
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import CacheShape, PassRequest
+from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
+from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.drafts import ExactRule, Walk
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session import VerifySession
+from tests.core import draft_scripts
+from tests.core.draft_scripts import REQUEST as ASKED
 from tests.core.scenes import LIMITS, MODEL, PROMPT, REQUEST, batch, done, faults, named
 from tests.sim.faults.worlds import WorldOptions, run_world
 
@@ -115,7 +133,6 @@ def test_the_transcript_is_as_ever(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert {path.stem for path in TRANSCRIPTS.glob("*")} == set(SCENES)
 
 
-SCRIPTS = Path(__file__).parent / "engine_scripts"
 REWRITE = bool(os.environ.get("REWRITE_SCRIPTS"))
 
 
@@ -124,18 +141,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 class Script:
-    """One engine and the clock of its case."""
+    """The clock of a case, and the commands of its lines: methods of the class."""
 
-    def __init__(self) -> None:
-        self.now, self.running = 0.0, tuple[PassRequest, ...]()
-        self.model, self.limits, self.engine_limits = MODEL, LIMITS, ee.EngineLimits()
-        self._engine: VerifyEngine | None = None
-
-    @property
-    def engine(self) -> VerifyEngine:
-        if self._engine is None:
-            self._engine = VerifyEngine(self.model, self.limits, self.engine_limits, contain=False)
-        return self._engine
+    now = 0.0
 
     def run(self, line: str) -> list[str]:
         """Carry out one command; the actions, and what it asks to be shown."""
@@ -144,25 +152,145 @@ class Script:
         found = getattr(self, words[0])(*[word for word in words[1:] if "=" not in word], **names)
         if not isinstance(found, tuple):
             return [found] if found else []
-        for action in found:
-            if isinstance(action, ee.RunBatch):
-                self.running = action.requests
         return [spell(action) for action in found]
 
+    def at(self, now: str) -> None:
+        self.now = float(now)
+
+
+LIMIT_NAMES = {field.name for field in fields(Limits)}
+POLICIES: dict[str, DraftPolicy] = {
+    "windowed": WindowedPolicy(),
+    "pearl": PearlPolicy(9),
+    "wide": FixedPolicy(9, width=2),
+}
+
+
+class DeviceScript(Script):
+    """One device's session; in words of its texts a ``_`` is a blank."""
+
+    session: DraftSession
+
+    def device(self, policy: str = "windowed", **names: str) -> None:
+        """A new one, with a policy and what its request has beside the usual."""
+        kind = names.get("constraint")
+        constraint = None if kind is None else Constraint(ConstraintKind(kind), "a")
+        sampling = SamplingParams(max_tokens=int(names.get("max", 20)), constraint=constraint)
+        run_ahead = RunAhead(names.get("run_ahead", "auto"))
+        silent = "silent" in names
+        request = replace(ASKED, sampling=sampling, run_ahead=run_ahead, drafting=not silent)
+        self.session = draft_scripts.new_session(POLICIES[policy], request)
+
+    def streaming(self, **names: str) -> None:
+        """It is connected and greeted."""
+        for event in (de.Start(), de.Connected()):
+            self.session.handle(event, self.now)
+        self.greet(**names)
+
+    def start(self) -> Any:
+        return self.session.handle(de.Start(), self.now)
+
+    def connected(self) -> Any:
+        return self.session.handle(de.Connected(), self.now)
+
+    def greet(self, **names: str) -> Any:
+        bounds = {name: int(value) for name, value in names.items() if name in LIMIT_NAMES}
+        greeting = replace(
+            draft_scripts.GREETING,
+            limits=Limits(**bounds),
+            fingerprint=names.get("model", ""),
+            constrained="constrained" in names,
+        )
+        return self.session.handle(greeting, self.now)
+
+    def commit(self, position: str, tokens: str = "", **names: str) -> Any:
+        finish = FinishReason(names.pop("finish")) if "finish" in names else None
+        counts = {name: int(value) for name, value in names.items()}
+        commit = Commit(int(position), numbers(tokens), finish=finish, **cast(Any, counts))
+        return self.session.handle(commit, self.now)
+
+    def guess(self, tokens: str = "") -> Any:
+        return self.session.handle(draft_scripts.guess(*numbers(tokens)), self.now)
+
+    def step_failed(self, why: str) -> Any:
+        return self.session.handle(de.StepFailed(why.replace("_", " ")), self.now)
+
+    def down(self, why: str, *flags: str, again: str = "") -> Any:
+        again_s = float(again) if again else None
+        down = de.LinkDown(why.replace("_", " "), "final" not in flags, again_s)
+        return self.session.handle(down, self.now)
+
+    def fault(self, code: str, why: str, retry: str = "0") -> Any:
+        return self.session.handle(
+            Fault(FaultCode[code], why.replace("_", " "), float(retry)), self.now
+        )
+
+    def stop(self, reason: str = "stop") -> Any:
+        return self.session.handle(de.Stop(FinishReason(reason)), self.now)
+
+    def tick(self) -> Any:
+        return self.session.handle(de.Tick(), self.now)
+
+    def due(self) -> Any:
+        """The deadline has come."""
+        assert self.session.deadline is not None
+        self.now = self.session.deadline
+        return self.tick()
+
+    def back(self, **names: str) -> Any:
+        """The back-off passes, and a new stream is greeted."""
+        self.due()
+        self.connected()
+        return self.greet(**names)
+
+    def show(self) -> str:
+        one, counters = self.session, self.session.counters
+        counted = {f.name: getattr(counters, f.name) for f in fields(counters)}
+        told = "".join(f" {name}={spell(value)}" for name, value in counted.items() if value)
+        held = f"output {list(one.prefix.output)}, {len(one.tree.nodes)} nodes"
+        until = f"deadline {spell(one.deadline)}, context {one.limits.context_length}"
+        return f"{one.state.value}, {held}, {until};{told}"
+
+
+class EngineScript(Script):
+    """One engine. ``says``: its target says this token, whatever it is asked."""
+
+    says: int | None = None
+    adapters: tuple[ModelInfo, ...] = ()
+
+    def __init__(self) -> None:
+        self.running = tuple[PassRequest, ...]()
+        self.model, self.limits, self.engine_limits = MODEL, LIMITS, ee.EngineLimits()
+        self._engine: VerifyEngine | None = None
+
+    @property
+    def engine(self) -> VerifyEngine:
+        if self._engine is None:
+            self._engine = VerifyEngine(
+                self.model, self.limits, self.engine_limits, contain=False, adapters=self.adapters
+            )
+        return self._engine
+
     def bounds(self, **names: str) -> None:
-        """Limits of the engine, of the protocol, and the model's end token."""
+        """Limits of the engine, of the protocol, the model's end token and adapters."""
         for name, value in names.items():
             if name == "eos":
                 self.model = replace(MODEL, eos_token_ids=numbers(value))
+            elif name == "says":
+                self.says = int(value)
+            elif name == "adapters":
+                self.model = replace(MODEL, fingerprint="base")
+                found = (replace(MODEL, name=one, fingerprint=one) for one in value.split(","))
+                self.adapters = tuple(found)
+            elif name == "share":
+                share = SharePrefixes(value)
+                self.engine_limits = replace(self.engine_limits, share_prefixes=share)
             elif name == "cache":
                 self.engine_limits = replace(self.engine_limits, cache=CacheShape(*numbers(value)))
             elif name in {field.name for field in fields(ee.EngineLimits)}:
                 self.engine_limits = replace(self.engine_limits, **cast(Any, {name: int(value)}))
             else:
                 self.limits = replace(self.limits, **{name: int(value)})
-
-    def at(self, now: str) -> None:
-        self.now = float(now)
 
     def show(self) -> str:
         """Who is there, and what the engine waits for."""
@@ -179,11 +307,18 @@ class Script:
             stop_token_ids=numbers(names.get("stop", "")),
             ignore_eos="ignore_eos" in names,
         )
-        credential = Credential(names.get("whose", ""), tokens_per_s=float(names.get("rate", 0)))
+        models = names.get("key_models")
+        credential = Credential(
+            names.get("whose", ""),
+            max_sessions=int(names.get("key_sessions", 0)),
+            context_length=int(names.get("key_context", 0)),
+            models=tuple(models.split(",")) if models else (),
+            tokens_per_s=float(names.get("rate", 0)),
+        )
         request: Open = replace(
             REQUEST,
             session_id=key,
-            prompt=(1,) * int(names.get("prompt", len(PROMPT))),
+            prompt=numbers(names.get("tokens", "")) or (1,) * int(names.get("prompt", len(PROMPT))),
             committed=numbers(names.get("committed", "")),
             sampling=sampling,
             run_ahead=RunAhead(names.get("run_ahead", "always")),
@@ -223,9 +358,27 @@ class Script:
 
     def done(self, behind: str = "", without: str = "") -> Any:
         """The pass that runs ends well, less the result of one session."""
-        result = done(self.running)
+        result = done(self.running) if self.says is None else self._said_the_same(self.says)
         left = tuple(one for one in result.results if one.key != without)
         return self._handle(replace(result, results=left, behind=numbers(behind)))
+
+    def _said_the_same(self, token: int) -> ee.BatchDone:
+        each = ((r.key, (token,) * (1 + len(r.tokens)) if r.sample else ()) for r in self.running)
+        return ee.BatchDone(tuple(PassResult(key, targets) for key, targets in each))
+
+    def finish(self) -> None:
+        """Passes until nobody wants one any more; all devices acknowledge everything."""
+        while self.engine.running:
+            self.done()
+            for key, session in tuple(self.engine.sessions.items()):
+                self.received(str(self.engine.registry.stream_of[key]), str(session.prefix.length))
+
+    def cached(self) -> str:
+        """What sessions found in the cache, and how much of it is held."""
+        keeper, ledger = self.engine.keeper, self.engine.keeper.ledger
+        assert ledger is not None
+        found = f"{keeper.prefix_hit_tokens} of {keeper.prefix_query_tokens} tokens were found"
+        return f"{found}, {ledger.block_count - ledger.free_count} blocks are held"
 
     def failed(self, why: str, *flags: str, culprit: str = "") -> Any:
         event = ee.BatchFailed(why, "full" in flags, culprit, "requested" in flags)
@@ -253,13 +406,21 @@ class Script:
         return self._handle(ee.StreamMessage(int(stream), message))
 
     def _handle(self, event: ee.EngineEvent) -> tuple[ee.EngineAction, ...]:
-        return self.engine.handle(event, self.now)
+        actions = self.engine.handle(event, self.now)
+        for action in actions:
+            if isinstance(action, ee.RunBatch):
+                self.running = action.requests
+        return actions
 
 
-def played(case: str) -> str:
+SCRIPTS: dict[str, type[Script]] = {"device_scripts": DeviceScript, "engine_scripts": EngineScript}
+FILES = [path for name in SCRIPTS for path in sorted((Path(__file__).parent / name).glob("*.txt"))]
+
+
+def played(case: str, script: Script) -> str:
     """The case anew: its commands, and below each what comes of it."""
     name, *lines = case.splitlines()
-    script, out = Script(), [name]
+    out = [name]
     for line in lines:
         if line.startswith("    ") or not line.strip():
             continue
@@ -270,10 +431,10 @@ def played(case: str) -> str:
     return "\n".join(out)
 
 
-@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.txt")), ids=lambda path: path.stem)
-def test_the_engine_does_as_its_scripts_say(path: Path) -> None:
-    text = path.read_text()
-    said = [played(f"== {case.strip()}") for case in text.split("== ") if case.strip()]
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_all_is_as_the_scripts_say(path: Path) -> None:
+    text, kind = path.read_text(), SCRIPTS[path.parent.name]
+    said = [played(f"== {case.strip()}", kind()) for case in text.split("== ") if case.strip()]
     if REWRITE:
         path.write_text("\n\n".join(said) + "\n")
     assert "\n\n".join(said).splitlines() == text.splitlines()

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc.aio
+
 from edgespec.core.ports import DeviceStream, ModelInfo, ServeStream, VerifierStream
 from edgespec.core.protocol.messages import (
     Cancel,
@@ -65,6 +67,18 @@ async def served(
     finally:
         await transport.close()
         await server.stop()
+
+
+@asynccontextmanager
+async def raw_call(transport: GrpcTransport) -> AsyncIterator[Any]:
+    """A stream of raw bytes on a connection of its own."""
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    channel = grpc.aio.insecure_channel(transport.address, options=own)
+    method: Any = channel.stream_stream("/edgespec.v1.Verifier/Speculate", None, None)
+    try:
+        yield method()
+    finally:
+        await channel.close(None)
 
 
 async def opened(transport: GrpcTransport) -> DeviceStream:

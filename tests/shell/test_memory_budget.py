@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,59 +27,31 @@ from edgespec.core.device.memory import (
     Observation,
     Restriction,
 )
-from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import BUNDLED, build_agent, load_drafter
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-from edgespec.device.model_drafter import (
-    exported_variant,
-    source_variant,
-    variants_of,
-)
-from edgespec.models.folders import (
-    Role,
-    model_info,
-    read_config,
-    resolve_model,
-)
+from edgespec.device.model_drafter import exported_variant, source_variant, variants_of
+from edgespec.models.folders import Role, model_info, read_config, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
+from edgespec_sim.token_sources.source import Script, ScriptedTarget
 from tests.shell.live_verifier import serving
 
 PROMPT = list(range(5, 45))
 
 
-class HashedText:
-    """A target with the bundled draft's vocabulary, whose token is a hash of its position."""
+INFO = replace(model_info(resolve_model(BUNDLED, Role.DRAFT)), name="hashed", context_length=2048)
 
-    info = replace(
-        model_info(resolve_model(BUNDLED, Role.DRAFT)), name="hashed", context_length=2048
-    )
-    cache = None
 
-    def open(
-        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
-    ) -> None:
-        pass
+def hashed(length: int, count: int) -> list[int]:
+    """A text behind so many tokens: each is a hash of its position."""
+    return [1 + at * 7919 % 4000 for at in range(length, length + count)]
 
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        return [self._run(request) for request in batch]
 
-    def keep(self, key: str, nodes: Sequence[int]) -> None:
-        pass
-
-    def close(self, key: str) -> None:
-        pass
-
-    def _run(self, request: PassRequest) -> PassResult:
-        if not request.sample:
-            return PassResult(request.key, ())
-        root = request.cache_length + len(request.feed)
-        positions = [root]
-        for parent in request.parents:
-            positions.append((positions[1 + parent] if parent >= 0 else root) + 1)
-        return PassResult(request.key, tuple(1 + at * 7919 % 4000 for at in positions))
+def hashing() -> ScriptedTarget:
+    """A target with the bundled draft's vocabulary that writes hashed texts."""
+    return ScriptedTarget(INFO, lambda prompt, count: Script(hashed(len(prompt), count), ()))
 
 
 def call(*arguments: str) -> Result:
@@ -154,7 +126,7 @@ def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() 
 async def test_a_text_does_not_depend_on_the_budget() -> None:
     """The bundled draft below a budget, at a window shorter than the text, against no draft."""
     texts, told, stats = {}, list[str](), None
-    async with serving(HashedText()) as (address, _):
+    async with serving(hashing()) as (address, _):
         for name, draft in (
             ("none", DraftSection(model="none")),
             ("budget", DraftSection(memory_budget="auto", window=128)),
@@ -168,7 +140,7 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
             texts[name] = found
             stats = agent.stats
             await agent.close()
-    assert texts["none"] == [1 + at * 7919 % 4000 for at in range(160, 200)]
+    assert texts["none"] == hashed(160, 40)
     assert texts["budget"] == texts["none"]
     assert stats is not None
     assert stats.counters.steps > 0
@@ -236,7 +208,7 @@ async def test_the_stream_goes_on_while_the_draft_rests() -> None:
     resting = GuardedDrafter(
         drafter, drafter, Rests(1, 0, Restriction(256, 4), 1), resident_bytes, lambda: 0.0
     )
-    async with serving(HashedText()) as (address, _):
+    async with serving(hashing()) as (address, _):
         agent = build_agent(AgentConfig(verifier=address, draft=DraftSection(model="none")))
         agent.drafter = resting
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -18,19 +18,7 @@ from edgespec.cli.verifier import Watching
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Fault,
-    FaultCode,
-    FinishReason,
-    Limits,
-    Open,
-    Opened,
-    Received,
-    RunAhead,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
@@ -69,7 +57,7 @@ async def generated(agent: Agent, params: SamplingParams) -> tuple[int, DraftCou
 
 async def test_the_counts_are_those_of_the_devices() -> None:
     async with watched() as found:
-        settings = config(found.address, run_ahead=RunAhead.NEVER)  # for drafts to count
+        settings = config(found.address, run_ahead=m.RunAhead.NEVER)  # for drafts to count
         async with build_agent(settings) as one, build_agent(settings) as two:
             results = await asyncio.gather(generated(one, GREEDY), generated(two, SAMPLED))
         seen = await found.scrape()
@@ -103,11 +91,13 @@ async def test_a_resumed_stream_is_not_counted_again() -> None:
         for stop_at, begin in ((4, False), (12, False), (12, True)):
             held = [] if begin else held
             stream = await transport.connect()
-            await stream.send(Open("a", "", "", IDS, tuple(held), sampling=params, drafting=False))
+            await stream.send(
+                m.Open("a", "", "", IDS, tuple(held), sampling=params, drafting=False)
+            )
             while len(held) < stop_at:
                 message = await stream.receive()
-                assert not isinstance(message, Fault)
-                if isinstance(message, Commit):
+                assert not isinstance(message, m.Fault)
+                if isinstance(message, m.Commit):
                     held += message.tokens
             await stream.close()
         await transport.close()
@@ -129,8 +119,8 @@ async def test_nothing_that_devices_send_makes_a_new_series() -> None:
         for number in range(20):
             stream = await transport.connect()
             name, session = f'evil"{{}}\\n{number}', f"session-{number}"
-            await stream.send(Open(session, name if number % 2 else "", f"v{number}", IDS))
-            assert isinstance(await stream.receive(), Fault)
+            await stream.send(m.Open(session, name if number % 2 else "", f"v{number}", IDS))
+            assert isinstance(await stream.receive(), m.Fault)
         await transport.close()
         async with build_agent(config(found.address)) as agent:
             await collect(agent, SAMPLED)
@@ -146,10 +136,7 @@ async def test_every_metric_is_exposed_and_told_in_the_docs() -> None:
     exposed = {(name, family.type) for name, family in seen.families.items() if "edgespec" in name}
     counter = Kind.COUNTER
     assert exposed == {
-        (
-            PREFIX + one.name.removesuffix("_total" if one.kind is counter else ""),
-            one.kind.value,
-        )
+        (PREFIX + one.name.removesuffix("_total" if one.kind is counter else ""), one.kind.value)
         for one in METRICS
     }
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -181,7 +168,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    engine = VerifyEngine(MODEL, Limits(), EngineLimits())
+    engine = VerifyEngine(MODEL, m.Limits(), EngineLimits())
     found = MetricsServer("127.0.0.1", 0)
     found.start(Watch(), engine, "m", "1")
     yield found
@@ -263,14 +250,14 @@ class Scene:
     def __init__(self, committed: tuple[int, ...] = ()) -> None:
         self.records: list[StreamRecord] = []
         self.meter = StreamMeter(self.records.append)
-        opened = ee.StreamOpened(7, Open("s", "", "", PROMPT, committed), "peer")
+        opened = ee.StreamOpened(7, m.Open("s", "", "", PROMPT, committed), "peer")
         actions = (
             ee.OpenSequence("s", len(PROMPT), SamplingParams()),
-            ee.SendTo(7, Opened(Limits(), "toy", len(PROMPT))),
+            ee.SendTo(7, m.Opened(m.Limits(), "toy", len(PROMPT))),
         )
         self.meter.observe(opened, actions, 10.0)
 
-    def commit(self, at: float, commit: Commit, pass_s: float = 0.5) -> None:
+    def commit(self, at: float, commit: m.Commit, pass_s: float = 0.5) -> None:
         batch = ee.RunBatch((PassRequest("s", 0, PROMPT, (4,), (-1,)),))
         self.meter.observe(ee.Poll(), (batch,), at - pass_s)
         self.meter.observe(ee.BatchDone(()), (ee.SendTo(7, commit),), at)
@@ -279,9 +266,9 @@ class Scene:
 def test_times_and_tokens_of_a_stream() -> None:
     scene, meter = Scene(), None
     meter = scene.meter
-    scene.commit(11.0, Commit(3, (5,)))
-    scene.commit(12.0, Commit(4, (6, 7), accepted=1, rows=3, stale=2))
-    scene.commit(15.0, Commit(6, (8,), rows=1, finish=FinishReason.STOP))
+    scene.commit(11.0, m.Commit(3, (5,)))
+    scene.commit(12.0, m.Commit(4, (6, 7), accepted=1, rows=3, stale=2))
+    scene.commit(15.0, m.Commit(6, (8,), rows=1, finish=m.FinishReason.STOP))
     assert (sum(meter.ttft_s.counts), meter.ttft_s.total) == (1, 1.0)
     assert (sum(meter.itl_s.counts), meter.itl_s.total) == (3, 4.0)
     assert (sum(meter.pass_s.counts), meter.pass_s.total) == (3, 1.5)
@@ -294,24 +281,24 @@ def test_times_and_tokens_of_a_stream() -> None:
     assert (record.tokens, record.accepted, record.nodes, record.reason) == (4, 1, 4, "stop")
     assert (record.ttft_s, record.ended_at, record.peer) == (1.0, 15.0, "peer")
     meter.gone(7, 16.0)
-    meter.told(7, Fault(FaultCode.INTERNAL, ""))
+    meter.told(7, m.Fault(m.FaultCode.INTERNAL, ""))
     assert len(scene.records) == 1
 
 
 def test_a_round_trip_is_that_of_the_commit_acknowledged() -> None:
     scene = Scene()
     for at, position in ((11.0, 3), (12.0, 4), (13.0, 5), (14.0, 6)):
-        scene.commit(at, Commit(position, (5,)))
+        scene.commit(at, m.Commit(position, (5,)))
     for at, position in ((15.0, 5), (15.5, 5), (16.0, 99)):
-        scene.meter.observe(ee.StreamMessage(7, Received(position, 0)), (), at)
+        scene.meter.observe(ee.StreamMessage(7, m.Received(position, 0)), (), at)
     assert (sum(scene.meter.rtt_s.counts), scene.meter.rtt_s.total) == (1, 15.0 - 12.0)
 
 
 def test_streams_end_once_for_one_reason() -> None:
     cancelled, lost, faulted = Scene(), Scene(), Scene()
-    cancelled.meter.observe(ee.StreamMessage(7, Draft(1, (0,), (4,))), (), 10.5)
-    cancelled.meter.observe(ee.StreamMessage(7, Cancel()), (), 11.0)
-    faulted.meter.told(7, Fault(FaultCode.OVERLOADED, ""))
+    cancelled.meter.observe(ee.StreamMessage(7, m.Draft(1, (0,), (4,))), (), 10.5)
+    cancelled.meter.observe(ee.StreamMessage(7, m.Cancel()), (), 11.0)
+    faulted.meter.told(7, m.Fault(m.FaultCode.OVERLOADED, ""))
     for scene, reason in ((cancelled, "cancelled"), (lost, "lost"), (faulted, "overloaded")):
         scene.meter.gone(7, 12.0)
         assert [record.reason for record in scene.records] == [reason]

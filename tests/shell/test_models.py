@@ -35,12 +35,7 @@ from edgespec.models.folders import (
     weights_fingerprint,
 )
 from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer, TokenizerError
-from tests.shell.tiny_checkpoints import (
-    SENTENCES,
-    tiny_config,
-    write_checkpoint,
-    write_tokenizer,
-)
+from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, write_checkpoint, write_tokenizer
 
 
 @pytest.fixture

@@ -45,34 +45,17 @@ from edgespec.verifier.targets.pipeline import (
 )
 from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare
 from edgespec.verifier.targets.torch_target import TorchTarget
+from tests.shell import torch_schedules as schedules
 from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.live_verifier import environment, ready, start
 from tests.shell.test_cli_processes import first_line, rest, rest_of
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
-from tests.shell.torch_schedules import (
-    GREEDY,
-    SAMPLINGS,
-    Recorder,
-    Serving,
-    check_random_schedule,
-    recorded,
-    torch_target,
-)
 from tests.sources import ROOT
 
 QUICK = ("gemma2", "granite", "gpt_oss")
 """Windows and soft caps; a scale of its own on the embedding; experts, windows and sinks."""
 WITHIN_S = 500
 COUNT = 120
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Canonical mode sets it for the process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- stages in turn, in this process --------------------------------------------------------
@@ -105,7 +88,7 @@ class StagedInTurn:
     def __init__(self, folder: Path, stages: int, **options: Any) -> None:
         self._sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in range(stages)}
         self.stages = [
-            torch_target(folder, share=InTurn(rank, stages, self._sent), **options)
+            schedules.torch_target(folder, share=InTurn(rank, stages, self._sent), **options)
             for rank in [*range(1, stages), 0]
         ]
         self.last = self.stages[-1]
@@ -142,10 +125,10 @@ class StagedInTurn:
 def test_stages_give_the_tokens_of_one_process(family: str, tmp_path: Path) -> None:
     """Sessions of all kinds of sampling, with ragged trees, rollbacks and shared beginnings."""
     family_model(family, **_three_layers(family)).save_pretrained(tmp_path)
-    one = torch_target(tmp_path, canonical=False)
+    one = schedules.torch_target(tmp_path, canonical=False)
     staged = StagedInTurn(tmp_path, 3, canonical=False)
     assert staged.info == one.info
-    Serving(one, staged, seed=family, samplings=SAMPLINGS).run(100)
+    schedules.Serving(one, staged, seed=family, samplings=schedules.SAMPLINGS).run(100)
 
 
 def _three_layers(family: str) -> dict[str, Any]:
@@ -157,15 +140,15 @@ def _three_layers(family: str) -> dict[str, Any]:
 def test_canonical_stages_give_the_bits_of_one_process(tmp_path: Path) -> None:
     config = tiny_config("qwen3", num_hidden_layers=3)
     folder = write_checkpoint(tmp_path / "model", config)
-    one = torch_target(folder, canonical=True)
+    one = schedules.torch_target(folder, canonical=True)
     staged = StagedInTurn(folder, 2, canonical=True)
     assert all(stage.canonical for stage in staged.stages)
-    logits = [recorded(target) for target in (one, staged.last)]
+    logits = [schedules.recorded(target) for target in (one, staged.last)]
 
     def same_bits() -> None:
         assert torch.equal(*(each[-1] for each in logits))
 
-    Serving(one, staged, same_bits, seed=2).run(60)
+    schedules.Serving(one, staged, same_bits, seed=2).run(60)
 
 
 def test_a_stage_holds_its_own_tensors_and_cache_alone(tmp_path: Path) -> None:
@@ -347,25 +330,27 @@ def main(arguments: list[str]) -> None:
     for argument in arguments:
         name, count = argument.rsplit(":", 1)
         folder = Path(name)
-        staged, one = Recorder(folder, stages=int(count)), Recorder(folder)
+        staged, one = schedules.Recorder(folder, stages=int(count)), schedules.Recorder(folder)
         target = staged.target
         assert isinstance(target, PipelineTarget)
         assert target.canonical
         assert target.info == one.target.info
         assert target._pool.data.shape[1] < one.target._pool.data.shape[1]
 
-        def same_bits(one: Recorder = one, staged: Recorder = staged) -> None:
+        def same_bits(one: schedules.Recorder = one, staged: schedules.Recorder = staged) -> None:
             assert torch.equal(one.logits, staged.logits)
 
         rng = random.Random(folder.name)
-        Serving(one.target, target, same_bits, seed=folder.name, samplings=SAMPLINGS).run(150)
+        schedules.Serving(
+            one.target, target, same_bits, seed=folder.name, samplings=schedules.SAMPLINGS
+        ).run(150)
         sys.stdout.write(f"{folder.name} equal\n")
         for length in (5, 40):
-            check_random_schedule(rng, staged, length)
+            schedules.check_random_schedule(rng, staged, length)
         sys.stdout.write(f"{folder.name} bits\n")
         again = PassRequest("again", 0, (1, 2, 3))
         for each in (target, one.target):
-            each.open("again", 3, GREEDY)
+            each.open("again", 3, schedules.GREEDY)
         hook = target._model.model.norm.register_forward_pre_hook(fail)
         with contextlib.suppress(InjectedError):
             target.forward([again])

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.bench.profile_fit import (
-    Line,
-    fit_errors,
-    fit_profile,
-    read_lines,
-    samples_of,
-)
+from edgespec.bench.profile_fit import Line, fit_errors, fit_profile, read_lines, samples_of
 from edgespec.telemetry.cost_profile import ProfileError, read_profile
 
 DRAFT_S, DRAFT_ROW_S, DRAFT_CONTEXT_S = 4e-3, 5e-4, 2e-6
@@ -122,10 +116,7 @@ def test_planted_laws_are_recovered() -> None:
     assert found.connect_s == pytest.approx(CONNECT_S, rel=0.1)
     low, high = (found.target_pass.seconds(4, 0, chance) for chance in (0.159, 0.841))
     assert high / low == pytest.approx(np.exp(2 * SCATTER), rel=0.05)
-    for mine, law in (
-        (samples.draft_steps, found.draft_step),
-        (samples.passes, found.target_pass),
-    ):
+    for mine, law in ((samples.draft_steps, found.draft_step), (samples.passes, found.target_pass)):
         mean, worst = fit_errors(mine, law)
         assert 0.0 <= mean <= worst < 0.05
 

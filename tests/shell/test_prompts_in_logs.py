@@ -12,7 +12,7 @@ import pytest
 
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import PassRequest, PassResult
-from edgespec.models.toy import TOY_MODEL
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.logs import JsonFormatter, TextFormatter
 from edgespec.verifier.build import load_target
 from edgespec.verifier.targets.toy import ToyTarget
@@ -94,7 +94,7 @@ async def test_no_request_leaves_its_words_in_a_log(log: Log) -> None:
     assert "a pass was chosen to fail" in text  # it is told that it failed, and not what was asked
     assert "the last line" in text
     assert WORD not in text
-    assert ", ".join(map(str, _ids(WORD)[:6])) not in text
+    assert ", ".join(map(str, ToyTokenizer().encode(WORD)[:6])) not in text
 
 
 async def test_a_bug_while_a_request_is_answered_leaves_none_either(
@@ -114,9 +114,3 @@ async def test_a_bug_while_a_request_is_answered_leaves_none_either(
 
 def _breaks(*arguments: object, **more: object) -> object:
     raise ZeroDivisionError("a bug")
-
-
-def _ids(text: str) -> list[int]:
-    from edgespec.models.toy import ToyTokenizer
-
-    return ToyTokenizer().encode(text)

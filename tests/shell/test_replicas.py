@@ -28,13 +28,7 @@ from edgespec.device.build import connect
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
-from edgespec.wire.directory import (
-    FRESH_S,
-    KEEP_S,
-    VerifierDirectory,
-    is_name,
-    look_up,
-)
+from edgespec.wire.directory import FRESH_S, KEEP_S, VerifierDirectory, is_name, look_up
 from edgespec.wire.grpc_calls import CONVERSATION_HEADER
 from tests.shell.failing_verifiers import PACED, TEXT, agent
 from tests.shell.gate import Gate
@@ -208,7 +202,9 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
 
 
 class Made:
-    """A transport that only remembers how it was made."""
+    """A transport that only remembers how it was made, and whether it is in use."""
+
+    idle = False
 
     def __init__(self, address: str, server_name: str) -> None:
         self.made_with, self.closed = (address, server_name), False
@@ -276,24 +272,18 @@ async def test_names_are_looked_up_again_after_a_while_or_when_nobody_answers() 
     assert all(one.closed for one in {**first, **found}.values() if isinstance(one, Made))
 
 
-class Busy(Made):
-    """It knows whether it is in use."""
-
-    idle = False
-
-
 async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses_them() -> None:
     resolver = Resolver(pool=["10.0.0.1", "10.0.0.2"])
     directory = VerifierDirectory(
         ("pool:1",),
-        lambda address, *, server_name="": Busy(address, server_name),
+        lambda address, *, server_name="": Made(address, server_name),
         look_up=resolver,
         clock=lambda: resolver.now,
     )
 
-    async def find() -> list[Busy]:
+    async def find() -> list[Made]:
         resolver.now += KEEP_S + 1.0
-        found = [one for one in (await directory.find()).values() if isinstance(one, Busy)]
+        found = [one for one in (await directory.find()).values() if isinstance(one, Made)]
         await asyncio.sleep(0)
         return found
 

@@ -16,12 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
-from edgespec.sampling.arrays import (
-    Workspace,
-    best_candidates,
-    least_bits,
-    row_bits,
-)
+from edgespec.sampling.arrays import Workspace, best_candidates, least_bits, row_bits
 from edgespec.sampling.arrays import gumbel as array_gumbel
 from edgespec.sampling.arrays import noise_bits as array_noise_bits
 from edgespec.sampling.token_counts import TokenCounts
@@ -52,11 +47,7 @@ def row(values: list[float]) -> Values:
 
 @given(ROWS, PARAMS, st.integers(0, 10**6), st.lists(IDS, max_size=9), st.lists(IDS, max_size=9))
 def test_the_first_guess_is_the_scalar_choice(
-    values: list[float],
-    params: SamplingParams,
-    position: int,
-    prompt: list[int],
-    output: list[int],
+    values: list[float], params: SamplingParams, position: int, prompt: list[int], output: list[int]
 ) -> None:
     logits = row(values)
     counts = TokenCounts.of(VOCABULARY_SIZE, prompt, output)

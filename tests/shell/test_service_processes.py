@@ -1,35 +1,48 @@
-"""The daemon as an operator meets it: reload by SIGHUP, drain by SIGTERM, refusals at its start.
+"""The daemon as an operator meets it: reload by SIGHUP, drain by SIGTERM, refusals at its start,
+reloads and drains that go wrong, and a small run of ``benchmarks/service_drill.py``.
 
-Oracle: the toy's text, of devices that the operation is not about; what the processes say of it.
+Oracle: the toy's text, of devices that the operation is not about; what the processes say of it;
+the next reload is heard, the drain goes on; of the drill the script's own findings.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import io
+import json
 import os
 import secrets
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from edgespec.cli.verifier import ServiceManager
+from edgespec.cli.verifier import ServiceManager, _drain, _reload_whenever
+from edgespec.config import ConfigError
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import Agent, Chunk, GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
-from tests.shell.guarded import PROMPT, device_config, keys_in
-from tests.shell.live_verifier import daemon, start, toy_text
+from edgespec.wire.access import ServerAccess
+from tests.shell.guarded import PROMPT, device_config, keys_in, verifier_config
+from tests.shell.live_verifier import daemon, environment, start, toy_text
 from tests.shell.pki import Pki
+from tests.sources import ROOT
 
 WITHIN_S = 120
 IDS = ToyTokenizer().encode(PROMPT)
@@ -143,11 +156,7 @@ async def test_sigterm_lets_running_streams_end_and_sends_new_ones_away() -> Non
 @pytest.mark.parametrize(
     ("options", "code", "why"),
     [
-        (
-            ("--host", "0.0.0.0"),
-            2,
-            "host is '0.0.0.0', which others can reach",
-        ),
+        (("--host", "0.0.0.0"), 2, "host is '0.0.0.0', which others can reach"),
         (("--tls-cert", "server.pem"), 2, "tls.cert is given without key"),
         (("--set", "tls.client_ca=ca.pem"), 2, "tls.client_ca is given without cert and key"),
         (("--tls-cert", "none.pem", "--tls-key", "none.key"), 2, "none.pem: No such file"),
@@ -222,3 +231,102 @@ def test_the_daemon_says_when_it_serves_reloads_and_ends(
             process.send_signal(signal.SIGTERM)
             assert heard(end)["STOPPING"] == "1"
             assert process.wait(WITHIN_S) == 0
+
+
+@pytest.mark.parametrize("broken", ["files", "streams"])
+async def test_a_reload_that_raises_is_not_the_last(
+    broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, done = asyncio.Event(), asyncio.Queue[str]()
+
+    def reload() -> Any:
+        if broken == "files":
+            raise RuntimeError("a bug")
+        return SimpleNamespace(keys=SimpleNamespace(revoked=("one",)), warnings=())
+
+    def revoke(names: object) -> int:
+        raise RuntimeError("a bug")
+
+    class Manager(ServiceManager):
+        def ready(self, status: str) -> None:
+            done.put_nowait(status)
+
+    access: Any = SimpleNamespace(reload=reload)
+    serving: Any = SimpleNamespace(revoke=revoke)
+    task = asyncio.create_task(_reload_whenever(asked, access, serving, Manager(), "up"))
+    for _ in range(2):
+        asked.set()
+        assert await asyncio.wait_for(done.get(), 30.0) == "up"
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert caplog.text.count("RuntimeError: a bug") == 2
+
+
+def test_a_file_of_keys_that_was_cut_off_revokes_nobody(tmp_path: Path) -> None:
+    """As an editor leaves it for a moment, or a full disk for good."""
+    path = tmp_path / "keys.yaml"
+    key = keys_in(path, "one")["one"]
+    access, whole = ServerAccess(verifier_config(keys=path)), path.read_text()
+    for cut in (0, whole.index("keys:"), whole.index("one:")):
+        path.write_text(whole[:cut])
+        with pytest.raises(ConfigError, match="keys"):
+            access.reload()
+        assert access.authenticate(key) == Credential("one")
+    path.write_text("keys: {}")
+    assert access.reload().keys.revoked == ("one",)
+    assert access.authenticate(key) is None
+
+
+class FullDisk(io.StringIO):
+    """A log on a disk that takes no more."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 30.0])
+async def test_a_drain_goes_on_where_nobody_can_be_told(
+    drain_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    async def drain() -> None:
+        done.append("drain")
+
+    async def drained() -> None:
+        done.append("drained")
+
+    server: Any = SimpleNamespace(stream_count=1, drain=drain, drained=drained)
+    serving: Any = SimpleNamespace(broken=asyncio.Event())
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    await _drain(serving, server, drain_s)
+    assert done == (["drain", "drained"] if drain_s else ["drain"])
+
+
+DRILLS = ["calm", "rotation", "revocation", "wrong-keys", "flood", "restart", "two", "drain"]
+
+
+@pytest.mark.slow
+def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
+    report = tmp_path / "drill.json"
+    options = ("--devices", "10", "--seconds", "4", "--seed", "2", "--json", str(report))
+    done = subprocess.run(
+        [sys.executable, "benchmarks/service_drill.py", *options],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert report.exists(), done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    # How fast a revocation is on a machine that runs other tests is for the bench to judge.
+    findings = [one for one in found["findings"] if not one.startswith("revocation: 6 of 6 ended")]
+    assert findings == [], done.stdout + done.stderr
+    rows = {row["name"]: row for row in found["drills"]}
+    assert list(rows) == DRILLS
+    assert all(row["tokens"] > 0 for row in rows.values())
+    assert rows["revocation"]["notes"]["ended"] == 6
+    assert rows["wrong-keys"]["notes"]["UNAUTHENTICATED"] > 0
+    assert rows["flood"]["notes"]["streams"] > 0

@@ -1,9 +1,12 @@
-"""``edgespec-sim`` as a user runs it: files written, errors in one line, sweeps that go on."""
+"""``edgespec-sim`` as a user runs it: files written, errors in one line, sweeps that go on,
+intervals, one check for all commands, no lost run."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,20 @@ from typer.testing import CliRunner
 
 from edgespec_sim.commands import run
 from edgespec_sim.commands.main import app
+from edgespec_sim.commands.play import Ask, Point, Workers, play_seeds
+from edgespec_sim.replication import FIRST
 from edgespec_sim.run_summary import read_summary
+from edgespec_sim.scenario.sections import load_scenario
 from tests.sources import ROOT
 
 SHORT = ("--set", "duration_s=3", "--seeds", "1")
+# The same for the scenario itself and for the command line.
+BRIEF = {
+    "arms": ["target-only", "edgespec"],
+    "duration_s": 2,
+    "devices.laptop.workload.output_tokens": 20,
+}
+TWO_ARMS = [word for key, value in BRIEF.items() for word in ("--set", f"{key}={value}")]
 runner = CliRunner()
 
 
@@ -116,3 +129,157 @@ def test_the_page_of_the_simulator_names_every_command() -> None:
     assert {"run", "sweep", "plan", "report", "trace"} <= commands
     for command in commands:
         assert f"`{command} " in page or f"`{command}`" in page, command
+
+
+# --- seeds ------------------------------------------------------------------------------------
+
+
+def test_a_run_plays_seeds_until_the_speed_up_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ask, "of", lambda *given: Ask(1, None, 0.6, 3600.0))
+    said = sim("run", "single-device", "--out", str(tmp_path), *TWO_ARMS)
+    summary = read_summary(tmp_path / "summary.json")
+    assert summary.seeds >= FIRST
+    ours = summary.arms[1]
+    assert ours.speedup_interval is not None
+    low, high = ours.speedup_interval
+    assert ours.speedup is not None
+    assert low < ours.speedup < high
+    assert (high - low) / 2 <= 0.6 * ours.speedup * 1.1
+    assert f"seeds 1 to {summary.seeds}" in said
+    assert "95 % intervals" in said
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"(95 % interval {low:.2f} to {high:.2f})" in page
+    assert ours.pace is not None
+    assert len(ours.pace.low) == len(ours.pace.values)
+
+
+def test_time_is_a_limit_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a clock on which every world takes ten seconds; 25 s are room for two seeds."""
+    clock = [0.0]
+    played = Workers.play
+
+    def slow(self: Workers, tasks, doing=""):  # type: ignore[no-untyped-def] # as Workers.play
+        for one in played(self, tasks, doing):
+            clock[0] += 5.0
+            yield one
+
+    monkeypatch.setattr(Workers, "play", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    scenario = load_scenario("single-device", BRIEF)
+    point = Point("one", scenario, Path())
+    play_seeds([point], Ask(1, None, 0.0001, 25.0), 1, quiet=True)
+    assert point.seeds == 2
+    assert "as 25 s of time were the limit" in point.said[0]
+    alone = Point("one", scenario, Path())
+    clock[0] = 0.0
+    play_seeds([alone], Ask(1, None, 0.05, 5.0), 1, quiet=True)
+    assert alone.seeds == 1
+    assert "nobody knows how sure they are" in alone.said[0]
+
+
+def test_a_world_too_short_for_a_request_says_so() -> None:
+    short = load_scenario("single-device", {**BRIEF, "duration_s": 0.3})
+    point = Point("one", short, Path())
+    play_seeds([point], Ask(1, 2), 1, quiet=True)
+    assert "no complete request" in point.said[0]
+
+
+def test_seeds_are_added_up_one_by_one(tmp_path: Path) -> None:
+    """Oracle: each seed played alone."""
+    both = tmp_path / "both"
+    sim("run", "single-device", "--seed", "4", "--seeds", "2", "--out", str(both), *TWO_ARMS)
+    alone = []
+    for seed in ("4", "5"):
+        out = tmp_path / seed
+        sim("run", "single-device", "--seed", seed, "--out", str(out), *TWO_ARMS)
+        alone.append(read_summary(out / "summary.json"))
+    whole = read_summary(both / "summary.json")
+    assert (whole.seed, whole.seeds) == (4, 2)
+    for arm, first, second in zip(whole.arms, *(one.arms for one in alone), strict=True):
+        assert arm.all.tokens == first.all.tokens + second.all.tokens
+        assert arm.all.requests == first.all.requests + second.all.requests
+        mean = (first.all.tokens_per_second + second.all.tokens_per_second) / 2
+        assert arm.all.tokens_per_second == pytest.approx(mean)
+        busy = [one.verifiers[0].utilisation for one in (arm, first, second)]
+        assert busy[0] == pytest.approx((busy[1] + busy[2]) / 2)
+    assert alone[0].arms[1].speedup_interval is None
+
+
+def test_a_worker_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task would never come back."""
+    workers = Workers(2, quiet=True)
+    workers._check_children()
+    workers._workers = {1234}
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [])
+    with pytest.raises(ChildProcessError, match="was killed"):
+        workers._check_children()
+
+
+# --- one check --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("association=nearest", "'nearest'"),
+        ("links.internet.trace=generate:wifii", "no generator 'wifii'"),
+        ("links.internet.trace=no-such-file.csv", "no-such-file.csv"),
+        ("tokens={source: tape, tape: nothing}", "nothing: no such file"),
+        ("devices.laptop.draft={profile: nowhere.json}", "nowhere.json"),
+        ("verifiers.server.pass_time={roofline: gpt-9@h200}", "roofline is 'gpt-9@h200'"),
+        ("verifiers.server.stages={nodes: 2, rtt_matrix: none.tar.xz}", "none.tar.xz"),
+        ("duration_s=-1", "duration_s is -1.0"),
+        ("devices.laptop.radio_power=6g", "radio_power is '6g'"),
+    ],
+)
+def test_what_run_refuses_scenario_refuses_in_the_same_words(setting: str, said: str) -> None:
+    results = [
+        runner.invoke(app, [command, "single-device", "--set", setting])
+        for command in ("run", "scenario")
+    ]
+    errors = []
+    for result in results:
+        assert result.exit_code in (1, 2), result.output
+        errors += [line for line in result.output.splitlines() if line.startswith("error:")]
+    assert said in errors[0]
+    assert errors[0] == errors[1]
+    assert results[0].exit_code == results[1].exit_code
+
+
+# --- no lost result ---------------------------------------------------------------------------
+
+
+def test_the_report_of_a_trace_does_not_replace_a_runs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    sim("run", "single-device", "--seed", "1", "--out", str(run), *TWO_ARMS)
+    files = ("report.html", "arms.csv", "requests.csv", "summary.json", "timeline.json")
+    before = {name: (run / name).read_bytes() for name in files}
+    said = sim("report", str(run / "trace.jsonl"))
+    assert {name: (run / name).read_bytes() for name in files} == before
+    assert str(run / "trace-report" / "report.html") in said.replace("\n", "")
+    other = tmp_path / "other"
+    sim("run", "single-device", "--seed", "2", "--out", str(other), *TWO_ARMS)
+    for arguments in (
+        (str(run / "trace.jsonl"), "--out", str(other)),
+        (str(run), "--out", str(other)),
+        (str(run / "summary.json"), "--out", str(other)),
+    ):
+        result = runner.invoke(app, ["report", *arguments])
+        assert result.exit_code == 1
+        assert "holds another run (single-device, seed 2 and on: 1 played)" in result.output
+    kept = json.loads((other / "summary.json").read_text(encoding="utf-8"))
+    assert kept["seed"] == 2
+    sim("report", str(other))
+
+
+def test_a_run_does_not_overwrite_another_one(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    again = ("run", "single-device", "--out", str(out), *TWO_ARMS)
+    sim(*again, "--seed", "1")
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    result = runner.invoke(app, (*again, "--seed", "2"))
+    assert result.exit_code == 1
+    assert "holds another run (single-device, seed 1 and on: 1 played)" in result.output
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before

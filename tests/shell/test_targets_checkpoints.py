@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,6 @@ from edgespec.core.ports import ModelOutputError, PassRequest, UnsupportedModelE
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets import linear_layers
 from edgespec.verifier.targets import loading as checkpoints
-from edgespec.verifier.targets.linear_layers import (
-    NarrowEmbedding,
-    PackedLinear,
-    QuantizedLinear,
-    pack_model,
-    quantize_model,
-    unpack_model,
-)
 from edgespec.verifier.targets.loading import check_family, load_model
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell.family_models import family_model
@@ -48,26 +40,13 @@ from tests.shell.tiny_checkpoints import (
     tiny_tensors,
     write_checkpoint,
 )
-from tests.shell.torch_schedules import (
-    GREEDY,
-    decode_alone,
-    decode_beside,
-    generated,
-    torch_target,
-)
+from tests.shell.torch_schedules import GREEDY, decode_alone, decode_beside, generated, torch_target
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(20, 61))]
 COUNT = 20
 # Of a logit, by how much bfloat16 may move the difference of two: 8 bits of values below 32.
 _NEAR_TIE = 0.25
 Tensors = dict[str, np.ndarray[Any, np.dtype[np.float32]]]
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -266,8 +245,8 @@ def test_rounded_weights_write_the_text_of_generate_up_to_near_ties(
     alone = [decode_alone(target, prompt, COUNT) for prompt in PROMPTS]
     assert decode_beside(target, PROMPTS, alone) == alone
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    quantize_model("model", model, number_format)
-    assert any(isinstance(part, QuantizedLinear) for part in model.modules())
+    linear_layers.quantize_model("model", model, number_format)
+    assert any(isinstance(part, linear_layers.QuantizedLinear) for part in model.modules())
     compared = 0
     for prompt, text in zip(PROMPTS, alone, strict=True):
         logits = _logits(model, prompt + text, len(prompt))
@@ -298,8 +277,10 @@ def test_what_a_format_cannot_hold_is_refused_by_name(
     family_model("qwen3", intermediate_size=88).save_pretrained(folder / "odd")
     message = r"but model.layers.0.mlp.gate_proj is 64 x 88; int8 has no such limit"
     _refused(folder / "odd", message, quantize="int4")
-    right = QuantizedLinear.product
-    monkeypatch.setattr(QuantizedLinear, "product", lambda layer, rows: right(layer, rows) * 1.2)
+    right = linear_layers.QuantizedLinear.product
+    monkeypatch.setattr(
+        linear_layers.QuantizedLinear, "product", lambda layer, rows: right(layer, rows) * 1.2
+    )
     _refused(folder, "int8 product is wrong on this machine: model", quantize="int8")
 
 
@@ -417,34 +398,34 @@ def test_unpacked_weights_are_the_weights_and_none_lie_twice(small: None) -> Non
     rows = torch.randn((7, 96))
     out = model(rows)
     weights = [weakref.ref(part.weight) for part in model if isinstance(part, torch.nn.Linear)]
-    assert pack_model(model) == 2
+    assert linear_layers.pack_model(model) == 2
     gc.collect()
     assert [ref() for ref in weights] == [None, None]
     torch.testing.assert_close(model(rows), out, rtol=0, atol=1e-5)
-    assert unpack_model(model) == 2
+    assert linear_layers.unpack_model(model) == 2
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(model(rows), out)
-    assert unpack_model(model) == 0
+    assert linear_layers.unpack_model(model) == 0
 
 
 def test_what_is_small_shared_hooked_or_of_another_format_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = _layers()
-    assert pack_model(model) == 0
+    assert linear_layers.pack_model(model) == 0
     monkeypatch.setattr(linear_layers, "LEAST_WEIGHTS", 10_000)
-    assert pack_model(model) == 1
-    assert isinstance(model[0], PackedLinear)
+    assert linear_layers.pack_model(model) == 1
+    assert isinstance(model[0], linear_layers.PackedLinear)
     monkeypatch.setattr(linear_layers, "LEAST_WEIGHTS", 1)
-    assert pack_model(_layers().double()) == 0
+    assert linear_layers.pack_model(_layers().double()) == 0
     shared = _layers()
     shared.append(torch.nn.Linear(96, 192))
     shared[3].weight = shared[0].weight
-    assert pack_model(shared) == 1
+    assert linear_layers.pack_model(shared) == 1
     hooked = _layers()
     hooked[2].register_forward_hook(lambda _module, _rows, out: out + 1)
-    assert pack_model(hooked) == 1
+    assert linear_layers.pack_model(hooked) == 1
 
 
 class _Scaled(torch.nn.Embedding):
@@ -467,25 +448,27 @@ def test_a_head_that_is_the_embedding_is_packed_beside_a_table_with_the_same_num
     model = torch.nn.ModuleDict({"embed": embed, "head": head}).requires_grad_(False).eval()
     weight, tokens, rows = embed.weight.clone(), torch.arange(40), torch.randn((5, 96))
     looked_up, logits = model["embed"](tokens), model["head"](rows)
-    assert pack_model(model) == 1
-    assert isinstance(model["head"], PackedLinear)
-    assert isinstance(model["embed"], NarrowEmbedding) == (exact and kind is torch.nn.Embedding)
+    assert linear_layers.pack_model(model) == 1
+    assert isinstance(model["head"], linear_layers.PackedLinear)
+    assert isinstance(model["embed"], linear_layers.NarrowEmbedding) == (
+        exact and kind is torch.nn.Embedding
+    )
     assert torch.equal(model["embed"](tokens), looked_up)
     torch.testing.assert_close(model["head"](rows), logits, rtol=0, atol=1e-5)
-    assert unpack_model(model) == 1
+    assert linear_layers.unpack_model(model) == 1
     assert model["head"].weight is model["embed"].weight
     assert torch.equal(model.get_parameter("embed.weight"), weight)
     assert torch.equal(model["embed"](tokens), looked_up)
     assert torch.equal(model["head"](rows), logits)
 
 
-def _wrong(layer: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+def _wrong(layer: linear_layers.PackedLinear, rows: torch.Tensor) -> torch.Tensor:
     """Right for the first layer alone."""
     out = torch.nn.functional.linear(rows, layer.unpacked(), layer.bias)
     return out if layer.in_features == 96 else out * 1.001
 
 
-def _missing(_layer: PackedLinear, _rows: torch.Tensor) -> torch.Tensor:
+def _missing(_layer: linear_layers.PackedLinear, _rows: torch.Tensor) -> torch.Tensor:
     raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
 
 
@@ -506,8 +489,8 @@ def test_products_that_are_wrong_or_missing_are_not_used(
     model = _layers()
     rows = torch.randn((7, 96))
     out = model(rows)
-    monkeypatch.setattr(PackedLinear, "product", product)
+    monkeypatch.setattr(linear_layers.PackedLinear, "product", product)
     with caplog.at_level(logging.INFO):
-        assert pack_model(model) == 0
+        assert linear_layers.pack_model(model) == 0
     assert f"weights are not packed: {why}" in caplog.text
     assert torch.equal(model(rows), out)

@@ -35,14 +35,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.build import pool_budget
+from edgespec.verifier.targets import kv_pool
 from edgespec.verifier.targets import torch_target as target_module
-from edgespec.verifier.targets.kv_pool import (
-    BLOCK_SIZE,
-    KvPool,
-    MemoryFigures,
-    PoolBudget,
-    pool_tokens,
-)
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_requests import check_batch
@@ -127,11 +121,11 @@ def test_the_model_never_waits_for_a_value(tmp_path: Path, monkeypatch: pytest.M
     assert waits.seen == []
 
 
-def _pool(blocks: int) -> KvPool:
-    return KvPool(2, 4, blocks * BLOCK_SIZE, torch.float32, torch.device("cpu"))
+def _pool(blocks: int) -> kv_pool.KvPool:
+    return kv_pool.KvPool(2, 4, blocks * kv_pool.BLOCK_SIZE, torch.float32, torch.device("cpu"))
 
 
-def _pass(pool: KvPool, request: PassRequest) -> None:
+def _pass(pool: kv_pool.KvPool, request: PassRequest) -> None:
     pool.reserve([request])
     pool.commit(request)
 
@@ -156,7 +150,7 @@ def test_exhaustion_changes_nothing() -> None:
         pool.open(key, 1, GREEDY)
     _pass(pool, PassRequest("a", 0, (1, 2)))
     big = [PassRequest("a", 1, (5,) * 20), PassRequest("b", 0, (6,) * 20)]
-    assert pool.missing_tokens(big) == BLOCK_SIZE
+    assert pool.missing_tokens(big) == kv_pool.BLOCK_SIZE
     with pytest.raises(CapacityError, match="needs 16 more cached tokens than the 32 free of 48"):
         pool.reserve(big)
     assert (pool.sequence("a").tokens, pool.free_tokens) == ([1, 2], 32)
@@ -182,7 +176,7 @@ def test_nodes_of_a_dropped_tree_cannot_be_kept() -> None:
 
 MIB = 1 << 20
 # 1 KiB a token in each of 4 layers: with the copy of one layer, 5 KiB.
-FIGURES = MemoryFigures(
+FIGURES = kv_pool.MemoryFigures(
     total=1000 * MIB,
     free=600 * MIB,
     activations=100 * MIB,
@@ -196,8 +190,10 @@ def _machine() -> MachineMemory:
     return MachineMemory(total=1000 * MIB, available=600 * MIB, resident=100 * MIB)
 
 
-def _budget(kv: str = "", gpu_share: float | None = None) -> PoolBudget:
-    return PoolBudget(parse_budget(kv) if kv else None, gpu_share, rows=64, machine=_machine)
+def _budget(kv: str = "", gpu_share: float | None = None) -> kv_pool.PoolBudget:
+    return kv_pool.PoolBudget(
+        parse_budget(kv) if kv else None, gpu_share, rows=64, machine=_machine
+    )
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures() -> None:
@@ -212,7 +208,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures() -> None:
         ),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
-            pool_tokens(budget, FIGURES, 1 << 30)
+            kv_pool.pool_tokens(budget, FIGURES, 1 << 30)
 
 
 @pytest.mark.parametrize("canonical", [None, False])
@@ -226,10 +222,10 @@ def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
         asked.append(1)
         return MachineMemory(total=8 << 30, available=4 << 30, resident=0)
 
-    budget = PoolBudget(parse_budget("1MiB"), None, rows=100, machine=machine)
+    budget = kv_pool.PoolBudget(parse_budget("1MiB"), None, rows=100, machine=machine)
     sized = torch_target(folder, canonical=canonical, pool_budget=budget)
     # 2 layers x 2 x 2 heads x 16 numbers of 4 bytes are 512 bytes a token.
-    assert sized.cache.block_count * BLOCK_SIZE == sized.free_tokens == MIB // 512
+    assert sized.cache.block_count * kv_pool.BLOCK_SIZE == sized.free_tokens == MIB // 512
     assert asked == [1]
     assert sized.mode.endswith(", 2048 cached tokens in 1 MiB")
     results = []
@@ -250,7 +246,7 @@ def test_a_share_of_a_gpu_is_for_a_gpu(tmp_path: Path) -> None:
 def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     torch.cuda.empty_cache()
-    budget = PoolBudget(None, 0.5, rows=64, machine=_machine)
+    budget = kv_pool.PoolBudget(None, 0.5, rows=64, machine=_machine)
     target = torch_target(folder, device="cuda", pool_budget=budget, max_sessions=8)
     assert target.free_tokens == 8 * 256
     free, total = torch.cuda.mem_get_info()

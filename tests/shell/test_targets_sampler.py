@@ -16,20 +16,9 @@ from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams, choose, warp
 from edgespec.core.protocol.sampling import noise_bits as scalar_bits
 from edgespec.sampling import tensors
-from edgespec.sampling.tensors import (
-    SampleBlock,
-    TextCounts,
-    TextCountsCache,
-    choose_tokens,
-    noise_bits,
-    warp_rows,
-)
 
 SIZE = 61
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SEEDS = [0, 1, 0xFFFFFFFF, 1 << 32, (1 << 64) - 1, 0x123456789ABCDEF0]
 POSITIONS = [0, 1, 1000, (1 << 20) + 3, 77, 5]
 
@@ -40,16 +29,16 @@ def _block(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
     key: str = "s",
-) -> SampleBlock:
+) -> tensors.SampleBlock:
     """One row, whose text so far is ``prompt`` and ``output``."""
-    counts = TextCounts(len(prompt))
+    counts = tensors.TextCounts(len(prompt))
     counts.follow([*prompt, *output], 0)
-    return SampleBlock(key, params, (position,), counts.before((), ()))
+    return tensors.SampleBlock(key, params, (position,), counts.before((), ()))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_noise_integers_are_those_of_the_specification(device: str) -> None:
-    bits = noise_bits(SEEDS, POSITIONS, 500, torch.device(device)).tolist()
+    bits = tensors.noise_bits(SEEDS, POSITIONS, 500, torch.device(device)).tolist()
     for row, seed, position in zip(bits, SEEDS, POSITIONS, strict=True):
         assert row == [scalar_bits(seed, position, token) for token in range(500)]
 
@@ -57,8 +46,8 @@ def test_noise_integers_are_those_of_the_specification(device: str) -> None:
 def test_sampling_is_float32_whatever_the_logits_are() -> None:
     row = _block(SamplingParams(temperature=0.9, seed=4), 12)
     logits = torch.linspace(-1, 1, 300).to(torch.bfloat16)[None]
-    assert warp_rows(logits, [row]).dtype == torch.float32
-    assert choose_tokens(logits, [row]) == choose_tokens(logits.float(), [row])
+    assert tensors.warp_rows(logits, [row]).dtype == torch.float32
+    assert tensors.choose_tokens(logits, [row]) == tensors.choose_tokens(logits.float(), [row])
 
 
 def _random_params(rng: random.Random, extreme: bool) -> SamplingParams:
@@ -97,14 +86,14 @@ def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
             nodes = tuple(rng.randrange(size) for _ in range(rng.randrange(5)))
             parents = tuple(rng.randrange(-1, node) if node else -1 for node in range(len(nodes)))
             params, first = _random_params(rng, device == "cpu"), len(prompt) + len(output)
-            counts = TextCounts(len(prompt))
+            counts = tensors.TextCounts(len(prompt))
             counts.follow(prompt + output, 0)
             paths: list[list[int]] = [[]]
             for token, parent in zip(nodes, parents, strict=True):
                 paths.append([*paths[1 + parent], token])
             positions = [first + len(path) for path in paths]
             before = counts.before(nodes, parents)
-            blocks.append(SampleBlock(f"s{session}", params, positions, before))
+            blocks.append(tensors.SampleBlock(f"s{session}", params, positions, before))
             # On a GPU sums of equal numbers may be cut elsewhere.
             step = rng.choice([0.25, 1e-3]) if device == "cpu" else 1e-6
             for path, position in zip(paths, positions, strict=True):
@@ -114,14 +103,14 @@ def test_a_row_is_that_of_the_specification_whatever_stands_beside_it(
                 scores.append(warp(lines[-1], params, prompt, output + path))
         table = torch.tensor(lines, device=device)
         untouched = table.clone()
-        assert choose_tokens(table, blocks) == wanted
-        together, first = warp_rows(table, blocks), 0
+        assert tensors.choose_tokens(table, blocks) == wanted
+        together, first = tensors.warp_rows(table, blocks), 0
         assert torch.equal(table, untouched)
         for row, expected in zip(together.tolist(), scores, strict=True):
             assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
         for block in blocks if device == "cpu" else ():
             stop = first + len(block.positions)
-            assert torch.equal(warp_rows(table[first:stop], [block]), together[first:stop])
+            assert torch.equal(tensors.warp_rows(table[first:stop], [block]), together[first:stop])
             first = stop
 
 
@@ -132,13 +121,13 @@ def test_logits_that_are_no_numbers_name_their_session(
 ) -> None:
     table = torch.zeros((3, 70))
     table[2, 69] = value
-    blocks = [SampleBlock("good", params, (4,)), SampleBlock("bad", params, (7, 8))]
+    blocks = [tensors.SampleBlock("good", params, (4,)), tensors.SampleBlock("bad", params, (7, 8))]
     with pytest.raises(ModelOutputError, match="'bad': the largest logit at position 8 is") as info:
-        choose_tokens(table, blocks)
+        tensors.choose_tokens(table, blocks)
     assert info.value.key == "bad"
     table[2] = -math.inf
     with pytest.raises(ModelOutputError, match="'bad': the largest logit at position 8 is -inf"):
-        choose_tokens(table, blocks)
+        tensors.choose_tokens(table, blocks)
 
 
 def _operations(text_length: int, sessions: int) -> int:
@@ -149,7 +138,7 @@ def _operations(text_length: int, sessions: int) -> int:
     blocks = [_block(params, text_length, text[:9], text[9:]) for _ in range(sessions)]
     table = torch.randn((sessions, 200), generator=torch.Generator().manual_seed(1))
     with torch.profiler.profile() as profile:
-        choose_tokens(table, blocks)
+        tensors.choose_tokens(table, blocks)
     return sum(event.count for event in profile.key_averages() if event.key.startswith("aten::"))
 
 
@@ -161,13 +150,13 @@ def test_operations_of_a_pass_depend_neither_on_its_rows_nor_on_its_texts() -> N
 
 def test_counts_follow_a_text_that_is_cut_back_and_grows() -> None:
     rng = random.Random(8)
-    cache, text = TextCountsCache(1), [3, 1, 4]
+    cache, text = tensors.TextCountsCache(1), [3, 1, 4]
     for _ in range(200):
         kept = rng.randrange(max(0, len(text) - 9), len(text) + 1)
         del text[kept:]
         text += [rng.randrange(12) for _ in range(rng.randrange(1, 6))]
         counts = cache.of("a", text, 3, kept)
-        fresh = TextCounts(3)
+        fresh = tensors.TextCounts(3)
         fresh.follow(text, 0)
         assert _table(counts) == _table(fresh)
         if rng.random() < 0.3:
@@ -176,7 +165,7 @@ def test_counts_follow_a_text_that_is_cut_back_and_grows() -> None:
     assert _table(cache.of("a", other, 3, 2)) == {7: (True, [1, 2, 1])}
 
 
-def _table(counts: TextCounts) -> dict[int, tuple[bool, list[int]]]:
+def _table(counts: tensors.TextCounts) -> dict[int, tuple[bool, list[int]]]:
     found = counts.before((7, 5), (-1, -1))
     rows = found.output_counts.T.tolist()
     entries = zip(found.tokens.tolist(), found.in_prompt.tolist(), rows, strict=True)

@@ -20,15 +20,7 @@ from edgespec.core.protocol.messages import Cancel, Commit
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
 from edgespec.wire.grpc_server import GrpcServer
 from edgespec.wire.tls import channel_credentials
-from tests.shell.echo_verifier import (
-    INFO,
-    PATIENCE_S,
-    STOPPING,
-    echo,
-    opened,
-    served,
-    works,
-)
+from tests.shell.echo_verifier import INFO, PATIENCE_S, STOPPING, echo, opened, served, works
 from tests.shell.live_verifier import daemon
 from tests.shell.pki import certs
 

@@ -1,8 +1,16 @@
-"""gRPC on localhost: the protocol passes, and one stream's trouble stays with that stream."""
+"""gRPC on localhost: the protocol passes, one stream's trouble stays with that stream, and peers
+that die are noticed: a silent verifier by a device, which says which one, a silent device by a
+verifier. Where the verifier is a process of its own, that is this file run as a script.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -20,10 +28,11 @@ from edgespec.core.protocol.messages import (
     Received,
 )
 from edgespec.wire.codec import ProtocolViolation, WireLimits, encode_uplink
+from edgespec.wire.grpc_calls import Keepalive
 from edgespec.wire.grpc_client import GrpcTransport
-from tests.shell.echo_verifier import OPEN, PATIENCE_S, opened, served, works
-
-SPECULATE = "/edgespec.v1.Verifier/Speculate"
+from tests.shell.echo_verifier import OPEN, PATIENCE_S, opened, raw_call, served, works
+from tests.shell.gate import Gate
+from tests.shell.live_verifier import environment
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -85,39 +94,25 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
     [
         (b"\xff\xff\xff", "3 bytes are not a DeviceMessage"),
         (b"", "no kind known here"),
+        (b"x" * 10_000, "4096"),
         (encode_uplink(Open("s", "", "", (5,) * 50)), "Open.prompt has 50 entries"),
         (encode_uplink(Draft(1, (0,), (999_999,), 1)), "Draft.tokens[0] is 999999"),
     ],
 )
 async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, details: str) -> None:
-    limits = WireLimits(max_prompt_tokens=40, vocabulary_size=32000)
+    limits = WireLimits(max_prompt_tokens=40, vocabulary_size=32000, max_message_bytes=4096)
+    too_large = len(payload) > 4096
     async with served(limits=limits) as (_, transport):
         good = await opened(transport)
-        channel = grpc.aio.insecure_channel(transport.address)
-        method: Any = channel.stream_stream(SPECULATE, None, None)
-        call = method()
-        await call.write(payload)
-        assert details.encode() in await call.read()  # the Fault
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with raw_call(transport) as call:
+            await call.write(payload)
+            if not too_large:
+                assert details.encode() in await call.read()  # the Fault
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED if too_large else grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.code() is code
         assert details in str(caught.value.details())
-        await channel.close(None)
-        assert await works(good)
-
-
-async def test_a_message_over_the_byte_limit_ends_its_own_stream_only() -> None:
-    async with served(limits=WireLimits(max_message_bytes=4096)) as (_, transport):
-        good = await opened(transport)
-        channel = grpc.aio.insecure_channel(transport.address)
-        method: Any = channel.stream_stream(SPECULATE, None, None)
-        call = method()
-        await call.write(b"x" * 10_000)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "4096" in str(caught.value.details())
-        await channel.close(None)
         assert await works(good)
 
 
@@ -284,3 +279,93 @@ async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
     await asyncio.gather(connecting, return_exceptions=True)
     assert connecting.cancelled()
     assert cancelled == [True]
+
+
+# --- peers that die -------------------------------------------------------------------------
+
+
+@contextmanager
+def verifier_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    quiet = environment() | {"GRPC_VERBOSITY": "NONE"}
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdout=subprocess.PIPE, text=True, env=quiet
+    )
+    assert process.stdout is not None
+    try:
+        yield process, f"127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.slow
+async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
+    """Both processes live and the connection stands, but nothing passes any more."""
+    with verifier_process() as (_, address):
+        async with Gate(int(address.rpartition(":")[2])) as gate:
+            transport = GrpcTransport(gate.address)
+            stream = await opened(transport)
+            gate.swallow()
+            with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
+                await asyncio.wait_for(stream.receive(), PATIENCE_S)
+            assert caught.value.retryable
+            await transport.close()
+
+
+@pytest.mark.slow
+async def test_an_idle_stream_outlives_many_pings() -> None:
+    """A server with gRPC's default ping policy ends it with "too many pings"."""
+    with verifier_process() as (_, address):
+        transport = GrpcTransport(address, keepalive=Keepalive(0.1, PATIENCE_S))
+        stream = await opened(transport)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.receive(), 2.5)
+        await stream.send(Received(1, 1))
+        await transport.close()
+
+
+@pytest.mark.slow
+async def test_a_peer_that_never_answers_is_noticed_in_time() -> None:
+    """It takes the connection and says nothing, not even HTTP/2."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel connects, nobody reads
+        port = listener.getsockname()[1]
+        transport = GrpcTransport(f"127.0.0.1:{port}", connect_timeout_s=0.5)
+        with pytest.raises(LinkError, match=r"no answer to connect within 0.5 s"):
+            await transport.connect()
+        with pytest.raises(LinkError, match=r"no answer to info within 0.5 s"):
+            await transport.info()
+        await transport.close()
+
+
+@pytest.mark.slow
+async def test_a_stopped_device_is_noticed_in_time() -> None:
+    """By the verifier, so that the session's lease begins to run."""
+    gone: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
+
+    async def watch(stream: VerifierStream) -> None:
+        await stream.receive()
+        gate.swallow()
+        try:
+            await stream.receive()
+        except LinkError as error:
+            gone.set_result(error)
+
+    async with served(watch) as (server, _), Gate(server.port) as gate:
+        transport = GrpcTransport(gate.address, keepalive=Keepalive(3600.0, 3600.0))
+        stream = await transport.connect()
+        await stream.send(OPEN)
+        error = await asyncio.wait_for(gone, PATIENCE_S)
+        assert "device at ipv4:127.0.0.1" in str(error)
+        await transport.close()
+
+
+async def _serve_until_killed() -> None:
+    async with served() as (server, _):
+        sys.stdout.write(f"{server.port}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_until_killed())

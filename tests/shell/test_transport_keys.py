@@ -15,14 +15,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
-from edgespec.core.protocol.messages import Commit, Draft, Fault, FaultCode, Open, Opened, Received
+from edgespec.core.ports import LinkError, VerifierStream
+from edgespec.core.protocol import messages as m
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, Wait
 from edgespec.wire.callers import NO_KEY, WRONG_KEY
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer
-from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, STOPPING, echo, served, works
+from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, STOPPING, echo, opened, served, works
 
 ONE_A_SECOND = CallLimits(
     peer_rate=1.0, peer_burst=1.0, total_rate=100.0, total_burst=100.0, max_wait_s=30.0
@@ -58,13 +58,6 @@ async def device(address: str, key: str) -> AsyncIterator[GrpcTransport]:
         yield transport
     finally:
         await transport.close()
-
-
-async def opened(transport: GrpcTransport) -> DeviceStream:
-    stream = await transport.connect()
-    await stream.send(OPEN)
-    await asyncio.wait_for(stream.receive(), PATIENCE_S)
-    return stream
 
 
 @pytest.mark.parametrize(("key", "word"), [("", NO_KEY), ("three", WRONG_KEY)])
@@ -110,10 +103,10 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
         while True:
             message = await stream.receive()
             read.append(stream.credential.name)
-            if isinstance(message, Open):
-                await stream.send(Opened(INFO.limits, "toy", 3))
-            elif isinstance(message, Draft):
-                await stream.send(Commit(3, ()))
+            if isinstance(message, m.Open):
+                await stream.send(m.Opened(m.Limits(), "toy", 3))
+            elif isinstance(message, m.Draft):
+                await stream.send(m.Commit(3, ()))
 
     keys.serve = listen  # type: ignore[method-assign]
     async with guarded(keys, uplink=uplink, waits=lambda why, _: heard.append(why)) as (_, address):
@@ -122,7 +115,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
             flood = [await opened(greedy) for _ in range(3)]
             for position in range(50):
                 for stream in flood:
-                    await stream.send(Received(position, 0))
+                    await stream.send(m.Received(position, 0))
             async with asyncio.timeout(PATIENCE_S):
                 while Wait.CREDENTIAL not in heard:
                     await modest.info()
@@ -130,8 +123,8 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
             late = await greedy.connect()  # a new stream finds no way around the debt
             await late.send(OPEN)
             fault = await asyncio.wait_for(late.receive(), PATIENCE_S)
-            assert isinstance(fault, Fault)
-            assert fault.code is FaultCode.OVERLOADED
+            assert isinstance(fault, m.Fault)
+            assert fault.code is m.FaultCode.OVERLOADED
             assert "key 'one'" in fault.message
     assert 8 + 8 <= read.count("one") <= 8 + 8 + 3
     assert set(heard) == {Wait.CREDENTIAL}

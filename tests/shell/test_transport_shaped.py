@@ -10,21 +10,13 @@ import time
 import pytest
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.ports import LinkError, ModelInfo, VerifierStream
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Limits,
-    Received,
-    Uplink,
-    VerifierInfo,
-)
+from edgespec.core.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
+from edgespec.core.protocol import messages as m
 from edgespec.wire.codec import payload_bytes
 from edgespec.wire.shaped import Pipe, ShapedTransport, ThreadPacer, TrafficMeter
 from tests.shell.loopback import LoopbackTransport
 
-INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), Limits(), 3, 8)
+INFO = m.VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), m.Limits(), 3, 8)
 
 UP_S, DOWN_S = 0.030, 0.070
 
@@ -68,7 +60,7 @@ class World:
 
     def __init__(self, up: LinkModel | None = None, down: LinkModel | None = None) -> None:
         self.pacer = HandPacer()
-        self.arrived: list[tuple[float, Uplink]] = []
+        self.arrived: list[tuple[float, m.Uplink]] = []
         self.left_s: list[float] = []
         self.meter = TrafficMeter()
         self.inner = LoopbackTransport(self._serve, lambda: INFO)
@@ -85,9 +77,9 @@ class World:
             while True:
                 message = await stream.receive()
                 self.arrived.append((self.now_s(), message))
-                if isinstance(message, Draft):
-                    await stream.send(Commit(3, message.tokens, len(message.tokens)))
-                elif isinstance(message, Received):
+                if isinstance(message, m.Draft):
+                    await stream.send(m.Commit(3, message.tokens, len(message.tokens)))
+                elif isinstance(message, m.Received):
                     return
         finally:
             self.left_s.append(self.now_s())
@@ -98,9 +90,15 @@ class World:
     async def run_until(self, end_s: float) -> None:
         await self.pacer.run_until(100.0 + end_s)
 
+    async def connected(self, by_s: float) -> DeviceStream:
+        connecting = asyncio.ensure_future(self.transport.connect())
+        await self.run_until(by_s)
+        assert connecting.done()
+        return await connecting
 
-def draft(node_id: int) -> Draft:
-    return Draft(node_id, (0,), (node_id,), 3, 9)
+
+def draft(node_id: int) -> m.Draft:
+    return m.Draft(node_id, (0,), (node_id,), 3, 9)
 
 
 async def test_opening_costs_a_round_trip_and_each_message_its_way() -> None:
@@ -116,7 +114,7 @@ async def test_opening_costs_a_round_trip_and_each_message_its_way() -> None:
     assert world.arrived == [(0.13, draft(1))]
     assert not receiving.done()
     await world.run_until(0.2)
-    assert await receiving == Commit(3, (1,), 1)
+    assert await receiving == m.Commit(3, (1,), 1)
     await world.transport.close()
 
 
@@ -126,9 +124,7 @@ async def test_messages_queue_for_the_bandwidth_and_keep_their_order() -> None:
     settings = LinkSettings(one_way_s=UP_S, jitter_s=0.020, seed=4)
     expected = LinkModel(settings, SharedQueue(size_bytes * 8 / 0.010))
     world = World(up=LinkModel(settings, queue), down=LinkModel())
-    connecting = asyncio.ensure_future(world.transport.connect())
-    await world.run_until(2.0)
-    stream = await connecting
+    stream = await world.connected(2.0)
     expected.arrival(0.0, 64)
     model_s = [round(expected.arrival(2.0, size_bytes), 9) for _ in range(20)]
     for node_id in range(1, 21):
@@ -140,9 +136,7 @@ async def test_messages_queue_for_the_bandwidth_and_keep_their_order() -> None:
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
     world = World()
-    connecting = asyncio.ensure_future(world.transport.connect())
-    await world.run_until(0.1)
-    stream = await connecting
+    stream = await world.connected(0.1)
     await stream.send(draft(1))
     await stream.send(draft(2))
     for end_s in (0.15, 0.199):
@@ -152,24 +146,22 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
         await settle()
     await world.run_until(0.3)
     assert [await stream.receive(), await stream.receive()] == [
-        Commit(3, (1,), 1),
-        Commit(3, (2,), 1),
+        m.Commit(3, (1,), 1),
+        m.Commit(3, (2,), 1),
     ]
     await world.transport.close()
 
 
 async def test_the_end_of_the_stream_comes_after_the_data_before_it() -> None:
     world = World()
-    connecting = asyncio.ensure_future(world.transport.connect())
-    await world.run_until(0.1)
-    stream = await connecting
+    stream = await world.connected(0.1)
     await stream.send(draft(1))
-    await stream.send(Received(1, 1))  # the verifier ends the stream when it gets this
+    await stream.send(m.Received(1, 1))  # the verifier ends the stream when it gets this
     await world.run_until(0.15)
     assert world.left_s == [0.13]
     await stream.send(draft(2))  # nobody here knows yet
     await world.run_until(0.3)
-    assert await stream.receive() == Commit(3, (1,), 1)
+    assert await stream.receive() == m.Commit(3, (1,), 1)
     with pytest.raises(LinkError, match="the verifier ended the stream"):
         await stream.receive()
     with pytest.raises(LinkError, match="the verifier ended the stream"):
@@ -179,10 +171,8 @@ async def test_the_end_of_the_stream_comes_after_the_data_before_it() -> None:
 
 async def test_closing_returns_at_once_and_what_was_sent_still_arrives() -> None:
     world = World()
-    connecting = asyncio.ensure_future(world.transport.connect())
-    await world.run_until(0.1)
-    stream = await connecting
-    await stream.send(Cancel())
+    stream = await world.connected(0.1)
+    await stream.send(m.Cancel())
     await stream.close()
     for attempt in (stream.send(draft(1)), stream.receive()):
         with pytest.raises(LinkError, match="was closed here"):
@@ -190,7 +180,7 @@ async def test_closing_returns_at_once_and_what_was_sent_still_arrives() -> None
     await settle()
     assert not world.left_s
     await world.run_until(0.2)
-    assert world.arrived == [(0.13, Cancel())]
+    assert world.arrived == [(0.13, m.Cancel())]
     assert world.left_s == [0.13]
     await world.transport.close()
 

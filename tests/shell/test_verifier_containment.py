@@ -24,18 +24,8 @@ from edgespec.cli.verifier import ready_line
 from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.ports import DeviceStream, LinkError, TargetLostError, VerifierStream
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
-from edgespec.core.protocol.messages import (
-    Commit,
-    Downlink,
-    Fault,
-    FaultCode,
-    Limits,
-    Open,
-    Opened,
-    Received,
-    RunAhead,
-)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
@@ -95,7 +85,7 @@ async def running(
     """``wrap`` puts something in the place of the stream of that number."""
     target = target or ToyTarget(MODEL, cache=CACHE)
     limits = ee.EngineLimits(cache=target.cache)
-    verifier = Verifier(target, Limits(context_length=256), limits, **options)
+    verifier = Verifier(target, m.Limits(context_length=256), limits, **options)
     streams = 0
 
     async def serve(stream: VerifierStream) -> None:
@@ -114,25 +104,25 @@ async def _open(
 ) -> DeviceStream:
     stream = await transport.connect()
     await stream.send(
-        Open(key, "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS, drafting=False)
+        m.Open(key, "", "", PROMPT, sampling=sampling, run_ahead=m.RunAhead.ALWAYS, drafting=False)
     )
     return stream
 
 
-async def _read(stream: DeviceStream) -> tuple[list[int], Fault | None]:
+async def _read(stream: DeviceStream) -> tuple[list[int], m.Fault | None]:
     """What a stream says until its text or itself ends."""
     tokens: list[int] = []
     while True:
-        message: Downlink = await stream.receive()
+        message: m.Downlink = await stream.receive()
         match message:
-            case Opened():
+            case m.Opened():
                 pass
-            case Commit(_, committed, finish=finish):
+            case m.Commit(_, committed, finish=finish):
                 tokens += committed
                 if finish is not None:
-                    await stream.send(Received(len(PROMPT) + len(tokens), 0))
+                    await stream.send(m.Received(len(PROMPT) + len(tokens), 0))
                     return tokens, None
-            case Fault():
+            case m.Fault():
                 return tokens, message
 
 
@@ -151,7 +141,7 @@ async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> No
         assert (first, last) == ((TEXT, None), (TEXT, None))
         tokens, fault = bad
         assert fault is not None
-        assert fault.code is FaultCode.INTERNAL
+        assert fault.code is m.FaultCode.INTERNAL
         assert fault.code.retryable
         assert tokens == TEXT[: len(tokens)]
         assert not verifier.broken.is_set()
@@ -182,14 +172,14 @@ async def test_a_target_that_always_raises_or_is_lost_breaks_the_verifier_and_bl
             assert said == TEXT[: len(said)]
             if operation != "close" or said != TEXT:
                 assert fault is not None
-                assert fault.code is FaultCode.SHUTTING_DOWN
+                assert fault.code is m.FaultCode.SHUTTING_DOWN
                 assert fault.retry_after_s > 0
         await verifier.broken.wait()
         assert verifier.why_broken is not None
         assert str(error) in verifier.why_broken
         _, late = await _read(await _open(transport, "late"))
         assert late is not None
-        assert late.code is FaultCode.SHUTTING_DOWN
+        assert late.code is m.FaultCode.SHUTTING_DOWN
 
 
 async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
@@ -277,7 +267,7 @@ async def test_an_engine_that_raises_breaks_the_verifier(
         monkeypatch.setattr(verifier.engine, "handle", broken)
         watching = asyncio.create_task(_read(await _open(transport, "watching")))
         if event is ee.StreamMessage:
-            await (other := await _open(transport, "other")).send(Received(3, 0))
+            await (other := await _open(transport, "other")).send(m.Received(3, 0))
             await _read(other)
         elif event is ee.StreamLost:
             await (await _open(transport, "leaving")).close()
@@ -288,7 +278,7 @@ async def test_an_engine_that_raises_breaks_the_verifier(
         tokens, fault = await watching
         if tokens != TEXT:
             assert fault is not None
-            assert fault.code is FaultCode.SHUTTING_DOWN
+            assert fault.code is m.FaultCode.SHUTTING_DOWN
 
 
 # --- streams --------------------------------------------------------------------------------
@@ -338,7 +328,7 @@ async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> No
     gate = asyncio.Event()
 
     def wrap(number: int, stream: VerifierStream) -> Any:
-        async def send(message: Downlink) -> None:
+        async def send(message: m.Downlink) -> None:
             await gate.wait()
             await stream.send(message)
 
@@ -354,7 +344,7 @@ async def test_a_text_waits_for_what_cannot_leave_and_no_other_text_does() -> No
 
 
 async def test_a_backlog_takes_no_more_than_its_limit_and_nothing_after_its_end() -> None:
-    commits = [Commit(number, (1,)) for number in range(5)]
+    commits = [m.Commit(number, (1,)) for number in range(5)]
     backlog = Backlog(2)
     assert [backlog.put(one) for one in commits[:3]] == [True, True, False]
     assert await backlog.get() == commits[0]
@@ -365,7 +355,7 @@ async def test_a_backlog_takes_no_more_than_its_limit_and_nothing_after_its_end(
 
 
 async def test_a_cancelled_reader_of_a_backlog_loses_nothing() -> None:
-    backlog, commit = Backlog(2), Commit(1, (1,))
+    backlog, commit = Backlog(2), m.Commit(1, (1,))
     reading = asyncio.ensure_future(backlog.get())
     await asyncio.sleep(0)
     backlog.put(commit)
@@ -387,7 +377,7 @@ async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> N
         assert not verifier.engine.sessions
         _, fault = await _read(stream)
         assert fault is not None
-        assert fault.code is FaultCode.UNAUTHENTICATED
+        assert fault.code is m.FaultCode.UNAUTHENTICATED
     assert [record.reason for record in records] == ["unauthenticated"]
     assert {reason: n for reason, n in meter.finished.items() if n} == {"unauthenticated": 1}
 
@@ -397,16 +387,16 @@ class Held:
 
     peer, credential = "peer", ANYBODY
 
-    def __init__(self, first: asyncio.Future[Open]) -> None:
-        never: asyncio.Future[Open] = asyncio.get_running_loop().create_future()
+    def __init__(self, first: asyncio.Future[m.Open]) -> None:
+        never: asyncio.Future[m.Open] = asyncio.get_running_loop().create_future()
         self._coming = [first, never]
         self.asked = asyncio.Event()
 
-    async def receive(self) -> Open:
+    async def receive(self) -> m.Open:
         self.asked.set()
         return await self._coming.pop(0)
 
-    async def send(self, message: Downlink) -> None:
+    async def send(self, message: m.Downlink) -> None:
         """It is lost."""
 
     async def close(self) -> None:
@@ -415,11 +405,11 @@ class Held:
 
 async def test_an_open_that_comes_as_its_stream_ends_leaves_no_session_attached() -> None:
     async with running() as (verifier, _):
-        first: asyncio.Future[Open] = asyncio.get_running_loop().create_future()
+        first: asyncio.Future[m.Open] = asyncio.get_running_loop().create_future()
         stream = Held(first)
         serving = asyncio.create_task(verifier.serve(stream))
         await stream.asked.wait()
-        first.set_result(Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=4)))
+        first.set_result(m.Open("s", "", "", PROMPT, sampling=SamplingParams(max_tokens=4)))
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         for _ in range(20):
@@ -449,7 +439,7 @@ async def test_a_constraint_that_outgrows_its_bounds_in_mid_text_is_invalid_and_
         (text, _), (tokens, fault) = await asyncio.gather(*map(_read, streams))
         assert (text[:3], tokens) == (TEXT[:3], [7] * 4)
         assert fault is not None
-        assert fault.code is FaultCode.INVALID
+        assert fault.code is m.FaultCode.INVALID
         assert "asks for too much work" in fault.message
 
 
@@ -476,8 +466,8 @@ class Reader:
         return constraint
 
 
-def asked(constraint: Constraint) -> Open:
-    return Open("s", "", "", (1,), sampling=SamplingParams(constraint=constraint))
+def asked(constraint: Constraint) -> m.Open:
+    return m.Open("s", "", "", (1,), sampling=SamplingParams(constraint=constraint))
 
 
 @pytest.fixture
@@ -493,13 +483,13 @@ async def test_who_does_not_wait_any_more_still_has_its_thread(reader: Reader) -
     for _ in range(3):
         given_up = asyncio.create_task(desk.prepared(asked(HARD), "one"))
         await asyncio.to_thread(reader.started.wait)
-        assert isinstance(await desk.prepared(asked(EASY), "two"), Open)  # threads had their turn
+        assert isinstance(await desk.prepared(asked(EASY), "two"), m.Open)  # threads had their turn
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
     last = asyncio.create_task(desk.prepared(asked(HARD), "one"))
     await asyncio.sleep(0)
     reader.go_on.set()
-    assert isinstance(await last, Open)
+    assert isinstance(await last, m.Open)
     assert (reader.begun, reader.at_once) == (2, 1)
     assert not desk._turns
     desk.close()
@@ -518,12 +508,12 @@ async def test_a_key_that_loops_from_two_addresses_holds_up_no_other_key(reader:
     await asyncio.sleep(0)  # each is at the desk
     for peer in ("one", "two", "three"):
         for _ in range(4):
-            assert isinstance(await desk.prepared(asked(EASY), peer, Credential("other")), Open)
+            assert isinstance(await desk.prepared(asked(EASY), peer, Credential("other")), m.Open)
     assert 1 <= reader.at_once <= len(keys)
     reader.go_on.set()
-    refused = [one for one in await asyncio.gather(*many) if isinstance(one, Fault)]
+    refused = [one for one in await asyncio.gather(*many) if isinstance(one, m.Fault)]
     assert {(one.code, one.message) for one in refused} == {
-        (FaultCode.OVERLOADED, f"16 grammars of {peer} wait to be read, limit 16")
+        (m.FaultCode.OVERLOADED, f"16 grammars of {peer} wait to be read, limit 16")
         for peer in ("one", "two")
     }
     assert not desk._turns
@@ -545,7 +535,7 @@ async def test_the_addresses_of_one_key_are_served_in_turn() -> None:
         many.append(asyncio.create_task(desk.prepared(opening, peer, key)))
         await asyncio.sleep(0)  # it is at the desk
     go_on.set()
-    assert all(isinstance(one, Open) for one in await asyncio.gather(*many))
+    assert all(isinstance(one, m.Open) for one in await asyncio.gather(*many))
     assert read == ["one", "two", *["one"] * 7]
     desk.close()
 

@@ -29,14 +29,7 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from tests.adversarial import AdversarialDrafter
-from tests.sim.faults.worlds import (
-    BUDGET,
-    DrafterFactory,
-    WorldOptions,
-    WorldResult,
-    good_drafter,
-    run_world,
-)
+from tests.sim.faults import worlds
 
 # Mutants are held against the worlds before: how soon they are caught stays as it was.
 GOVERNED_FROM = 10_000
@@ -55,37 +48,40 @@ def adversarial_drafter(model: ToyModel) -> Drafter:
     return AdversarialDrafter(ToyDrafter(model))
 
 
-DRAFTERS: tuple[DrafterFactory, ...] = (
+DRAFTERS: tuple[worlds.DrafterFactory, ...] = (
     exact_drafter,
-    good_drafter,
-    good_drafter,
+    worlds.good_drafter,
+    worlds.good_drafter,
     random_drafter,
     adversarial_drafter,
 )
 
 
-def play(seed: int) -> WorldResult:
+def play(seed: int) -> worlds.WorldResult:
     """The world of a seed. Raises what is wrong with it."""
-    return run_world(draw_options(seed), seed)
+    return worlds.run_world(draw_options(seed), seed)
 
 
-def draw_options(seed: int) -> WorldOptions:
+def draw_options(seed: int) -> worlds.WorldOptions:
     options = _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
     if seed < GOVERNED_FROM:
         return options
     return _with_conditions(options, random.Random(f"conditions of {seed}"))
 
 
-def _with_conditions(options: WorldOptions, dice: random.Random) -> WorldOptions:
+def _with_conditions(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
     """Some devices are short of memory; every fifth of a second it is another thing."""
-    held = [dice.choice((0, 0, BUDGET // 2, BUDGET - 80 * 1024, BUDGET)) for _ in range(8)]
+    held = [
+        dice.choice((0, 0, worlds.BUDGET // 2, worlds.BUDGET - 80 * 1024, worlds.BUDGET))
+        for _ in range(8)
+    ]
     kind = dice.randrange(6)
     if kind in (0, 1, 2):
         options = replace(options, resident_bytes=lambda now: held[int(5 * now) % len(held)])
     return options
 
 
-def _with_server_drafts(options: WorldOptions, dice: random.Random) -> WorldOptions:
+def _with_server_drafts(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
     """Most verifiers guess too; the sessions of one owner share what they guess from. The dice are
     its own: what else there is in a world does not depend on it."""
     limits = replace(options.engine_limits, server_drafts=dice.random() < 0.7)
@@ -95,11 +91,11 @@ def _with_server_drafts(options: WorldOptions, dice: random.Random) -> WorldOpti
     return options
 
 
-def _draw_options(seed: int) -> WorldOptions:
+def _draw_options(seed: int) -> worlds.WorldOptions:
     dice = random.Random(f"options of {seed}")
     vocabulary_size = dice.choice((2, 3, 5, 8))
     quiet = dice.random() < 0.3
-    options = WorldOptions(
+    options = worlds.WorldOptions(
         model=ToyModel(
             vocabulary_size=vocabulary_size,
             order=dice.choice((0, 1, 2, 3)),
@@ -130,7 +126,7 @@ def _draw_options(seed: int) -> WorldOptions:
     return _with_keys(options, random.Random(f"keys of {seed}")) if seed % 4 == 3 else options
 
 
-def _with_keys(options: WorldOptions, dice: random.Random) -> WorldOptions:
+def _with_keys(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
     """Devices with keys (priorities, rates and places of their own), and rows that have a price."""
     options = replace(options, row_s=dice.choice((0.0, 0.0, 0.001, 0.01)))
     keys = [
@@ -145,7 +141,7 @@ def _with_keys(options: WorldOptions, dice: random.Random) -> WorldOptions:
     return replace(options, credentials=tuple(keys))
 
 
-def _under_pressure(options: WorldOptions, dice: random.Random) -> WorldOptions:
+def _under_pressure(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
     """A cache that holds the longest text of one device, and little more."""
     block_tokens = dice.choice((1, 4, 16))
     longest = options.prompt_length + options.sampling.max_tokens
@@ -159,7 +155,7 @@ def _under_pressure(options: WorldOptions, dice: random.Random) -> WorldOptions:
     )
 
 
-def _with_shared_texts(options: WorldOptions, dice: random.Random) -> WorldOptions:
+def _with_shared_texts(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
     """Devices with one system prompt, or one chat that goes on from device to device; a cache that
     holds the longest text, and sometimes much of what was there before."""
     prompt_length, block_tokens = dice.choice((5, 12, 20)), dice.choice((1, 2, 4))
@@ -180,7 +176,7 @@ def _with_shared_texts(options: WorldOptions, dice: random.Random) -> WorldOptio
     )
 
 
-def _with_faults(options: WorldOptions, dice: random.Random) -> WorldOptions:
+def _with_faults(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
     return replace(
         options,
         faults_until_s=dice.choice((0.5, 2.0)),

@@ -7,63 +7,53 @@ and Khinchine; the integral of a day's curve; mutants, each of which a law has t
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import TraceError
-from edgespec_sim.scenario.sections import (
-    ArrivalKind,
-    ArrivalsSection,
-    AtDevice,
-    DeviceSection,
-    Scenario,
-    SloSection,
-    TokensFrom,
-    TokensSection,
-    WorkloadSection,
-)
+from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
 from edgespec_sim.world.conservation import ArrivalWatch, ConservationError
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
+from tests.mutants import Mutants
 
-WORLD = Scenario(
+WORLD = sc.Scenario(
     name="open",
-    tokens=TokensSection(source=TokensFrom.TOY),
+    tokens=sc.TokensSection(source=sc.TokensFrom.TOY),
     duration_s=5.0,
     warm_up_s=1.0,
     drain_s=20.0,
-    arrivals=ArrivalsSection(rate=2.0),
-    slo=SloSection(ttft_p95_ms=500.0, tpot_p95_ms=30.0),
+    arrivals=sc.ArrivalsSection(rate=2.0),
+    slo=sc.SloSection(ttft_p95_ms=500.0, tpot_p95_ms=30.0),
     arms=(Arm.TARGET_ONLY, Arm.EDGESPEC),
     devices={
-        "laptop": DeviceSection(
+        "laptop": sc.DeviceSection(
             count=2,
-            workload=WorkloadSection(prompt_tokens=16, output_tokens=24, length_spread=0.5),
+            workload=sc.WorkloadSection(prompt_tokens=16, output_tokens=24, length_spread=0.5),
         ),
-        "phone": DeviceSection(
-            count=1, workload=WorkloadSection(prompt_tokens=8, output_tokens=12)
+        "phone": sc.DeviceSection(
+            count=1, workload=sc.WorkloadSection(prompt_tokens=8, output_tokens=12)
         ),
     },
 )
 
 
-def listed(of: Scenario) -> tuple[Arrival, ...]:
+def listed(of: sc.Scenario) -> tuple[Arrival, ...]:
     return draw_arrivals(of, "1/0", Path())
 
 
-def counted(of: Scenario) -> list[float]:
+def counted(of: sc.Scenario) -> list[float]:
     return [one.at_s for one in listed(of) if of.warm_up_s <= one.at_s <= of.duration_s]
 
 
-@pytest.mark.parametrize("at", list(AtDevice))
-def test_every_arm_meets_the_same_load(at: AtDevice) -> None:
+@pytest.mark.parametrize("at", list(sc.AtDevice))
+def test_every_arm_meets_the_same_load(at: sc.AtDevice) -> None:
     assert WORLD.arrivals is not None
     world = replace(WORLD, arrivals=replace(WORLD.arrivals, at=at))
     for arm in world.arms:
@@ -73,7 +63,7 @@ def test_every_arm_meets_the_same_load(at: AtDevice) -> None:
 
 
 def test_too_much_is_told_in_words() -> None:
-    world = replace(WORLD, duration_s=12.0, drain_s=0.5, arrivals=ArrivalsSection(rate=12.0))
+    world = replace(WORLD, duration_s=12.0, drain_s=0.5, arrivals=sc.ArrivalsSection(rate=12.0))
     outcome = play(Job(world, Arm.TARGET_ONLY, 0, 1, Path()))
     found = summarise(
         replace(world, arms=(Arm.TARGET_ONLY,)), (1,), Path(), [(Arm.TARGET_ONLY, outcome)]
@@ -88,7 +78,7 @@ def test_too_much_is_told_in_words() -> None:
 
 
 def test_little_load_is_stable_and_attained() -> None:
-    world = replace(WORLD, arrivals=ArrivalsSection(rate=0.5), arms=(Arm.TARGET_ONLY,))
+    world = replace(WORLD, arrivals=sc.ArrivalsSection(rate=0.5), arms=(Arm.TARGET_ONLY,))
     found = summarise(
         world, (1,), Path(), [(job.arm, play(job)) for job in jobs_of(world, 1, Path())]
     )
@@ -99,15 +89,12 @@ def test_little_load_is_stable_and_attained() -> None:
     assert reached.share_interval[0] < 1.0 == reached.share_interval[1]
 
 
-# --- pictures --------------------------------------------------------------------------------
-
-
 # --- when they come ------------------------------------------------------------------------
 
 
 def test_a_day_in_24_minutes() -> None:
     rates = tuple(2.0 + 10.0 * (8 <= hour < 20) for hour in range(24))
-    day = ArrivalsSection(ArrivalKind.DIURNAL, rates=rates, compress=60.0)
+    day = sc.ArrivalsSection(sc.ArrivalKind.DIURNAL, rates=rates, compress=60.0)
     world = replace(WORLD, duration_s=24 * 60.0, arrivals=day, drain_s=0.0)
     hours = [0] * 24
     for one in listed(world):
@@ -127,7 +114,7 @@ PUBLISHED = (
 @pytest.mark.parametrize("text", [CSV, PUBLISHED])
 def test_recorded_ones_are_played_as_they_were(text: str, tmp_path: Path) -> None:
     (tmp_path / "load").write_text(text, encoding="utf-8")
-    recorded = ArrivalsSection(ArrivalKind.RECORDED, file="load", speed=0.5)
+    recorded = sc.ArrivalsSection(sc.ArrivalKind.RECORDED, file="load", speed=0.5)
     found = draw_arrivals(replace(WORLD, arrivals=recorded), "1/0", tmp_path)
     assert [one.at_s for one in found] == pytest.approx([0.0, 1.0, 4.0])
     assert (found[0].prompt_tokens, found[0].output_tokens) == (7, 5)
@@ -158,15 +145,18 @@ def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> N
     [
         ({"rate": 0.0}, "rate is missing, but poisson arrivals take rate"),
         ({"rate": 1.0, "file": "x"}, "file is given, but poisson arrivals take rate"),
-        ({"kind": ArrivalKind.DIURNAL, "rates": (1.0,)}, "rates has 1 numbers, but must have 24"),
-        ({"kind": ArrivalKind.DIURNAL, "rates": (0.0,) * 24}, "rates are all 0"),
+        (
+            {"kind": sc.ArrivalKind.DIURNAL, "rates": (1.0,)},
+            "rates has 1 numbers, but must have 24",
+        ),
+        ({"kind": sc.ArrivalKind.DIURNAL, "rates": (0.0,) * 24}, "rates are all 0"),
         ({"rate": -1.0}, "rate is -1.0"),
         ({"rate": 1.0, "compress": 0.5}, "compress is 0.5"),
     ],
 )
 def test_sections_check_themselves(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ArrivalsSection(**changes)  # type: ignore[arg-type] # on purpose
+        sc.ArrivalsSection(**changes)  # type: ignore[arg-type] # on purpose
 
 
 def test_a_scenario_refuses_what_does_not_fit() -> None:
@@ -176,7 +166,7 @@ def test_a_scenario_refuses_what_does_not_fit() -> None:
     devices = {"laptop": replace(WORLD.devices["laptop"], workload=twice)}
     with pytest.raises(ValueError, match=r"workload\.requests is 2, but with arrivals"):
         replace(WORLD, devices=devices)
-    recorded = ArrivalsSection(ArrivalKind.RECORDED, file="x")
+    recorded = sc.ArrivalsSection(sc.ArrivalKind.RECORDED, file="x")
     with pytest.raises(ValueError, match="shards is 2, but recorded arrivals"):
         replace(WORLD, devices={"laptop": WORLD.devices["laptop"]}, arrivals=recorded, shards=2)
 
@@ -187,7 +177,7 @@ def test_a_scenario_refuses_what_does_not_fit() -> None:
 class Counter:
     """Devices that take a fixed time, and what became of each request."""
 
-    def __init__(self, at: AtDevice, groups: str, service_s: float) -> None:
+    def __init__(self, at: sc.AtDevice, groups: str, service_s: float) -> None:
         self.queue, self.waits_s = EventQueue(), {}
         self.began: list[tuple[int, int]] = []
         self._service_s = service_s
@@ -222,9 +212,9 @@ def test_one_device_waits_like_m_d_1(load: float) -> None:
         devices={"laptop": replace(WORLD.devices["laptop"], count=1)},
         duration_s=20_000.0,
         drain_s=0.0,
-        arrivals=ArrivalsSection(rate=load),
+        arrivals=sc.ArrivalsSection(rate=load),
     )
-    counter = Counter(AtDevice.OWN, "a", 1.0)
+    counter = Counter(sc.AtDevice.OWN, "a", 1.0)
     counter.play(list(listed(world)))
     mean_s = sum(counter.waits_s.values()) / len(counter.waits_s)
     assert mean_s == pytest.approx(load / (2.0 * (1.0 - load)), rel=0.1)
@@ -232,62 +222,48 @@ def test_one_device_waits_like_m_d_1(load: float) -> None:
 
 # --- mutants -------------------------------------------------------------------------------
 
-Patch = Callable[[pytest.MonkeyPatch], None]
+MUTANTS = Mutants()
 
 
-def the_last_comes_first(patch: pytest.MonkeyPatch) -> None:
-    class Stack(deque[Arrival]):
-        def popleft(self) -> Arrival:
-            return self.pop()
-
-    patch.setattr("edgespec_sim.world.arrivals.deque", Stack)
+@MUTANTS.of(Reception, "_free_device")
+def a_busy_device_takes_another(free_device: Any, reception: Reception, drawn: int) -> int:
+    return drawn
 
 
-def a_busy_device_takes_another(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reception, "_free_device", lambda self, drawn: drawn)
+@MUTANTS.of(Reception, "_free_device")
+def a_free_device_is_overlooked(free_device: Any, reception: Reception, drawn: int) -> None:
+    pass
 
 
-def a_free_device_is_overlooked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reception, "_free_device", lambda self, drawn: None)
+@MUTANTS.of(Reception, "free")
+def who_waits_is_forgotten(free: Any, reception: Reception, device: int) -> None:
+    reception._waiting.clear()
+    free(reception, device)
 
 
-def who_waits_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    original = Reception.free
-
-    def free(self: Reception, device: int) -> None:
-        self._waiting.clear()
-        original(self, device)
-
-    patch.setattr(Reception, "free", free)
+@MUTANTS.of(Reception, "free")
+def the_last_comes_first(free: Any, reception: Reception, device: int) -> None:
+    for line in reception._waiting.values():
+        line.reverse()
+    free(reception, device)
 
 
-def requests_come_late(patch: pytest.MonkeyPatch) -> None:
-    def start(self: Reception) -> None:
-        for arrival in self.arrivals:
-            self._queue.at(arrival.at_s + 0.01, partial(self._arrive, arrival))
-
-    patch.setattr(Reception, "start", start)
+@MUTANTS.of(Reception, "start")
+def requests_come_late(start: Any, reception: Reception) -> None:
+    for arrival in reception.arrivals:
+        reception._queue.at(arrival.at_s + 0.01, partial(reception._arrive, arrival))
 
 
-MUTANTS = (
-    the_last_comes_first,
-    a_busy_device_takes_another,
-    a_free_device_is_overlooked,
-    who_waits_is_forgotten,
-    requests_come_late,
-)
-
-
-@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
-def test_a_mutant_is_caught(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    counter = Counter(AtDevice.OWN, "aa", 1.0)
+@pytest.mark.parametrize("name", [*MUTANTS])
+def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS.make(name, monkeypatch)
+    counter = Counter(sc.AtDevice.OWN, "aa", 1.0)
     with pytest.raises(ConservationError):
         counter.play(coming((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1)))
 
 
 def test_the_watch_is_on_in_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    who_waits_is_forgotten(monkeypatch)
-    busy = replace(WORLD, arrivals=ArrivalsSection(rate=12.0), drain_s=0.0)
+    MUTANTS.make("who_waits_is_forgotten", monkeypatch)
+    busy = replace(WORLD, arrivals=sc.ArrivalsSection(rate=12.0), drain_s=0.0)
     with pytest.raises(ConservationError):
         play(Job(busy, Arm.TARGET_ONLY, 0, 1, Path()))

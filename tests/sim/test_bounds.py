@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,33 +15,12 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.link_model import LinkSettings
-from edgespec.core.ports import Drafter, ModelInfo, TargetModel
-from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec_sim.bounds import (
-    ONE_PASS_A_TOKEN,
-    PERFECT_DRAFTS,
-    ROUND_TRIP_PER_MISS,
-    STOP_AND_WAIT,
-    THESE_DRAFTS,
-    Costs,
-    RunLengths,
-    any_policy_s,
-    first_token_s,
-    lower_bounds,
-    perfect_drafts_s,
-    round_trip_per_miss_s,
-    stop_and_wait_s,
-)
-from edgespec_sim.token_sources.source import (
-    Request,
-    Script,
-    ScriptedDrafter,
-    ScriptedTarget,
-    coded_prompt,
-)
-from tests.sim.one_session import Played, Setting, play
+from edgespec_sim import bounds as bd
+from edgespec_sim.token_sources.source import Script, ScriptedDrafter, ScriptedTarget, coded_prompt
+from tests.sim.one_session import alone
 
 INFO = ModelInfo("script", "script", 1000, 1 << 20)
 TOKENS, PASS_S = 240, 0.025
@@ -65,30 +43,6 @@ def ranks_of(kind: str) -> list[int]:
             return text[:TOKENS]
         case _:
             return [0] * TOKENS
-
-
-@dataclass(frozen=True, slots=True)
-class OneText:
-    """A source of this one text."""
-
-    script: Script
-
-    @property
-    def about(self) -> str:
-        return "one text"
-
-    def target(self) -> TargetModel:
-        return ScriptedTarget(INFO, lambda prompt, count: self.script)
-
-    def drafter(self) -> Drafter:
-        return ScriptedDrafter(INFO, lambda prompt, count: self.script, 2)
-
-    def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
-        prompt = coded_prompt(number, prompt_length, INFO.vocabulary_size)
-        return Request(prompt, SamplingParams(max_tokens=max_tokens))
-
-    def expected(self, request: Request, count: int) -> Sequence[int]:
-        return self.script.tokens[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +69,17 @@ RTTS_S, STEPS_S = (0.0, 0.030, 0.200), (0.004, 0.040)
 
 
 @cache
-def played(way: str, text: str, rtt_s: float, step_s: float) -> Played:
-    return played_on(WAYS[way], text, rtt_s, step_s)
-
-
-def played_on(way: Way, text: str, rtt_s: float, step_s: float) -> Played:
-    dice = random.Random(text)
-    tokens = [dice.randrange(900) for _ in range(TOKENS)]
-    source = OneText(Script(tokens, ranks_of(text)))
-    one = LinkSettings(one_way_s=rtt_s / 2)
-    setting = Setting(one, one, math.inf, step_s, PASS_S)
-    request = source.request(0, 16, TOKENS)
-    return play(source, request, way.policy, way.run_ahead, setting)
+def played(way: str, text: str, rtt_s: float, step_s: float) -> tuple[float, ...]:
+    """When each token is delivered, from the start on."""
+    setup, dice = WAYS[way], random.Random(text)
+    script = Script([dice.randrange(900) for _ in range(TOKENS)], ranks_of(text))
+    target = ScriptedTarget(INFO, lambda prompt, count: script)
+    drafter = ScriptedDrafter(INFO, lambda prompt, count: script, 2)
+    prompt, sampling = coded_prompt(0, 16, INFO.vocabulary_size), SamplingParams(max_tokens=TOKENS)
+    drafting, policy = setup.policy is not None, setup.policy or FixedPolicy()
+    opened = Open("one", "", "", prompt, (), sampling, setup.run_ahead, drafting=drafting)
+    device = alone(target, drafter, opened, policy, rtt_s, step_s, PASS_S)
+    return tuple(device.delivery.times_s)
 
 
 def ratios(
@@ -136,23 +89,23 @@ def ratios(
     may have saved."""
     setup = WAYS[way]
     ranks = ranks_of(text)
-    times_s = played(way, text, rtt_s, step_s).times_s
+    times_s = played(way, text, rtt_s, step_s)
     tpot_s = (times_s[-1] - times_s[0]) / (TOKENS - 1)
-    bounds = lower_bounds(
+    bounds = bd.lower_bounds(
         setup.arm.value,
         rtt_s=rtt_s,
         step_s=step_s,
         pass_s=PASS_S,
         acceptance=ranks.count(0) / TOKENS,
-        runs=RunLengths.of_ranks([ranks], 1 if setup.policy is None else setup.policy.width),
+        runs=bd.RunLengths.of_ranks([ranks], 1 if setup.policy is None else setup.policy.width),
         gamma=setup.gamma,
     )
     assert bounds
     saved_s = dict.fromkeys(bounds, 0.0)
     # The drafts made before the first token, and those not made near the last one.
     early = math.ceil((1.5 * rtt_s + PASS_S) / step_s)
-    saved_s[PERFECT_DRAFTS] = early * bounds.get(PERFECT_DRAFTS, 0.0)
-    saved_s[STOP_AND_WAIT] = (setup.gamma or 0) * step_s
+    saved_s[bd.PERFECT_DRAFTS] = early * bounds.get(bd.PERFECT_DRAFTS, 0.0)
+    saved_s[bd.STOP_AND_WAIT] = (setup.gamma or 0) * step_s
     return {
         name: (tpot_s + ends * saved_s[name] / (TOKENS - 1)) / bound_s
         for name, bound_s in bounds.items()
@@ -171,11 +124,11 @@ def test_no_bound_is_ever_beaten(way: str) -> None:
 @pytest.mark.parametrize(
     ("name", "ways"),
     [
-        (ONE_PASS_A_TOKEN, ["target-only"]),
-        (ROUND_TRIP_PER_MISS, ["windowed"]),
-        (STOP_AND_WAIT, ["vanilla 1", "vanilla 5"]),
-        (THESE_DRAFTS, ["chain", "tree", "always"]),
-        (PERFECT_DRAFTS, ["pearl", "windowed", "chain"]),
+        (bd.ONE_PASS_A_TOKEN, ["target-only"]),
+        (bd.ROUND_TRIP_PER_MISS, ["windowed"]),
+        (bd.STOP_AND_WAIT, ["vanilla 1", "vanilla 5"]),
+        (bd.THESE_DRAFTS, ["chain", "tree", "always"]),
+        (bd.PERFECT_DRAFTS, ["pearl", "windowed", "chain"]),
     ],
 )
 def test_every_bound_is_reached_somewhere(name: str, ways: list[str]) -> None:
@@ -192,48 +145,50 @@ def test_every_bound_is_reached_somewhere(name: str, ways: list[str]) -> None:
 @pytest.mark.parametrize("way", ["target-only", "windowed", "tree"])
 def test_the_first_token_comes_no_sooner_than_its_bound(way: str) -> None:
     for rtt_s in RTTS_S:
-        first_s = played(way, "coin 0.9", rtt_s, 0.004).times_s[0]
-        assert first_s == pytest.approx(first_token_s(Costs(rtt_s, 0.004, PASS_S)))
+        first_s = played(way, "coin 0.9", rtt_s, 0.004)[0]
+        assert first_s == pytest.approx(bd.first_token_s(bd.Costs(rtt_s, 0.004, PASS_S)))
 
 
 # --- by hand --------------------------------------------------------------------------------
 
 
 def test_runs_are_counted_between_misses() -> None:
-    runs = RunLengths.of_ranks([[0, MISS, 0, 0, MISS, MISS, 0], [0, 0, 1, MISS]], 1)
+    runs = bd.RunLengths.of_ranks([[0, MISS, 0, 0, MISS, MISS, 0], [0, 0, 1, MISS]], 1)
     assert dict(runs.shares) == {2: 1 / 3, 0: 2 / 3}
     assert runs.tokens_per_run == 9 / 3
     assert runs.endless.tokens_per_run == pytest.approx(5 / 3)
-    wider = RunLengths.of_ranks([[0, MISS, 0, 0, MISS, MISS, 0], [0, 0, 1, MISS]], 2)
+    wider = bd.RunLengths.of_ranks([[0, MISS, 0, 0, MISS, MISS, 0], [0, 0, 1, MISS]], 2)
     assert dict(wider.shares) == {2: 1 / 2, 0: 1 / 2}
-    assert RunLengths.of_ranks([[0, 0, 0]], 1).shares == ()
+    assert bd.RunLengths.of_ranks([[0, 0, 0]], 1).shares == ()
 
 
 def test_formulas_by_hand() -> None:
-    costs = Costs(rtt_s=0.100, step_s=0.010, pass_s=0.020)
-    three = RunLengths(((3, 1.0),), 4.0)
-    assert round_trip_per_miss_s(costs, 0.75, three) == pytest.approx((0.100 + 0.030 + 0.020) / 4)
-    assert stop_and_wait_s(costs, 3, three) == pytest.approx((0.100 + 0.030 + 0.020) / 4)
-    assert stop_and_wait_s(costs, 1, three) == pytest.approx(2 * (0.100 + 0.010 + 0.020) / 4)
-    assert any_policy_s(costs, 0.75, three) == pytest.approx((0.020 + 0.060) / 4)
-    many = RunLengths(((30, 1.0),), 31.0)
-    assert any_policy_s(costs, 0.9, many) == pytest.approx((0.020 + 0.100 + 0.300) / 31)
-    assert perfect_drafts_s(costs, run_ahead=True) == 0.010
-    assert perfect_drafts_s(Costs(0.0, 1e-6, 0.0195), run_ahead=True) == pytest.approx(0.0003)
+    costs = bd.Costs(rtt_s=0.100, step_s=0.010, pass_s=0.020)
+    three = bd.RunLengths(((3, 1.0),), 4.0)
+    assert bd.round_trip_per_miss_s(costs, 0.75, three) == pytest.approx(
+        (0.100 + 0.030 + 0.020) / 4
+    )
+    assert bd.stop_and_wait_s(costs, 3, three) == pytest.approx((0.100 + 0.030 + 0.020) / 4)
+    assert bd.stop_and_wait_s(costs, 1, three) == pytest.approx(2 * (0.100 + 0.010 + 0.020) / 4)
+    assert bd.any_policy_s(costs, 0.75, three) == pytest.approx((0.020 + 0.060) / 4)
+    many = bd.RunLengths(((30, 1.0),), 31.0)
+    assert bd.any_policy_s(costs, 0.9, many) == pytest.approx((0.020 + 0.100 + 0.300) / 31)
+    assert bd.perfect_drafts_s(costs, run_ahead=True) == 0.010
+    assert bd.perfect_drafts_s(bd.Costs(0.0, 1e-6, 0.0195), run_ahead=True) == pytest.approx(0.0003)
     # A slow draft: the target's own token behind each accepted one saves every second step.
-    slow = Costs(rtt_s=0.002, step_s=0.060, pass_s=0.020)
-    assert perfect_drafts_s(slow) == pytest.approx((0.060 + 0.022) / 2)
-    assert round_trip_per_miss_s(slow, 0.75, three) == pytest.approx(
+    slow = bd.Costs(rtt_s=0.002, step_s=0.060, pass_s=0.020)
+    assert bd.perfect_drafts_s(slow) == pytest.approx((0.060 + 0.022) / 2)
+    assert bd.round_trip_per_miss_s(slow, 0.75, three) == pytest.approx(
         (0.002 + 0.060 + 0.020 + 0.022 + 0.060) / 4
     )
 
 
 def test_mistakes_name_the_value() -> None:
     with pytest.raises(ValueError, match=r"acceptance is 1.5, but must be in"):
-        lower_bounds("pearl", rtt_s=0.0, step_s=0.0, pass_s=1.0, acceptance=1.5)
+        bd.lower_bounds("pearl", rtt_s=0.0, step_s=0.0, pass_s=1.0, acceptance=1.5)
     with pytest.raises(ValueError, match="rtt_s is -1"):
-        Costs(-1.0, 0.0, 0.0)
+        bd.Costs(-1.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="'eagle' is not a valid Arm"):
-        lower_bounds("eagle", rtt_s=0.0, step_s=0.0, pass_s=1.0, acceptance=0.5)
+        bd.lower_bounds("eagle", rtt_s=0.0, step_s=0.0, pass_s=1.0, acceptance=0.5)
     with pytest.raises(ValueError, match=r"acceptance is 1.0, but must be in"):
-        RunLengths.coin(1.0)
+        bd.RunLengths.coin(1.0)

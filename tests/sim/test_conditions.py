@@ -13,38 +13,30 @@ from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.report.timeline import DeviceSpans, Mark
-from edgespec_sim.scenario.sections import (
-    ConditionSection,
-    ConditionsSection,
-    DeviceSection,
-    LinkSection,
-    Scenario,
-    WorkloadSection,
-    load_scenario,
-)
+from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, play
 
-Row = ConditionSection
+Row = sc.ConditionSection
 
 
 def world(
-    conditions: ConditionsSection | None, duration_s: float = 12.0, think_s: float = 1.0
-) -> Scenario:
-    workload = WorkloadSection(
+    conditions: sc.ConditionsSection | None, duration_s: float = 12.0, think_s: float = 1.0
+) -> sc.Scenario:
+    workload = sc.WorkloadSection(
         prompt_tokens=16, output_tokens=32, think_s=think_s, start_within_s=0.1
     )
-    device = DeviceSection(path=("wan",), workload=workload, conditions=conditions)
-    return Scenario(
+    device = sc.DeviceSection(path=("wan",), workload=workload, conditions=conditions)
+    return sc.Scenario(
         name="conditions",
         duration_s=duration_s,
         arms=(Arm.TARGET_ONLY, Arm.VANILLA, Arm.EDGESPEC),
-        links={"wan": LinkSection(rtt_ms=30.0)},
+        links={"wan": sc.LinkSection(rtt_ms=30.0)},
         devices={"phone": device},
     )
 
 
-def played(conditions: ConditionsSection | None, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
+def played(conditions: sc.ConditionsSection | None, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
     return play(Job(world(conditions), arm, 0, 1, Path()))
 
 
@@ -60,14 +52,14 @@ WELL = Row(0.0, resident_mib=100.0)
 
 def test_conditions_that_are_well_change_nothing() -> None:
     plain = played(None)
-    well = played(ConditionsSection((WELL,), budget_mib=900.0))
+    well = played(sc.ConditionsSection((WELL,), budget_mib=900.0))
     assert counts(well) == (0, 0)
     assert well.meters.rows() == plain.meters.rows()
 
 
 def test_a_budget_restricts_the_draft_and_lets_it_go() -> None:
     course = (WELL, Row(3.0, resident_mib=600.0), Row(20.0, resident_mib=100.0))
-    section = ConditionsSection(course, budget_mib=500.0, window=512)
+    section = sc.ConditionsSection(course, budget_mib=500.0, window=512)
     scenario = world(section, duration_s=150.0, think_s=4.0)
     outcome = play(Job(scenario, Arm.EDGESPEC, 0, 1, Path()))
     less, more = counts(outcome)
@@ -81,7 +73,7 @@ def test_a_budget_restricts_the_draft_and_lets_it_go() -> None:
 
 
 def test_other_arms_are_slowed_down_and_have_no_governor() -> None:
-    hot = ConditionsSection((replace(WELL, resident_mib=900.0, slowdown=4.0),), budget_mib=500.0)
+    hot = sc.ConditionsSection((replace(WELL, resident_mib=900.0, slowdown=4.0),), budget_mib=500.0)
     for arm in (Arm.TARGET_ONLY, Arm.VANILLA):
         assert counts(played(hot, arm)) == (0, 0)
     assert played(hot, Arm.TARGET_ONLY).meters.rows() == played(None, Arm.TARGET_ONLY).meters.rows()
@@ -93,7 +85,7 @@ def test_other_arms_are_slowed_down_and_have_no_governor() -> None:
 
 def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
     course = (replace(WELL, resident_mib=900.0),)
-    scenario = replace(world(ConditionsSection(course, budget_mib=500.0)), duration_s=2.0)
+    scenario = replace(world(sc.ConditionsSection(course, budget_mib=500.0)), duration_s=2.0)
     path = tmp_path / "trace.jsonl"
     with TraceFile(path) as tracer:
         play(Job(scenario, Arm.EDGESPEC, 0, 1, Path()), tracer)
@@ -119,4 +111,4 @@ def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
 )
 def test_a_course_that_cannot_be_is_refused(conditions: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_scenario("single-device", {"devices.laptop.conditions": conditions})
+        sc.load_scenario("single-device", {"devices.laptop.conditions": conditions})

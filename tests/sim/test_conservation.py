@@ -6,15 +6,16 @@ world without it breaks none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.core.link_model import LinkModel, SharedQueue
-from edgespec.core.protocol.messages import Commit, Downlink
+from edgespec.core.protocol.messages import Commit
 from edgespec_sim.links.path import OneHop
 from edgespec_sim.scenario.sections import DeviceSection, LinkSection, Scenario, WorkloadSection
 from edgespec_sim.sessions import SimulatedDevice
@@ -22,6 +23,7 @@ from edgespec_sim.world.conservation import ConservationError, Way
 from edgespec_sim.world.meters import MeteredStream
 from edgespec_sim.world.run import Job, play
 from edgespec_sim.world.user import User
+from tests.mutants import Mutants
 
 WORLD = Scenario(
     name="watched",
@@ -39,110 +41,73 @@ WORLD = Scenario(
         )
     },
 )
-Patch = Callable[[pytest.MonkeyPatch], None]
+NUMBERS = itertools.count()
 
 
 def watched() -> None:
     play(Job(WORLD, Arm.EDGESPEC, 0, 1, Path()))
 
 
-def a_link_without_propagation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LinkModel, "arrival", lambda self, now_s, size_bytes: now_s)
+MUTANTS = Mutants()
 
 
-def everyone_gets_the_full_rate(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SharedQueue, "first_free_s", lambda self, now_s, ready_s, size_bytes: ready_s)
+@MUTANTS.of(LinkModel, "arrival")
+def a_link_without_propagation(arrival: Any, link: LinkModel, now_s: float, size: int) -> float:
+    return now_s
 
 
-def a_queue_faster_than_its_rate(patch: pytest.MonkeyPatch) -> None:
-    original = SharedQueue.serialisation_s
-    patch.setattr(
-        SharedQueue,
-        "serialisation_s",
-        lambda self, start_s, size: 0.5 * original(self, start_s, size),
-    )
+@MUTANTS.of(SharedQueue, "first_free_s")
+def everyone_gets_the_full_rate(first_free_s: Any, *given: Any) -> Any:
+    _, _, ready_s, _ = given
+    return ready_s
 
 
-def messages_overtake(patch: pytest.MonkeyPatch) -> None:
-    original = LinkModel.arrival
-    count = iter(range(1_000_000))
-
-    def arrival(self: LinkModel, now_s: float, size_bytes: int) -> float:
-        return original(self, now_s, size_bytes) + (0.2 if next(count) % 50 == 49 else 0.0)
-
-    patch.setattr(LinkModel, "arrival", arrival)
+@MUTANTS.of(SharedQueue, "serialisation_s")
+def a_queue_faster_than_its_rate(serialisation_s: Any, *given: Any) -> Any:
+    return 0.5 * serialisation_s(*given)
 
 
-def messages_arrive_twice(patch: pytest.MonkeyPatch) -> None:
-    original = OneHop.send
-
-    def send(self: OneHop, size_bytes: int, deliver: Callable[[], None]) -> None:
-        original(self, size_bytes, deliver)
-        original(self, size_bytes, deliver)
-
-    patch.setattr(OneHop, "send", send)
+@MUTANTS.of(LinkModel, "arrival")
+def messages_overtake(arrival: Any, *given: Any) -> Any:
+    return arrival(*given) + (0.2 if next(NUMBERS) % 50 == 49 else 0.0)
 
 
-def messages_get_lost(patch: pytest.MonkeyPatch) -> None:
-    original = OneHop.send
-    count = iter(range(1_000_000))
-
-    def send(self: OneHop, size_bytes: int, deliver: Callable[[], None]) -> None:
-        if next(count) % 40 != 39:
-            original(self, size_bytes, deliver)
-
-    patch.setattr(OneHop, "send", send)
+@MUTANTS.of(OneHop, "send")
+def messages_arrive_twice(send: Any, *given: Any) -> None:
+    send(*given)
+    send(*given)
 
 
-def commits_are_made_up_on_the_way(patch: pytest.MonkeyPatch) -> None:
+@MUTANTS.of(OneHop, "send")
+def messages_get_lost(send: Any, *given: Any) -> None:
+    if next(NUMBERS) % 40 != 39:
+        send(*given)
+
+
+@MUTANTS.of(MeteredStream, "send_down")
+def commits_are_made_up_on_the_way(send_down: Any, stream: MeteredStream, message: Any) -> None:
     """A token delivered before the verifier has committed it."""
-    original = MeteredStream.send_down
-
-    def send_down(self: MeteredStream, message: Downlink) -> None:
-        if isinstance(message, Commit):
-            message = replace(message, tokens=(*message.tokens, 7))
-        original(self, message)
-
-    patch.setattr(MeteredStream, "send_down", send_down)
+    if isinstance(message, Commit):
+        message = replace(message, tokens=(*message.tokens, 7))
+    send_down(stream, message)
 
 
-def a_message_changes_on_the_way(patch: pytest.MonkeyPatch) -> None:
-    original = MeteredStream._arrive_down
-
-    def arrive(self: MeteredStream, message: Downlink) -> None:
-        if isinstance(message, Commit):
-            message = replace(message, tokens=message.tokens[::-1])
-        original(self, message)
-
-    patch.setattr(MeteredStream, "_arrive_down", arrive)
+@MUTANTS.of(MeteredStream, "_arrive_down")
+def a_message_changes_on_the_way(arrive_down: Any, stream: MeteredStream, message: Any) -> None:
+    if isinstance(message, Commit):
+        message = replace(message, tokens=message.tokens[::-1])
+    arrive_down(stream, message)
 
 
-def drafting_is_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    original = User._energy_j
-
-    def energy_j(self: User, device: SimulatedDevice) -> float:
-        device.drafting_s *= 4.0
-        return original(self, device)
-
-    patch.setattr(User, "_energy_j", energy_j)
+@MUTANTS.of(User, "_energy_j")
+def drafting_is_counted_twice(energy_j: Any, user: User, device: SimulatedDevice) -> Any:
+    device.drafting_s *= 4.0
+    return energy_j(user, device)
 
 
-MUTANTS: Sequence[Patch] = (
-    a_link_without_propagation,
-    everyone_gets_the_full_rate,
-    a_queue_faster_than_its_rate,
-    messages_overtake,
-    messages_arrive_twice,
-    messages_get_lost,
-    commits_are_made_up_on_the_way,
-    a_message_changes_on_the_way,
-    drafting_is_counted_twice,
-)
-
-
-@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
-def test_a_mutant_is_caught(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize("name", [*MUTANTS])
+def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS.make(name, monkeypatch)
     with pytest.raises(ConservationError):
         watched()
 

@@ -25,16 +25,7 @@ from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpe
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.links.network_trace import TraceError
 from edgespec_sim.run_summary import RunSummary
-from edgespec_sim.scenario.sections import (
-    CostSection,
-    DeviceSection,
-    Scenario,
-    StagesSection,
-    TokensFrom,
-    TokensSection,
-    VerifierSection,
-    WorkloadSection,
-)
+from edgespec_sim.scenario import sections as sc
 from edgespec_sim.token_sources.relaxed_rule import (
     LOSSY_RULE,
     LossySource,
@@ -48,17 +39,17 @@ from edgespec_sim.world.site import Machine
 
 HERE = Path()
 COMPUTE_S = 0.020
-ONE_LONG = WorkloadSection(prompt_tokens=8, output_tokens=400, requests=1, start_within_s=0.0)
+ONE_LONG = sc.WorkloadSection(prompt_tokens=8, output_tokens=400, requests=1, start_within_s=0.0)
 
 
-def swarm(stages: StagesSection | None, arm: Arm, **changes: object) -> Scenario:
+def swarm(stages: sc.StagesSection | None, arm: Arm, **changes: object) -> sc.Scenario:
     """One device beside the first node, one long text."""
-    verifier = VerifierSection(pass_time=CostSection(ms=1e3 * COMPUTE_S), stages=stages)
-    scenario = Scenario(
+    verifier = sc.VerifierSection(pass_time=sc.CostSection(ms=1e3 * COMPUTE_S), stages=stages)
+    scenario = sc.Scenario(
         name="swarm",
         duration_s=120.0,
-        tokens=TokensSection(acceptance=0.85),
-        devices={"one": DeviceSection(draft=CostSection(ms=1.0), workload=ONE_LONG)},
+        tokens=sc.TokensSection(acceptance=0.85),
+        devices={"one": sc.DeviceSection(draft=sc.CostSection(ms=1.0), workload=ONE_LONG)},
         verifiers={"swarm": verifier},
         arms=(arm,),
         message_ms=0.0,
@@ -67,16 +58,16 @@ def swarm(stages: StagesSection | None, arm: Arm, **changes: object) -> Scenario
     return replace(scenario, **changes)  # type: ignore[arg-type]
 
 
-def outcome(scenario: Scenario) -> WorldOutcome:
+def outcome(scenario: sc.Scenario) -> WorldOutcome:
     return play(Job(scenario, scenario.arms[0], 0, 1, HERE))
 
 
-def summary(scenario: Scenario) -> RunSummary:
+def summary(scenario: sc.Scenario) -> RunSummary:
     outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, 1, HERE)]
     return summarise(scenario, (1,), HERE, outcomes)
 
 
-def tpot_s(scenario: Scenario) -> float:
+def tpot_s(scenario: sc.Scenario) -> float:
     (record,) = outcome(scenario).meters.records
     assert record.complete
     assert record.tpot_s is not None
@@ -94,11 +85,11 @@ def test_what_drafts_save_of_the_communication(nodes: int, link_ms: float) -> No
     one of the formula."""
 
     def added_s(arm: Arm) -> float:
-        far = swarm(StagesSection(nodes=nodes, link_ms=link_ms), arm)
-        near = swarm(StagesSection(nodes=nodes, link_ms=0.0), arm)
+        far = swarm(sc.StagesSection(nodes=nodes, link_ms=link_ms), arm)
+        near = swarm(sc.StagesSection(nodes=nodes, link_ms=0.0), arm)
         return tpot_s(far) - tpot_s(near)
 
-    result = outcome(swarm(StagesSection(nodes=nodes, link_ms=link_ms), Arm.VANILLA))
+    result = outcome(swarm(sc.StagesSection(nodes=nodes, link_ms=link_ms), Arm.VANILLA))
     (record,) = result.meters.records
     k = record.counters.committed / record.counters.passes
     assert k > 2.0
@@ -110,7 +101,7 @@ def test_what_drafts_save_of_the_communication(nodes: int, link_ms: float) -> No
 
 def test_stragglers_lengthen_their_share_of_passes() -> None:
     """A fifth of each node's passes takes four times as long: 1.6 times the compute in the mean."""
-    stages = StagesSection(nodes=4, link_ms=0.0, stragglers=0.2)
+    stages = sc.StagesSection(nodes=4, link_ms=0.0, stragglers=0.2)
     assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(1.6 * COMPUTE_S, rel=0.06)
 
 
@@ -127,21 +118,21 @@ def matrix_file(folder: Path, rtts_s: list[list[float]]) -> str:
 def test_links_follow_a_matrix_of_round_trips(tmp_path: Path) -> None:
     rtts_s = [[0.0, 0.010, 0.080], [0.010, 0.0, 0.030], [0.080, 0.0, 0.0]]
     name = matrix_file(tmp_path, rtts_s)
-    stages = StagesSection(nodes=3, rtt_matrix=name)
+    stages = sc.StagesSection(nodes=3, rtt_matrix=name)
     expected_s = COMPUTE_S + 0.005 + 0.015
     assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
     hole = matrix_file(tmp_path, [[0.0, 0.0], [0.0, 0.0]])
     with pytest.raises(TraceError, match="from node 0 to 1 nothing was measured"):
-        outcome(swarm(StagesSection(nodes=2, rtt_matrix=hole), Arm.TARGET_ONLY))
+        outcome(swarm(sc.StagesSection(nodes=2, rtt_matrix=hole), Arm.TARGET_ONLY))
     with pytest.raises(TraceError, match="4 nodes are asked for, but it has 2"):
-        outcome(swarm(StagesSection(nodes=4, rtt_matrix=hole), Arm.TARGET_ONLY))
+        outcome(swarm(sc.StagesSection(nodes=4, rtt_matrix=hole), Arm.TARGET_ONLY))
     Path(hole).write_bytes(Path(hole).read_bytes()[:60])
     with pytest.raises(TraceError, match=r"expected a square of times in tar\.xz"):
-        outcome(swarm(StagesSection(nodes=2, rtt_matrix=hole), Arm.TARGET_ONLY))
+        outcome(swarm(sc.StagesSection(nodes=2, rtt_matrix=hole), Arm.TARGET_ONLY))
 
 
 def test_a_row_takes_its_time_on_each_link() -> None:
-    stages = StagesSection(nodes=3, link_ms=10.0, link_mbps=10.0, hidden_bytes=12_500)
+    stages = sc.StagesSection(nodes=3, link_ms=10.0, link_mbps=10.0, hidden_bytes=12_500)
     expected_s = COMPUTE_S + 2 * (0.010 + 0.010)
     assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
     assert stages.links_s == pytest.approx(0.040)
@@ -151,13 +142,13 @@ def test_a_row_takes_its_time_on_each_link() -> None:
     assert replace(stages, lost_at_s=(1.0,), spares=1).links_s == stages.links_s
 
 
-def crowd(slots: int) -> Scenario:
+def crowd(slots: int) -> sc.Scenario:
     """16 sessions, one row a pass: nodes too small for batches."""
     work = replace(ONE_LONG, prompt_tokens=4, output_tokens=4000)
-    stages = StagesSection(nodes=4, link_ms=5.0, slots=slots)
+    stages = sc.StagesSection(nodes=4, link_ms=5.0, slots=slots)
     scenario = swarm(stages, Arm.TARGET_ONLY, duration_s=12.0)
     verifier = replace(scenario.verifiers["swarm"], max_rows_per_pass=1)
-    devices = {"one": DeviceSection(count=16, workload=work)}
+    devices = {"one": sc.DeviceSection(count=16, workload=work)}
     return replace(scenario, verifiers={"swarm": verifier}, devices=devices)
 
 
@@ -179,7 +170,7 @@ def test_a_node_with_two_passes_at_once_is_found(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("arm", [Arm.TARGET_ONLY, Arm.EDGESPEC])
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_lost_node_loses_and_changes_no_token(arm: Arm, spares: int) -> None:
-    stages = StagesSection(
+    stages = sc.StagesSection(
         nodes=4, link_ms=10.0, slots=2, lost_at_s=(0.503,), reroute_s=1.5, spares=spares
     )
     scenario = swarm(stages, arm)
@@ -205,7 +196,7 @@ def test_a_broken_section_names_key_value_and_range(
     changes: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        StagesSection(**changes)  # type: ignore[arg-type]
+        sc.StagesSection(**changes)  # type: ignore[arg-type]
 
 
 # --- the relaxed rule -----------------------------------------------------------------------
@@ -258,12 +249,12 @@ def test_only_likely_enough_drafts_are_tolerated(threshold: float, temperature: 
     assert (changed > 20) == (threshold < 1.0)
 
 
-def lossy(threshold: float | None, temperature: float = 0.0) -> Scenario:
-    tokens = TokensSection(
-        source=TokensFrom.TOY, noise=0.4, temperature=temperature, lossy_threshold=threshold
+def lossy(threshold: float | None, temperature: float = 0.0) -> sc.Scenario:
+    tokens = sc.TokensSection(
+        source=sc.TokensFrom.TOY, noise=0.4, temperature=temperature, lossy_threshold=threshold
     )
     arms = (Arm.TARGET_ONLY, Arm.VANILLA)
-    return swarm(StagesSection(link_ms=15.0), Arm.VANILLA, tokens=tokens, arms=arms)
+    return swarm(sc.StagesSection(link_ms=15.0), Arm.VANILLA, tokens=tokens, arms=arms)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,8 +1,8 @@
 """Moving devices, base stations, shared air, phones that change cells and control their power.
 
-Oracles: Shannon's formula and airtime by hand, 3GPP TS 38.331 and 38.213 by hand, delays added up
-by hand, gains that the test writes itself, and the laws of ``conservation.py`` with planted faults;
-tokens are judged against the target.
+Oracles: Shannon's formula and airtime by hand, 3GPP TS 38.331, 38.213 and TR 38.901 by hand, delays
+added up by hand, gains that the test writes itself, and the laws of ``conservation.py`` with
+planted faults; tokens are judged against the target.
 """
 
 from __future__ import annotations
@@ -19,57 +19,30 @@ import pytest
 from edgespec.bench.arms import Arm
 from edgespec.core.link_model import SharedQueue
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.sections import (
-    FRAMING_BYTES,
-    BackhaulSection,
-    CellHandoverSection,
-    CostSection,
-    DeviceSection,
-    LinkSection,
-    PowerControlSection,
-    RadioSection,
-    Scenario,
-    Sessions,
-    TokensFrom,
-    TokensSection,
-    VerifierSection,
-    WorkloadSection,
-    load_scenario,
-)
+from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world import radio_network
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.conservation import ConservationError
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.radio_network import (
-    ACCESS_S,
-    DEVICE_NOISE_DB,
-    LEAST_BITS_PER_HZ,
-    LEAST_DBM,
-    MOST_BITS_PER_HZ,
-    RESOURCE_BLOCK_HZ,
-    STATION_NOISE_DB,
-    Attachment,
-    Change,
-    RadioNetwork,
-)
+from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, path_loss_db
 from edgespec_sim.world.run import token_source
 from edgespec_sim.world.site import Surrounding, association_policy
 
 HERE = Path()
 STEP_S = 0.5
-WORK = WorkloadSection(prompt_tokens=16, output_tokens=30, think_s=0.3, start_within_s=0.5)
-RADIO = RadioSection(area_m=400.0, bandwidth_mhz=1.0)
-MEC = Scenario(
+WORK = sc.WorkloadSection(prompt_tokens=16, output_tokens=30, think_s=0.3, start_within_s=0.5)
+RADIO = sc.RadioSection(area_m=400.0, bandwidth_mhz=1.0)
+MEC = sc.Scenario(
     name="mec",
     duration_s=5.0,
     arms=(Arm.EDGESPEC,),
     radio=RADIO,
-    devices={"phone": DeviceSection(count=6, draft_w=2.0, workload=WORK)},
+    devices={"phone": sc.DeviceSection(count=6, draft_w=2.0, workload=WORK)},
     verifiers={
-        "near": VerifierSection(pass_time=CostSection(ms=20.0)),
-        "far": VerifierSection(count=2, pass_time=CostSection(ms=12.0), path=("metro",)),
+        "near": sc.VerifierSection(pass_time=sc.CostSection(ms=20.0)),
+        "far": sc.VerifierSection(count=2, pass_time=sc.CostSection(ms=12.0), path=("metro",)),
     },
-    links={"metro": LinkSection(rtt_ms=20.0)},
+    links={"metro": sc.LinkSection(rtt_ms=20.0)},
 )
 
 
@@ -92,7 +65,7 @@ def written(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
     monkeypatch.setattr(radio_network, "UmiGains", Written)
 
 
-def run(scenario: Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
+def run(scenario: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
     policy = association_policy(scenario.association)
     surrounding = Surrounding(token_source(scenario, 1, HERE), policy, HERE)
     return World(scenario, arm, "1", surrounding).run()
@@ -100,19 +73,21 @@ def run(scenario: Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
 
 def air(
     monkeypatch: pytest.MonkeyPatch, gains: list[list[float]], **changes: object
-) -> tuple[EventQueue, RadioNetwork]:
+) -> tuple[EventQueue, radio_network.RadioNetwork]:
     """One network whose gains stay as they are given."""
     written(monkeypatch, gains)
     section = replace(RADIO, **changes)  # type: ignore[arg-type]
     queue = EventQueue()
-    return queue, RadioNetwork(queue, section, len(gains), len(gains[0]), "1", audited=True)
+    return queue, radio_network.RadioNetwork(
+        queue, section, len(gains), len(gains[0]), "1", audited=True
+    )
 
 
 def rate(watts: float, gain: float, figure_db: float, other_w: float = 0.0) -> float:
     """Shannon over 1 MHz."""
     noise_w = 10.0 ** ((-174.0 + figure_db) / 10.0 - 3.0) * 1e6
     bits = math.log2(1.0 + watts * gain / (noise_w + other_w))
-    return 1e6 * min(max(bits, LEAST_BITS_PER_HZ), MOST_BITS_PER_HZ)
+    return 1e6 * min(max(bits, radio_network.LEAST_BITS_PER_HZ), radio_network.MOST_BITS_PER_HZ)
 
 
 DEVICE_W, STATION_W = 0.1, 10.0**0.3
@@ -126,10 +101,10 @@ def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> N
     gains = [[2e-14], [1e-9]]
     queue, network = air(monkeypatch, gains)
     (slow, _), (fast, _) = network.hop(0, 0), network.hop(1, 0)
-    bits = (400 + FRAMING_BYTES) * 8
-    slow_s = bits / rate(DEVICE_W, 2e-14, STATION_NOISE_DB)
-    fast_s = bits / (1e6 * MOST_BITS_PER_HZ)
-    access_s = ACCESS_S / 2
+    bits = (400 + sc.FRAMING_BYTES) * 8
+    slow_s = bits / rate(DEVICE_W, 2e-14, radio_network.STATION_NOISE_DB)
+    fast_s = bits / (1e6 * radio_network.MOST_BITS_PER_HZ)
+    access_s = radio_network.ACCESS_S / 2
     assert slow.arrival(queue.now, 400) == pytest.approx(slow_s + access_s, abs=2e-9)
     assert fast.arrival(queue.now, 400) == pytest.approx(slow_s + fast_s + access_s, abs=4e-9)
     assert slow_s > 5 * fast_s
@@ -141,22 +116,22 @@ def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.Monk
     queue, network = air(monkeypatch, gains)
     quiet = network.signal(0, 0)
     up, down = network.hop(1, 1)
-    size_bytes = round(STEP_S / 8 * 1e6 * MOST_BITS_PER_HZ / 8) - FRAMING_BYTES
+    size_bytes = round(STEP_S / 8 * 1e6 * radio_network.MOST_BITS_PER_HZ / 8) - sc.FRAMING_BYTES
     up.arrival(queue.now, size_bytes)
     queue.run(1.5 * STEP_S)
     noisy = network.signal(0, 0)
-    expected = rate(DEVICE_W, 1e-12, STATION_NOISE_DB, DEVICE_W * 2e-12 / 8)
+    expected = rate(DEVICE_W, 1e-12, radio_network.STATION_NOISE_DB, DEVICE_W * 2e-12 / 8)
     assert noisy.up_bits_per_s == pytest.approx(expected, rel=1e-3)
     assert noisy.down_bits_per_s == quiet.down_bits_per_s
     # Its own signal is no noise to it, wherever it goes next; and a step later all is quiet.
     assert network.signal(1, 0).up_bits_per_s == pytest.approx(
-        rate(DEVICE_W, 2e-12, STATION_NOISE_DB)
+        rate(DEVICE_W, 2e-12, radio_network.STATION_NOISE_DB)
     )
     queue.run(2.5 * STEP_S)
     assert network.signal(0, 0) == quiet
     down.arrival(queue.now, size_bytes)
     queue.run(3.5 * STEP_S)
-    heard = rate(STATION_W, 1e-12, DEVICE_NOISE_DB, STATION_W * 1e-15 / 8)
+    heard = rate(STATION_W, 1e-12, radio_network.DEVICE_NOISE_DB, STATION_W * 1e-15 / 8)
     assert network.signal(0, 0).down_bits_per_s == pytest.approx(heard, rel=1e-3)
 
 
@@ -178,18 +153,18 @@ def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) 
     written(monkeypatch, [[1e-9]])
     scenario = replace(
         MEC,
-        devices={"phone": DeviceSection(workload=replace(WORK, start_within_s=0.0))},
-        verifiers={"near": VerifierSection(pass_time=CostSection(ms=20.0))},
+        devices={"phone": sc.DeviceSection(workload=replace(WORK, start_within_s=0.0))},
+        verifiers={"near": sc.VerifierSection(pass_time=sc.CostSection(ms=20.0))},
         links={},
         message_ms=0.0,
     )
     record = run(scenario, Arm.TARGET_ONLY).meters.records[0]
-    per_byte_s = 8.0 / (1e6 * MOST_BITS_PER_HZ)
-    access_s = ACCESS_S
+    per_byte_s = 8.0 / (1e6 * radio_network.MOST_BITS_PER_HZ)
+    access_s = radio_network.ACCESS_S
     assert record.ttft_s is not None
     on_air_s = record.ttft_s - access_s - access_s - 0.020
-    assert on_air_s > 2 * FRAMING_BYTES * per_byte_s
-    assert on_air_s < (2 * FRAMING_BYTES + 400) * per_byte_s
+    assert on_air_s > 2 * sc.FRAMING_BYTES * per_byte_s
+    assert on_air_s < (2 * sc.FRAMING_BYTES + 400) * per_byte_s
     assert record.tpot_s == pytest.approx(0.020, rel=1e-3)
 
 
@@ -209,7 +184,7 @@ def test_the_air_is_the_first_hop() -> None:
     with pytest.raises(ValueError, match=r"devices\.phone\.path names links, but with radio"):
         replace(MEC, devices={"phone": device})
     with pytest.raises(ValueError, match=r"load is 0.99, but must be in \[0.0, 0.95\]"):
-        RadioSection(load=0.99)
+        sc.RadioSection(load=0.99)
 
 
 # --- cells -----------------------------------------------------------------------------------
@@ -220,33 +195,35 @@ NEAR, FAR = 1e-9, 1e-12
 
 def cellular(
     monkeypatch: pytest.MonkeyPatch,
-    handover: CellHandoverSection,
+    handover: sc.CellHandoverSection,
     phones: int = 2,
     **changes: object,
-) -> Scenario:
+) -> sc.Scenario:
     """Two stations and phones that are in cell 0 for two steps, in cell 1 for two, and so on; all
     ask at once and for as long as the world lasts."""
     slots = [[[NEAR, FAR]] * phones] * 2 + [[[FAR, NEAR]] * phones] * 2
     written(monkeypatch, *slots)
-    radio = RadioSection(area_m=400.0, speed_m_per_s=0.0, handover=handover)
-    work = WorkloadSection(prompt_tokens=20, output_tokens=120, think_s=0.05, start_within_s=0.01)
-    scenario = Scenario(
+    radio = sc.RadioSection(area_m=400.0, speed_m_per_s=0.0, handover=handover)
+    work = sc.WorkloadSection(
+        prompt_tokens=20, output_tokens=120, think_s=0.05, start_within_s=0.01
+    )
+    scenario = sc.Scenario(
         name="cells",
         duration_s=3.2,
-        tokens=TokensSection(source=TokensFrom.TOY),
+        tokens=sc.TokensSection(source=sc.TokensFrom.TOY),
         association="listed",
         radio=radio,
-        devices={"phone": DeviceSection(count=phones, workload=work)},
+        devices={"phone": sc.DeviceSection(count=phones, workload=work)},
         verifiers={
-            "a": VerifierSection(pass_time=CostSection(ms=20.0, row_ms=0.5)),
-            "b": VerifierSection(pass_time=CostSection(ms=20.0, row_ms=0.5)),
+            "a": sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=0.5)),
+            "b": sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=0.5)),
         },
     )
     return replace(scenario, **changes)  # type: ignore[arg-type]
 
 
-def section(sessions: Sessions, **changes: object) -> CellHandoverSection:
-    return replace(CellHandoverSection(sessions=sessions), **changes)  # type: ignore[arg-type]
+def section(sessions: sc.Sessions, **changes: object) -> sc.CellHandoverSection:
+    return replace(sc.CellHandoverSection(sessions=sessions), **changes)  # type: ignore[arg-type]
 
 
 # --- which cell -------------------------------------------------------------------------------
@@ -259,16 +236,16 @@ def test_a_phone_changes_when_another_cell_is_clearly_stronger(
     here, lead = np.array([[1.0, 1.0]]), np.array([[1.0, 10.0**0.6]])
     monkeypatch.setattr(radio_network, "FILTER_K", 4)
     monkeypatch.setattr(radio_network, "MARGIN_DB", 3.1)
-    attachment = Attachment(here)
+    attachment = radio_network.Attachment(here)
     assert attachment.cells.tolist() == [0]
     assert attachment.measure(lead) == []
-    assert attachment.measure(lead) == [Change(0, 0, 1)]
+    assert attachment.measure(lead) == [radio_network.Change(0, 0, 1)]
     assert attachment.cells.tolist() == [1]
     assert attachment.measure(lead) == [], "it is there"
 
 
 def test_another_cells_verifier_is_behind_the_backhaul(monkeypatch: pytest.MonkeyPatch) -> None:
-    handover = section(Sessions.STAY, backhaul=BackhaulSection(rtt_ms=30.0, mbps=8.0))
+    handover = section(sc.Sessions.STAY, backhaul=sc.BackhaulSection(rtt_ms=30.0, mbps=8.0))
     scenario = cellular(monkeypatch, handover, message_ms=0.0)
     queue = EventQueue()
     network = Network(queue, scenario, "1", HERE, audited=True)
@@ -294,34 +271,31 @@ def test_another_cells_verifier_is_behind_the_backhaul(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("sessions", "arm"),
     [
-        *((sessions, Arm.EDGESPEC) for sessions in Sessions),
-        (Sessions.RECOMPUTE, Arm.TARGET_ONLY),
-        (Sessions.KV, Arm.VANILLA),
+        *((sessions, Arm.EDGESPEC) for sessions in sc.Sessions),
+        (sc.Sessions.RECOMPUTE, Arm.TARGET_ONLY),
+        (sc.Sessions.KV, Arm.VANILLA),
     ],
 )
 def test_the_text_is_the_targets_own_through_every_handover(
-    monkeypatch: pytest.MonkeyPatch, arm: Arm, sessions: Sessions
+    monkeypatch: pytest.MonkeyPatch, arm: Arm, sessions: sc.Sessions
 ) -> None:
     outcome = run(cellular(monkeypatch, section(sessions)), arm)
     whole = outcome.meters.whole()
     assert (whole.mismatches, whole.failed) == (0, 0)
     assert whole.handovers >= 4
-    moves = {
-        Sessions.RECOMPUTE: whole.moves_recomputed,
-        Sessions.KV: whole.moves_with_kv,
-    }
+    moves = {sc.Sessions.RECOMPUTE: whole.moves_recomputed, sc.Sessions.KV: whole.moves_with_kv}
     if sessions in moves:
         assert moves[sessions] >= 2
         assert sum(moves.values()) == moves[sessions]
         assert whole.reconnects == moves[sessions]
-    elif sessions is Sessions.STAY:
+    elif sessions is sc.Sessions.STAY:
         assert sum(moves.values()) == 0
         assert {one.verifier for one in outcome.meters.records} == {"a"}, "the first listed"
 
 
 def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streaming at 20 ms a token: the longest gap is the gap, and a pass and a bit."""
-    scenario = cellular(monkeypatch, section(Sessions.STAY, gap_ms=400.0))
+    scenario = cellular(monkeypatch, section(sc.Sessions.STAY, gap_ms=400.0))
     gaps_s = run(scenario, Arm.TARGET_ONLY).meters.gaps_s
     assert 0.4 < max(gaps_s) < 0.4 + 0.045
     assert sum(gap_s > 0.1 for gap_s in gaps_s) <= 12, "one a change and phone"
@@ -330,23 +304,24 @@ def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("backhaul", "kv_bytes", "expected"),
     [
-        (BackhaulSection(rtt_ms=0.0), 131_072, (0, 0)),
-        (BackhaulSection(rtt_ms=400.0, mbps=1e5), 1, (0, 1)),
-        (BackhaulSection(rtt_ms=400.0, mbps=1.0), 1 << 20, (1, 0)),
+        (sc.BackhaulSection(rtt_ms=0.0), 131_072, (0, 0)),
+        (sc.BackhaulSection(rtt_ms=400.0, mbps=1e5), 1, (0, 1)),
+        (sc.BackhaulSection(rtt_ms=400.0, mbps=1.0), 1 << 20, (1, 0)),
     ],
     ids=["near", "far, small cache", "far, large cache"],
 )
 def test_the_cheapest_way_is_taken(
     monkeypatch: pytest.MonkeyPatch,
-    backhaul: BackhaulSection,
+    backhaul: sc.BackhaulSection,
     kv_bytes: int,
     expected: tuple[int, int],
 ) -> None:
     """Stop-and-wait pays the backhaul at each round: stay where it costs nothing; else move, with
     the cache if the line carries it sooner than a pass over the prefix takes."""
-    handover = section(Sessions.CHEAPEST, backhaul=backhaul, kv_bytes_per_token=kv_bytes)
+    handover = section(sc.Sessions.CHEAPEST, backhaul=backhaul, kv_bytes_per_token=kv_bytes)
     verifiers = {
-        name: VerifierSection(pass_time=CostSection(ms=20.0, row_ms=4.0)) for name in ("a", "b")
+        name: sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=4.0))
+        for name in ("a", "b")
     }
     scenario = cellular(monkeypatch, handover, 1, duration_s=1.3, verifiers=verifiers)
     whole = run(scenario, Arm.VANILLA).meters.whole()
@@ -356,23 +331,25 @@ def test_the_cheapest_way_is_taken(
 
 def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="mbps"):
-        BackhaulSection(mbps=0.0)
-    behind = {"a": VerifierSection(path=("metro",)), "b": VerifierSection()}
-    for link in (LinkSection(rtt_ms=5.0, loss=0.01), LinkSection(trace="generate:wifi")):
+        sc.BackhaulSection(mbps=0.0)
+    behind = {"a": sc.VerifierSection(path=("metro",)), "b": sc.VerifierSection()}
+    for link in (sc.LinkSection(rtt_ms=5.0, loss=0.01), sc.LinkSection(trace="generate:wifi")):
         with pytest.raises(ValueError, match=r"verifiers.a lies behind 'metro'.* no loss and no"):
-            cellular(monkeypatch, section(Sessions.STAY), links={"metro": link}, verifiers=behind)
+            cellular(
+                monkeypatch, section(sc.Sessions.STAY), links={"metro": link}, verifiers=behind
+            )
     with pytest.raises(ValueError, match="sessions"):
-        load_scenario("mec", {"radio.handover.sessions": "sometimes"})
-    found = load_scenario("mec", {"radio.handover.sessions": "kv"}).radio
+        sc.load_scenario("mec", {"radio.handover.sessions": "sometimes"})
+    found = sc.load_scenario("mec", {"radio.handover.sessions": "kv"}).radio
     assert found is not None
     assert found.handover is not None
-    assert found.handover.sessions is Sessions.KV
+    assert found.handover.sessions is sc.Sessions.KV
 
 
 # --- power -----------------------------------------------------------------------------------
 
-CONTROL = PowerControlSection(p0_dbm=-90.0, alpha=0.8)
-BLOCKS_DB = 10.0 * math.log10(1e6 / RESOURCE_BLOCK_HZ)
+CONTROL = sc.PowerControlSection(p0_dbm=-90.0, alpha=0.8)
+BLOCKS_DB = 10.0 * math.log10(1e6 / radio_network.RESOURCE_BLOCK_HZ)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +358,7 @@ BLOCKS_DB = 10.0 * math.log10(1e6 / RESOURCE_BLOCK_HZ)
         (100.0, -90.0 + BLOCKS_DB + 80.0),  # -2.6 dBm
         (125.0, -90.0 + BLOCKS_DB + 100.0),
         (150.0, 20.0),  # the most that it can
-        (40.0, LEAST_DBM),
+        (40.0, radio_network.LEAST_DBM),
     ],
 )
 def test_power_follows_the_path_loss(
@@ -393,7 +370,7 @@ def test_power_follows_the_path_loss(
 
 def test_the_station_hears_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     _, network = air(monkeypatch, [[1e-10]], power_control=CONTROL)
-    noise_dbm = -174.0 + 60.0 + STATION_NOISE_DB
+    noise_dbm = -174.0 + 60.0 + radio_network.STATION_NOISE_DB
     sent_dbm = -90.0 + BLOCKS_DB + 0.8 * 100.0
     signal = network.signal(0, 0)
     assert signal.up_snr_db == pytest.approx(sent_dbm - 100.0 - noise_dbm)
@@ -403,4 +380,45 @@ def test_the_station_hears_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_share_of_the_path_loss_is_one_of_3gpps() -> None:
     with pytest.raises(ValueError, match=r"alpha is 0.75, but must be one of 0, 0.4"):
-        PowerControlSection(alpha=0.75)
+        sc.PowerControlSection(alpha=0.75)
+
+
+@pytest.mark.parametrize(
+    ("distance_m", "sight", "loss_db"),
+    [
+        # TR 38.901, Table 7.4.1-1, by hand: d3D = sqrt(d^2 + 8.5^2), 20 log 3.5 = 10.8814.
+        (100.0, True, 32.4 + 21 * 2.001564 + 10.8814),
+        # Past the breakpoint of 4 * 9 * 0.5 * 3.5e9 / 3e8 = 210 m.
+        (500.0, True, 32.4 + 40 * 2.699033 + 10.8814 - 9.5 * 4.645149),
+        (100.0, False, 35.3 * 2.001564 + 22.4 + 21.3 * 0.544068),
+        (5.0, True, 32.4 + 21 * 1.118050 + 10.8814),  # As at 10 m.
+    ],
+)
+def test_path_loss_is_the_reports(distance_m: float, sight: bool, loss_db: float) -> None:
+    found = path_loss_db(np.array([distance_m]), np.array([sight]))
+    assert found[0] == pytest.approx(loss_db, abs=2e-3)
+
+
+def test_gains_have_the_models_mean_and_spread() -> None:
+    """Far enough out that nothing is in sight: 7.82 dB of shadowing and Rayleigh's 5.57 dB."""
+    rng = np.random.default_rng(0)
+    field = UmiGains(rng, 4000, 2)
+    devices = np.tile([900.0, 0.0], (4000, 1))
+    gains_db = 10 * np.log10(field.next(devices, np.zeros((2, 2)), np.zeros(4000)))
+    loss = path_loss_db(np.array([900.0]), np.array([False]))[0]
+    # E[10 log10 of an exponential] = -2.507 dB; 2 % are in sight and gain some.
+    assert gains_db.mean() == pytest.approx(-loss - 2.507, abs=0.9)
+    assert gains_db.std() == pytest.approx(np.hypot(7.82, 5.57), rel=0.08)
+    shared = np.corrcoef(gains_db[:, 0], gains_db[:, 1])[0, 1]
+    assert shared == pytest.approx(0.5 * 7.82**2 / (7.82**2 + 5.57**2), abs=0.08)
+
+
+def test_devices_walk_at_their_speed_and_stay_inside() -> None:
+    walk = RandomWaypoint(np.random.default_rng(2), 200, side_m=50.0, speed_m_s=(1.0, 3.0))
+    for _ in range(20):
+        before = walk.positions_m
+        gone_m = walk.advance(30.0)  # Long enough for several legs.
+        assert np.all((walk.positions_m >= 0) & (walk.positions_m <= 50.0))
+        assert np.all((gone_m >= 30.0 - 1e-6) & (gone_m <= 90.0 + 1e-6))
+        straight_m = np.linalg.norm(walk.positions_m - before, axis=1)
+        assert np.all(straight_m <= gone_m + 1e-9)

@@ -1,28 +1,24 @@
-"""How often an interval holds what it should, on made-up worlds whose speed-up is known."""
+"""How often an interval holds what it should, clusters or not, on made-up worlds whose speed-up
+and studies whose shares and quantiles are known. Independent requests are held against the
+binomial; clusters whose requests are all alike are as few as the clusters are."""
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 
-from edgespec_sim.replication import (
-    FIRST,
-    MOST_SEEDS,
-    Interval,
-    Total,
-    mean_interval,
-    seeds_wanted,
-    speedup,
-)
+from edgespec_sim import replication
+from edgespec_sim.replication import quantile_interval, share_interval
 
 BASE_S, ARM_S = 0.025, 0.016
 LUCK, SCATTER = 0.15, 0.1
 """Deviation of a world's difficulty and of its requests, in logarithms."""
 
 
-def world(dice: random.Random) -> tuple[Total, Total]:
+def world(dice: random.Random) -> tuple[replication.Total, replication.Total]:
     """One seed: both arms feel its difficulty, and complete different numbers of requests."""
     luck = dice.gauss(0.0, LUCK)
     base_s, arm_s = BASE_S * math.exp(luck / 2), ARM_S * math.exp(luck)
@@ -30,20 +26,20 @@ def world(dice: random.Random) -> tuple[Total, Total]:
     for mean_s in (base_s, arm_s):
         count = dice.randint(20, 40)
         times_s = [mean_s * math.exp(dice.gauss(0.0, SCATTER)) for _ in range(count)]
-        totals.append(Total(sum(times_s), count))
+        totals.append(replication.Total(sum(times_s), count))
     return totals[0], totals[1]
 
 
 TRUTH = BASE_S * math.exp((LUCK / 2) ** 2 / 2) / (ARM_S * math.exp(LUCK**2 / 2))
 
 
-def interval(worlds: list[tuple[Total, Total]]) -> Interval:
-    _, found = speedup([base for base, _ in worlds], [arm for _, arm in worlds])
+def interval(worlds: list[tuple[replication.Total, replication.Total]]) -> replication.Interval:
+    _, found = replication.speedup([base for base, _ in worlds], [arm for _, arm in worlds])
     assert found is not None
     return found
 
 
-def holds(found: Interval) -> bool:
+def holds(found: replication.Interval) -> bool:
     return found.low <= TRUTH <= found.high
 
 
@@ -58,10 +54,10 @@ def test_looking_before_deciding_costs_little() -> None:
     """Seeds are added until the interval is narrow: at least 90 of 100 hold, and it is narrow."""
     dice, held = random.Random(1), 0
     for _ in range(200):
-        worlds = [world(dice) for _ in range(FIRST)]
-        while (wanted := seeds_wanted(len(worlds), interval(worlds).half_width, 0.05)) > len(
-            worlds
-        ):
+        worlds = [world(dice) for _ in range(replication.FIRST)]
+        while (
+            wanted := replication.seeds_wanted(len(worlds), interval(worlds).half_width, 0.05)
+        ) > len(worlds):
             worlds += [world(dice) for _ in range(wanted - len(worlds))]
         assert interval(worlds).half_width <= 0.05
         held += holds(interval(worlds))
@@ -69,17 +65,67 @@ def test_looking_before_deciding_costs_little() -> None:
 
 
 def test_a_mean_interval_is_the_textbooks() -> None:
-    low, high = mean_interval([1.0, 2.0, 3.0])
+    low, high = replication.mean_interval([1.0, 2.0, 3.0])
     assert (low + high) / 2 == pytest.approx(2.0)
     assert high - 2.0 == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
-    assert mean_interval([5.0]) == (5.0, 5.0)
+    assert replication.mean_interval([5.0]) == (5.0, 5.0)
 
 
 def test_more_seeds_are_asked_for_until_it_is_narrow_or_enough() -> None:
-    assert seeds_wanted(1, None, 0.05) == FIRST
-    assert seeds_wanted(FIRST, 0.04, 0.05) == FIRST
-    assert seeds_wanted(FIRST, 0.10, 0.05) == 4 * FIRST, "at most four times as many at once"
-    assert seeds_wanted(20, 0.06, 0.05) == math.ceil(1.1 * 20 * 1.44)
-    assert seeds_wanted(20, None, 0.05) == 20, "nothing can be compared, so nothing is waited for"
-    assert seeds_wanted(200, 0.5, 0.05) == MOST_SEEDS
-    assert seeds_wanted(MOST_SEEDS, 0.5, 0.05) == MOST_SEEDS
+    assert replication.seeds_wanted(1, None, 0.05) == replication.FIRST
+    assert replication.seeds_wanted(replication.FIRST, 0.04, 0.05) == replication.FIRST
+    assert replication.seeds_wanted(replication.FIRST, 0.10, 0.05) == 4 * replication.FIRST, (
+        "at most four times as many at once"
+    )
+    assert replication.seeds_wanted(20, 0.06, 0.05) == math.ceil(1.1 * 20 * 1.44)
+    assert replication.seeds_wanted(20, None, 0.05) == 20, (
+        "nothing can be compared, so nothing is waited for"
+    )
+    assert replication.seeds_wanted(200, 0.5, 0.05) == replication.MOST_SEEDS
+    assert replication.seeds_wanted(replication.MOST_SEEDS, 0.5, 0.05) == replication.MOST_SEEDS
+
+
+def studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:
+    """How many of 300 studies have the truth in their interval: of the p95, and of the share below
+    it. ``mixture``: how much of a value is its cluster's own."""
+    dice = random.Random(f"{clusters}/{each}/{mixture}")
+    limit = statistics.NormalDist().inv_cdf(0.95)
+    quantiles = shares = 0
+    for _ in range(300):
+        study = []
+        for _ in range(clusters):
+            own = dice.gauss(0.0, 1.0)
+            study.append(
+                [
+                    math.sqrt(mixture) * own + math.sqrt(1.0 - mixture) * dice.gauss(0.0, 1.0)
+                    for _ in range(each)
+                ]
+            )
+        found = quantile_interval(study, 0.95)
+        assert found is not None
+        quantiles += found[1] <= limit <= found[2]
+        _, (low, high) = share_interval(
+            [(sum(value <= limit for value in one), len(one)) for one in study]
+        )
+        shares += low <= 0.95 <= high
+    return quantiles, shares
+
+
+@pytest.mark.parametrize("mixture", [0.0, 0.3])
+def test_intervals_hold_the_truth(mixture: float) -> None:
+    for found in studies(8, 60, mixture):
+        assert found >= 0.88 * 300
+
+
+def test_requests_that_go_together_are_fewer_than_they_look() -> None:
+    apart = share_interval([(57, 60), (57, 60), (57, 60), (57, 60)])
+    together = share_interval([(60, 60), (60, 60), (60, 60), (48, 60)])
+    assert apart[0] == together[0] == pytest.approx(0.95)
+    assert apart[1][1] - apart[1][0] < together[1][1] - together[1][0]
+
+
+def test_what_never_came_is_beyond_all() -> None:
+    found = quantile_interval([[1.0, 2.0, math.inf], [1.0, math.inf, math.inf]], 0.95)
+    assert found is not None
+    assert found[0] == found[2] == math.inf
+    assert quantile_interval([[], []], 0.95) is None

@@ -1,19 +1,161 @@
-"""Oracle: a mistake in a scenario has to be named: the key, the value, what would be right."""
+"""Scenarios: what they play and how they are read. Oracles: the target's own text, arithmetic by
+hand, and the same seed played again; a mistake has to be named: the key, the value, what would be
+right; which verifier a device uses is held against the product's own ranking."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError, dump_config, load_config
+from edgespec.core.device.goodput_policy import PolicyName
+from edgespec_sim.run_summary import RunSummary, read_summary
+from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.sections import CostSection, Scenario, bundled_scenarios, load_scenario
-from edgespec_sim.scenario.verifiers import (
-    Operation,
-    law_of,
-    measured,
-    roofline_law,
+from edgespec_sim.scenario.verifiers import Operation, law_of, measured, roofline_law
+from edgespec_sim.world.run import jobs_of, play, summarise
+from edgespec_sim.world.site import LinkView, VerifierView, association_policy, round_s
+
+HERE = Path()
+WORK = sc.WorkloadSection(prompt_tokens=16, output_tokens=40, think_s=0.3, length_spread=0.3)
+SMALL = sc.Scenario(
+    name="small",
+    duration_s=6.0,
+    tokens=sc.TokensSection(acceptance=0.8),
+    links={"wan": sc.LinkSection(rtt_ms=40.0, jitter_ms=0.5, up_mbps=5.0, down_mbps=20.0)},
+    devices={"laptop": sc.DeviceSection(count=2, path=("wan",), workload=WORK)},
 )
+ROUGH = replace(
+    SMALL,
+    links={
+        "wan": sc.LinkSection(
+            rtt_ms=40.0,
+            loss=0.02,
+            up_mbps=0.5,
+            down_mbps=2.0,
+            shared=True,
+            cross_up=0.4,
+            cross_down=0.4,
+            outages=(sc.OutageSection(at_s=1.0, for_s=0.4),),
+            handover=sc.HandoverSection(every_s=1.5, gap_ms=60.0, breaks=True),
+        ),
+        "lte": sc.LinkSection(trace="generate:lte", trace_spread_s=5.0),
+    },
+    devices={"laptop": sc.DeviceSection(count=3, path=("lte", "wan"), workload=WORK)},
+    verifiers={"server": sc.VerifierSection(count=2)},
+)
+
+
+def run(scenario: sc.Scenario, seed: int = 1) -> RunSummary:
+    outcomes = [(job.arm, play(job)) for job in jobs_of(scenario, seed, HERE)]
+    return summarise(scenario, (seed,), HERE, outcomes)
+
+
+@pytest.mark.parametrize("scenario", [SMALL, ROUGH], ids=["small", "rough"])
+def test_every_arm_delivers_the_targets_own_text(scenario: sc.Scenario) -> None:
+    for arm in run(scenario).arms:
+        assert arm.all.tokens > 50, arm.arm
+        assert arm.all.mismatches == 0, arm.arm
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [sc.TokensSection(source=sc.TokensFrom.TAPE), sc.TokensSection(source=sc.TokensFrom.TOY)],
+)
+def test_other_sources_of_tokens(tokens: sc.TokensSection) -> None:
+    summary = run(replace(SMALL, tokens=tokens, arms=(Arm.VANILLA, Arm.EDGESPEC), duration_s=4.0))
+    assert all(arm.all.tokens > 50 and arm.all.mismatches == 0 for arm in summary.arms)
+    assert ("tape" if tokens.source is sc.TokensFrom.TAPE else "toy") in summary.tokens_from
+
+
+def test_a_scenario_says_by_what_its_devices_draft() -> None:
+    """On a tape, whose texts have the drafts' own confidences."""
+    tape = sc.TokensSection(source=sc.TokensFrom.TAPE)
+    work = sc.WorkloadSection(prompt_tokens=0, output_tokens=60, think_s=0.1)
+    found = []
+    for name in PolicyName:
+        device = sc.DeviceSection(path=("wan",), workload=work, policy=name)
+        scenario = replace(SMALL, duration_s=3.0, tokens=tape, devices={"laptop": device})
+        found.append(run(replace(scenario, arms=(Arm.EDGESPEC, Arm.WINDOWED))).arms[0].all)
+    assert len({one.wasted_per_token for one in found}) == len(PolicyName)
+    assert not any(one.mismatches for one in found)
+
+
+def test_plain_streaming_is_as_fast_as_passes_come() -> None:
+    """One device: 25 ms a token; the first one after the request's way there, the pass over the
+    prompt and the way back. The first request of all pays a round trip to connect as well."""
+    link = sc.LinkSection(rtt_ms=100.0)
+    device = sc.DeviceSection(path=("wan",), workload=replace(WORK, start_within_s=0.0))
+    scenario = replace(
+        SMALL, links={"wan": link}, devices={"one": device}, arms=(Arm.TARGET_ONLY,), message_ms=0.0
+    )
+    (arm,) = run(scenario).arms
+    assert arm.all.tpot_s is not None
+    assert arm.all.ttft_s is not None
+    assert arm.all.tpot_s.median == pytest.approx(0.025, rel=1e-6)
+    assert arm.all.ttft_s.median == pytest.approx(0.050 + 0.025 + 0.050, rel=1e-6)
+    assert arm.all.tokens_per_pass == pytest.approx(1.0)
+
+
+def test_results_are_above_their_bounds() -> None:
+    device = sc.DeviceSection(path=("wan",), workload=WORK)
+    for arm in run(replace(SMALL, devices={"one": device})).arms:
+        assert arm.bounds
+        assert arm.all.tpot_s is not None
+        for name, bound_s in arm.bounds.items():
+            assert arm.all.tpot_s.mean >= 0.98 * bound_s, (arm.arm, name)
+
+
+def test_equal_seeds_give_equal_results_and_others_do_not() -> None:
+    scenario = replace(ROUGH, arms=(Arm.EDGESPEC,))
+    once, again, other = run(scenario, 3), run(scenario, 3), run(scenario, 4)
+    assert once == again
+    assert once.arms != other.arms
+
+
+def test_energy_is_reported_where_all_of_it_is_known() -> None:
+    device = replace(SMALL.devices["laptop"], draft_w=10.0, radio_power="wifi")
+    arms = {arm.arm: arm.all for arm in run(replace(SMALL, devices={"laptop": device})).arms}
+    ours, plain = arms["edgespec"].energy_j_per_token, arms["target-only"].energy_j_per_token
+    assert ours is not None
+    assert plain is not None
+    # A radio that hears a token every pass never sleeps: 0.403 W, but for pauses, of two devices.
+    tokens = arms["target-only"].tokens
+    assert 0.3 * 0.403 * 12.0 / tokens < plain <= 0.403 * 12.0 / tokens
+    # At least one step of 8 ms at 10 W stands behind every hit; no device works all the time twice.
+    most = (10.0 + 0.403) * 2 * 6.0 / arms["edgespec"].tokens * 1.05
+    assert 0.5 * 0.08 < ours < most
+    for less in (replace(device, radio_power=""), replace(device, draft_w=0.0)):
+        partly = run(replace(SMALL, devices={"laptop": less}, arms=(Arm.EDGESPEC,)))
+        assert partly.arms[0].all.energy_j_per_token is None
+        assert any("not reported" in note for note in partly.notes)
+
+
+def test_shards_add_up() -> None:
+    device = replace(SMALL.devices["laptop"], count=4)
+    scenario = replace(
+        SMALL,
+        shards=2,
+        devices={"laptop": device},
+        verifiers={"server": sc.VerifierSection(count=2)},
+        arms=(Arm.EDGESPEC,),
+    )
+    summary = run(scenario)
+    (arm,) = summary.arms
+    parts = [play(job).meters.whole() for job in jobs_of(scenario, 1, HERE)]
+    assert arm.all.tokens == sum(part.tokens for part in parts)
+    assert len(arm.verifiers) == 2
+
+
+def test_a_summary_survives_its_file(tmp_path: Path) -> None:
+    summary = run(replace(SMALL, duration_s=3.0))
+    path = tmp_path / "summary.json"
+    path.write_text(summary.to_json(), encoding="utf-8")
+    assert read_summary(path) == summary
+
 
 BASE = """
 name: test
@@ -99,3 +241,47 @@ def test_a_pass_of_few_rows_is_bound_by_memory_and_one_of_many_by_arithmetic() -
     assert 0.015 < few < 0.03  # 70.6 GB at 4.8 TB/s is 14.7 ms
     assert many > 10 * few
     assert law.seconds(1, 100_000) > 1.2 * few
+
+
+NEAR, FAR = LinkView(0.010, snr_db=3.0), LinkView(0.050, snr_db=20.0)
+SLOW = VerifierView("slow", 0.040, 0, 4, session_s=0.010)
+FAST = VerifierView("fast", 0.020, 3, 4, session_s=0.010)
+FULL = VerifierView("full", 0.001, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("listed", 0), ("lowest-delay", 0), ("strongest-signal", 1)]
+)
+def test_a_policy_chooses_by_what_it_is_called(name: str, chosen: int) -> None:
+    choose = association_policy(name)
+    assert choose("phone", [SLOW, FAST], [NEAR, FAR]) == chosen
+    assert choose("phone", [FULL, SLOW, FAST], [NEAR, NEAR, FAR]) == chosen + 1, "full ones last"
+    assert choose("phone", [FULL, FULL], [NEAR, NEAR]) == 0
+    same = [VerifierView("a", 0.02, 2, 9), VerifierView("b", 0.02, 1, 9)]
+    if name != "listed":
+        assert choose("phone", same, [NEAR, NEAR]) == 1, "fewest sessions"
+
+
+def test_a_round_is_link_pass_and_messages() -> None:
+    link = LinkView(0.010, up_bits_per_s=96_000.0, down_bits_per_s=96_000.0)
+    assert round_s(FAST, link) == pytest.approx(0.010 + 0.020 + 3 * 0.010 + 2 * 0.010)
+
+
+def test_chance_and_hash_spread_devices_and_stay() -> None:
+    verifiers = [VerifierView(f"v{index}", 0.02, 0, 99) for index in range(4)]
+    for name in ("random", "rendezvous"):
+        choose = association_policy(name, 3)
+        chosen = [choose(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(200)]
+        assert min(chosen.count(index) for index in range(4)) > 25
+        assert chosen == [choose(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(200)]
+    others = [
+        association_policy("random", 4)(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(9)
+    ]
+    assert others != [
+        association_policy("random", 3)(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(9)
+    ]
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="'nearest', but must be one of listed, lowest-delay"):
+        association_policy("nearest")

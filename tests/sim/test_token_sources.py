@@ -1,37 +1,48 @@
 """The three sources of tokens: what they promise to worlds, and that misuse is an error.
 
 Oracle: ``expected`` of the source beside a plain decoding of its own target, one token a pass; the
-ranks of a walk beside those of the script.
+ranks of a walk beside those of the script. Of the acceptance process: statistics of the tape that
+it is fitted to; a coin of the same mean, tried beside it, must fail. Of match tapes: the same
+world played with the toy models themselves, whose tokens, times, kinds, passes, rows and counters
+must be identical; a tape with one wrong rank must not be. Policies that go by a draft's confidences
+are an exception: those off the text are on no tape.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from edgespec.bench.arms import Arm, arm_settings
+from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.core.device.goodput_policy import PolicyName, named_policy
+from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.ports import Drafter, PassRequest, TargetModel
+from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.telemetry.match_tape import (
-    MISS,
-    MatchTape,
-    TapedGeneration,
-    TapeError,
-    read_tape,
-    walk_along,
-    write_tape,
-)
-from edgespec_sim.token_sources.acceptance_process import fit
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.telemetry import match_tape
+from edgespec.telemetry.match_tape import MISS, MatchTape, TapedGeneration, walk_along
+from edgespec.verifier.targets.toy import ToyTarget
+from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.token_sources.source import (
     ProcessSource,
     Request,
+    ScriptedTarget,
     ScriptError,
     TapeSource,
     TokenSource,
     ToySource,
     tape_named,
 )
+from tests.sim.faults.checks import target_stream
+from tests.sim.one_session import alone
 
 TOY = ToySource(ToyModel(64, order=3), 0.25, SamplingParams(temperature=0.7, seed=4))
 LAW = fit(tape_named("bundled-greedy"))
@@ -81,7 +92,9 @@ def test_a_tape_is_walked_as_it_was_recorded() -> None:
             request = source.request(number, length, 1000)
             tokens = source.expected(request, 1000)
             drafter = begun(source.drafter(), request)
-            ranks = walk_along(drafter.step, request.prompt, tokens, source.tape.width).ranks
+            ranks = match_tape.walk_along(
+                drafter.step, request.prompt, tokens, source.tape.width
+            ).ranks
             if length == 0:
                 assert ranks == taped[request.prompt].ranks
                 assert tuple(tokens) == taped[request.prompt].tokens
@@ -95,14 +108,14 @@ def test_guesses_differ_and_only_the_right_one_is_right() -> None:
     for at, token in enumerate(text[:-1]):
         guesses = [c.token for c in drafter.step(9 + at, (token,), 4)]
         assert len(set(guesses)) == 4
-        rank = guesses.index(text[at + 1]) if text[at + 1] in guesses else MISS
+        rank = guesses.index(text[at + 1]) if text[at + 1] in guesses else match_tape.MISS
         # One off script, nothing it says is the script's; back on it, all is as before.
         wrong = (text[at + 1] + 1) % 32_000
         off = [c.token for c in drafter.step(10 + at, (wrong,), 4)]
         assert at + 2 >= len(text) or text[at + 2] not in off
         again = [c.token for c in drafter.step(9 + at, (token,), 4)]
         assert again == guesses
-        assert rank == MISS or again[rank] == text[at + 1]
+        assert rank == match_tape.MISS or again[rank] == text[at + 1]
 
 
 def test_the_cache_contract_is_checked() -> None:
@@ -130,24 +143,274 @@ def test_the_cache_contract_is_checked() -> None:
 
 
 def test_a_tape_by_name_by_file_and_by_neither(tmp_path: Path) -> None:
-    generation = TapedGeneration("g", (1, 2), (3, 4), (0, MISS))
-    tape = MatchTape("t", "d", 1, (generation,), (4,), {"machine": "none"})
-    write_tape(tape, tmp_path / "mine.jsonl")
+    generation = match_tape.TapedGeneration("g", (1, 2), (3, 4), (0, match_tape.MISS))
+    tape = match_tape.MatchTape("t", "d", 1, (generation,), (4,), {"machine": "none"})
+    match_tape.write_tape(tape, tmp_path / "mine.jsonl")
     assert tape_named("mine.jsonl", tmp_path) == tape
-    assert read_tape(tmp_path / "mine.jsonl") == tape
+    assert match_tape.read_tape(tmp_path / "mine.jsonl") == tape
     assert tape_named("bundled-greedy", tmp_path).width >= 3
-    with pytest.raises(TapeError, match=r"bundled are bundled-greedy, bundled-sampled"):
+    with pytest.raises(match_tape.TapeError, match=r"bundled are bundled-greedy, bundled-sampled"):
         tape_named("yours.jsonl", tmp_path)
 
 
 def test_a_text_ends_where_its_tape_does() -> None:
     """At its end token whatever is asked for, else where the recording stopped."""
-    ended = TapedGeneration("g", (1, 2), (3, 4), (0, 0))
-    stopped = TapedGeneration("h", (1, 3), (3, 5, 6), (0, 0, 0))
-    source = TapeSource(MatchTape("t", "d", 1, (ended, stopped), (4,)))
+    ended = match_tape.TapedGeneration("g", (1, 2), (3, 4), (0, 0))
+    stopped = match_tape.TapedGeneration("h", (1, 3), (3, 5, 6), (0, 0, 0))
+    source = TapeSource(match_tape.MatchTape("t", "d", 1, (ended, stopped), (4,)))
     asked = {request.prompt: request for request in (source.request(n, 0, 50) for n in (0, 1))}
     assert asked[1, 2].sampling.max_tokens == 50
     assert asked[1, 3].sampling.max_tokens == 3
     assert [list(source.expected(asked[p], 50)) for p in asked] == [
         list(ended.tokens if p == (1, 2) else stopped.tokens) for p in asked
     ]
+
+
+TAPES = ("bundled-greedy", "bundled-sampled")
+GAMMA = 8
+Ranks = Sequence[Sequence[int]]
+
+
+@cache
+def law_of(name: str) -> AcceptanceLaw:
+    return fit(tape_named(name))
+
+
+def coin(acceptance: float, ranks: int = 3) -> AcceptanceLaw:
+    """Independent positions, all texts alike."""
+    chances = (acceptance, *(0.0,) * (ranks - 1))
+    return AcceptanceLaw(chances, chances, chances, 1.0, 1.0, 0.0, "a coin")
+
+
+def texts_of(law: AcceptanceLaw, tape: MatchTape, repeats: int) -> Ranks:
+    """Texts of the tape's lengths, so that their cut ends are alike."""
+    lengths = [len(g.ranks) for g in tape.generations] * repeats
+    return [law.ranks(n, np.random.default_rng([3, i])) for i, n in enumerate(lengths)]
+
+
+def survival(texts: Ranks) -> list[float]:
+    """Share of the runs of accepted tokens before a miss that are at least 1, 2, 4, 8 long."""
+    runs: list[int] = []
+    for ranks in texts:
+        length = 0
+        for rank in ranks:
+            if rank == 0:
+                length += 1
+            else:
+                runs.append(length)
+                length = 0
+    return [sum(run >= k for run in runs) / len(runs) for k in (1, 2, 4, 8)]
+
+
+def share(texts: Ranks, rank: int) -> float:
+    return sum(list(r).count(rank) for r in texts) / sum(map(len, texts))
+
+
+@pytest.mark.parametrize("name", TAPES)
+def test_a_fitted_process_has_the_statistics_of_its_tape(name: str) -> None:
+    tape, law = tape_named(name), law_of(name)
+    texts = texts_of(law, tape, 40)
+    for rank, tolerance in ((0, 0.01), (1, 0.01), (2, 0.01)):
+        assert law.acceptance(rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
+        assert share(texts, rank) == pytest.approx(tape.acceptance(rank), abs=tolerance)
+    taped = survival([g.ranks for g in tape.generations])
+    tosses = survival(texts_of(coin(tape.acceptance()), tape, 40))
+    process = survival(texts)
+    # A tape of 24 texts has 300 to 800 runs: two standard errors are 0.03 to 0.06.
+    assert process == pytest.approx(taped, abs=0.12)
+    distance = np.abs(np.array([process, tosses]) - np.array(taped)).sum(axis=1)
+    assert distance[0] < 0.55 * distance[1]
+
+
+def passes_of(ranks: Sequence[int]) -> int:
+    """Passes of stop-and-wait over one text: the prefill gives the first token, and each later
+    pass commits up to GAMMA hits and one token more."""
+    at = passes = 1
+    while at < len(ranks):
+        drafted = ranks[at : at + GAMMA]
+        at += next((i for i, rank in enumerate(drafted) if rank != 0), len(drafted)) + 1
+        passes += 1
+    return passes
+
+
+def played_passes(source: TokenSource, number: int, length: int) -> int:
+    """Of stop-and-wait, played by the product's own sessions."""
+    settings = arm_settings(Arm.VANILLA, GAMMA)
+    wanted = source.request(number, 8, length)
+    request = Open("a", "", "", wanted.prompt, (), wanted.sampling, settings.run_ahead)
+    device = alone(source.target(), source.drafter(), request, settings.policy, 0.02, 0.008, 0.025)
+    assert tuple(device.delivery.tokens) == tuple(source.expected(wanted, length))
+    return device.session.counters.passes
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_sessions_take_the_passes_that_the_ranks_say(number: int) -> None:
+    law = law_of("bundled-greedy")
+    ranks = law.ranks(160, np.random.default_rng([1, number, 1]))
+    assert played_passes(ProcessSource(law, 1), number, 160) == passes_of(ranks)
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.5, 0.8, 0.97])
+def test_a_law_moves_to_a_mean(acceptance: float) -> None:
+    law = law_of("bundled-greedy").at(acceptance)
+    assert law.acceptance() == pytest.approx(acceptance, abs=1e-6)
+    texts = [law.ranks(400, np.random.default_rng([9, i])) for i in range(600)]
+    assert share(texts, 0) == pytest.approx(acceptance, abs=0.015)
+    assert share(texts, 1) == pytest.approx(law.acceptance(1), abs=0.01)
+
+
+def test_a_fit_finds_a_planted_law() -> None:
+    planted = AcceptanceLaw((0.98, 0.01), (0.5, 0.25), (0.6, 0.2), 2.0, 2.0, 0.85, "planted")
+    generations = []
+    for number in range(60):
+        ranks = tuple(planted.ranks(200, np.random.default_rng([8, number])))
+        generations.append(TapedGeneration(str(number), (number + 1,), (1,) * 200, ranks))
+    found = fit(MatchTape("t", "d", 2, tuple(generations)))
+    assert found.easy[0] == pytest.approx(0.98, abs=0.01)
+    assert found.hard == pytest.approx((0.5, 0.25), abs=0.05)
+    assert found.after_miss == pytest.approx((0.6, 0.2), abs=0.03)
+    assert found.persistence == pytest.approx(0.85, abs=0.05)
+
+
+WIDTH, TEXTS = 3, 3
+BY_RANK = named_policy(PolicyName.WINDOWED)
+"""Of the arm edgespec here: all that it looks at is on a tape."""
+ENDS = ToyModel(24, order=3, sharpness=3.0, seed=5, eos_token=0, eos_probability=0.004)
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=90),
+    "sampled": SamplingParams(temperature=1.0, seed=11, max_tokens=90),
+    "cut": SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=17),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """All there is to see of a generation."""
+
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+    kinds: tuple[TokenKind, ...]
+    counters: DraftCounters
+    passes: int
+    rows: int
+
+
+def play(
+    target: ToyTarget | ScriptedTarget,
+    drafter: Drafter,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    arm: Arm,
+    rtt_ms: float,
+    policy: DraftPolicy = BY_RANK,
+) -> Played:
+    settings = arm_settings(arm, gamma=3, policy=policy)
+    request = Open("a", "", "", prompt, (), sampling, settings.run_ahead, drafting=arm.drafts)
+    device = alone(target, drafter, request, settings.policy, rtt_ms / 1e3, 0.008, 0.025)
+    seen = device.delivery
+    return Played(
+        tuple(seen.tokens),
+        tuple(seen.times_s),
+        tuple(seen.kinds),
+        device.session.counters,
+        target.passes,
+        target.rows,
+    )
+
+
+def prompt_of(number: int) -> tuple[int, ...]:
+    return tuple((7 * number + 5 * i) % 23 + 1 for i in range(6 + number))
+
+
+def drafter() -> ToyDrafter:
+    return ToyDrafter(ENDS.perturbed(0.3))
+
+
+@cache
+def taped(kind: str) -> MatchTape:
+    sampling = SAMPLINGS[kind]
+    generations = []
+    for number in range(TEXTS):
+        prompt = prompt_of(number)
+        tokens = target_stream(ENDS, prompt, sampling, 4096).tokens
+        walker = drafter()
+        walker.begin(len(prompt), sampling)
+        walk = walk_along(walker.step, prompt, tokens, WIDTH)
+        generations.append(TapedGeneration(f"text {number}", prompt, tokens, *walk))
+    return MatchTape("toy", "toy draft", WIDTH, tuple(generations), (0,))
+
+
+def replayed(
+    tape: MatchTape,
+    number: int,
+    arm: Arm,
+    rtt_ms: float,
+    max_tokens: int,
+    policy: DraftPolicy = BY_RANK,
+) -> Played:
+    source = TapeSource(tape)
+    numbers = range(len(tape.generations))
+    wanted = tape.generations[number].prompt
+    request = next(
+        request
+        for request in (source.request(n, 0, max_tokens) for n in numbers)
+        if request.prompt == wanted
+    )
+    return play(source.target(), source.drafter(), wanted, request.sampling, arm, rtt_ms, policy)
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("rtt_ms", [2, 30, 200])
+@pytest.mark.parametrize("arm", Arm)
+def test_a_tape_replays_the_models(arm: Arm, rtt_ms: float, kind: str) -> None:
+    tape, sampling = taped(kind), SAMPLINGS[kind]
+    for number in range(TEXTS):
+        prompt = prompt_of(number)
+        real = play(ToyTarget(ENDS), drafter(), prompt, sampling, arm, rtt_ms)
+        assert real.tokens == tape.generations[number].tokens
+        assert replayed(tape, number, arm, rtt_ms, sampling.max_tokens) == real
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("rtt_ms", [2, 30, 200])
+def test_by_confidence_a_tape_comes_near(rtt_ms: float, kind: str) -> None:
+    """What the draft would have thought behind a wrong guess is on no tape, so a policy that looks
+    at it draws elsewhere now and then: all texts together take the same time to a few percent, and
+    as many rows."""
+    tape, sampling, policy = taped(kind), SAMPLINGS[kind], named_policy()
+    pairs = []
+    for number in range(TEXTS):
+        prompt = prompt_of(number)
+        real = play(ToyTarget(ENDS), drafter(), prompt, sampling, Arm.EDGESPEC, rtt_ms, policy)
+        again = replayed(tape, number, Arm.EDGESPEC, rtt_ms, sampling.max_tokens, policy)
+        assert again.tokens == real.tokens
+        pairs.append((again, real))
+    again_s, real_s = (sum(side[i].times_s[-1] for side in pairs) for i in range(2))
+    again_rows, real_rows = (sum(side[i].rows for side in pairs) for i in range(2))
+    assert again_s == pytest.approx(real_s, rel=0.05)
+    assert again_rows == pytest.approx(real_rows, rel=0.1)
+
+
+def test_the_texts_hold_what_can_go_wrong() -> None:
+    """Ends before and at max_tokens, hits, misses and near misses."""
+    tapes = [taped(kind) for kind in SAMPLINGS]
+    lengths = {
+        len(g.tokens) == s.max_tokens
+        for tape, s in zip(tapes, SAMPLINGS.values(), strict=True)
+        for g in tape.generations
+    }
+    assert lengths == {True, False}
+    ranks = {rank for tape in tapes for g in tape.generations for rank in g.ranks}
+    assert ranks == {MISS, *range(WIDTH)}
+
+
+@pytest.mark.parametrize("arm", [arm for arm in Arm if arm.drafts])
+def test_one_wrong_rank_gives_another_run(arm: Arm) -> None:
+    tape = taped("sampled")
+    first = tape.generations[0]
+    at = first.ranks.index(0, 8)
+    ranks = (*first.ranks[:at], MISS, *first.ranks[at + 1 :])
+    wrong = replace(tape, generations=(replace(first, ranks=ranks), *tape.generations[1:]))
+    one, other = (replayed(t, 0, arm, 20, 90) for t in (tape, wrong))
+    assert one.tokens == other.tokens
+    assert one != other

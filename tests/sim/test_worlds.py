@@ -2,19 +2,33 @@
 
 Oracle: ``checks`` on every event of every world (see there), against the stream computed directly
 from the target's law. Golden counts notice what no check can: drafts that stopped being useful.
+Every mutant, a plausible mistake of the product's machines, makes one of its first worlds fail.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
+from edgespec.core.device.goodput_policy import PolicyName, named_policy
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.protocol.messages import FinishReason, RunAhead
+from edgespec.core.device.session import DraftCache, DraftSession
+from edgespec.core.protocol.messages import Commit, FaultCode, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import ROOT, Ending, SpeculationTree
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier import session_events as se
+from edgespec.core.verifier.admission import SessionSlots
+from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames, _hash
+from edgespec.core.verifier.cache_keeper import CacheKeeper, PrefixSharing
+from edgespec.core.verifier.drafts import DraftInbox, ExactRule, PassTree, Walk
+from edgespec.core.verifier.engine import Containment, SessionRegistry
+from edgespec.core.verifier.served_drafts import TextDrafts
 from edgespec.core.verifier.session import VerifySession
+from tests.mutants import Mutants
 from tests.sim.faults.checks import CheckFailure, target_stream
 from tests.sim.faults.worlds import WorldOptions, WorldResult, run_world
 from tests.sim.random_worlds import REPLAY, adversarial_drafter, draw_options, exact_drafter, play
@@ -66,6 +80,15 @@ def test_the_worlds_are_eventful() -> None:
 
 def test_a_world_is_a_function_of_its_seed() -> None:
     assert [play(seed) for seed in range(20)] == [play(seed) for seed in range(20)]
+
+
+@pytest.mark.parametrize("name", PolicyName)
+@pytest.mark.parametrize("run_ahead", [RunAhead.AUTO, RunAhead.NEVER])
+def test_every_policy_gives_the_target_text(name: PolicyName, run_ahead: RunAhead) -> None:
+    policies = (named_policy(name),) * 2
+    options = WorldOptions(policies=policies, run_ahead=run_ahead, cuts=1, restarts=1)
+    for seed in range(3):
+        assert all(device.expected for device in run_world(options, seed).devices)
 
 
 # --- golden counts ----------------------------------------------------------------------------
@@ -154,3 +177,340 @@ def test_a_stalled_world_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VerifySession, "_on_offer", lambda *arguments: ())
     with pytest.raises(CheckFailure, match="has 0 of 60 tokens"):
         run_world(PLAIN, 1)
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+MUTANTS = Mutants()
+
+
+@MUTANTS.of(SpeculationTree, "_kill", seeds=20)
+def killed_siblings_survive(kill: Any, tree: SpeculationTree, node_id: int) -> None:
+    pass
+
+
+@MUTANTS.of(VerifySession, "_on_pass_done", seeds=20)
+def keep_is_one_short(done: Any, *given: Any) -> Any:
+    return tuple(se.Keep(a.nodes[:-1]) if isinstance(a, se.Keep) else a for a in done(*given))
+
+
+@MUTANTS.of(SpeculationTree, "place", seeds=60)
+def dead_parents_count(place: Any, tree: SpeculationTree, *where: int) -> Any:
+    found = place(tree, *where)
+    return tree.prefix.length if found is None else found
+
+
+@MUTANTS.of(SpeculationTree, "grow", seeds=20)
+def late_drafts_move_along(
+    grow: Any, tree: SpeculationTree, node: int, parent: int, token: int, base: int, *more: Any
+) -> Any:
+    return grow(tree, node, parent, token, tree.prefix.length if parent == ROOT else base, *more)
+
+
+@MUTANTS.of(DraftInbox, "reset", seeds=800)
+def attach_keeps_the_old_tree(reset: Any, inbox: DraftInbox, drafting: bool) -> None:
+    inbox.no_draft_coming, inbox._waiting_since = not drafting, None
+
+
+@MUTANTS.of(CommitReader, "read", seeds=30)
+def overlap_is_delivered_twice(read: Any, reader: CommitReader, commit: Any, now: float) -> Any:
+    return read(reader, replace(commit, position=reader._prefix.length), now)
+
+
+@MUTANTS.of(DraftInbox, "receive", seeds=400)
+def hash_is_not_matched(receive: Any, inbox: DraftInbox, draft: Any, now: float) -> Any:
+    base = min(draft.base_position, inbox._prefix.length)
+    return receive(inbox, replace(draft, base_hash=inbox._prefix.hash_at(base)), now)
+
+
+@MUTANTS.of(DraftInbox, "receive", seeds=400)
+def base_ahead_is_taken(receive: Any, inbox: DraftInbox, draft: Any, now: float) -> Any:
+    length = inbox._prefix.length
+    if draft.base_position > length:
+        draft = replace(draft, base_position=length, base_hash=inbox._prefix.hash_at(length))
+    return receive(inbox, draft, now)
+
+
+@MUTANTS.of(Ending, "cut", seeds=40)
+def stop_ids_are_ignored(cut: Any, ending: Ending, *given: Any) -> Any:
+    return cut(replace(ending, stops=frozenset()), *given)
+
+
+@MUTANTS.of(Ending, "cut", seeds=60)
+def stop_only_as_last_token(cut: Any, ending: Ending, *given: Any) -> Any:
+    kept, finish = cut(replace(ending, stops=frozenset()), *given)
+    return kept, FinishReason.STOP if kept and kept[-1] in ending.stops else finish
+
+
+@MUTANTS.of(Ending, "cut", seeds=60, name="max_tokens overshot")
+def _text_is_not_cut(cut: Any, ending: Ending, position: int, tokens: tuple[int, ...]) -> Any:
+    """Either alone is made good by the other place."""
+    kept, finish = cut(ending, position, tokens)
+    return (tokens if finish is FinishReason.LENGTH else kept), finish
+
+
+@MUTANTS.of(DraftInbox, "verifiable", seeds=60, name="max_tokens overshot")
+def _nodes_past_the_end(verifiable: Any, inbox: DraftInbox, room: int, end: int, *more: Any) -> Any:
+    return verifiable(inbox, room, end + 8, *more)
+
+
+@MUTANTS.of(DraftCache, "_catch_up", seeds=100)
+def draft_cache_is_trusted(catch_up: Any, cache: DraftCache, prefix: Any) -> None:
+    cache._agreed = min(len(cache._tokens), prefix.length)
+
+
+@MUTANTS.of(VerifySession, "_on_attach", seeds=200)
+def resume_skips_a_token(attach: Any, *given: Any) -> Any:
+    def short(action: se.VerifyAction) -> se.VerifyAction:
+        match action:
+            case se.Send(Commit(position, tokens) as commit) if tokens:
+                return se.Send(replace(commit, position=position + 1, tokens=tokens[1:]))
+        return action
+
+    return tuple(short(action) for action in attach(*given))
+
+
+@MUTANTS.of(VerifySession, "_on_attach", seeds=200)
+def resume_sends_nothing(attach: Any, *given: Any) -> Any:
+    return attach(*given)[:1]
+
+
+@MUTANTS.of(ExactRule, "walk", seeds=60)
+def independent_siblings(
+    walk: Any, rule: ExactRule, tokens: Any, parents: Any, targets: Any
+) -> Walk:
+    """Any node that some row of the pass predicts is accepted; the longest path wins."""
+    path: list[int] = []
+    for node in range(len(tokens)):
+        parent = path[-1] if path else -1
+        if parents[node] == parent and tokens[node] in targets:
+            path.append(node)
+    last = targets[1 + path[-1]] if path else targets[0]
+    return Walk(tuple(path), (*(tokens[node] for node in path), last))
+
+
+@MUTANTS.of(DraftSession, "_on_opened", seeds=20)
+def acknowledges_rarely(opened: Any, session: DraftSession, *given: Any) -> Any:
+    actions = opened(session, *given)
+    session._reader.max_unreceived = 1 << 20
+    return actions
+
+
+@MUTANTS.of(DraftSession, "_step_done", seeds=300)
+def empty_steps_are_repeated(step_done: Any, session: DraftSession, *given: Any) -> None:
+    step_done(session, *given)
+    session._speechless = None
+
+
+@MUTANTS.of(DraftOutbox, "new_stream", seeds=500)
+def new_stream_has_old_marks(new_stream: Any, outbox: DraftOutbox) -> None:
+    pass
+
+
+@MUTANTS.of(VerifySession, "_on_offer", seeds=20)
+def flow_control_is_off(offer: Any, session: VerifySession, *given: Any) -> Any:
+    session.device.received = session.prefix.length
+    session.device.unread_since = None
+    return offer(session, *given)
+
+
+@MUTANTS.of(VerifySession, "handle", seeds=50)
+def failed_pass_hangs(handle: Any, session: VerifySession, event: Any, now: float) -> Any:
+    if isinstance(event, se.PassFailed):
+        session._pass = None
+        return ()
+    return handle(session, event, now)
+
+
+@MUTANTS.of(VerifySession, "handle", seeds=50)
+def eviction_is_not_told(handle: Any, session: VerifySession, event: Any, now: float) -> Any:
+    return () if isinstance(event, se.Evicted) else handle(session, event, now)
+
+
+@MUTANTS.of(SessionRegistry, "end", seeds=100)
+def blamed_session_stays(end: Any, registry: SessionRegistry, key: str, fault: Any) -> None:
+    if fault is None or fault.code is not FaultCode.INTERNAL:
+        end(registry, key, fault)
+
+
+@MUTANTS.of(Containment, "probe_done", seeds=200)
+def probe_never_ends(probe_done: Any, containment: Containment, broken: str | None) -> None:
+    """The suspect is judged, but no pass is ever formed again."""
+    suspect = containment._suspect
+    probe_done(containment, broken)
+    containment._suspect = suspect
+
+
+@MUTANTS.of(Containment, "probe_done", seeds=200)
+def probe_keeps_its_block(probe_done: Any, containment: Containment, broken: str | None) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(containment._keeper, "release", lambda key: None)
+        probe_done(containment, broken)
+
+
+@MUTANTS.of(DraftInbox, "verifiable", seeds=80)
+def newest_nodes_first(
+    verifiable: Any, inbox: DraftInbox, room: int, end: int, least_chance: float = 0.0
+) -> Any:
+    nodes = [node for node in inbox.tree.nodes.values() if node.position < end - 1]
+    return nodes[-room:] if room > 0 else []
+
+
+@MUTANTS.of(DraftSession, "_leave_nothing_open", seeds=60)
+def silence_when_resting(leave_nothing_open: Any, session: DraftSession) -> list[Any]:
+    return []
+
+
+# --- the cache, and guesses of the verifier's own -----------------------------------------------
+
+
+@MUTANTS.of(BlockLedger, "trim", seeds=50)
+def trims_one_block_too_many(trim: Any, ledger: BlockLedger, key: str, length: int) -> None:
+    trim(ledger, key, length - ledger.block_tokens)
+
+
+@MUTANTS.of(BlockLedger, "reserve", seeds=50)
+def blocks_are_given_twice(reserve: Any, ledger: BlockLedger, key: str, length: int) -> bool:
+    table = ledger._tables.setdefault(key, [])
+    missing = ledger.missing(key, length)
+    given = (ledger._blank + [1] * missing)[:missing]
+    table += given
+    for block in given:
+        ledger._holders[block] += 1
+    return True
+
+
+@MUTANTS.of(BlockLedger, "release", seeds=50)
+def blocks_are_never_freed(release: Any, ledger: BlockLedger, key: str) -> int:
+    return 0
+
+
+@MUTANTS.of(BlockNames, "name", seeds=600)
+def prefix_is_not_in_the_name(name: Any, names: BlockNames, place: int) -> bytes:
+    size = names._block_tokens
+    return _hash(names._pack(*names.prefix.tokens[place * size : (place + 1) * size]))
+
+
+@MUTANTS.of(CacheKeeper, "reserve", seeds=600)
+def published_before_its_pass(reserve: Any, keeper: CacheKeeper, key: str, length: int) -> Any:
+    """Also what a pass that fails was to fill."""
+    table = reserve(keeper, key, length)
+    if keeper._sharing is not None and key in keeper.sessions:
+        keeper._sharing.publish(key, min(length, keeper.sessions[key].prefix.length))
+    return table
+
+
+@MUTANTS.of(Containment, "batch_failed", seeds=600)
+def failed_pass_is_published(batch_failed: Any, containment: Containment, *given: Any) -> None:
+    batch = containment._scheduler.running
+    assert batch is not None
+    for _, request in batch.parts:
+        if (sharing := containment._keeper._sharing) is not None:
+            sharing.publish(request.key, request.cache_length + len(request.feed))
+    batch_failed(containment, *given)
+
+
+@MUTANTS.of(CacheKeeper, "settle", seeds=2400)
+def nodes_are_published(settle: Any, keeper: CacheKeeper, request: Any, length: int) -> None:
+    """Nobody knows yet whether the target can move them to their places."""
+    if keeper._sharing is not None:
+        keeper._sharing.publish(request.key, length - 1)
+    settle(keeper, request, length)
+
+
+@MUTANTS.of(BlockLedger, "adopt", seeds=600)
+def holder_is_not_counted(adopt: Any, ledger: BlockLedger, key: str, at: int, blocks: Any) -> None:
+    adopt(ledger, key, at, blocks)
+    if blocks:
+        ledger._holders[blocks[-1]] -= 1
+
+
+@MUTANTS.of(BlockLedger, "adopt", seeds=600)
+def holder_counts_twice(adopt: Any, ledger: BlockLedger, key: str, at: int, blocks: Any) -> None:
+    adopt(ledger, key, at, blocks)
+    if blocks:
+        ledger._holders[blocks[-1]] += 1
+
+
+@MUTANTS.of(BlockLedger, "_take", seeds=600)
+def held_block_is_given_away(take: Any, ledger: BlockLedger) -> Any:
+    """The one published longest ago, whoever holds it."""
+    if not ledger._blank:
+        block = next(iter(ledger._name_of))
+        ledger._holders[block] = 0
+        ledger._idle[block] = None
+        ledger._idle.move_to_end(block, last=False)
+    return take(ledger)
+
+
+@MUTANTS.of(PrefixSharing, "_shareable", seeds=600)
+def whole_prefix_is_shared(shareable: Any, sharing: PrefixSharing, names: BlockNames) -> int:
+    return names.prefix.length // sharing._ledger.block_tokens
+
+
+@MUTANTS.of(PrefixSharing, "new_pass", seeds=600)
+def pass_is_waited_for_again(new_pass: Any, sharing: PrefixSharing) -> None:
+    pass
+
+
+@MUTANTS.of(CacheKeeper, "_victims", seeds=200)
+def older_ones_give_way(
+    victims: Any, keeper: CacheKeeper, key: str, spared: Any, now: float
+) -> Any:
+    """Any holder is a victim: two sessions take blocks from each other in turns."""
+    return [other for other in keeper.sessions if other != key and other not in spared]
+
+
+@MUTANTS.of(CacheKeeper, "_victims", seeds=300)
+def nobody_gives_way(victims: Any, *given: Any) -> list[str]:
+    return []
+
+
+@MUTANTS.of(CacheKeeper, "_victims", seeds=300)
+def evicts_from_the_pass(
+    victims: Any, keeper: CacheKeeper, key: str, spared: Any, now: float
+) -> Any:
+    return victims(keeper, key, (), now)
+
+
+@MUTANTS.of(VerifySession, "_learn", seeds=60)
+def guesses_are_the_devices(
+    learn: Any, session: VerifySession, request: Any, targets: Any, accepted: Any, committed: Any
+) -> int:
+    learn(session, request, targets, accepted, committed)
+    return len(accepted)
+
+
+@MUTANTS.of(TextDrafts, "propose", seeds=60)
+def guesses_past_the_end(
+    propose: Any, served: TextDrafts, text: Any, room: int, depth: int, least_chance: float
+) -> Any:
+    return propose(served, text, room, depth + 1, least_chance)
+
+
+@MUTANTS.of(PassTree, "__init__", seeds=60)
+def nodes_beyond_the_room(init: Any, tree: PassTree, most: int) -> None:
+    init(tree, most + 1)
+
+
+@MUTANTS.of(SessionSlots, "free", seeds=40)
+def places_of_a_key_stay_taken(free: Any, slots: SessionSlots, key: str) -> None:
+    slots._peer_of.pop(key, None)
+
+
+# --- each is caught ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*MUTANTS])
+def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS.make(name, monkeypatch)
+    for seed in range(MUTANTS.seeds[name]):
+        try:
+            play(seed)
+        except Exception:
+            return
+    pytest.fail(f"{name}: survived {MUTANTS.seeds[name]} worlds")
+
+
+def test_the_product_is_judged_by_the_same_worlds() -> None:
+    assert max(MUTANTS.seeds.values()) <= WORLDS

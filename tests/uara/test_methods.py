@@ -15,22 +15,8 @@ import typer
 from pettingzoo.test import parallel_api_test
 from typer.testing import CliRunner
 
-from edgespec_uara import reproduce, sweep
+from edgespec_uara import methods, reproduce, sweep
 from edgespec_uara.cost import CostModel, PaperCost
-from edgespec_uara.methods import (
-    METHODS,
-    NO_SPECULATION,
-    PAIR_ACTIONS,
-    PAPER_BASELINES,
-    PAPERS_MATCHING,
-    WITH_MOVES,
-    WITH_OPTIMAL,
-    Actor,
-    Situation,
-    best_gain,
-    pair_features,
-    tma_masac,
-)
 from edgespec_uara.sweep import Cell, Effort, compare
 from edgespec_uara.world import UaraSettings
 from tests.uara.small import COSTS, snapshot, terms
@@ -40,10 +26,10 @@ masac = pytest.importorskip("edgespec_uara.masac")
 SETTINGS = UaraSettings(devices=12, servers=3)
 
 
-def network(seed: int) -> Actor:
+def network(seed: int) -> methods.Actor:
     torch.manual_seed(seed)
     state = masac.TorchActor().state_dict()
-    return Actor({name: tensor.double().numpy() for name, tensor in state.items()})
+    return methods.Actor({name: tensor.double().numpy() for name, tensor in state.items()})
 
 
 # --- methods ----------------------------------------------------------------------------------
@@ -51,22 +37,29 @@ def network(seed: int) -> Actor:
 
 def test_methods_are_compared_on_the_same_worlds_each_time() -> None:
     one, two = (
-        list(compare(Cell(20, 3), PaperCost(), METHODS, Effort(1, 2), seed=3)) for _ in range(2)
+        list(compare(Cell(20, 3), PaperCost(), methods.METHODS, Effort(1, 2), seed=3))
+        for _ in range(2)
     )
     assert one == two
-    assert [result.method for result in one] == [*METHODS, NO_SPECULATION]
+    assert [result.method for result in one] == [*methods.METHODS, methods.NO_SPECULATION]
     by_name = {result.method: result.cost_ms for result in one}
-    assert all(by_name[WITH_MOVES] < by_name[baseline] for baseline in PAPER_BASELINES)
+    assert all(
+        by_name[methods.WITH_MOVES] < by_name[baseline] for baseline in methods.PAPER_BASELINES
+    )
 
 
-@pytest.mark.parametrize(("name", "kept"), [(PAPERS_MATCHING, True), (WITH_MOVES, False)])
+@pytest.mark.parametrize(
+    ("name", "kept"), [(methods.PAPERS_MATCHING, True), (methods.WITH_MOVES, False)]
+)
 def test_the_papers_matching_swaps_devices_and_moves_none(name: str, kept: bool) -> None:
     """A swap leaves every server with as many devices as the first phase gave it."""
     now = snapshot(0)
-    decision = METHODS[name](Situation(now, PaperCost().terms(now), np.random.default_rng(0)))
+    decision = methods.METHODS[name](
+        methods.Situation(now, PaperCost().terms(now), np.random.default_rng(0))
+    )
     counts, first = (
         np.bincount(association, minlength=now.settings.servers).tolist()
-        for association in (decision.association, best_gain(now.gains))
+        for association in (decision.association, methods.best_gain(now.gains))
     )
     assert (counts == first) is kept
 
@@ -75,8 +68,8 @@ def test_the_papers_matching_swaps_devices_and_moves_none(name: str, kept: bool)
 @pytest.mark.parametrize(("devices", "servers"), [(30, 4), (90, 12), (40, 20)])
 def test_every_method_keeps_the_limits(cost: CostModel, devices: int, servers: int) -> None:
     now = snapshot(2, devices, servers)
-    for method in METHODS.values():
-        decision = method(Situation(now, cost.terms(now), np.random.default_rng(0)))
+    for method in methods.METHODS.values():
+        decision = method(methods.Situation(now, cost.terms(now), np.random.default_rng(0)))
         decision.check(servers)
 
 
@@ -89,7 +82,7 @@ def test_the_sweep_writes_its_results(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "23.7%" in done.output
     for name in ("paper", "corrected"):
         data = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-        for ours in (PAPERS_MATCHING, WITH_OPTIMAL, WITH_MOVES):
+        for ours in (methods.PAPERS_MATCHING, methods.WITH_OPTIMAL, methods.WITH_MOVES):
             assert {gain["baseline"] for gain in data["gains"][ours]} >= {"random", "max-SINR"}
 
 
@@ -134,7 +127,7 @@ def test_an_episode_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_numpy_pools_all_devices_as_torch_does() -> None:
-    features = pair_features(terms())
+    features = methods.pair_features(terms())
     devices, servers = features.shape[:2]
     pairs, whole = network(3).actions(features)
     torch.manual_seed(3)
@@ -143,7 +136,7 @@ def test_numpy_pools_all_devices_as_torch_does() -> None:
     layout = masac.Layout(owners, torch.zeros(servers, dtype=torch.long), 1)
     with torch.no_grad():
         heads, server_heads = masac.TorchActor().heads(rows, layout)
-    wanted = torch.tanh(heads[:, :PAIR_ACTIONS]).numpy().reshape(servers, devices, 2)
+    wanted = torch.tanh(heads[:, : methods.PAIR_ACTIONS]).numpy().reshape(servers, devices, 2)
     assert pairs == pytest.approx(wanted.transpose(1, 0, 2), abs=1e-5)
     assert whole == pytest.approx(torch.tanh(server_heads[:, :1]).numpy(), abs=1e-5)
 
@@ -152,10 +145,10 @@ def test_a_trained_decision_is_feasible_and_keeps_the_numbers_at_each_server(
     tmp_path: Path,
 ) -> None:
     now = snapshot(3)
-    given, start = PaperCost().terms(now), best_gain(now.gains)
+    given, start = PaperCost().terms(now), methods.best_gain(now.gains)
     arrays: Any = network(5).arrays
     np.savez(tmp_path / "actor.npz", **arrays)
-    decision = tma_masac(Actor.load(tmp_path / "actor.npz"), given, start)
+    decision = methods.tma_masac(methods.Actor.load(tmp_path / "actor.npz"), given, start)
     decision.check(given.servers)
     before, after = (
         np.bincount(association, minlength=given.servers).tolist()
@@ -163,7 +156,7 @@ def test_a_trained_decision_is_feasible_and_keeps_the_numbers_at_each_server(
     )
     assert before == after
     with pytest.raises(ValueError, match="wanted"):
-        Actor({"embed0.weight": np.zeros((1, 1))})
+        methods.Actor({"embed0.weight": np.zeros((1, 1))})
 
 
 def test_a_short_training_gives_the_same_arrays_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,33 +19,14 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import SMALLEST_WINDOW, MemoryGuard, Restriction
 from edgespec.core.device.policy import DraftPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import (
-    Cancelled,
-    CapacityError,
-    Drafter,
-    never_cancelled,
-)
-from edgespec.core.protocol.messages import (
-    EXACT_RULE,
-    Draft,
-    Limits,
-    Open,
-    Received,
-    RunAhead,
-    Uplink,
-)
+from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancelled
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import SpeculationTree
-from edgespec.core.protocol.work import CacheShape, Candidate, ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.work import CacheShape, Candidate, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier import drafts
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.drafts import (
-    ExactRule,
-    RunAheadPolicy,
-    RunAheadView,
-    Walk,
-    run_ahead_policy,
-)
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
@@ -54,19 +35,8 @@ from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.user import WindowedDrafter
-from tests.sim.faults.checks import (
-    CheckFailure,
-    DeviceCheck,
-    Expected,
-    PassCheck,
-    StreamRecord,
-    check_at_rest,
-    check_credentials,
-    check_ledger,
-    check_session,
-    require,
-    target_stream,
-)
+from tests.adversarial import WrappedDrafter
+from tests.sim.faults import checks
 
 DrafterFactory = Callable[[ToyModel], Drafter]
 
@@ -94,10 +64,10 @@ class WorldOptions:
     its prompt is that text and ``prompt_length`` tokens, if the context has room for it."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=24))
     """Device i adds i to its seed."""
-    run_ahead: RunAhead = RunAhead.AUTO
+    run_ahead: m.RunAhead = m.RunAhead.AUTO
     drafting: bool = True
     draft_context_length: int = 1 << 16
-    limits: Limits = field(default_factory=lambda: Limits(lease_s=5.0))
+    limits: m.Limits = field(default_factory=lambda: m.Limits(lease_s=5.0))
     engine_limits: EngineLimits = field(default_factory=EngineLimits)
     delay_s: float = 0.02
     """One way; a connection takes two."""
@@ -146,7 +116,7 @@ class DeviceResult:
     """One device's generation: what it had to deliver (and did), and its counters (those of its
     last process)."""
 
-    expected: Expected
+    expected: checks.Expected
     counters: DraftCounters
     ended_s: float
 
@@ -200,20 +170,13 @@ def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Draft
     )
 
 
-class CheckedDrafter:
+class CheckedDrafter(WrappedDrafter):
     """A drafter that knows what its cache must hold at every step: the device's committed prefix
     and one path of its tree."""
 
     def __init__(self, inner: Drafter, tree: SpeculationTree) -> None:
-        self._inner, self._tree = inner, tree
-        self._tokens: list[int] = []
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._inner.info
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._inner.begin(prompt_length, sampling)
+        super().__init__(inner)
+        self._tree, self._tokens = tree, list[int]()
 
     def step(
         self,
@@ -222,74 +185,69 @@ class CheckedDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        require(keep_length <= len(self._tokens), f"keeps {keep_length} of {len(self._tokens)}")
+        kept = len(self._tokens)
+        checks.require(keep_length <= kept, f"keeps {keep_length} of {kept}")
         self._tokens[keep_length:] = feed
         prefix = self._tree.prefix.tokens
-        require(self._tokens[: len(prefix)] == prefix, "the draft's cache lacks the prefix")
+        whole = self._tokens[: len(prefix)] == prefix
+        checks.require(whole, "the draft's cache lacks the prefix")
         path = self._tokens[len(prefix) :]
         paths = [self._tree.path(node.id) for node in self._tree.nodes.values()]
-        require(not path or path in paths, f"the draft's cache holds {path}, which is no path")
-        return self._inner.step(keep_length, feed, width, cancelled)
-
-    def close(self) -> None:
-        self._inner.close()
+        known = not path or path in paths
+        checks.require(known, f"the draft's cache holds {path}, which is no path")
+        return super().step(keep_length, feed, width, cancelled)
 
 
 class InjectedFailure(Exception):
     """What a world makes a target or a session's machine raise."""
 
 
-class CheckedTarget:
-    """A toy target whose every pass is judged, and which fails passes of several sessions. That
-    each block holds what a session believes to be in it, the toy's own memory sees to.
+class CheckedTarget(ToyTarget):
+    """A toy target whose every pass is judged by ``check``, and which fails passes of several
+    sessions. That each block holds what a session believes to be in it, the toy's own memory sees
+    to.
 
     ``break_down`` is called before and after each operation and may raise ``InjectedFailure``.
     """
 
+    check: checks.PassCheck
+
     def __init__(
         self,
-        inner: ToyTarget,
-        check: PassCheck,
+        model: ToyModel,
+        cache: CacheShape | None,
         fails: Callable[[], bool],
-        break_down: Callable[[], None] = lambda: None,
+        break_down: Callable[[], None],
     ) -> None:
-        self.inner, self._check, self._fails = inner, check, fails
-        self._break_down = break_down
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.inner.info
-
-    @property
-    def cache(self) -> CacheShape | None:
-        return self.inner.cache
+        super().__init__(model, cache=cache)
+        self._fails, self._break_down = fails, break_down
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
         self._break_down()
-        self.inner.open(key, prompt_length, sampling, text)
+        super().open(key, prompt_length, sampling, text)
         self._break_down()
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
-        self._check.check(batch)
+        self.check.check(batch)
         if len(batch) > 1 and self._fails():
             raise CapacityError(f"a pass of {len(batch)} sessions was chosen to fail")
         self._break_down()
         try:
-            results = self.inner.forward(batch)
+            results = super().forward(batch)
         except ValueError as error:  # a wrong length, a wrong block, another text in a block
-            raise CheckFailure(f"the target refused a pass: {error}") from error
+            raise checks.CheckFailure(f"the target refused a pass: {error}") from error
         self._break_down()
         return results
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         self._break_down()
-        self.inner.keep(key, nodes)
+        super().keep(key, nodes)
         self._break_down()
 
     def close(self, key: str) -> None:
-        self.inner.close(key)
+        super().close(key)
         self._break_down()
 
 
@@ -299,19 +257,21 @@ class FragileRule:
 
     break_down: Callable[[], None]
 
-    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+    def walk(
+        self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]
+    ) -> drafts.Walk:
         self.break_down()
-        return ExactRule().walk(tokens, parents, targets)
+        return drafts.ExactRule().walk(tokens, parents, targets)
 
 
 @dataclass(frozen=True, slots=True)
 class FragileRunAhead:
     """A run-ahead policy that may raise when a session is offered a pass."""
 
-    inner: RunAheadPolicy
+    inner: drafts.RunAheadPolicy
     break_down: Callable[[], None]
 
-    def start_at(self, view: RunAheadView) -> float:
+    def start_at(self, view: drafts.RunAheadView) -> float:
         self.break_down()
         return self.inner.start_at(view)
 
@@ -351,14 +311,14 @@ class _JitteryPath:
 class _World:
     def __init__(self, options: WorldOptions, dice: random.Random) -> None:
         self.options, self.dice, self.queue = options, dice, EventQueue()
-        self.records: dict[str, StreamRecord] = {}
+        self.records: dict[str, checks.StreamRecord] = {}
         self.targets: list[ToyTarget] = []
         self.faults = 0
         self.down_until_s = 0.0
         self.streams: list[Stream] = []
         self.server = self._start_verifier()
         size, sampling = options.model.vocabulary_size, options.sampling
-        self.expected: list[Expected] = []
+        self.expected: list[checks.Expected] = []
         self.devices: list[SimulatedDevice] = []
         self.replaced: set[int] = set()
         """Indices of devices whose process was replaced."""
@@ -366,8 +326,8 @@ class _World:
             prompt = self._prompt(index, size)
             mine = replace(sampling, seed=sampling.seed + index)
             context_length = options.limits.context_length
-            self.expected.append(target_stream(options.model, prompt, mine, context_length))
-            request = Open(
+            self.expected.append(checks.target_stream(options.model, prompt, mine, context_length))
+            request = m.Open(
                 session_id=f"device {index}",
                 model="",
                 vocabulary="",
@@ -378,39 +338,37 @@ class _World:
             )
             self.devices.append(self._start_device(index, request))
         self.ended_s = [0.0] * len(self.devices)
-        self.device_checks = [DeviceCheck(one, options.limits) for one in self.expected]
+        self.device_checks = [checks.DeviceCheck(one, options.limits) for one in self.expected]
 
     # --- parts -----------------------------------------------------------------------------
 
     def _start_verifier(self) -> SimulatedVerifier:
         options = self.options
         bounds = options.engine_limits
-        inner = ToyTarget(options.model, cache=bounds.cache)
-        self.targets.append(inner)
-        fragile = self._breaking(options.session_failure_chance)
-        engine = VerifyEngine(
-            inner.info,
-            options.limits,
-            bounds,
-            {EXACT_RULE: FragileRule(fragile)},
-            lambda kind: FragileRunAhead(run_ahead_policy(kind), fragile),
-            contain=options.session_failure_chance > 0,
-        )
-        check = PassCheck(engine.sessions, self.records, options.limits, bounds)
         target = CheckedTarget(
-            inner,
-            check,
+            options.model,
+            bounds.cache,
             lambda: self._chance(options.batch_failure_chance),
             self._breaking(options.target_failure_chance),
         )
-        compute = PassTime(self.queue, self._pass_s)
-        return SimulatedVerifier(self.queue, engine, target, compute)
+        self.targets.append(target)
+        fragile = self._breaking(options.session_failure_chance)
+        engine = VerifyEngine(
+            target.info,
+            options.limits,
+            bounds,
+            {m.EXACT_RULE: FragileRule(fragile)},
+            lambda kind: FragileRunAhead(drafts.run_ahead_policy(kind), fragile),
+            contain=options.session_failure_chance > 0,
+        )
+        target.check = checks.PassCheck(engine.sessions, self.records, options.limits, bounds)
+        return SimulatedVerifier(self.queue, engine, target, PassTime(self.queue, self._pass_s))
 
     def _pass_s(self, requests: tuple[PassRequest, ...]) -> float:
         rows = sum(request.row_count for request in requests)
         return self.options.pass_s + self.options.row_s * rows
 
-    def _start_device(self, index: int, request: Open) -> SimulatedDevice:
+    def _start_device(self, index: int, request: m.Open) -> SimulatedDevice:
         options = self.options
         session = DraftSession(
             request,
@@ -466,38 +424,38 @@ class _World:
         credentials = self.options.credentials
         self.server.accept(stream, credentials[index % len(credentials)])
         self.streams.append(stream)
-        deliver, record = stream.to_verifier, StreamRecord(self.expected[index])
+        deliver, record = stream.to_verifier, checks.StreamRecord(self.expected[index])
 
-        def receive(message: Uplink) -> None:
+        def receive(message: m.Uplink) -> None:
             match message:
-                case Open():
+                case m.Open():
                     self.records[message.session_id] = record
                     record.received = len(message.prompt) + len(message.committed)
-                case Draft():
+                case m.Draft():
                     record.note(message)
-                case Received(position):
+                case m.Received(position):
                     record.received = max(record.received, position)
             deliver(message)
-            if isinstance(message, Draft) and self._chance(self.options.forge_chance):
+            if isinstance(message, m.Draft) and self._chance(self.options.forge_chance):
                 self.faults += 1
                 deliver(self._forged(message))
                 for session in self.server.engine.sessions.values():
                     fooled = max(session.inbox.tree.nodes, default=0) >= _FORGED_ID
-                    require(not fooled, "a draft on another text was taken")
+                    checks.require(not fooled, "a draft on another text was taken")
 
         stream.to_verifier = receive
         return stream, 2 * delay_s
 
-    def _forged(self, draft: Draft) -> Draft:
+    def _forged(self, draft: m.Draft) -> m.Draft:
         """Drafts on another text, on tokens not committed yet, behind parents nobody knows."""
         token = self.dice.randrange(self.options.model.vocabulary_size)
         far = self.dice.randrange(5, 100)
         return self.dice.choice(
             (
-                Draft(_FORGED_ID, (0,), (token,), draft.base_position, draft.base_hash ^ 1),
-                Draft(_FORGED_ID, (0,), (token,), draft.base_position + far, 0),
-                Draft(draft.first_node_id, (_FORGED_ID, _FORGED_ID), (token, 0)),
-                Draft(draft.first_node_id, (0,), (token,), 0, 0),
+                m.Draft(_FORGED_ID, (0,), (token,), draft.base_position, draft.base_hash ^ 1),
+                m.Draft(_FORGED_ID, (0,), (token,), draft.base_position + far, 0),
+                m.Draft(draft.first_node_id, (_FORGED_ID, _FORGED_ID), (token, 0)),
+                m.Draft(draft.first_node_id, (0,), (token,), 0, 0),
             )
         )
 
@@ -564,13 +522,13 @@ class _World:
 
     def run(self) -> WorldResult:
         for device in self.devices:
-            require(device.delivery.ended is None, "ended before it began")
+            checks.require(device.delivery.ended is None, "ended before it began")
         self._schedule_faults()
         until_s = self._longest_s()
         events = 0
         while not self._all_ended() and self.queue.step(until_s):
             events += 1
-            require(events <= _EVENTS_MAX, f"{events} events, and no end")
+            checks.require(events <= _EVENTS_MAX, f"{events} events, and no end")
             if self.server.gave_up is not None:
                 self._restart()  # as a supervisor would
             self._check_step()
@@ -619,8 +577,8 @@ class _World:
 
     def _check_step(self) -> None:
         sessions, limits = self.server.engine.sessions, self.options.limits
-        check_ledger(self.server.engine)
-        check_credentials(self.server.engine)
+        checks.check_ledger(self.server.engine)
+        checks.check_credentials(self.server.engine)
         evictable = bool(self.options.engine_limits.cache or self.options.target_failure_chance)
         for index, (device, expected) in enumerate(zip(self.devices, self.expected, strict=True)):
             mine, whose = device.session, device.session.request.session_id
@@ -629,9 +587,11 @@ class _World:
             self.device_checks[index].look(mine, device.delivery.tokens, index in self.replaced)
             session = sessions.get(whose)
             if session is not None:
-                check_session(session, expected, limits, evictable=evictable)
+                checks.check_session(session, expected, limits, evictable=evictable)
                 ahead = session.prefix.length - mine.prefix.length
-                require(ahead >= 0, f"{whose}: the device is {-ahead} tokens ahead of the verifier")
+                checks.require(
+                    ahead >= 0, f"{whose}: the device is {-ahead} tokens ahead of the verifier"
+                )
 
     def _check_end(self, until_s: float) -> None:
         for device, expected in zip(self.devices, self.expected, strict=True):
@@ -639,20 +599,20 @@ class _World:
             match ended:
                 case None:
                     held = f"{len(device.delivery.tokens)} of {len(expected.tokens)} tokens"
-                    raise CheckFailure(f"{whose}: has {held} after {until_s:.1f} s")
+                    raise checks.CheckFailure(f"{whose}: has {held} after {until_s:.1f} s")
                 case Fail(why):
-                    raise CheckFailure(f"{whose}: failed: {why}")
+                    raise checks.CheckFailure(f"{whose}: failed: {why}")
                 case Finish(reason):
-                    require(reason is expected.reason, f"{whose}: ended with {reason}")
+                    checks.require(reason is expected.reason, f"{whose}: ended with {reason}")
             whole = tuple(device.delivery.tokens) == expected.tokens
-            require(whole, f"{whose}: ended with {len(device.delivery.tokens)} tokens")
+            checks.require(whole, f"{whose}: ended with {len(device.delivery.tokens)} tokens")
 
     def _check_nothing_left(self) -> None:
-        check_at_rest(self.server.engine)
+        checks.check_at_rest(self.server.engine)
         for device in self.devices:
             key = device.session.request.session_id
             try:
                 self.targets[-1].cached(key)
             except ValueError:
                 continue
-            raise CheckFailure(f"{key}: its sequence is still open")
+            raise checks.CheckFailure(f"{key}: its sequence is still open")

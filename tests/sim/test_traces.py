@@ -1,12 +1,19 @@
-"""Reading traces of every format. Oracle: small files written out by hand, conservation of
-bytes (packet-delivery files), and that writing in the plain format and reading it again changes
-nothing. Broken files must be refused at the right line, and bytes of any kind by ``TraceError``.
+"""Reading traces of every format, and generating them.
+
+Oracle: small files written out by hand, conservation of bytes (packet-delivery files), and that
+writing in the plain format and reading it again changes nothing. Broken files must be refused at
+the right line, and bytes of any kind by ``TraceError``; every trace of the shared data is what its
+index says. Of generators: ranges for many seeds, and the recordings of the class; one that draws
+each row on its own, or leaves the tail out, must miss its target.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import dataclasses
 import itertools
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +22,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec_sim.links.formats import PACKET_BITS, read_trace, write_plain
-from edgespec_sim.links.network_trace import NetworkTrace, TraceError
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
+from edgespec_sim.links.formats import FORMATS, PACKET_BITS, read_trace, write_plain
+from edgespec_sim.links.generators import KINDS, generate
+from edgespec_sim.links.network_trace import NetworkTrace, TraceError, TraceStatistics
 
 
 def read(folder: Path, text: str, name: str = "trace.dat") -> NetworkTrace:
@@ -37,9 +40,9 @@ def reply(number: int, rtt_ms: float = 20, stamp: str = "", end: str = "") -> st
     return f"{stamp}64 bytes from 192.0.2.1: icmp_seq={number} ttl=56 time={rtt_ms} ms{end}\n"
 
 
-def test_plain_ping_numbers_its_probes_a_second_apart(folder: Path) -> None:
+def test_plain_ping_numbers_its_probes_a_second_apart(tmp_path: Path) -> None:
     lines = [reply(n) for n in (1, 2, 4, 5)]
-    trace = read(folder, "PING host (192.0.2.1) 56(84) bytes of data.\n" + "".join(lines))
+    trace = read(tmp_path, "PING host (192.0.2.1) 56(84) bytes of data.\n" + "".join(lines))
     assert trace.source == "ping"
     assert trace.time_s == (0.0, 1.0, 3.0, 4.0)
     assert trace.duration_s == 5.0
@@ -53,9 +56,9 @@ def stamped(numbers: list[int], rtt_ms: float = 20.0) -> str:
     return "".join(reply(n, rtt_ms, f"[{t:.6f}] ") for n, t in zip(numbers, times, strict=True))
 
 
-def test_stamped_ping_tells_loss_from_outages(folder: Path) -> None:
+def test_stamped_ping_tells_loss_from_outages(tmp_path: Path) -> None:
     numbers = [n for n in range(1, 101) if n not in (7, 40) and not 60 <= n < 70]
-    trace = read(folder, stamped(numbers))
+    trace = read(tmp_path, stamped(numbers))
     assert trace.duration_s == pytest.approx(20.0, rel=1e-4)
     assert np.array(trace.outages_s) == pytest.approx(np.array([[11.8, 13.8]]), rel=1e-4)
     assert trace.loss is not None
@@ -64,16 +67,16 @@ def test_stamped_ping_tells_loss_from_outages(folder: Path) -> None:
     assert trace.loss[-1] == 0.0
 
 
-def test_replies_out_of_order_and_duplicates_and_wrapped_numbers(folder: Path) -> None:
+def test_replies_out_of_order_and_duplicates_and_wrapped_numbers(tmp_path: Path) -> None:
     text = reply(2, 30) + reply(1, 1500) + reply(3, 40) + reply(3, 99, end=" (DUP!)")
-    trace = read(folder, text)
+    trace = read(tmp_path, text)
     assert trace.rtt_s == (1.5, 0.03, 0.04)
-    wrapped = read(folder, "".join(reply(n % 65536) for n in range(65530, 65540)))
+    wrapped = read(tmp_path, "".join(reply(n % 65536) for n in range(65530, 65540)))
     assert len(wrapped.time_s) == 10
     assert wrapped.outages_s == ((0.0, 65529.0),)
 
 
-def test_runs_are_joined_and_a_dead_one_is_an_outage(folder: Path) -> None:
+def test_runs_are_joined_and_a_dead_one_is_an_outage(tmp_path: Path) -> None:
     head = "PING host (192.0.2.1) 56(84) bytes of data.\n"
 
     def tail(sent: int, came: int) -> str:
@@ -85,7 +88,7 @@ def test_runs_are_joined_and_a_dead_one_is_an_outage(folder: Path) -> None:
 
     one = head + reply(1) + reply(2) + tail(4, 2)
     dead = head + tail(4, 0)
-    trace = read(folder, one + dead + one)
+    trace = read(tmp_path, one + dead + one)
     assert trace.duration_s == 6.0
     assert trace.time_s == (0.0, 0.5, 4.0, 4.5)
     assert trace.outages_s == ((1.0, 4.0), (5.0, 6.0))
@@ -94,9 +97,9 @@ def test_runs_are_joined_and_a_dead_one_is_an_outage(folder: Path) -> None:
 # --- tables -----------------------------------------------------------------------------------
 
 
-def test_cicv5g_is_read_by_position(folder: Path) -> None:
+def test_cicv5g_is_read_by_position(tmp_path: Path) -> None:
     rows = [f"{ms} {ms + 17} 17 1.0 2.0 3.0 0.0 cell 18 -94 \n" for ms in (1000, 1050, 1100, 3150)]
-    trace = read(folder, "pub_time(ms) whatever it says\n" + "".join(rows))
+    trace = read(tmp_path, "pub_time(ms) whatever it says\n" + "".join(rows))
     assert trace.time_s == (0.0, 0.05, 0.1, 2.15)
     assert set(trace.rtt_s) == {0.017}
     assert list(trace.outages_s[0]) == pytest.approx([0.15, 2.15])
@@ -108,7 +111,7 @@ STARLINK_HEAD = (
 )
 
 
-def test_lost_seconds_of_a_dish_are_an_outage(folder: Path) -> None:
+def test_lost_seconds_of_a_dish_are_an_outage(tmp_path: Path) -> None:
     rows = [
         f"2025-01-01T00:00:0{second}+00:00,{state},{latency},{drop},1\n"
         for second, (state, latency, drop) in enumerate(
@@ -121,7 +124,7 @@ def test_lost_seconds_of_a_dish_are_an_outage(folder: Path) -> None:
             ]
         )
     ]
-    trace = read(folder, STARLINK_HEAD + "".join(rows))
+    trace = read(tmp_path, STARLINK_HEAD + "".join(rows))
     assert trace.time_s == (0.0, 1.0, 4.0)
     assert trace.rtt_s == (0.03, 0.04, 0.06)
     assert trace.loss == (0.0, 0.25, 0.0)
@@ -157,8 +160,8 @@ def test_a_delivery_file_keeps_its_bytes(
     assert trace.duration_s == times_ms[-1] / 1000
 
 
-def test_a_delivery_file_becomes_steps_and_outages(folder: Path) -> None:
-    trace = read(folder, "".join(f"{ms}\n" for ms in (10, 60, 100, 150, 2150, 2300)))
+def test_a_delivery_file_becomes_steps_and_outages(tmp_path: Path) -> None:
+    trace = read(tmp_path, "".join(f"{ms}\n" for ms in (10, 60, 100, 150, 2150, 2300)))
     assert trace.up_bits_per_s == pytest.approx((360e3, 120e3, 120e3, 120e3))
     assert trace.time_s == pytest.approx((0.0, 0.1, 2.1, 2.2))
     assert list(trace.outages_s[0]) == pytest.approx([0.2, 2.1])
@@ -170,12 +173,12 @@ def test_a_delivery_file_becomes_steps_and_outages(folder: Path) -> None:
 # --- the plain format -------------------------------------------------------------------------
 
 
-def test_plain_columns_are_optional(folder: Path) -> None:
-    trace = read(folder, "time_s,rtt_ms\n0,10\n2,20\n")
+def test_plain_columns_are_optional(tmp_path: Path) -> None:
+    trace = read(tmp_path, "time_s,rtt_ms\n0,10\n2,20\n")
     assert (trace.time_s, trace.rtt_s, trace.duration_s) == ((0.0, 2.0), (0.01, 0.02), 4.0)
     assert trace.loss is trace.up_bits_per_s is trace.down_bits_per_s is None
     trace = read(
-        folder, "# a note\n# duration_s=9\ntime_s,rtt_ms,loss,down_mbps\n0,10,1,5\n2,20,.5,8\n"
+        tmp_path, "# a note\n# duration_s=9\ntime_s,rtt_ms,loss,down_mbps\n0,10,1,5\n2,20,.5,8\n"
     )
     assert trace.outages_s == ((0.0, 2.0),)
     assert trace.loss == (0.0, 0.5)
@@ -267,20 +270,20 @@ def test_the_plain_format_goes_round(
         (reply(1) + "[yesterday] " + reply(2), r":2: expected \[epoch seconds\]"),
     ],
 )
-def test_a_malformed_file_is_refused_at_its_line(folder: Path, text: str, message: str) -> None:
+def test_a_malformed_file_is_refused_at_its_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(TraceError, match=message) as caught:
-        read(folder, text)
+        read(tmp_path, text)
     assert "trace.dat" in str(caught.value)
 
 
-def test_other_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / "t"
+def test_other_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t"
     path.write_text("time_s,rtt_ms\n0,10\n")
     with pytest.raises(TraceError, match="cannot be read"):
-        read_trace(folder / "missing")
-    (folder / "binary").write_bytes(b"time_s,rtt_ms\n0,1\n\xff\n")
+        read_trace(tmp_path / "missing")
+    (tmp_path / "binary").write_bytes(b"time_s,rtt_ms\n0,1\n\xff\n")
     with pytest.raises(TraceError, match="binary:3: expected UTF-8 text"):
-        read_trace(folder / "binary")
+        read_trace(tmp_path / "binary")
     monkeypatch.setattr("edgespec_sim.links.formats.MAX_FILE_BYTES", 10)
     with pytest.raises(TraceError, match="19 bytes, but at most 10 go"):
         read_trace(path)
@@ -305,3 +308,163 @@ def test_nothing_but_a_trace_error_comes_of_garbage(
     path.write_bytes(head.encode() + (rest if isinstance(rest, bytes) else rest.encode()))
     with contextlib.suppress(TraceError):
         assert read_trace(path).duration_s > 0.0
+
+
+def test_every_indexed_file_is_read_with_its_statistics(data_dir: Path) -> None:
+    """Percentiles within 0.2 % (the index takes the sample above, as here), durations within 5 %
+    (it counts steps), lost probes within 0.3 points (it counts each; here an outage is time)."""
+    sources = set()
+    with (data_dir / "traces/index.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if "matrix" not in row["kind"]]
+    for row in rows:
+        trace = read_trace(data_dir / "traces" / row["file"])
+        sources.add(trace.source)
+        found = np.percentile(np.array(trace.rtt_s) * 1000, (50, 95, 99), method="higher")
+        named = [float(row[f"rtt_{name}_ms"]) for name in ("median", "p95", "p99")]
+        where = (row["file"], found, named)
+        assert found == pytest.approx(named, rel=2e-3), where
+        assert trace.duration_s == pytest.approx(float(row["duration_s"]), rel=0.05)
+        if row["loss_pct"]:
+            out = sum(end_s - start_s for start_s, end_s in trace.outages_s) / trace.duration_s
+            assert trace.loss is not None
+            lost = out + (1 - out) * float(np.mean(trace.loss))
+            assert lost * 100 == pytest.approx(float(row["loss_pct"]), abs=0.3), where
+    assert sources == {*FORMATS} - {"plain", "mahimahi"}
+
+
+DAY_S, TARGET_DURATION_S = 86_400.0, 7200.0
+# What the data behind the laws say of the class, widened by what differs from one recording of it
+# to the next: (least, most) of one trace of at least that duration and any seed. The last two:
+# outages an hour, and their median length where there are any.
+NAMES = ("rtt_median_s", "rtt_p95_s", "rtt_p99_s", "autocorrelation", "loss")
+TARGETS = {
+    "wifi": ((0.0025, 0.004), (0.005, 0.03), (0.06, 0.12), (-0.1, 0.1), (0, 0), (0, 0), (0, 0)),
+    "lte": (
+        (0.045, 0.067),
+        (0.085, 0.16),
+        (0.16, 0.4),
+        (0.27, 0.6),
+        (0.002, 0.005),
+        (0, 8),
+        (1, 45),
+    ),
+    "5g": ((0.015, 0.018), (0.021, 0.026), (0.025, 0.07), (-0.1, 0.2), (0, 0), (0, 4), (1, 4)),
+    "starlink": (
+        (0.023, 0.036),
+        (0.038, 0.062),
+        (0.045, 0.085),
+        (0.9, 1),
+        (0.001, 0.005),
+        (0, 2.5),
+        (1, 10),
+    ),
+    "broadband": (
+        (0.014, 0.03),
+        (0.024, 0.05),
+        (0.035, 0.09),
+        (0.3, 0.8),
+        (0.0004, 0.002),
+        (0, 0),
+        (0, 0),
+    ),
+    "wan": ((0.0085, 0.02), (0.06, 0.1), (0.075, 0.136), (0.9, 1), (0, 0), (0, 0), (0, 0)),
+}
+
+
+def misses(kind: str, trace: NetworkTrace) -> list[str]:
+    found = TraceStatistics.of(trace)
+    values = [getattr(found, name) for name in NAMES]
+    values += [found.outage_count * 3600.0 / trace.duration_s]
+    values += [found.outage_median_s] if found.outage_count else []
+    named = zip((*NAMES, "outages", "outage_median_s"), values, TARGETS[kind], strict=False)
+    return [f"{name} is {x:.4g}" for name, x, (least, most) in named if not least <= x <= most]
+
+
+def duration_s(kind: str) -> float:
+    return DAY_S if kind == "wan" else TARGET_DURATION_S
+
+
+# --- statistics -------------------------------------------------------------------------------
+
+
+def test_statistics_are_over_time_not_over_rows() -> None:
+    trace = NetworkTrace("made", "test", (0.0, 9.0, 9.1, 9.2), (0.01, 1.0, 2.0, 3.0), 10.0)
+    found = TraceStatistics.of(trace)
+    assert found.rtt_median_s == 0.01
+    assert found.rtt_p99_s == 3.0
+
+
+# --- generators -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_output_of_every_seed_is_on_target(kind: str) -> None:
+    for seed in range(5):
+        trace = generate(kind, seed, duration_s(kind))
+        assert not misses(kind, trace), (kind, seed)
+
+
+def test_a_generator_without_memory_or_tail_misses_its_target() -> None:
+    trace = generate("lte", 1, TARGET_DURATION_S)
+    shuffled = list(trace.rtt_s)
+    random.Random(1).shuffle(shuffled)
+    capped = tuple(min(rtt_s, 0.08) for rtt_s in trace.rtt_s)
+    for rtt_s, word in ((tuple(shuffled), "autocorrelation"), (capped, "rtt_p99_s")):
+        faulty = dataclasses.replace(trace, rtt_s=rtt_s)
+        assert any(word in miss for miss in misses("lte", faulty))
+
+
+def test_lengths_of_outages_follow_their_law() -> None:
+    lengths = [
+        end_s - start_s
+        for seed in range(3)
+        for start_s, end_s in generate("lte", seed, 72_000.0).outages_s
+    ]
+    short = [length for length in lengths if length < 10.0]
+    assert len(lengths) * 3600 / (3 * 72_000) == pytest.approx(4.0, rel=0.2)
+    assert np.median(short) == pytest.approx(1.8, abs=0.2)
+    assert min(short) >= 1.0
+    assert len(short) / len(lengths) == pytest.approx(7 / 11, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "lasts_s", "text"),
+    [
+        ("6g", 0, 60.0, "no generator '6g'; known are wifi, lte"),
+        ("lte", 0, 0.0, "duration_s is 0.0"),
+        ("lte", -1, 60.0, "seed is -1"),
+    ],
+)
+def test_a_wrong_request_is_named(kind: str, seed: int, lasts_s: float, text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        generate(kind, seed, lasts_s)
+
+
+# --- against the recordings -------------------------------------------------------------------
+
+RECORDED = {
+    "lte": ("cellular_us_drive/*.txt",),
+    "5g": ("cicv5g/urban*.txt", "cicv5g/arterial*.txt", "cicv5g/30ms*.txt"),
+    "starlink": ("starlink_fjordlink/*.csv",),
+    "wan": ("wan_jitterbug/*.csv",),
+}
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_a_generator_agrees_with_the_recordings_of_its_class(data_dir: Path, kind: str) -> None:
+    """Percentiles of all recordings together; autocorrelation and loss as their mean."""
+    folder = data_dir / "traces"
+    recorded = [read_trace(file) for glob in RECORDED[kind] for file in sorted(folder.glob(glob))]
+    made = [generate(kind, seed, duration_s(kind)) for seed in range(3)]
+    percent = (50, 95, 99)
+    there = np.percentile(np.concatenate([trace.rtt_s for trace in recorded]), percent)
+    here = np.percentile(np.concatenate([trace.rtt_s for trace in made]), percent)
+    assert here == pytest.approx(there, rel=0.25)
+    theirs, ours = ([TraceStatistics.of(trace) for trace in traces] for traces in (recorded, made))
+    assert np.mean([one.autocorrelation for one in ours]) == pytest.approx(
+        np.mean([one.autocorrelation for one in theirs]), abs=0.1
+    )
+    if recorded[0].loss is not None:
+        assert np.mean([one.loss for one in ours]) == pytest.approx(
+            np.mean([one.loss for one in theirs]), rel=0.35
+        )

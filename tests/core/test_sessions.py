@@ -1,0 +1,387 @@
+"""Both sessions, where scripts (``device_scripts``, ``engine_scripts``) would be long.
+
+Of the device's: answers written by hand; of its back-off, doubling delays, shortened by at most a
+half, until a deadline. Of the verifier's: one request for every bound, just inside and just past it
+(a refusal names the value and the limit); its passes on a fixed text, so every answer can be
+written down; where a text ends, random worlds see to. Of both: the moves seen in random worlds and
+a few scripted endings are exactly those in the tables of state moves: any other is an assertion.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from edgespec.core.device import events as de
+from edgespec.core.device import events as ev
+from edgespec.core.device import link_keeper
+from edgespec.core.device.events import DraftCounters, LinkDown, LinkState
+from edgespec.core.device.goodput_policy import GoodputPolicy
+from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
+from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
+from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol import messages as m
+from edgespec.core.protocol.checks import State, transition
+from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Limits
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import Candidate, ModelInfo
+from edgespec.core.verifier import session as verify_session
+from edgespec.core.verifier import session_events as se
+from edgespec.core.verifier.admission import refuse_open
+from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
+from edgespec.core.verifier.session import VerifySession
+from edgespec.verifier.constraint_desk import WITHIN_S
+from tests.core import scenes
+from tests.core.draft_scripts import GREETING, REQUEST, guess, messages, new_session, streaming
+from tests.sim.random_worlds import play
+
+SILENT = replace(REQUEST, drafting=False)
+
+
+def reopened(session: DraftSession) -> float:
+    """Let the back-off pass and a new stream come up, which the verifier greets; the time then."""
+    now = session.deadline
+    assert now is not None
+    assert session.handle(ev.Tick(), now)[0] == ev.Connect()
+    session.handle(ev.Connected(), now)
+    session.handle(GREETING, now)
+    return now
+
+
+def test_it_gives_up_in_the_end() -> None:
+    session = new_session()
+    session.handle(ev.Start(), 0.0)
+    now, actions = 1.0, session.handle(ev.LinkDown("refused"), 1.0)
+    while session.deadline is not None:
+        now = session.deadline
+        assert session.handle(ev.Tick(), now)[0] == ev.Connect()
+        actions = session.handle(ev.LinkDown("refused"), now)
+    assert actions[-1] == ev.Fail("gave up on the verifier: refused", FaultCode.OVERLOADED)
+    assert 2.0 < now <= 6.0
+    assert session.handle(ev.Connected(), 7.0) == ()
+
+
+def test_an_empty_commit_is_a_sign_of_life_but_not_for_ever() -> None:
+    session = streaming()
+    for now in range(10, 100, 10):
+        session.handle(ev.Tick(), now)
+        session.handle(Commit(2, ()), now)
+        assert session.state is LinkState.STREAMING
+    why = "no new token from the verifier for 100 s"
+    assert session.handle(ev.Tick(), 100.0)[-1] == ev.Fail(why)
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        ev.LinkDown("hung up"),
+        Fault(FaultCode.RESYNC, "hung up"),
+        Fault(FaultCode.INTERNAL, "hung up"),
+        Fault(FaultCode.OVERLOADED, "hung up"),
+        Commit(9, (10,)),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_streams_that_bring_nothing_are_counted(nothing: ev.DraftEvent) -> None:
+    session, now = streaming(), 0.0
+    for _ in range(7):
+        session.handle(nothing, now)
+        assert session.state is LinkState.BACKING_OFF
+        now = reopened(session)
+    last = session.handle(nothing, now)[-1]
+    assert isinstance(last, ev.Fail)
+    assert last.why.startswith("gave up on the verifier after 8 streams without a new token: ")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "delivered", "context", "message"),
+    [
+        (range(8192), range(20), 4096, "up to position 8194.* max_tokens 20 end at 22"),
+        ((10, 11, 5000, 12), (10, 11), 4096, "token id 5000 is beyond the vocabulary of 1000"),
+        ((1010,), (), 4096, "token id 1010 is beyond"),
+        ((10, 11, 12, 13), (10, 11, 12), 5, "the context it announced end at 5"),
+    ],
+)
+def test_tokens_beyond_the_bounds_are_never_delivered(
+    tokens: tuple[int, ...], delivered: tuple[int, ...], context: int, message: str
+) -> None:
+    session = streaming(limits=Limits(context_length=context))
+    actions = session.handle(Commit(2, tuple(tokens)), 1.0)
+    given = [token for a in actions if isinstance(a, ev.Deliver) for token in a.tokens]
+    assert given == list(delivered)
+    assert isinstance(actions[-1], ev.Fail)
+    assert re.search(f"the verifier broke the protocol: .*{message}", actions[-1].why)
+    assert session.state is LinkState.DONE
+
+
+def test_what_a_verifier_says_is_made_harmless() -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\nno"
+    for event in (Fault(FaultCode.INVALID, evil), ev.LinkDown(evil, retryable=False)):
+        last = streaming().handle(event, 1.0)[-1]
+        assert isinstance(last, ev.Fail)
+        assert last.why == "?]0;owned??[2J no".replace("?", "\N{REPLACEMENT CHARACTER}")
+
+
+@pytest.mark.parametrize(("most", "every"), [(256, 8), (8, 8), (3, 3), (1, 1), (0, 1)])
+def test_it_acknowledges_before_the_verifier_pauses(most: int, every: int) -> None:
+    session = streaming(request=SILENT, limits=Limits(max_unreceived=most))
+    answers = [messages(session.handle(Commit(2 + i, (10,)), 1.0)) for i in range(every)]
+    assert answers == [[]] * (every - 1) + [[m.Received(2 + every, 2 + every)]]
+
+
+def test_a_round_trip_is_measured_without_the_time_it_was_held() -> None:
+    session = streaming(request=SILENT, limits=Limits(max_unreceived=1))
+    session.handle(Commit(2, (10,)), 1.0)
+    session.handle(Commit(3, (11,), echo=3, held_us=200_000), 1.5)
+    assert session.estimates.rtt_s.get(0.0) == pytest.approx(0.3)
+
+
+def test_a_step_that_a_commit_overtook_is_matched_against_it() -> None:
+    session = streaming(FixedPolicy(9, width=2))
+    session.handle(Commit(2, (10, 11)), 0.1)
+    session.handle(guess(10, 40), 0.2)
+    assert len(session.tree.nodes) == 0
+    assert (session.counters.tried, session.counters.hits) == (1, 1)
+    session.handle(Commit(4, (12,)), 0.3)
+    session.handle(guess(40, 12), 0.4)
+    assert session.estimates.acceptance.hits[1] == 1.0
+
+
+@pytest.mark.parametrize("event", [guess(5), ev.Connected()])
+def test_answers_without_a_question_are_bugs(event: ev.DraftEvent) -> None:
+    with pytest.raises(AssertionError):
+        new_session().handle(event, 0.0)
+
+
+HARDLY, OFTEN = math.log(0.001), math.log(0.2)
+
+
+def test_choices_that_are_hardly_ever_right_are_kept_now_and_then() -> None:
+    """Second choices of 0.001 were never right in 400 trials, those of 0.2 half the time. Step 16
+    is the first at which all are kept."""
+    session = streaming(policy=GoodputPolicy(2))
+    for trial in range(400):
+        session.estimates.guesses.add(1, HARDLY, hit=False)
+        session.estimates.guesses.add(1, OFTEN, hit=trial % 2 == 0)
+    kept = []
+    for number in range(1, 18):
+        logprob = OFTEN if number == 5 else HARDLY
+        choices = (Candidate(100 + number, -0.1), Candidate(200 + number, logprob))
+        before = len(session.tree.nodes)
+        session.handle(ev.StepDone(choices), number * 0.01)
+        kept.append(len(session.tree.nodes) - before)
+    assert [number for number, count in enumerate(kept, 1) if count == 2] == [5, 16]
+    assert set(kept) == {1, 2}
+
+
+POLICY = ReconnectPolicy(
+    first_s=0.1, longest_s=1.0, give_up_first_s=5.0, give_up_s=20.0, answer_s=1.0
+)
+
+
+def _delays(seed: int, had_a_stream: bool = False) -> list[float]:
+    """Until it gives up, when every attempt fails at once."""
+    link = LinkKeeper(POLICY, seed, DraftCounters())
+    link.connect(0.0)
+    if had_a_stream:
+        link.connected(REQUEST)
+        link.opened(REQUEST, GREETING, 0.0)
+    delays, now = list[float](), 0.0
+    while link.down(LinkDown("no"), now) == []:
+        assert link.deadline is not None
+        delays.append(link.deadline - now)
+        now = link.deadline
+        link.tick(now)
+    return delays
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_delays_double_with_jitter_and_are_bounded(seed: int) -> None:
+    delays = _delays(seed)
+    for attempt, delay_s in enumerate(delays):
+        longest_s = min(0.1 * 2**attempt, 1.0)
+        assert longest_s / 2 - 1e-9 <= delay_s <= longest_s + 1e-9
+    assert 4.0 <= sum(delays) <= 5.0
+    assert 19.0 <= sum(_delays(seed, had_a_stream=True)) <= 20.0
+
+
+def test_devices_do_not_come_back_together() -> None:
+    assert len({_delays(seed)[0] for seed in range(50)}) == 50
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_times_are_bounded_and_in_order(value: float) -> None:
+    for field in fields(ReconnectPolicy):
+        with pytest.raises(ValueError, match=rf"^{field.name} is {value}, but must be in \["):
+            replace(POLICY, **{field.name: value})  # type: ignore[arg-type] # one is a count
+    assert POLICY.grammar_s > WITHIN_S  # a verifier may try a grammar for so long before it greets
+    with pytest.raises(ValueError, match=r"first_s is 2.0, .* at most longest_s, which is 1.0"):
+        replace(POLICY, first_s=2.0)
+    with pytest.raises(ValueError, match=r"silence_s is 301.0, .* at most progress_s"):
+        replace(POLICY, silence_s=301.0)
+
+
+# --- the verifier's session ---------------------------------------------------------------------
+
+
+def test_what_is_too_unlikely_for_its_row_waits_for_a_better_pass() -> None:
+    """Until more is known first choices are right with 0.7 and second ones with 0.1."""
+    session = scenes.new_session()
+    scenes.run_pass(session)
+    # 0.7, its children 0.49 and 0.07, and 0.1 with a child of 0.07.
+    nodes = (0, 1, 1, 0, 4), (11, 12, 40, 41, 42)
+    session.handle(m.Draft(1, *nodes, 3, session.prefix.hash_at(3)), 1.0)
+    for least_chance, tokens, parents in (
+        (0.2, (11, 12), (-1, 0)),
+        (0.09, (11, 12, 41), (-1, 0, -1)),
+        (0.0, (11, 12, 40, 41, 42), (-1, 0, 0, -1, 3)),
+    ):
+        (action,) = session.handle(se.Offer(64, 0.02, least_chance), 1.0)
+        assert isinstance(action, se.RunPass)
+        assert (action.request.tokens, action.request.parents) == (tokens, parents)
+        session.handle(se.PassFailed(), 1.0)
+
+
+def test_a_session_asks_a_target_without_trees_for_a_chain() -> None:
+    for trees, tokens, parents in (
+        (True, (1, 2, 3, 4, 3), (-1, -1, 0, 0, 1)),
+        (False, (1, 3), (-1, 0)),
+    ):
+        session = VerifySession(
+            scenes.REQUEST,
+            scenes.MODEL,
+            m.Limits(64),
+            ExactRule(),
+            AlwaysRunAhead(),
+            0.0,
+            trees=trees,
+        )
+        session.handle(se.Attach(scenes.REQUEST), 0.0)
+        draft = m.Draft(1, (0, 0, 1, 1, 2), (1, 2, 3, 4, 3), 2, session.prefix.hash_at(2))
+        session.handle(draft, 0.0)
+        request = scenes.offer(session)
+        assert (request.tokens, request.parents) == (tokens, parents)
+
+
+def test_a_result_without_a_pass_is_a_bug_but_behind_a_cancel() -> None:
+    with pytest.raises(AssertionError):
+        scenes.new_session().handle(se.PassDone((10,)), 1.0)
+    session = scenes.new_session()
+    scenes.offer(session)
+    session.handle(m.Cancel(), 1.0)
+    assert session.handle(se.PassDone((10,)), 1.0) == ()
+    assert session.prefix.output == []
+
+
+SMALL = ModelInfo("big", "words-1", 100, 64)
+TIGHT = m.Limits(context_length=8)
+ASKED = m.Open("s", "big", "words-1", (1, 2, 3), sampling=SamplingParams(max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ASKED,
+        replace(ASKED, model=""),
+        replace(ASKED, vocabulary=""),
+        replace(ASKED, prompt=(99,) * 7),
+        replace(ASKED, committed=(0, 99, 1, 2)),
+        replace(ASKED, prompt=(1,) * 5, committed=(1, 2, 3)),
+    ],
+)
+def test_taken(request_: m.Open) -> None:
+    assert refuse_open(request_, SMALL, TIGHT, frozenset({m.EXACT_RULE})) is None
+
+
+INVALID = m.FaultCode.INVALID
+
+
+def sampled(**fields: Any) -> m.Open:
+    return replace(ASKED, sampling=SamplingParams(max_tokens=4, **fields))
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (replace(ASKED, version=2), INVALID, "version 2 is not 1"),
+        (replace(ASKED, rule="lossy"), INVALID, "'lossy'; known: exact"),
+        (replace(ASKED, model="small"), m.FaultCode.UNKNOWN_MODEL, "'small'.*'big'"),
+        (replace(ASKED, vocabulary="w2"), m.FaultCode.VOCABULARY_MISMATCH, "w2.*words-1"),
+        (replace(ASKED, session_id=""), INVALID, "session id is empty"),
+        (replace(ASKED, prompt=()), INVALID, "prompt is empty"),
+        (replace(ASKED, prompt=(1,) * 8), m.FaultCode.CONTEXT_TOO_LONG, "8 tokens .* of 8"),
+        (replace(ASKED, prompt=(1,) * 6, committed=(1,) * 3), m.FaultCode.CONTEXT_TOO_LONG, "9"),
+        (replace(ASKED, committed=(1,) * 5), INVALID, "5 .* max_tokens 4"),
+        (replace(ASKED, prompt=(100,)), INVALID, "token 100 .* vocabulary of 100"),
+        (replace(ASKED, committed=(-1,)), INVALID, "token -1"),
+        (
+            sampled(stop_token_ids=(99, 100)),
+            m.FaultCode.INVALID,
+            "token 100 of stop_token_ids .* vocabulary of 100",
+        ),
+        (sampled(logit_bias={100: 1.0}), INVALID, "token 100 of logit_bias .* vocabulary of 100"),
+        (replace(ASKED, logprobs=-1), INVALID, r"logprobs is -1, .* in \[0, 20\]"),
+        (replace(ASKED, logprobs=21), INVALID, r"logprobs is 21, .* in \[0, 20\]"),
+    ],
+)
+def test_refused(request_: m.Open, code: m.FaultCode, words: str) -> None:
+    fault = refuse_open(request_, SMALL, TIGHT, frozenset({m.EXACT_RULE}))
+    assert fault is not None
+    assert fault.code is code
+    assert re.search(words, fault.message), fault.message
+
+
+Move = tuple[Enum, Enum]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[Move]:
+    moves: set[Move] = set()
+
+    def watched(table: Mapping[tuple[State, State], str], source: State, target: State) -> State:
+        moves.add((source, target))
+        return transition(table, source, target)
+
+    monkeypatch.setattr(link_keeper, "transition", watched)
+    monkeypatch.setattr(verify_session, "transition", watched)
+    return moves
+
+
+def _device(*events: de.DraftEvent) -> None:
+    request = m.Open("s", "", "", (1,))
+    session = DraftSession(request, WindowedPolicy(), ReconnectPolicy(give_up_first_s=1.0), 100)
+    for index, event in enumerate(events):
+        session.handle(event, float(index))
+
+
+def _endings() -> None:
+    start, connected, down = de.Start(), de.Connected(), de.LinkDown("gone")
+    _device(de.Stop())
+    _device(start, de.Stop())
+    _device(start, connected, de.Stop())
+    _device(start, down, de.Stop())
+    _device(start, connected, m.Fault(INVALID, "no"))
+    scenes.run_pass(session := scenes.new_session())
+    session.handle(m.Cancel(), 1.0)
+    session = scenes.new_session()
+    session.handle(se.Offer(64, 0.02), 1.0)
+    session.handle(m.Cancel(), 1.0)
+    scenes.new_session(
+        replace(scenes.REQUEST, sampling=SamplingParams(max_tokens=1), committed=(10,))
+    )
+
+
+def test_the_tables_hold_exactly_what_happens(seen: set[Move]) -> None:
+    for seed in range(120):
+        play(seed)
+    _endings()
+    changes = {(source, target) for source, target in seen if source is not target}
+    assert changes == {*de.DRAFT_MOVES, *se.VERIFY_MOVES}
+    ends = de.LinkState.DONE, se.VerifyState.FINISHED
+    assert not [move for move in changes if move[0] in ends]
