@@ -276,6 +276,7 @@ def test_a_result_without_a_pass_is_a_bug_but_behind_a_cancel() -> None:
     scenes.offer(session)
     session.handle(m.Cancel(), 1.0)
     assert session.handle(se.PassDone((10,)), 1.0) == ()
+    assert session.handle(se.Offer(64, 0.02), 1.0) == ()  # nothing is left to compute
     assert session.prefix.output == []
 
 
