@@ -13,9 +13,13 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.shell.pki import Pki
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA_VARIABLE = "EDGESPEC_DATA"
@@ -89,6 +93,32 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no data folder at {folder}; set {DATA_VARIABLE}")
     return folder
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where the real daemon serves the toy model."""
+    from tests.shell.live_verifier import daemon
+
+    with daemon() as (where, _):
+        yield where
+
+
+@pytest.fixture(scope="module")
+def dead() -> Iterator[str]:
+    """An address of this machine where nobody is."""
+    from tests.shell.live_verifier import nobody
+
+    with nobody() as where:
+        yield where
+
+
+@pytest.fixture(scope="session")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    """Certificates that no test changes."""
+    from tests.shell.pki import Pki
+
+    return Pki(tmp_path_factory.mktemp("pki"))
 
 
 @cache

@@ -85,31 +85,18 @@ async def live(
 
 @contextlib.asynccontextmanager
 async def over_toy(
-    target: TargetModel | None = None,
-    *,
-    draft: str = "toy",
-    model: str = "",
-    shows_status: bool = False,
-    **more: Any,
+    target: TargetModel | None = None, *, draft: str = "toy", **more: Any
 ) -> AsyncIterator[Live]:
     """An endpoint over the toy's verifier, which has been looked at."""
     async with serving(target) as (address, verifier):
-        watch = VerifierWatch({address: connect(address)})
-        async with asyncio.timeout(60.0):
-            while not watch.ready:
-                await watch.look()
-        section = DraftSection(model=draft)
-        config = AgentConfig(verifier=address, model=model, draft=section, tokenizer="toy")
-        async with build_agent(config) as agent:
-            status = StatusSource(agent, (address,), watch=watch) if shows_status else None
-            async with live(agent, ToyTokenizer(), watch, status=status, **more) as found:
-                found.verifier, found.address = verifier, address
-                yield found
+        async with over_verifiers(address, draft=DraftSection(model=draft), **more) as found:
+            found.verifier, found.address = verifier, address
+            yield found
 
 
 @contextlib.asynccontextmanager
 async def over_verifiers(
-    *addresses: str, shows_status: bool = False, **settings: Any
+    *addresses: str, shows_status: bool = False, key: str = "", **settings: Any
 ) -> AsyncIterator[Live]:
     """An endpoint over the toy's verifiers at these addresses, which have been looked at; with one
     address there is no other to go to."""
@@ -120,7 +107,7 @@ async def over_verifiers(
     given = {"draft": DraftSection(model="toy"), "tokenizer": "toy", **settings}
     async with build_agent(AgentConfig(verifier=addresses, **given)) as agent:
         status = StatusSource(agent, addresses, watch=watch) if shows_status else None
-        async with live(agent, ToyTokenizer(), watch, status=status) as found:
+        async with live(agent, ToyTokenizer(), watch, key=key, status=status) as found:
             yield found
 
 

@@ -31,31 +31,19 @@ FAMILIES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDE
 USER = {"role": "user", "content": "  <b>é</b> & \"ça\" 'x'\n"}
 ASSISTANT = {"role": "assistant", "content": "<think>hm</think>\nyes"}
 SYSTEM = {"role": "system", "content": "be brief"}
+CALL = {"name": "weather", "arguments": {"city": "Köln <3", "days": [1, 2.5, None]}}
 CALLS = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [
-        {
-            "id": "abcdefghi",
-            "type": "function",
-            "function": {
-                "name": "weather",
-                "arguments": {"city": "Köln <3", "days": [1, 2.5, None]},
-            },
-        }
-    ],
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": CALL}],
 }
 RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"rain": true}'}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Says 'rain' or \"sun\" <or> both",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-]
+WEATHER = {
+    "name": "weather",
+    "description": "Says 'rain' or \"sun\" <or> both",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [USER],
     [USER, ASSISTANT, USER],
@@ -76,14 +64,10 @@ def test_what_transformers_renders(family: str, tools: Any) -> None:
         for prompted in (True, False):
             for variables in ({}, {"enable_thinking": False, "date_string": "today"}):
                 try:
-                    expected = oracle(
-                        [messages],
-                        tools=tools,
-                        chat_template=FAMILIES[family],
-                        add_generation_prompt=prompted,
-                        **TOKENS,
-                        **variables,
-                    )[0][0]
+                    given = {"chat_template": FAMILIES[family], **TOKENS, **variables}
+                    (expected,), *_ = oracle(
+                        [messages], tools=tools, add_generation_prompt=prompted, **given
+                    )
                 except Exception:
                     with pytest.raises(ChatTemplateError):
                         template.render(messages, tools=tools, variables=variables)

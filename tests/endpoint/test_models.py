@@ -1,10 +1,12 @@
-"""A model and its adapters behind one endpoint, chosen by the name in each request.
+"""A model and its adapters behind one endpoint, chosen by the name in each request, also at
+verifiers that come and go.
 
 Oracle: an adapter is another toy model, so its text is that one's, by the scalar specification.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from openai import NotFoundError
 
+from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
@@ -23,26 +26,18 @@ from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.service import MOST_NAMES, OTHER, EndpointCounts
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
-from tests.endpoint.live_endpoint import (
-    Live,
-    ask,
-    over_verifiers,
-)
+from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers
+from tests.endpoint.test_http import until
+from tests.shell.failing_verifiers import PATIENT, STEADY, gates
 from tests.shell.fake_vllm import adapted_toy
-from tests.shell.live_verifier import serving, toy_text
+from tests.shell.live_verifier import GatedTarget, serving, toy_text
 
 TEXT = ToyTokenizer()
-
 SQL, POETRY = replace(TOY_MODEL, order=2), replace(TOY_MODEL, seed=5)
-
 PROMPT = "the quick brown fox"
-
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
-
 PATH = "/v1/completions"
-
 ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
-
 ADAPTERS = {"sql": SQL, "poetry": POETRY}
 
 
@@ -79,9 +74,7 @@ async def test_the_model_and_its_adapters_are_listed() -> None:
             ("sql", "toy"),
             ("poetry", "toy"),
         ]
-        assert [one.model_extra and one.model_extra["max_model_len"] for one in listed] == [
-            4096
-        ] * 3
+        assert all(one.model_extra and one.model_extra["max_model_len"] == 4096 for one in listed)
         assert (await client.models.retrieve("sql")).id == "sql"
         assert (await client.models.retrieve("edgespec")).id == "toy"
         with pytest.raises(NotFoundError) as caught:
@@ -113,7 +106,6 @@ def test_names_in_metrics_are_bounded() -> None:
 
 
 BASE = ModelInfo("base", "words", 100, 4096, (), "fp-base")
-
 ADAPTER = replace(BASE, name="sql", fingerprint="fp-sql")
 
 
@@ -134,10 +126,8 @@ def told(model: ModelInfo, *adapters: ModelInfo) -> VerifierInfo:
 def test_one_model_by_two_names_is_asked_for_by_none() -> None:
     """So that a text can go on where it is called otherwise; not where it is another model."""
     twin = replace(BASE, name="twin")
-    assert [models(told(BASE), told(twin)).choose(one).asked for one in ("base", "twin")] == [
-        "",
-        "",
-    ]
+    found = models(told(BASE), told(twin))
+    assert [found.choose(one).asked for one in ("base", "twin")] == ["", ""]
     other = replace(twin, fingerprint="fp-other")
     assert models(told(BASE), told(other)).choose("twin").asked == "twin"
     nameless = replace(BASE, fingerprint=""), replace(twin, fingerprint="")
@@ -164,3 +154,57 @@ def test_a_long_list_of_names_is_cut_in_a_message() -> None:
     many = [replace(ADAPTER, name=f"a{number}") for number in range(40)]
     with pytest.raises(ApiError, match=r"there are 'base', 'a0', .*'a14' and 25 more$"):
         models(told(BASE, *many)).choose("sequel")
+
+
+# --- verifiers that come and go -------------------------------------------------------------------
+
+
+async def held_up(live: Live, target: GatedTarget) -> None:
+    """``target`` holds a text up whose first token the device has: without one, the text would
+    rightly begin anew elsewhere."""
+    assert await asyncio.to_thread(target.reached.wait, 60.0)
+    activity = live.endpoint.agent.activity
+    await until(lambda: any(one.first_token_at is not None for one in activity.running.values()))
+
+
+async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
+    """The verifier came back with a newer adapter: what was begun is not mixed with it."""
+    held = GatedTarget(adapted_toy({"sql": SQL}), 10)
+    both = held, adapted_toy({"sql": POETRY}, "newer")
+    few = replace(PATIENT, max_streams_without_token=3)
+    async with (
+        gates(2, both) as ((gate, _), (_, newer)),
+        over_verifiers(gate.address, reconnect=few) as live,
+    ):
+        asked = {**ASKED, "model": "sql", "stream": True}
+        task = asyncio.create_task(ask(live, PATH, asked))
+        await held_up(live, held)
+        gate.kill()
+        gate.port = newer
+        held.gate.set()
+        *events, last = events_of((await task).body)
+        assert await text(live, "sql") == text_of(POETRY)
+    said = "".join(event["choices"][0]["text"] for event in events)
+    assert said
+    assert IN_SQL.startswith(said)
+    why = "'sql' (sql-on-newer) now, but the text was begun by 'sql' (sql-on-toy)"
+    assert f"the verifier serves {why}" in last["error"]["message"]
+
+
+async def test_a_text_goes_on_where_the_same_adapter_is() -> None:
+    """The nearest verifier has none of that name, and another one of the same name is another."""
+    held, other = GatedTarget(adapted_toy({"sql": SQL}), 10), adapted_toy({"sql": POETRY}, "newer")
+    async with gates(4, (held, adapted_toy({}), other, adapted_toy({"sql": SQL}))) as found:
+        addresses = [gate.address for gate, _ in found]
+        listed: Any = {"association": Association.LISTED, "failover": STEADY, "reconnect": PATIENT}
+        async with over_verifiers(*addresses, **listed) as live:
+            task = asyncio.create_task(ask(live, PATH, {**ASKED, "model": "sql"}))
+            await held_up(live, held)
+            found[0][0].kill()
+            held.gate.set()
+            answer = (await task).json
+            stats = live.endpoint.agent.stats
+    assert answer["choices"][0]["text"] == IN_SQL
+    assert answer["usage"]["edgespec"]["failovers"] == 1
+    assert stats is not None
+    assert stats.verifiers == (addresses[0], addresses[3])

@@ -53,15 +53,9 @@ async def test_a_call_comes_at_once_and_streamed(tmp_path: Path) -> None:
     async with over_script(agent, chat_tokenizer(tmp_path, HERMES)) as live:
         whole = (await ask(live, PATH, asked)).json
         streamed = (await ask(live, PATH, {**asked, "stream": True})).body.decode()
-        again = [
-            *turn,
-            *({"type": "reasoning", "summary": []}, *whole["output"]),
-            {
-                "type": "function_call_output",
-                "call_id": whole["output"][1]["call_id"],
-                "output": "rain",
-            },
-        ]
+        called = {"call_id": whole["output"][1]["call_id"], "output": "rain"}
+        again = [*turn, {"type": "reasoning", "summary": []}, *whole["output"]]
+        again.append({"type": "function_call_output", **called})
         assert (await ask(live, PATH, {**asked, "input": again})).status == 200
     text, call = whole["output"]
     assert (text["content"][0]["text"], text["status"]) == ("Look:", "completed")

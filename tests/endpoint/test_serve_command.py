@@ -7,20 +7,17 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from edgespec.cli.main import app
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
-from tests.shell.live_verifier import daemon, start, toy_text
+from tests.present import present
+from tests.shell.live_verifier import call, daemon, start, toy_text
 
 WITHIN_S = 60
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -32,8 +29,7 @@ def endpoint(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The real process; yields its URL."""
     with start("serve", *TOY, *options) as process:
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
+            line = present(process.stdout).readline()
             found = re.search(r"ready on (http://\S+)/v1", line)
             assert found is not None, line + (process.stderr.read() if process.stderr else "")
             yield found[1], process
@@ -48,15 +44,10 @@ def curl(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def call(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["serve", *arguments])
-
-
 @needs_curl
 def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
     with daemon() as (address, _), endpoint("--verifier", address) as (url, process):
-        assert process.stderr is not None
-        lines = [process.stderr.readline() for _ in range(6)]
+        lines = [present(process.stderr).readline() for _ in range(6)]
         words = [line.split()[0] for line in lines]
         assert words == ["draft", "verifier", "memory", "clients", "see:", "try:"]
         assert f"{address}: serves toy, context 4096" in lines[1]
@@ -93,8 +84,7 @@ def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
                 rest = asking.stdout.read()
             assert '"code":"shutting_down"' in rest.splitlines()[-2]
             assert process.wait(WITHIN_S) == 0
-            assert process.stderr is not None
-            said = process.stderr.read()
+            said = present(process.stderr).read()
             assert "stopping: 1 requests may go on for 0.2 s" in said
             assert "Traceback" not in said
 
@@ -102,45 +92,27 @@ def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
 @pytest.mark.slow
 def test_a_misfit_is_refused_at_once() -> None:
     with daemon() as (address, _):
-        done = call("--verifier", address, "--port", "0")  # the bundled draft
+        done = call("serve", "--verifier", address, "--port", "0")  # the bundled draft
         assert done.exit_code == 1
         assert "is not that of the verifier's 'toy'" in done.stderr
 
 
 def test_beyond_this_machine_a_key_is_needed() -> None:
-    done = call(*TOY, "--host", "0.0.0.0")
+    done = call("serve", *TOY, "--host", "0.0.0.0")
     assert done.exit_code == 2
     assert "endpoint.host is '0.0.0.0', where others can ask: set a key" in done.stderr
 
 
-def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = call("--draft", "no/such", "--port", port)
-    assert done.exit_code == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
-    assert "choose another with --port" in done.stderr
-
-
-def test_what_help_all_prints_reads_back(tmp_path: Path) -> None:
-    given = (
-        "--port",
-        "9",
-        "--allow-origin",
-        "https://a.example",
-        *("--set", "endpoint.insecure=true"),
-        *("--set", "endpoint.default_max_tokens=7"),
-    )
-    first = call(*given, "--help-all").stdout
+def test_flags_are_settings_of_the_endpoint() -> None:
+    given = ("--port", 9, "--allow-origin", "https://a.example", "--set", "endpoint.insecure=true")
+    most = ("--set", "endpoint.default_max_tokens=7")
+    first = call("serve", *given, *most, "--help-all").stdout
     shown = yaml.safe_load(first)
     assert shown["endpoint"]["port"] == 9
     assert shown["endpoint"]["allow_origins"] == ["https://a.example"]
     assert (shown["endpoint"]["insecure"], shown["insecure"]) == (True, False)
     assert shown["endpoint"]["default_max_tokens"] == 7
-    path = tmp_path / "device.yaml"
-    path.write_text(first)
-    assert call("--config", str(path), "--help-all").stdout == first
-    assert call("--set", "insecure=true", "--help-all").stdout.count("insecure: true") == 1
+    assert call("serve", "--set", "insecure=true", "--help-all").stdout.count("insecure: true") == 1
 
 
 @pytest.mark.parametrize(
@@ -152,6 +124,6 @@ def test_what_help_all_prints_reads_back(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be(given: tuple[str, str], message: str) -> None:
-    done = call(*given)
+    done = call("serve", *given)
     assert done.exit_code == 2
     assert message in done.stderr.replace("\n", " ")

@@ -17,6 +17,7 @@ from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, force
 from edgespec.models.grammar import GrammarReader
 from tests.core.token_grammars import EOS
 from tests.endpoint.live_endpoint import Live, live
+from tests.present import present
 from tests.shell.letters import LETTERS, READER, LettersTokenizer, pair, text_of
 
 HERMES = "{% for t in tools or [] %}<tool_call>{% endfor %}{{ messages[0].content }}"
@@ -29,7 +30,13 @@ CAT = {
     "required": ["name", "lives"],
     "additionalProperties": False,
 }
-FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "cat", "schema": CAT, "strict": True}}
+
+
+def formatted(**schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "cat", **schema}}
+
+
+FORMAT = formatted(schema=CAT, strict=True)
 
 
 def tool(name: str, parameters: Any = CAT, **more: Any) -> Any:
@@ -139,8 +146,7 @@ def test_what_is_forced_is_what_the_reader_reads(
 def test_a_mark_that_is_a_token_is_asked_for_by_its_id() -> None:
     ids = {"<tool_call>": 7, "</tool_call>": 9}
     constraint = forced_call("<tool_call>", [WASH_NOTHING], ids.get, one=True)
-    matcher = READER.read(constraint).matcher
-    assert matcher is not None
+    matcher = present(READER.read(constraint).matcher)
     begun = matcher()
     assert begun.mask()[0] == 1 << 7
     assert begun.consume((LETTERS.index("<"),)) == 0
@@ -157,8 +163,7 @@ def random_text(constraint: Constraint, seed: int) -> str:
     text = ConstrainedText(constraint, (EOS,))
     while output[-1:] != [EOS]:
         text.follow(output)
-        mask = text.mask()
-        assert mask is not None
+        mask = present(text.mask())
         output.append(dice.choice([one for one in range(len(LETTERS)) if allows(mask, one)]))
     return text_of(output)
 
@@ -167,18 +172,9 @@ def random_text(constraint: Constraint, seed: int) -> str:
     ("given", "param", "message"),
     [
         ({"response_format": {"type": "xml"}}, "response_format", "of type 'xml', but must be"),
+        ({"response_format": formatted()}, "response_format", "schema is None, but must be an ob"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format",
-            "json_schema.schema is None, but must be an object",
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "objekt"}},
-                }
-            },
+            {"response_format": formatted(schema={"type": "objekt"})},
             "response_format",
             "Invalid type: objekt",
         ),

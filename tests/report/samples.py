@@ -150,10 +150,7 @@ def _question(arm: str, step_s: float) -> Timeline:
 async def traced_run(folder: Path, rtt_ms: float = 8.0) -> AsyncIterator[Agent]:
     """A toy agent and a toy verifier over gRPC and a shaped link; both sides write their traces
     to ``device.jsonl`` and ``verifier.jsonl``, whole when the context ends."""
-    with (
-        TraceFile(folder / "device.jsonl") as device,
-        TraceFile(folder / "verifier.jsonl") as side,
-    ):
+    with TraceFile(folder / "device.jsonl") as device, TraceFile(folder / "verifier.jsonl") as side:
         settings = VerifierConfig(model="toy", port=0, pacing=PacingSection(pass_ms=4.0))
         verifier, server = build_verifier(settings, tracer=side)
         await server.start()

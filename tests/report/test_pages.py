@@ -38,6 +38,7 @@ from edgespec_sim.report.sweep_page import answer, render_sweep, sweep_csv, winn
 from edgespec_sim.report.tables import arms_table
 from edgespec_sim.report.timeline import Timeline
 from edgespec_sim.run_summary import RunSummary, read_summary
+from tests.present import present
 from tests.report.samples import ARMS, asked_alike, five_arms, made_up_sweep, pictured
 
 EVIL = "<script>alert('x')</script>&\"</script>"
@@ -160,8 +161,7 @@ def test_csv_is_what_a_csv_reader_reads() -> None:
         for name in ("target-only", 'comma, "quote"\nline')
         for group in ("", "laptops", "phones")
     ]
-    assert run.arms[0].all.tpot_s is not None
-    assert float(arms[0]["tpot_s_p50"]) == run.arms[0].all.tpot_s.median
+    assert float(arms[0]["tpot_s_p50"]) == present(run.arms[0].all.tpot_s).median
     assert arms[0]["acceptance"] == ""
     requests = list(csv.DictReader(io.StringIO(requests_csv(run))))
     assert len(requests) == 4 * len(ARMS)
@@ -207,8 +207,7 @@ def test_the_first_screen_says_what_was_asked_and_draws_the_answer() -> None:
 
 
 def test_the_time_per_token_has_bands_a_base_and_a_bound() -> None:
-    figure = pace_plot(pictured())
-    assert figure is not None
+    figure = present(pace_plot(pictured()))
     bands = [trace for trace in figure.data if trace.get("fill") == "toself"]
     lines = {trace["name"]: trace for trace in figure.data if "name" in trace}
     assert len(bands) == 2
@@ -223,8 +222,7 @@ def test_the_time_per_token_has_bands_a_base_and_a_bound() -> None:
 
 def test_one_question_is_drawn_for_each_arm_from_its_asking() -> None:
     sessions = {arm: next(iter(sessions_of(one).values())) for arm, one in asked_alike().items()}
-    figure = lanes_plot(sessions, "The same question")
-    assert figure is not None
+    figure = present(lanes_plot(sessions, "The same question"))
     names = [trace["name"] for trace in figure.data]
     assert names == ["target-only: pass", "target-only: stall", "edgespec: draft", "edgespec: pass"]
     assert all(min(trace["base"]) == 0.0 for trace in figure.data)
@@ -243,19 +241,14 @@ def certainly(run: RunSummary, low: float, high: float) -> RunSummary:
 
 def test_who_wins_and_how_sure_that_is() -> None:
     run = five_arms()
-    unsure, certain = winner(run), winner(certainly(run, 1.2, 3.0))
-    assert unsure is not None
-    assert certain is not None
+    unsure, certain = present(winner(run)), present(winner(certainly(run, 1.2, 3.0)))
     assert (unsure.arm.arm, unsure.sure, certain.sure) == ("edgespec", False, True)
     slow = replace(run, arms=run.arms[:2])
-    base, surely = winner(slow), winner(certainly(slow, 0.5, 0.7))
-    assert base is not None
-    assert surely is not None
+    base, surely = present(winner(slow)), present(winner(certainly(slow, 0.5, 0.7)))
     assert (base.arm.arm, base.sure, surely.sure) == ("target-only", False, True)
     assert winner(replace(run, arms=run.arms[:1])) is None
     above_one = [replace(arm, speedup_interval=(1.2, 3.0)) for arm in run.arms[1:]]
-    close = winner(replace(run, arms=(run.arms[0], *above_one)))
-    assert close is not None
+    close = present(winner(replace(run, arms=(run.arms[0], *above_one))))
     assert not close.sure, "faster than target-only for sure, but perhaps not than the others"
 
 
@@ -326,8 +319,7 @@ def test_pages_of_a_folder_share_one_library(tmp_path: Path) -> None:
     page = Document("one")
     write_page(tmp_path / "plain.html", page.html())
     assert [path.name for path in tmp_path.iterdir()] == ["plain.html"]
-    figure = pace_plot(pictured())
-    assert figure is not None
+    figure = present(pace_plot(pictured()))
     page.figure(figure)
     write_page(tmp_path / "one.html", page.html())
     library = tmp_path / LIBRARY
@@ -346,8 +338,7 @@ def test_without_plotly_a_page_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    figure = pace_plot(pictured())
-    assert figure is not None
+    figure = present(pace_plot(pictured()))
     page = Document("one")
     page.figure(figure)
     with pytest.raises(ReportError, match=r"need plotly: pip install 'edgespec\[sim\]'"):

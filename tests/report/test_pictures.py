@@ -73,7 +73,7 @@ def drawn(svg: str) -> list[str]:
     assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"url\((?!#)|@import|href", svg)
     assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {
-        *("svg", "title", "desc", "style", "rect", "path", "text", "tspan", "animate", "clipPath"),
+        *("svg", "title", "desc", "style", "rect", "path", "text", "tspan", "animate", "clipPath")
     }
     assert "prefers-color-scheme: dark" in (root.findtext(f"{SVG}style") or "")
     return ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]

@@ -1,5 +1,7 @@
-"""What requests add up to, from hand-written lines: the cases that a run over a quiet link does not
-have. Oracle: sums done by hand."""
+"""What requests add up to, and halves of spans brought together, from hand-written lines: the cases
+that a run over a quiet link does not have; what was lost, sent again, overtaken, or never sent.
+Oracles: sums done by hand, and the times written here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 from edgespec.core.protocol.messages import Commit, Draft, Received
 from edgespec_sim.report.summarise import summarise
-from edgespec_sim.report.timeline import Line
+from edgespec_sim.report.timeline import Clocks, Lane, Line, build_timeline
 from edgespec_sim.run_summary import GroupSummary
 from edgespec_sim.sessions import message_bytes
 
@@ -104,3 +106,63 @@ def test_a_failed_request_says_why() -> None:
     arm = summarise(lines).arms[0]
     assert (arm.all.requests, arm.all.failed) == (0, 1)
     assert [row.failed for row in arm.rows] == ["gave up"]
+
+
+# --- halves of spans ------------------------------------------------------------------------------
+
+
+def verifier(at_s: float, name: str, **fields: Any) -> Line:
+    return {"at_s": at_s, "side": "verifier", "session": "v", "kind": "", "name": name, **fields}
+
+
+def draft(first: int, size: int) -> Line:
+    return {"name": "Draft", "first_node_id": first, "tokens": [5] * size, "parents": [0] * size}
+
+
+def opened(at_s: float, stream: int) -> Line:
+    return verifier(at_s, "StreamOpened", stream=stream, request={"session_id": "a"})
+
+
+def spans(lines: list[Line], lane: Lane) -> list[tuple[float, float]]:
+    origin = line(0.0, "Connected")  # a mark at 0, or times would be from the first span on
+    timeline = build_timeline([origin, *lines], Clocks.SHARED)
+    return [(span.start_s, span.end_s) for span in timeline.spans if span.lane is lane]
+
+
+def test_a_draft_sent_again_is_matched_to_the_copy_that_came() -> None:
+    lines = [
+        line(0.0, "Start"),
+        line(1.0, "Transmit", message=draft(1, 2)),
+        line(3.0, "Transmit", message=draft(1, 2)),
+        opened(3.2, 1),
+        verifier(3.5, "StreamMessage", stream=1, message=draft(1, 2)),
+    ]
+    assert spans(lines, Lane.UPLINK) == [(3.0, 3.5)]
+
+
+def test_what_arrives_from_nowhere_has_no_span() -> None:
+    lines = [
+        opened(0.0, 1),
+        verifier(1.0, "StreamMessage", stream=1, message=draft(1, 2)),
+        verifier(1.0, "StreamMessage", stream=9, message=draft(1, 2)),
+        line(2.0, "Start"),
+        line(2.5, "Transmit", message=draft(1, 2)),
+    ]
+    assert spans(lines, Lane.UPLINK) == []
+
+
+def test_a_stall_is_cut_by_commits_and_ends_with_the_generation() -> None:
+    commit = {"position": 3, "tokens": [1]}
+    lines = [
+        line(0.0, "Start"),
+        line(0.0, "StartStep", feed=[1], keep_length=0),
+        line(1.0, "StepDone", candidates=[{}, {}]),
+        line(2.0, "Commit", **commit),
+        line(5.0, "Commit", **commit),
+        line(5.0, "StartStep", feed=[1], keep_length=0),
+        line(6.0, "StepFailed", why="no memory"),
+        line(8.0, "Finish", reason="length"),
+        line(9.0, "Commit", **commit),
+    ]
+    assert spans(lines, Lane.STALL) == [(1.0, 2.0), (2.0, 5.0), (6.0, 8.0)]
+    assert spans(lines, Lane.DRAFT) == [(0.0, 1.0), (5.0, 6.0)]

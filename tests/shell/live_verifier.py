@@ -1,4 +1,5 @@
-"""Verifiers for tests: in this event loop, or as the real daemon in a process of its own."""
+"""Verifiers for tests: in this event loop, or as the real daemon in a process of its own. Commands
+and programs of this checkout."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from typer.testing import CliRunner, Result
+
+from edgespec.cli.main import app
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import PassRequest, PassResult, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams, choose
@@ -78,6 +82,24 @@ class GatedTarget(PacedTarget):
 def environment() -> dict[str, str]:
     """For a child process that runs this checkout."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "sim")))}
+
+
+def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    """``edgespec`` with these arguments, in this process."""
+    return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """This checkout's interpreter with these arguments, once it has ended."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def start(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -15,19 +12,13 @@ import edgespec
 from edgespec.core.ports import DeviceStream
 from edgespec.device.agent import Agent
 from edgespec.models.toy import ToyTokenizer
-from tests.shell.live_verifier import daemon, environment, toy_text
+from tests.present import present
+from tests.shell.live_verifier import python, toy_text
 from tests.shell.scripted_verifier import loopback, streaming
-from tests.sources import ROOT
 
 PROMPT = "once upon a time"
 PARAMS = edgespec.SamplingParams(max_tokens=32, temperature=0.7, seed=3)
 EXPECTED = ToyTokenizer().decode(toy_text(ToyTokenizer().encode(PROMPT), PARAMS))
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with daemon() as (where, _):
-        yield where
 
 
 def test_importing_it_loads_nothing_heavy() -> None:
@@ -37,15 +28,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
         "import sys, edgespec, edgespec.cli.main, edgespec.cli.generate\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code).stdout.strip() == "[]"
 
 
 def test_every_public_name_is_there() -> None:
@@ -68,8 +51,7 @@ def test_sync_session(address: str) -> None:
     with edgespec.SyncAgent(address, draft="toy", policy="fixed", gamma=3) as agent:
         for _ in range(2):
             assert "".join(chunk.text for chunk in agent.generate(PROMPT, PARAMS)) == EXPECTED
-        assert agent.stats is not None
-        assert agent.stats.counters.committed == PARAMS.max_tokens
+        assert present(agent.stats).counters.committed == PARAMS.max_tokens
 
 
 def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:

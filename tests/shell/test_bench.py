@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import (
@@ -45,7 +42,6 @@ from edgespec.bench.runner import (
     parse_arms,
     parse_rtts_ms,
 )
-from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -60,6 +56,8 @@ from edgespec.telemetry.match_tape import read_tape, walk_along
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.shaped import TrafficMeter
+from tests.present import present
+from tests.shell.live_verifier import call
 from tests.shell.loopback import LoopbackTransport
 from tests.sim.faults.checks import target_stream
 from tests.sources import ROOT
@@ -82,12 +80,8 @@ TWO = Measurement(
 )
 
 TRAFFIC = {
-    "drafted_nodes": 10.0,
-    "up_payload_bytes": 150.0,
-    "open_payload_bytes": 80.0,
-    "up_framed_bytes": 200.0,
-    "down_payload_bytes": 70.0,
-    "down_framed_bytes": 90.0,
+    **{"drafted_nodes": 10.0, "up_payload_bytes": 150.0, "open_payload_bytes": 80.0},
+    **{"up_framed_bytes": 200.0, "down_payload_bytes": 70.0, "down_framed_bytes": 90.0},
 }
 
 
@@ -148,8 +142,7 @@ def test_speeds_are_of_means_over_the_texts() -> None:
 
 
 def test_a_draft_length_costs_its_requests_rounds() -> None:
-    cost = gamma_cost([ONE, TWO])
-    assert cost is not None
+    cost = present(gamma_cost([ONE, TWO]))
     assert (cost.rounds, cost.tokens) == (3, 4)
     assert cost.flow_s == pytest.approx(0.5)
     assert gamma_cost([Measurement((0,), (), DraftCounters())]) is None
@@ -191,15 +184,9 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
     subject = Subject("bundled", "bundled", "t", "d", "built-in", False)
     workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
     rows = [cell().row()]
+    argv, costs = ("edgespec", "bench", "--json", "my file"), {4: GammaCost(1.5, 20, 60)}
     content = document(
-        ("edgespec", "bench", "--json", "my file"),
-        BenchSettings(),
-        subject,
-        workload,
-        rows,
-        {20.0: 4},
-        {4: GammaCost(1.5, 20, 60)},
-        interrupted=True,
+        argv, BenchSettings(), subject, workload, rows, {20.0: 4}, costs, interrupted=True
     )
     path = tmp_path / "deep" / "result.json"
     write_json(path, content)
@@ -271,11 +258,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
 
 def test_a_workload_is_the_first_prompts_that_fit() -> None:
     workload = choose_workload(
-        DEFAULT_PROMPTS,
-        lambda text: [ord(c) for c in text],
-        limit=2,
-        room=100,
-        eos_token_ids=(0,),
+        DEFAULT_PROMPTS, lambda text: [ord(c) for c in text], limit=2, room=100, eos_token_ids=(0,)
     )
     fitting = [p for p in DEFAULT_PROMPTS if len(p.text) <= 100]
     assert workload.names == tuple(p.name for p in fitting[:2])
@@ -311,8 +294,7 @@ class Quiet:
         if self._stop_after and what.startswith(self._stop_after):
             self._times -= 1
             if self._times == 0:
-                task = asyncio.current_task()
-                assert task is not None
+                task = present(asyncio.current_task())
                 task.cancel()
 
 
@@ -397,13 +379,11 @@ async def test_what_all_arms_have_finished_survives_an_interruption() -> None:
     progress = Quiet("target-only, b", times=3)
     runner = await run(replace(SETTINGS, arms=arms), Table(), progress)
     counts = [(*where(row), row["requests"]) for row in runner.rows]
+    finished = ((0, 0.0, 3), (0, 5.0, 3), (1, 0.0, 1))
     assert counts == [
-        (0, 0.0, "target-only", 3),
-        (0, 0.0, "edgespec", 3),
-        (0, 5.0, "target-only", 3),
-        (0, 5.0, "edgespec", 3),
-        (1, 0.0, "target-only", 1),
-        (1, 0.0, "edgespec", 1),
+        (repeat, rtt_ms, arm.value, requests)
+        for repeat, rtt_ms, requests in finished
+        for arm in arms
     ]
 
 
@@ -418,35 +398,21 @@ async def test_arms_take_turns_in_going_first() -> None:
     arms = (Arm.TARGET_ONLY, Arm.EDGESPEC)
     settings = replace(SETTINGS, arms=arms, rtts_ms=(0.0,), repeats=1)
     await run(settings, Table(), Listening())
-    assert order == [
-        "target-only, a",
-        "edgespec, a",
-        "edgespec, b",
-        "target-only, b",
-        "target-only, c",
-        "edgespec, c",
-    ]
+    plain_first = ["target-only, {}", "edgespec, {}"]
+    turns = [*plain_first, *reversed(plain_first), *plain_first]
+    assert order == [turn.format(text) for turn, text in zip(turns, "aabbcc", strict=True)]
 
 
-def edgespec_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "edgespec", "bench", "--model", "toy", "--draft", "toy", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+TOY = ("--model", "toy", "--draft", "toy")
 
 
 def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text('{"question": "one and two"}\n{"turns": ["three"]}\n', encoding="utf-8")
-    out = tmp_path / "out.json"
-    done = edgespec_bench(
-        *("--prompts", str(prompts), "--json", str(out), "--rtt-ms", "0,1", "--repeats", "1"),
-        *("--max-tokens", "8", "--pass-ms", "1", "--draft-ms", "0", "--temperature", "0.7"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    files = ("--prompts", prompts, "--json", out)
+    size = ("--rtt-ms", "0,1", "--repeats", 1, "--max-tokens", 8, "--temperature", 0.7)
+    done = call("bench", *TOY, *files, *size, "--pass-ms", 1, "--draft-ms", 0)
+    assert done.exit_code == 0, done.output
     result = json.loads(out.read_text(encoding="utf-8"))
     assert [row["mismatches"] for row in result["results"]] == [0] * 10
     assert len(result["summary"]) == 10
@@ -463,26 +429,26 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
         (("--arms", "eagle"), 2, "arm 'eagle' is unknown"),
         (("--rtt-ms", "-3"), 2, "rtt-ms is -3.0, but must be in [0.0, 10000.0]"),
         (("--prompts", "absent.jsonl"), 2, "absent.jsonl: no such file"),
-        (("--json", "tests"), 2, "which is a folder"),
+        (("--json", ROOT), 2, "which is a folder"),
         (("--draft", "none"), 1, "target-only is the only arm there is"),
+        (
+            ("--arms", "target-only", "--draft", "none", "--record-tape", "/nowhere"),
+            1,
+            "nothing to tape",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:
-    done = edgespec_bench(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
+def test_a_mistake_is_one_line(arguments: tuple[object, ...], code: int, said: str) -> None:
+    done = call("bench", *TOY, *arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
     assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-TOY = ("--model", "toy", "--draft", "toy")
 
 
 def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     tape_file, results = tmp_path / "t.jsonl", tmp_path / "r.json"
-    timing = ("--pass-ms", "0", "--draft-ms", "0", "--rtt-ms", "0", "--repeats", "1")
-    arguments = ["bench", "--arms", "edgespec", "--limit", "2", "-n", "24", *timing, *TOY]
-    arguments += ["--record-tape", str(tape_file), "--json", str(results)]
-    done = CliRunner().invoke(app, arguments)
+    size = ("--arms", "edgespec", "--limit", 2, "-n", 24, "--repeats", 1)
+    timing = ("--pass-ms", 0, "--draft-ms", 0, "--rtt-ms", 0)
+    done = call("bench", *TOY, *size, *timing, "--record-tape", tape_file, "--json", results)
     assert done.exit_code == 0, done.output
     tape = read_tape(tape_file)
     assert tape.about["sampling"] == "temperature 0, seed 0, at most 24 tokens"
@@ -495,8 +461,7 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     assert (seen["arm"], seen["requests"], seen["tokens"]) == ("edgespec", 2, 2 * 24)
     assert seen["mismatches"] == 0
     # The ranks are those of the drafter that was asked for, whatever the arm had time to draft.
-    drafter = load_drafter(AgentConfig(draft=DraftSection("toy")))
-    assert drafter is not None
+    drafter = present(load_drafter(AgentConfig(draft=DraftSection("toy"))))
     for one in tape.generations:
         drafter.begin(len(one.prompt), sampling)
         assert one.ranks == walk_along(drafter.step, one.prompt, one.tokens, TAPE_WIDTH).ranks
@@ -506,20 +471,12 @@ def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:
     assert f"edgespec arm: {seen['acceptance']:.1%} accepted" in done.output
 
 
-def test_a_tape_needs_a_drafter(tmp_path: Path) -> None:
-    arguments = ["bench", "--arms", "target-only", "--model", "toy", "--draft", "none"]
-    done = CliRunner().invoke(app, [*arguments, "--record-tape", str(tmp_path / "t.jsonl")])
-    assert done.exit_code == 1
-    assert "nothing to tape" in done.output
-
-
 @pytest.mark.slow
 def test_a_profile_of_the_toy_pair_is_emulated_as_told(tmp_path: Path) -> None:
     """What was measured is no shorter than what was emulated; by how much the laws differ from it
     is a matter of the noise."""
     out = tmp_path / "p.json"
-    arguments = ["profile", "--quick", "--pass-ms", "4", "--draft-ms", "2", *TOY]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    done = call("profile", "--quick", "--pass-ms", 4, "--draft-ms", 2, *TOY, "--out", out)
     assert done.exit_code == 0, done.output
     found = read_profile(out)
     assert found.target_pass.seconds(1) > 0

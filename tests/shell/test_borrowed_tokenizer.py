@@ -17,9 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.config.common import SetupError
 from edgespec.core.device.link_keeper import ReconnectPolicy
@@ -48,7 +46,7 @@ from edgespec.wire.tokenizer_lending import (
 )
 from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import ready, serving, start
+from tests.shell.live_verifier import call, ready, serving, start
 from tests.shell.tiny_checkpoints import write_checkpoint
 
 WITHIN_S = 200.0
@@ -70,10 +68,6 @@ def address(model: Path) -> Iterator[str]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "edgespec" / "tokenizers"
-
-
-def call(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, arguments, input=stdin)
 
 
 def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, cache: Path) -> None:

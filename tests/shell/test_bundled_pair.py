@@ -1,17 +1,24 @@
-"""The shipped pair, over the real wire: exact whatever drafts, and a draft worth shipping."""
+"""Real models behind the composition root, over the real wire: exact whatever drafts. The shipped
+pair, whose draft is worth shipping; a checkpoint, which is exported first."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from edgespec.config import AgentConfig, DraftSection, PolicySection, VerifierConfig
+from edgespec.config.common import SetupError
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.build import build_agent, load_drafter
+from edgespec.device.build import build_agent, load_drafter, with_port
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier.build import load_target
+from tests.present import present
 from tests.shell.live_verifier import serving
+from tests.shell.tiny_checkpoints import write_checkpoint
 
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -34,6 +41,8 @@ SAMPLED = SamplingParams(
     ignore_eos=True,
 )
 DRAFTS = ("none", "bundled")
+# The verifier waits for drafts, so that there are some to accept on any machine.
+WAITING = PolicySection(run_ahead=RunAhead.NEVER)
 
 
 async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
@@ -48,8 +57,7 @@ async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
     config = VerifierConfig(model="bundled", port=0, server_drafts=False)
     async with serving(load_target(config), config=config) as (address, _):
         for draft in DRAFTS:
-            waits = PolicySection(run_ahead=RunAhead.NEVER)  # for drafts, however slow they are
-            device = AgentConfig(address, draft=DraftSection(draft), policy=waits)
+            device = AgentConfig(address, draft=DraftSection(draft), policy=WAITING)
             async with build_agent(device) as agent:
                 texts[draft] = [
                     [t async for chunk in agent.generate(prompt, params) for t in chunk.tokens]
@@ -67,8 +75,7 @@ async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
         )
         assert said[0, ids.shape[1] :].tolist() == text
     for draft, least, most in (("bundled", 0.65, 1.0), ("random", 0.0, 0.02)):
-        drafter = load_drafter(AgentConfig(draft=DraftSection(draft)))
-        assert drafter is not None
+        drafter = present(load_drafter(AgentConfig(draft=DraftSection(draft))))
         hits = 0
         for prompt, text in zip(PROMPTS, texts["none"][::2], strict=True):
             feed, keep = tokenizer.encode(prompt), 0
@@ -78,3 +85,54 @@ async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
                 keep, feed = keep + len(feed), [token]
         assert least <= hits / (80 * len(PROMPTS)) <= most
         drafter.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+async def test_real_models_give_the_targets_text(checkpoint: Path) -> None:
+    settings = VerifierConfig(model=str(checkpoint), port=0, device="cpu")
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True)
+    params = [greedy, replace(greedy, temperature=0.8, seed=4)]
+    texts: dict[str, list[list[int]]] = {"none": [], str(checkpoint): []}
+    said: list[str] = []
+    accepted = 0
+    async with serving(load_target(settings), config=settings) as (address, _):
+        for draft, found in texts.items():
+            config = AgentConfig(
+                address, "", str(checkpoint), DraftSection(model=draft), policy=WAITING
+            )
+            async with build_agent(config, say=said.append) as agent:
+                for sampling in params:
+                    chunks = agent.generate("the quick brown", sampling)
+                    found.append([token async for chunk in chunks for token in chunk.tokens])
+                accepted = present(agent.stats).counters.accepted
+    assert texts[str(checkpoint)] == texts["none"]
+    assert [len(text) for text in texts["none"]] == [24, 24]
+    assert accepted > 0
+    assert len(said) == 1
+    assert "exporting" in said[0]
+
+
+def test_cut_off_weights_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises((SetupError, OSError, ValueError), match="cut"):
+        load_target(VerifierConfig(model=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("address", "whole"),
+    [
+        ("host", "host:7420"),
+        ("host:1", "host:1"),
+        ("[::1]", "[::1]:7420"),
+        ("[::1]:2", "[::1]:2"),
+        ("unix:verifier.sock", "unix:verifier.sock"),
+    ],
+)
+def test_an_address_without_a_port_gets_the_default_one(address: str, whole: str) -> None:
+    assert with_port(address) == whole

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from edgespec.cli.main import app
 from edgespec.config import ConfigError
 from edgespec.wire import certificates
 from edgespec.wire.tls import channel_credentials, load_server_identity
+from tests.shell.live_verifier import call
 from tests.shell.pki import Pki
 
 
@@ -29,13 +29,8 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki(tmp_path_factory.mktemp("pki"))
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["certs", *map(str, arguments)])
+def certs(*arguments: str | Path) -> Result:
+    return call("certs", *arguments)
 
 
 def certificate(path: Path) -> x509.Certificate:
@@ -88,7 +83,7 @@ def test_nothing_is_replaced_unless_asked_for(tmp_path: Path) -> None:
     mine = Pki(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for arguments in (("ca",), ("server", "localhost"), ("device", "device")):
-        refused = call(*arguments, "--dir", tmp_path)
+        refused = certs(*arguments, "--dir", tmp_path)
         assert refused.exit_code == 1
         assert "is there already; remove it to make another" in refused.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -112,7 +107,7 @@ def test_what_cannot_be_made_is_refused(
 ) -> None:
     for name in ("ca.pem", "ca.key"):
         shutil.copy(pki.folder / name, tmp_path)
-    refused = call(*arguments, "--dir", tmp_path)
+    refused = certs(*arguments, "--dir", tmp_path)
     assert refused.exit_code == 1
     assert why in refused.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.key", "ca.pem"]
@@ -120,13 +115,13 @@ def test_what_cannot_be_made_is_refused(
 
 def test_no_certificate_outlives_its_ca(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificates, "LEAF_DAYS", 4000)
-    refused = call("device", "late", "--dir", pki.folder)
+    refused = certs("device", "late", "--dir", pki.folder)
     assert refused.exit_code == 1
     assert "for 4000 days, but the CA itself expires on" in refused.stderr
 
 
 def test_a_certificate_without_a_ca_is_refused(tmp_path: Path) -> None:
-    refused = call("server", "localhost", "--dir", tmp_path)
+    refused = certs("server", "localhost", "--dir", tmp_path)
     assert refused.exit_code == 1
     assert "make a CA first: edgespec certs ca" in refused.stderr
 

@@ -31,18 +31,10 @@ def expected(prompt: str) -> str:
 
 
 def chat(address: str, home: Path, *options: str, count: int = COUNT) -> tuple[str, ...]:
-    where = (
-        "--verifier",
-        address,
-        "--draft",
-        "toy",
-        "-n",
-        str(count),
-        "--set",
-        "sampling.ignore_eos=true",
-    )
+    where = ("--verifier", address, "--draft", "toy", "-n", str(count))
     # The verifier waits for drafts, so that the line of numbers tells of some.
-    return ("chat", *where, "--set", "policy.run_ahead=never", *options)
+    settings = ("--set", "sampling.ignore_eos=true", "--set", "policy.run_ahead=never")
+    return ("chat", *where, *settings, *options)
 
 
 def left(terminal: Terminal) -> int:

@@ -5,42 +5,39 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from edgespec.cli import doctor as checks
 from edgespec.cli import generate as generate_command
 from edgespec.cli.doctor import Check, State
-from edgespec.cli.main import app
 from edgespec.config import AgentConfig, VerifierConfig, load_config
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
-from tests.shell.live_verifier import daemon, nobody, toy_text
+from tests.shell.live_verifier import call, toy_text
 
 PROMPT = "once upon a time"
 COUNT = 24
+BOTH = "pip uninstall -y onnxruntime onnxruntime-openvino"
 WITHIN_S = 60.0
 TEXT = ToyTokenizer()
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with daemon() as (where, _):
-        yield where
-
-
-def call(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, arguments, input=stdin)
-
-
-def generate(address: str, *arguments: str, stdin: str | None = None) -> Result:
-    where = ("--verifier", address, "--draft", "toy", "-n", str(COUNT))
+def generate(address: str, *arguments: object, stdin: str | bytes | None = None) -> Result:
+    where = ("--verifier", address, "--draft", "toy", "-n", COUNT)
     return call("generate", *where, *arguments, stdin=stdin)
+
+
+def chat(address: str, *lines: str) -> Result:
+    """A conversation that has to end well."""
+    where = ("--verifier", address, "--draft", "toy", "-n", COUNT)
+    result = call("chat", *where, stdin="".join(f"{line}\n" for line in lines))
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def expected(prompt: str = PROMPT, **params: object) -> str:
@@ -127,7 +124,7 @@ def test_mistakes_are_one_clear_line(
 def test_a_prompt_that_is_no_text_or_too_long_is_refused(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = CliRunner().invoke(app, ["generate", "-", "--verifier", address], input=b"caf\xe9")
+    told = generate(address, "-", stdin=b"caf\xe9")
     assert (told.exit_code, told.stdout) == (2, "")
     assert "stdin: is not UTF-8: " in told.stderr
     monkeypatch.setattr(generate_command, "MAX_PROMPT_BYTES", 5)
@@ -137,12 +134,10 @@ def test_a_prompt_that_is_no_text_or_too_long_is_refused(
     assert "stdin: more than 5 bytes" in told.stderr
 
 
-def test_no_verifier_there_says_how_to_start_one() -> None:
-    with nobody() as there:
-        port = there.rpartition(":")[2]
-        result = generate(there, PROMPT)
+def test_no_verifier_there_says_how_to_start_one(dead: str) -> None:
+    result = generate(dead, PROMPT)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert f"edgespec verifier --port {port}" in result.stderr
+    assert f"edgespec verifier --port {dead.rpartition(':')[2]}" in result.stderr
 
 
 def test_a_name_that_is_no_machines_is_no_reason_to_start_a_verifier() -> None:
@@ -151,14 +146,22 @@ def test_a_name_that_is_no_machines_is_no_reason_to_start_a_verifier() -> None:
     assert "edgespec verifier" not in told
 
 
-def test_a_port_in_use_is_said_before_a_model_is_loaded() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("verifier", "--model", "toy"), "Address already in use"),
+        (("serve", "--draft", "no/such"), "choose another with --port"),
+    ],
+)
+def test_a_port_in_use_is_said_before_a_model_is_loaded(
+    command: tuple[str, ...], said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = call("verifier", "--model", "toy", "--port", str(port))
+        result = call(*command, "--port", port)
     assert result.exit_code == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert said in result.stderr
     assert "loading" not in result.stderr
 
 
@@ -210,9 +213,7 @@ def test_the_environment_wins_over_the_file(
 
 def test_chat_keeps_the_conversation(address: str) -> None:
     """The second reply follows from the whole conversation, in the tokenizer's chat format."""
-    lines = "hello\nagain\n/stats\n/foo\n/reset\n/quit\n"
-    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
-    assert result.exit_code == 0
+    result = chat(address, "hello", "again", "/stats", "/foo", "/reset", "/quit")
     first = expected("hello ")
     second = expected(f"hello {first} again ")
     assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
@@ -224,12 +225,8 @@ def test_chat_keeps_the_conversation(address: str) -> None:
 def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> None:
     """Without a terminal nothing is kept but what is asked for."""
     saved = tmp_path / "talk.json"
-    lines = (
-        f"/system be brief\nhello\n/save ~nobody-here/talk\n/save {saved}\n/reset\n"
-        f"/load {saved}\nagain\n/model\n"
-    )
-    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
-    assert result.exit_code == 0
+    lines = ["/system be brief", "hello", "/save ~nobody-here/talk", f"/save {saved}", "/reset"]
+    result = chat(address, *lines, f"/load {saved}", "again", "/model")
     first = expected("be brief hello ")
     second = expected(f"be brief hello {first} again ")
     assert result.stdout.replace("> ", "") == f"{first}\n{second}\n"
@@ -243,18 +240,14 @@ def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> No
 
 
 def test_chat_talks_with_the_model_it_is_told(address: str) -> None:
-    lines = "/model nobody\n/model toy\nhello\n/model\n"
-    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
-    assert result.exit_code == 0
+    result = chat(address, "/model nobody", "/model toy", "hello", "/model")
     assert "error: unknown model 'nobody'; there are 'toy'" in result.stderr
     assert "talking with toy from the next reply on" in result.stderr
     assert expected("hello ") in result.stdout
 
 
 def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
-    lines = f"{'x' * 5000}\n\nhello\n\n"
-    result = call("chat", "--verifier", address, "--draft", "toy", "-n", str(COUNT), stdin=lines)
-    assert result.exit_code == 0
+    result = chat(address, "x" * 5000, "", "hello", "")
     kept = "(/reset makes room; an empty line sends your message again)"
     assert result.stderr.count(kept) == 2, "once as it came, once by the empty line"
     assert result.stdout.count(expected("hello ")) == 1, "a message with a reply is not sent again"
@@ -267,11 +260,7 @@ def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
         ({"onnxruntime-gpu": "1.23"}, State.GOOD, ""),
         ({"onnxruntime-openvino": "1.24.1"}, State.GOOD, ""),
         ({}, State.BAD, "pip install 'edgespec[cpu]'"),
-        (
-            {"onnxruntime": "1", "onnxruntime-openvino": "1"},
-            State.BAD,
-            "pip uninstall -y onnxruntime onnxruntime-openvino",
-        ),
+        (dict.fromkeys(("onnxruntime", "onnxruntime-openvino"), "1"), State.BAD, BOTH),
     ],
 )
 def test_the_doctor_sees_two_onnxruntimes(
@@ -283,7 +272,9 @@ def test_the_doctor_sees_two_onnxruntimes(
     assert found.advice.startswith(advice)
 
 
-def test_the_doctor_asks_the_verifier(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_asks_the_verifier(
+    address: str, dead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for slow in ("draft_step", "exactness"):
         monkeypatch.setattr(checks, slow, lambda: Check("fine", State.GOOD, ""))
     no_session, output, deadline_s = "0 of 64 sessions", "", time.monotonic() + WITHIN_S
@@ -291,10 +282,9 @@ def test_the_doctor_asks_the_verifier(address: str, monkeypatch: pytest.MonkeyPa
         output = " ".join(call("doctor", "--verifier", address).stdout.split())
     assert f"verifier at {address}: serves toy" in output
     assert f"{no_session}, each with up to 128 nodes (64 a pass) and a lease of 30 s" in output
-    with nobody() as there:
-        result = call("doctor", "--verifier", there)
+    result = call("doctor", "--verifier", dead)
     assert result.exit_code == 1
-    assert f"edgespec verifier --port {there.rpartition(':')[2]}" in result.stdout
+    assert f"edgespec verifier --port {dead.rpartition(':')[2]}" in result.stdout
 
 
 def test_the_doctor_says_whether_texts_are_exact_here() -> None:

@@ -1,8 +1,15 @@
-"""``edgespec plan link``: what it prints, what it advises, and why."""
+"""``edgespec plan``. Capacity: the search goes where events lead, and says what forbids more.
+Link: what it prints, what it advises, and why.
+
+Oracles: events that are made up, so that the right number is known; a verifier whose passes take a
+fixed time however many are in them.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,36 +19,288 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.bench.arms import Arm
-from edgespec.cli.main import app
 from edgespec.config.loading import ConfigError
 from edgespec_sim.bounds import Costs
-from edgespec_sim.commands import plan_link
+from edgespec_sim.commands import plan_capacity, plan_link
+from edgespec_sim.commands import play as player
+from edgespec_sim.commands.main import app as sim
+from edgespec_sim.commands.plan_capacity import (
+    GPUS,
+    CapacityQuestion,
+    Meets,
+    Observed,
+    Planner,
+    Search,
+    judged,
+    sessions_that_fit,
+    why_never,
+)
 from edgespec_sim.commands.plan_link import FLAGS, LinkAdvice, advise, link_scenario
-from edgespec_sim.commands.play import Ask, Point, play_seeds, summary_of
+from edgespec_sim.commands.play import (
+    Ask,
+    Point,
+    Task,
+    Workers,
+    parse_settings,
+    play_seeds,
+    summary_of,
+)
 from edgespec_sim.replication import Total
-from edgespec_sim.run_summary import ArmSummary, RunSummary
+from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
+from edgespec_sim.scenario.sections import (
+    CostSection,
+    SloSection,
+    VerifierSection,
+    load_scenario,
+    scenario_path,
+)
+from edgespec_sim.scenario.verifiers import MACHINES
+from edgespec_sim.world.assembly import WorldOutcome
+from edgespec_sim.world.run import Job, play
+from tests.shell.live_verifier import call
+
+# --- capacity ---------------------------------------------------------------------------------
+
+# Users who ask for a word or two: small worlds.
+SETTINGS = (
+    "devices.laptop.workload.output_tokens=4",
+    "devices.laptop.workload.think_s=1",
+    "devices.laptop.workload.prompt_tokens=8",
+    "tokens.source=toy",
+    "tokens.acceptance=null",
+)
+SMALL = ("--users", "1", *(w for s in ("arms=[target-only]", *SETTINGS) for w in ("--set", s)))
+FOLDER = scenario_path("laptop-floor").parent
+
+
+def capacity(*arguments: str) -> Result:
+    return call("plan", "capacity", *arguments)
 
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_capacity, "default_processes", lambda: 1)
     monkeypatch.setattr(plan_link, "default_processes", lambda: 1)
     monkeypatch.setattr(plan_link, "_COUNT", 1)
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", "link", *arguments])
+# --- the search -------------------------------------------------------------------------------
+
+
+def observed(verifiers: int, tpot_ms: float, half_ms: float = 0.01) -> Observed:
+    triple = (tpot_ms / 1e3, (tpot_ms - half_ms) / 1e3, (tpot_ms + half_ms) / 1e3)
+    if tpot_ms <= 30.0:
+        meets = Meets.YES if tpot_ms + half_ms <= 30.0 else Meets.LIKELY
+    else:
+        meets = Meets.NO if tpot_ms - half_ms > 30.0 else Meets.UNLIKELY
+    return Observed(verifiers, verifiers, 1, 100, 0, (0.1, 0.1, 0.1), triple, 0.5, meets)
+
+
+@pytest.mark.parametrize("proposal_ms", [100.0, 300.0, 900.0])
+@pytest.mark.parametrize("truth_ms", [20.0, 100.0, 170.0, 299.0, 301.0, 890.0])
+def test_events_have_the_last_word(truth_ms: float, proposal_ms: float) -> None:
+    """Small worlds say ``proposal_ms`` over the number of verifiers, events ``truth_ms``."""
+    search = Search(Arm.TARGET_ONLY, first=4, most=200)
+    while (number := search.to_propose()) is not None:
+        search.proposed[number] = proposal_ms / number <= 30.0
+    assert len(search.proposed) <= 8
+    for _ in range(20):
+        new = [one for one in search.wanted() if one not in search.observed]
+        if not new:
+            break
+        for number in new:
+            search.observed[number] = observed(number, truth_ms / number)
+    right = math.ceil(truth_ms / 30.0)
+    assert (search.candidate, search.interval, search.confirmed) == (right, (right, right), True)
+    assert {right, right - 1} - {0} <= set(search.observed)
+    assert len(search.observed) <= 18
+
+
+def test_a_number_that_nothing_meets_is_never_taken() -> None:
+    search = Search(Arm.TARGET_ONLY, first=4, most=100)
+    while (number := search.to_propose()) is not None:
+        search.proposed[number] = False
+        if number == search.most:
+            search.alone = observed(number, 50.0)
+    assert (search.never, search.wanted()) == (True, [])
+
+
+def question(pass_ms: float = 20.0, **slo: float) -> CapacityQuestion:
+    loaded = load_scenario("laptop-floor", parse_settings(SETTINGS))
+    gpu = VerifierSection(pass_time=CostSection(ms=pass_ms))
+    devices = {"laptop": replace(loaded.devices["laptop"], count=4)}
+    scenario = replace(loaded, devices=devices, verifiers={"gpu": gpu})
+    return CapacityQuestion(scenario, SloSection(**slo), (Arm.TARGET_ONLY,), FOLDER)
+
+
+def played(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+    return [play(job) for job in jobs]
+
+
+def test_a_fixed_pass_takes_one_verifier_and_every_round_has_seeds_of_its_own() -> None:
+    seeds: list[list[int]] = []
+
+    def noted(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+        seeds.append([job.seed for job in jobs])
+        return played(doing, jobs, until_s)
+
+    planner = Planner(question(tpot_p95_ms=30.0), noted, at_once=2)
+    planner.search(math.inf)
+    (search,) = planner.searches
+    assert planner.best is search
+    assert (search.candidate, search.interval, search.confirmed) == (1, (1, 1), True)
+    assert search.observed[1].tpot_p95_s[0] == pytest.approx(0.020, rel=0.2)
+    assert seeds[-1] == [1, 2], "two worlds at once, no seed twice"
+
+
+def test_without_time_nothing_is_confirmed() -> None:
+    """A round that the time ends is not used: the quick worlds of it would be first."""
+    planner = Planner(question(tpot_p95_ms=30.0), played)
+    planner.search(0.0, now_s=lambda: 1.0)
+    assert not planner.searches[0].confirmed
+
+    def late(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
+        if until_s < math.inf:
+            raise TimeoutError
+        return played(doing, jobs, until_s)
+
+    planner = Planner(question(tpot_p95_ms=30.0), late)
+    planner.search(5.0, now_s=lambda: 1.0)
+    assert planner.searches[0].observed == {}
+
+
+def test_what_forbids_an_objective_is_named() -> None:
+    asked = question(tpot_p95_ms=10.0, ttft_p95_ms=5.0)
+    world = asked.world(asked.most, 4.0, 20.0)
+    job = Job(replace(world, arms=asked.arms), Arm.TARGET_ONLY, 0, 1, FOLDER, checks=False)
+    alone = judged(asked.slo, asked.most, world, [play(job)])
+    assert alone.meets is Meets.NO
+    why = why_never(asked, Arm.TARGET_ONLY, alone)
+    assert "the bound 'one pass a token' is 20.0 ms" in why
+    assert "take a round trip each" in why
+    crowded = why_never(replace(asked, rate=500.0), Arm.TARGET_ONLY, alone)
+    assert "verifiers are too few for this load" in crowded
+
+
+def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
+    assert set(GPUS) <= set(MACHINES)
+    fit = sessions_that_fit("llama-3.1-8b-bf16", "h100", 1000.0)
+    assert fit == int((0.9 * 80e9 - 8.03e9 * 2) / (2 * 32 * 8 * 128 * 2 * 1000.0))
+
+
+# --- the players of worlds --------------------------------------------------------------------
+
+
+class Played:
+    """Stands for a world: time goes on by so many seconds with each word of it."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s, self.step_s = 0.0, step_s
+        self.steps = 0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def __call__(self, job: Job, tracer: object, told: Callable[[float], None]) -> Any:
+        for step in range(1, 6):
+            self.steps += 1
+            self.now_s += self.step_s
+            told(job.scenario.duration_s * step / 5)
+        return "played"
+
+
+def task(name: str) -> Task:
+    scenario = replace(load_scenario("laptop-floor"), duration_s=10.0)
+    return Task(name, Job(scenario, Arm.TARGET_ONLY, 0, 1, Path()))
+
+
+def test_the_time_ends_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Played(4.0)
+    monkeypatch.setattr(player, "play", world)
+    with Workers(1, quiet=True, clock=world.clock) as workers:
+        playing = workers.play([task("a"), task("b")], "events", until_s=27.0)
+        assert next(playing)[0] == 0
+        with pytest.raises(TimeoutError, match="the time is up: events"):
+            next(playing)
+        assert world.steps == 7
+        rest: Any = workers.play([task("c")])
+        assert list(rest) == [(0, "played")]
+
+
+# --- what is printed --------------------------------------------------------------------------
+
+
+def test_an_answer_with_its_cost() -> None:
+    result = capacity(*SMALL, "--ttft-p95", "500", "--tpot-p95", "60")
+    assert result.exit_code == 0, result.output
+    assert "take: target-only on 1 H200 (95 %: 1), $3.99 an hour" in result.stdout
+    assert "all by events" in result.stdout
+    assert "hyperstack" in result.stdout
+    assert "answered in" in result.stderr
+
+
+def test_json_says_what_forbids_an_objective() -> None:
+    result = capacity(*SMALL, "--tpot-p95", "5", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["take"], found["verifiers"], found["cost_per_hour"]) == (None, None, None)
+    (arm,) = found["arms"]
+    assert "the bound 'one pass a token' is 23.0 ms" in arm["why"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tpot-p95", "9"), "give --users or --rate: neither of them is given"),
+        (("--users", "3", "--rate", "2", "--tpot-p95", "9"), "both of them is given"),
+        (("--users", "3"), "no objective is given: a plan needs --ttft-p95 or --tpot-p95"),
+        (("--users", "3", "--gpu", "h300"), "gpu is 'h300', but must be one of h200,"),
+        (("--users", "3", "--gpu", "gpt@h200"), "model is 'gpt', but must be one of llama"),
+        (("--users", "3", "--gpu", "rtx-4090"), "the weights of llama-3.1-70b-fp8 take 71 GB"),
+        (("--users", "3", "--tpot-p95", "0"), "tpot_p95_ms is 0.0, but must be in [0.1,"),
+        (
+            (*SMALL, "--set", "tokens.source=tape", "--tpot-p95", "9"),
+            "tokens.source is tape",
+        ),
+    ],
+)
+def test_mistakes_of_a_plan_are_one_clear_line(arguments: tuple[str, ...], message: str) -> None:
+    result = capacity(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_objectives_of_a_run(tmp_path: Path) -> None:
+    arguments = (
+        *("run", "single-device", "--seed", "1", "--out", str(tmp_path)),
+        *("--set", "slo={ttft_p95_ms: 400, tpot_p95_ms: 30}", "--set", "duration_s=4"),
+        *("--set", "arms=[target-only]", "--set", "arrivals={rate: 0.5}"),
+    )
+    result = CliRunner().invoke(sim, arguments)
+    assert result.exit_code == 0, result.output
+    assert "attained" in result.output
+    assert "objective 400" in result.output
+    (arm,) = read_summary(tmp_path / "summary.json").arms
+    assert arm.attainment is not None
+    assert (arm.attainment.slo_ttft_s, arm.attainment.slo_tpot_s) == (0.4, 0.03)
+    assert arm.attainment.asked == arm.all.requests + arm.all.unfinished > 0
+
+
+# --- link -----------------------------------------------------------------------------------------
 
 
 @cache
 def plan(*arguments: str) -> dict[str, Any]:
-    result = call("--json", *arguments)
+    result = call("plan", "link", "--json", *arguments)
     assert (result.exit_code, result.stderr) == (0, "")
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
 def test_a_table_a_recommendation_its_reason_and_the_flags_to_copy() -> None:
-    result = call("--rtt-ms", "5")
+    result = call("plan", "link", "--rtt-ms", "5")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     (take,) = (line for line in lines if line.startswith("take: "))
@@ -62,10 +321,7 @@ def test_run_ahead_wins_at_usual_round_trips() -> None:
     ("arguments", "because"),
     [
         (("--draft-ms", "60"), "a draft step (60 ms) takes no less than a pass (25 ms)"),
-        (
-            ("--rtt-ms", "2000", "--acceptance", "0.3"),
-            "the round trip of 2000 ms is beyond the",
-        ),
+        (("--rtt-ms", "2000", "--acceptance", "0.3"), "the round trip of 2000 ms is beyond the"),
         (("--acceptance", "0.05", "--draft-ms", "24.5"), "it would not even without a round trip"),
     ],
 )
@@ -78,7 +334,7 @@ def test_where_drafting_does_not_pay_streaming_is_advised(
 
 
 def test_a_mistake_is_one_clear_line() -> None:
-    result = call("--acceptance", "1.5")
+    result = call("plan", "link", "--acceptance", "1.5")
     message = "error: acceptance is 1.5, but must be in [0.01, 0.99]\n"
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", message)
 

@@ -1,4 +1,8 @@
-"""The real processes: start, serve, stop, be killed, be replaced. Oracle: the toy's text."""
+"""The real processes: how they begin, serve, stop, are killed and replaced. Closed streams, readers
+that leave, arguments that are not text, Ctrl-C during the imports, a parent that is killed.
+
+Oracles: the exit code that was promised, and not one line of a traceback; the toy's text.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,224 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
+import time
 import uuid
+from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 import psutil
 import pytest
 
 from edgespec.cli.demo import REPETITION_PENALTY
+from edgespec.cli.running import Stopping, stoppable
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
-from tests.shell.live_verifier import daemon, own_port, start, toy_text
+from tests.present import present
+from tests.shell.live_verifier import daemon, environment, own_port, python, start, toy_text
+from tests.sources import ROOT
+
+WITHIN_S = 200
+NOWHERE = ("--verifier", "127.0.0.1:1")
+
+
+def shell(script: str, *arguments: str | bytes) -> tuple[int, str]:
+    """Exit code and all output that got through of ``script``, where "$@" is the command."""
+    command = [sys.executable, "-m", "edgespec", *arguments]
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *command],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    output = (done.stdout + done.stderr).decode(errors="replace")
+    assert "Traceback" not in output
+    assert "ignored" not in output  # what the interpreter says of errors at its own end
+    return done.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("streams", "arguments", "code", "said"),
+    [
+        (">&-", ("--version",), 0, ""),
+        (">&-", ("generate", "x", *NOWHERE), 1, "no verifier answers"),
+        ("2>&-", ("generate", "x", *NOWHERE), 1, ""),
+        ("<&-", ("generate", "-"), 2, "the prompt is empty"),
+        ("<&- >&- 2>&-", ("doctor",), 0, ""),
+    ],
+)
+def test_closed_streams_are_empty_ones(
+    streams: str, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    found, output = shell(f'"$@" {streams}', *arguments)
+    assert found == code
+    assert said in output
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help"), ("doctor",)])
+def test_a_reader_that_leaves_ends_a_command_silently(arguments: tuple[str, ...]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)  # it has left before the command says a word
+    done = subprocess.run(
+        [sys.executable, "-m", "edgespec", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_named() -> None:
+    code, output = shell('"$@" > /dev/full', "--version")
+    assert (code, output) == (1, "error: [Errno 28] No space left on device\n")
+    assert shell('"$@" > /dev/full 2>&1', "--version") == (1, "")
+
+
+def test_an_argument_that_is_not_utf8_is_named() -> None:
+    code, output = shell('"$@"', "generate", b"\xff\xfe", "--draft", "toy")
+    assert (code, output) == (2, "error: argument 2 is b'\\xff\\xfe', but must be UTF-8\n")
+    code, output = shell("""EDGESPEC_MODEL=$(printf '\\377') "$@" """, "verifier")
+    assert (code, output) == (2, "error: EDGESPEC_MODEL is b'\\xff', but must be UTF-8\n")
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments"), [("typer", ["--version"]), ("yaml", ["generate", "--help"])]
+)
+def test_a_ctrl_c_during_the_imports_says_nothing(
+    tmp_path: Path, library: str, arguments: list[str]
+) -> None:
+    """The command line's own imports, and those of the command that is called."""
+    (tmp_path / f"{library}.py").write_text("print('importing', flush=True)\ninput()\n")
+    path = os.pathsep.join((str(tmp_path), environment()["PYTHONPATH"]))
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgespec", *arguments],
+        env={**environment(), "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert present(process.stdout).readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
+
+
+LOADING = """
+import ctypes
+from edgespec.cli import running
+
+async def load():
+    with running.stoppable():
+        lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        lock(mutex)
+        print("loading", flush=True)
+        lock(mutex)  # holds the interpreter too: no handler in Python would be called
+
+running.run(load())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_loading_is_stopped_at_once(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADING],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert present(process.stdout).readline() == "loading\n"
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, output, errors) == (-number, "", "")
+    before = signal.getsignal(number)
+    with stoppable():
+        assert signal.getsignal(number) is signal.SIG_DFL
+    assert signal.getsignal(number) is before
+
+
+AS_THE_FIRST = """
+import os, signal
+from edgespec.cli import running
+
+own, os.getpid = os.getpid(), lambda: 1
+with running.stoppable():
+    os.kill(own, signal.SIGTERM)
+    print("heard nothing")
+"""
+
+
+def test_the_first_process_of_a_container_is_stopped_while_it_loads() -> None:
+    """Linux passes over the default action of signals to process 1."""
+    done = python("-c", AS_THE_FIRST)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
+
+
+def test_a_demo_that_is_killed_takes_its_verifier_with_it() -> None:
+    with start("demo", "--model", "toy", "--draft", "toy") as demo:
+        port = None
+        while port is None:
+            line = present(demo.stdout).readline()
+            assert line, "the demo ended before it had a verifier"
+            port = re.search(r"verifier on 127.0.0.1:(\d+)", line)
+        with socket.create_connection(("127.0.0.1", int(port[1])), WITHIN_S) as probe:
+            demo.kill()
+            try:
+                while probe.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+    with pytest.raises(ConnectionRefusedError):
+        _connect_again_and_again(int(port[1]))
+
+
+def _connect_again_and_again(port: int) -> None:
+    """A process that ends closes one socket after the other."""
+    deadline_s = time.monotonic() + WITHIN_S
+    while time.monotonic() < deadline_s:
+        with suppress(ConnectionResetError):  # its listener closed as this came
+            socket.create_connection(("127.0.0.1", port), WITHIN_S).close()
+
+
+def test_a_verifier_stops_in_order_once_and_at_once_before_and_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    end = Stopping(in_order=False)
+    with pytest.raises(SystemExit) as left:
+        end.ask(signal.SIGTERM)  # the model is still being loaded
+    assert left.value.code == 143
+    assert not end.asked.is_set()
+    end.in_order = True
+    end.ask(signal.SIGTERM)
+    assert end.asked.is_set()
+    with pytest.raises(SystemExit) as left:
+        end.ask(signal.SIGINT)
+    assert left.value.code == 130
+
+
+# --- serving --------------------------------------------------------------------------------------
+
 
 PROMPT = "once upon a time"
 LONG = 200
-WITHIN_S = 120
 TEXT = ToyTokenizer()
 
 
@@ -32,8 +239,7 @@ def generating(address: str, count: int = LONG) -> subprocess.Popen[str]:
 
 
 def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
+    return present(process.stdout).readline()
 
 
 def rest(pipe: IO[str] | None) -> str:
@@ -88,8 +294,7 @@ def test_the_demo_runs_without_a_terminal_and_leaves_no_process(
     assert "\x1b[" not in out
     sampling = SamplingParams(max_tokens=64, repetition_penalty=REPETITION_PENALTY)
     assert TEXT.decode(toy_text(TEXT.encode(PROMPT), sampling)) in out
-    found = re.search(r"verifier on 127.0.0.1:(\d+)", out)
-    assert found is not None
+    assert re.search(r"verifier on 127.0.0.1:\d+", out)
     assert not _marked(mark)
 
 

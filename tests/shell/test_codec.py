@@ -6,7 +6,6 @@ Oracle of the fuzz tests: a message or ``ProtocolViolation``, nothing else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -59,13 +58,9 @@ LIMITS = WireLimits(
 )
 
 UINT32 = st.integers(0, 2**32 - 1)
-
 TOKEN = st.integers(0, 31999)
-
 NAME = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
-
 SHARE = st.floats(0.0, 1.0, exclude_min=True)
-
 PENALTY = st.floats(-100.0, 100.0)
 
 
@@ -138,7 +133,6 @@ UPLINK: st.SearchStrategy[Uplink] = st.one_of(
 )
 
 SECONDS = st.floats(0.0, 1e9)
-
 BOUNDS = st.builds(Limits, UINT32, UINT32, UINT32, UINT32, SECONDS)
 
 MODEL = st.builds(
@@ -161,12 +155,7 @@ def infos(draw: st.DrawFn) -> VerifierInfo:
 
 DOWNLINK: st.SearchStrategy[Downlink] = st.one_of(
     commits(),
-    st.builds(
-        Opened,
-        limits=BOUNDS,
-        model=NAME,
-        position=UINT32,
-    ),
+    st.builds(Opened, limits=BOUNDS, model=NAME, position=UINT32),
     st.builds(Fault, st.sampled_from(FaultCode), st.text(max_size=50), SECONDS),
 )
 
@@ -197,41 +186,23 @@ def test_the_fingerprint_of_a_model_travels_and_costs_nothing_where_there_is_non
         encode_downlink(replace(told, fingerprint="x" * 257))
 
 
-OTHER = SamplingParams(
-    temperature=0.5,
-    top_k=3,
-    top_p=0.5,
-    min_p=0.1,
-    repetition_penalty=1.5,
-    presence_penalty=0.5,
-    frequency_penalty=0.5,
-    logit_bias={3: 1.0},
-    seed=7,
-    stop_token_ids=(2,),
-    stop=("end",),
-    max_tokens=9,
-    ignore_eos=True,
-)
-"""Every parameter but the constraint, otherwise than usual."""
+# Every parameter otherwise than usual.
+OTHER: dict[str, Any] = {
+    **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5},
+    **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "seed": 7},
+    **{"stop_token_ids": (2,), "stop": ("end",), "max_tokens": 9, "ignore_eos": True},
+    "constraint": Constraint(ConstraintKind.REGEX, "a"),
+}
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
 def test_no_sampling_parameter_is_forgotten(name: str) -> None:
-    if name == "constraint":
-        sampling = SamplingParams(constraint=Constraint(ConstraintKind.REGEX, "a"))
-    else:
-        assert getattr(OTHER, name) != getattr(SamplingParams(), name)
-        other: dict[str, Any] = {name: getattr(OTHER, name)}
-        sampling = replace(SamplingParams(), **other)
+    assert OTHER[name] != getattr(SamplingParams(), name)
+    sampling = SamplingParams(**{name: OTHER[name]})
     decoded = decode_uplink(encode_uplink(Open("s", "", "", (1,), sampling=sampling)))
     assert isinstance(decoded, Open)
     # The device looks for stop strings.
     assert decoded.sampling == (SamplingParams() if name == "stop" else sampling)
-
-
-def _decodes_or_refuses(decode: Callable[[bytes, WireLimits], object], payload: bytes) -> None:
-    with suppress(ProtocolViolation):
-        decode(payload, LIMITS)
 
 
 @given(
@@ -248,8 +219,9 @@ def test_a_damaged_message_decodes_or_is_refused(
     for index, value in changes:
         damaged[index % len(damaged)] = value
     for form in (bytes(damaged), bytes(damaged[: cut % len(damaged)]), payload + payload):
-        _decodes_or_refuses(decode_uplink, form)
-        _decodes_or_refuses(decode_downlink, form)
+        for decode in (decode_uplink, decode_downlink):
+            with suppress(ProtocolViolation):
+                decode(form, LIMITS)
 
 
 def test_what_a_later_version_adds_is_ignored() -> None:
@@ -374,11 +346,8 @@ def test_a_long_fault_is_cut_and_still_arrives() -> None:
 
 # A vocabulary of 150 000, a generation deep into its text, a pass of some 30 ms.
 CHAIN = Draft(first_node_id=5000, parents=(4999, 5000), tokens=(149_000, 148_000))
-
 RUN_AHEAD = Commit(4000, (149_000,), verify_us=31_000)
-
 CORRECTION = Commit(4000, (149_000,), stale=1, queue_us=17_000, verify_us=31_000, rows=2)
-
 ECHOED = Commit(4000, (149_000,), verify_us=31_000, echo=100, held_us=17_000)
 
 
@@ -391,7 +360,7 @@ ECHOED = Commit(4000, (149_000,), verify_us=31_000, echo=100, held_us=17_000)
         (CORRECTION, 24),
         (ECHOED, 24),
         (Commit(4000, (149_000,) * 5, 4, 1, 17_000, 31_000, 8, 100, 18_000), 24 * 5),
-        (dataclasses.replace(CORRECTION, echo=100, held_us=17_000), 28),
+        (replace(CORRECTION, echo=100, held_us=17_000), 28),
         (Received(4000, 100), 8),
     ],
 )
@@ -402,15 +371,8 @@ def test_a_message_stays_within_its_payload_budget(
 
 
 def test_a_chain_sends_no_parents() -> None:
-    assert (
-        payload_bytes(CHAIN) == payload_bytes(dataclasses.replace(CHAIN, parents=(4999, 4999))) - 4
-    )
-    assert payload_bytes(CHAIN) == 13
-
-
-def open_bytes(**fields: Any) -> bytes:
-    defaults: dict[str, Any] = {"version": 1, "session_id": "s", "prompt": [1]}
-    return pb.DeviceMessage(open=pb.Open(**{**defaults, **fields})).SerializeToString()
+    siblings = replace(CHAIN, parents=(4999, 4999))
+    assert (payload_bytes(CHAIN), payload_bytes(siblings)) == (13, 17)
 
 
 def test_a_commit_may_hold_as_many_tokens_as_one_resume_is_sent_in() -> None:
@@ -427,15 +389,15 @@ def test_an_open_beyond_the_context_is_refused_by_its_count(
     limits = WireLimits.for_context(1024)
     monkeypatch.setattr("edgespec.wire.codec.check_tokens", _never)
     with pytest.raises(ContextExceeded, match=f"{prompt_length} tokens .* context is 1024"):
-        decode_uplink(open_bytes(prompt=[7] * prompt_length), limits)
+        decode_uplink(_open(prompt=[7] * prompt_length), limits)
     with pytest.raises(ContextExceeded, match="1025 tokens"):
-        decode_uplink(open_bytes(prompt=[7] * 1024, committed=[7]), limits)
+        decode_uplink(_open(prompt=[7] * 1024, committed=[7]), limits)
 
 
 def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    payload = open_bytes(prompt=[7] * 300_000)
+    payload = _open(prompt=[7] * 300_000)
     monkeypatch.setattr("edgespec.wire.codec.pb", None)  # nothing can be parsed
     with pytest.raises(ProtocolViolation, match=r"is 300013, but must be in \[0, 262144\]"):
         decode_uplink(payload, WireLimits.for_context(1024))
@@ -448,4 +410,4 @@ def _never(*_: object) -> tuple[int, ...]:
 def test_a_secret_is_in_no_repr() -> None:
     message = Open("s", "", "", (1,), session_secret=b"hush")
     assert "hush" not in repr(message)
-    assert message != dataclasses.replace(message, session_secret=b"")
+    assert message != replace(message, session_secret=b"")

@@ -29,6 +29,7 @@ import yaml
 from edgespec.cli.main import app
 from edgespec.config import VerifierConfig, load_config
 from edgespec.verifier.daemon import _LAST_PASS_S, _LAST_WORDS_S
+from tests.present import present
 from tests.shell.deploy_tools import (
     COMPOSE,
     DEPLOY,
@@ -51,7 +52,7 @@ Resource = dict[str, Any]
 _CLUSTER_WIDE = {"Namespace"}
 _KNOWN = {"apiVersion", "kind", "namespace", "resources", "patches", "images"}
 
-# What names an element of a list. Of lists without such a key the patch's takes the place.
+# What names an element of a list. Of those without a name the patch's takes the place.
 _NAMES = {
     "containers": "name",
     "env": "name",
@@ -73,8 +74,10 @@ def render(folder: Path) -> list[Resource]:
         found += render(path) if path.is_dir() else _documents(path)
     for patch in recipe.get("patches", []):
         for change in _documents(folder / patch["path"]):
-            (target,) = (one for one in found if identity(one)[:2] == identity(change)[:2])
-            _merge(target, change)
+            (place,) = (
+                n for n, one in enumerate(found) if identity(one)[:2] == identity(change)[:2]
+            )
+            found[place] = _merged(found[place], change)
     for resource in found:
         if resource["kind"] not in _CLUSTER_WIDE:
             resource["metadata"]["namespace"] = recipe["namespace"]
@@ -99,36 +102,24 @@ def _documents(path: Path) -> list[Resource]:
     return [one for one in yaml.safe_load_all(path.read_text(encoding="utf-8")) if one]
 
 
-def _merge(target: Resource, patch: Resource) -> None:
-    for key, value in patch.items():
-        if value is None:
-            target.pop(key, None)
-        elif isinstance(value, dict) and isinstance(target.get(key), dict):
-            _merge(target[key], value)
-        elif isinstance(value, list) and _NAMES.get(key, "") and key in target:
-            _merge_named(target[key], value, _NAMES[key])
-        elif isinstance(value, list) and key not in _NAMES:
-            raise ValueError(f"how a list of {key} is merged is not known here")
-        else:
-            target[key] = _without_nulls(value)
-
-
-def _merge_named(target: list[Resource], patch: list[Resource], name: str) -> None:
-    for change in patch:
-        same = next((one for one in target if one[name] == change[name]), None)
-        if change.get("$patch") == "delete":
-            assert same is not None, f"nothing to delete: {change}"
-            target.remove(same)
-        elif same is not None:
-            _merge(same, change)
-        else:
-            target.append(change)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return value
+def _merged(old: Any, patch: Any, key: str = "") -> Any:
+    if isinstance(patch, dict):
+        found = dict(old) if isinstance(old, dict) else {}
+        for name, value in patch.items():
+            if value is None:
+                found.pop(name, None)
+            else:
+                found[name] = _merged(found.get(name), value, name)
+        return found
+    if isinstance(patch, list) and (name := _NAMES[key]):
+        kept = {one[name]: one for one in old or ()}
+        for change in patch:
+            if change.get("$patch") == "delete":
+                del kept[change[name]]
+            else:
+                kept[change[name]] = _merged(kept.get(change[name]), change)
+        return list(kept.values())
+    return patch
 
 
 def _retag(resource: Resource, image: dict[str, str]) -> None:
@@ -268,17 +259,6 @@ def test_everything_mounted_is_there_and_everything_there_is_mounted() -> None:
     assert networks == set(whole["networks"])
 
 
-def test_stopping_waits_for_the_drain() -> None:
-    (drain_s,) = (
-        float(argument.rpartition("=")[2])
-        for argument in SERVICES["verifier"]["command"]
-        if argument.startswith("--set=drain_s=")
-    )
-    grace = re.fullmatch(r"(\d+)s", SERVICES["verifier"]["stop_grace_period"])
-    assert grace is not None
-    assert float(grace[1]) >= drain_s + 35  # the last pass and the last words
-
-
 def test_prometheus_and_grafana_find_what_they_are_given() -> None:
     targets = {
         name: {one["source"]: one["target"] for one in SERVICES[name]["configs"]}
@@ -317,51 +297,30 @@ def unit_settings() -> dict[str, list[str]]:
     return found
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
+def installed(unit: Path, folder: Path) -> Path:
     """The unit on a machine where the program is: here some other program."""
-    something = shutil.which("true")
-    assert something is not None
-    unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text(encoding="utf-8").replace(INSTALLED_AT, something))
-    return unit
+    something = present(shutil.which("true"))
+    there = folder / unit.name
+    there.write_text(unit.read_text(encoding="utf-8").replace(INSTALLED_AT, something))
+    return there
 
 
-def test_systemd_understands_every_line(installed: Path) -> None:
-    analyze = tool("systemd-analyze", "apt-get install systemd")
-    assert _about(installed, judged(analyze, "verify", "--man=no", installed)) == []
-
-
-def test_systemd_understands_a_devices_unit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("unit", "options"), [(UNIT, ()), (USER_UNIT, ("--user",))])
+def test_systemd_understands_every_line(
+    unit: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # of a user who is logged in
     analyze = tool("systemd-analyze", "apt-get install systemd")
-    something = shutil.which("true")
-    assert something is not None
-    unit = tmp_path / USER_UNIT.name
-    unit.write_text(USER_UNIT.read_text(encoding="utf-8").replace(INSTALLED_AT, something))
-    assert _about(unit, judged(analyze, "--user", "verify", "--man=no", unit)) == []
+    there = installed(unit, tmp_path)
+    said = judged(analyze, *options, "verify", "--man=no", there)
+    # The units that it needs may have faults of their own.
+    assert [line for line in said.splitlines() if unit.name in line] == []
 
 
-def _about(unit: Path, said: str) -> list[str]:
-    """The lines about this unit: those it needs may have faults of their own."""
-    return [line for line in said.splitlines() if unit.name in line]
-
-
-def test_the_sandbox_is_tight(installed: Path) -> None:
+def test_the_sandbox_is_tight(tmp_path: Path) -> None:
     analyze = tool("systemd-analyze", "apt-get install systemd")
     limit = "--threshold=20"  # of 100; above 50 systemd calls it "exposed"
-    judged(analyze, "security", "--no-pager", "--offline=true", limit, installed)
-
-
-def test_stopping_waits_for_the_drain_and_the_last_pass() -> None:
-    unit = unit_settings()
-    (command,) = unit["ExecStart"]
-    drain = re.search(r"--set drain_s=(\d+)", command)
-    assert drain is not None
-    needed_s = float(drain[1]) + _LAST_PASS_S + _LAST_WORDS_S
-    assert float(unit["TimeoutStopSec"][0]) > needed_s
+    judged(analyze, "security", "--no-pager", "--offline=true", limit, installed(UNIT, tmp_path))
 
 
 def test_every_secret_is_a_credential_and_a_reload_lays_all_of_them_anew() -> None:
@@ -466,20 +425,15 @@ def test_prometheus_takes_the_rules_and_the_configuration() -> None:
 
 
 def test_each_alert_sounds_where_it_should_and_nowhere_else() -> None:
-    judged(
-        tool("promtool", "apt-get install prometheus"),
-        "test",
-        "rules",
-        ALERTS.with_name("alerts.test.yml"),
-    )
+    promtool = tool("promtool", "apt-get install prometheus")
+    judged(promtool, "test", "rules", ALERTS.with_name("alerts.test.yml"))
 
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
     """The samples that a verifier offers after it has served a text, with their labels."""
     with daemon("--metrics-port", "0") as (address, process):
-        assert process.stderr is not None
-        line = process.stderr.readline()
+        line = present(process.stderr).readline()
         found = re.search(r"http://\S+/metrics", line)
         assert found is not None, line
         where = ("--verifier", address, "--draft", "toy", "-n", "16")
@@ -621,16 +575,25 @@ def test_every_file_that_is_named_is_mounted(rendered: list[Resource]) -> None:
     assert all(f" {name} " in readme for name in secrets), "the guide says how to make the secrets"
 
 
-def test_a_pod_is_given_the_time_to_drain(rendered: list[Resource]) -> None:
-    pod, container = pod_of(one(rendered, "StatefulSet")), verifier(rendered)
-    (drain_s,) = (
-        float(argument.rpartition("=")[2])
-        for argument in container["args"]
-        if argument.startswith("--set=drain_s=")
-    )
-    pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    needed_s = pause_s + drain_s + _LAST_PASS_S + _LAST_WORDS_S
-    assert pod["terminationGracePeriodSeconds"] > needed_s
+def stops() -> Iterator[tuple[str, str, float]]:
+    """Where a verifier is started, with what words, and the seconds that it may take to stop."""
+    trial = SERVICES["verifier"]
+    yield "compose", " ".join(trial["command"]), float(trial["stop_grace_period"].rstrip("s"))
+    unit = unit_settings()
+    yield "systemd", unit["ExecStart"][0], float(unit["TimeoutStopSec"][0])
+    for name in KUSTOMIZATIONS:
+        workload = render(KUBERNETES / name)
+        pod, container = pod_of(one(workload, "StatefulSet")), verifier(workload)
+        pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        yield name, " ".join(container["args"]), pod["terminationGracePeriodSeconds"] - pause_s
+
+
+@pytest.mark.parametrize(("where", "command", "given_s"), list(stops()))
+def test_stopping_waits_for_the_drain_and_the_last_pass(
+    where: str, command: str, given_s: float
+) -> None:
+    (drain_s,) = re.findall(r"--set[ =]drain_s=(\d+)", command)
+    assert given_s > float(drain_s) + _LAST_PASS_S + _LAST_WORDS_S
 
 
 def test_the_autoscaler_and_the_adapter_mean_one_metric(rendered: list[Resource]) -> None:

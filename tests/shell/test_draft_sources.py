@@ -14,28 +14,18 @@ import huggingface_hub
 import onnx
 import pytest
 from huggingface_hub.utils._paths import filter_repo_objects
-from typer.testing import CliRunner
 
-from edgespec.cli.main import app
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
 from edgespec.models.draft_sources import find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import BUNDLED_FOLDER, ModelFolderError, model_info
-from tests.shell.foreign_graphs import (
-    Style,
-    attending_graph,
-    concatenating_graph,
-    write_folder,
-)
-from tests.shell.live_verifier import daemon
+from tests.present import present
+from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
+from tests.shell.live_verifier import call, daemon
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint, write_tokenizer
 
 PROMPT = "def fibonacci(n):"
-
-
-def call(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture
@@ -129,19 +119,10 @@ def test_halves_of_a_decoder_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_genai_folders_need_no_config(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
-    genai = {
-        "model": {
-            "context_length": 128,
-            "decoder": {
-                "filename": "decoder.onnx",
-                "head_size": 16,
-                "num_key_value_heads": 2,
-                "num_attention_heads": 4,
-            },
-            "eos_token_id": [3, 0],
-            "vocab_size": 320,
-        }
-    }
+    heads = {"head_size": 16, "num_key_value_heads": 2, "num_attention_heads": 4}
+    decoder = {"filename": "decoder.onnx", **heads}
+    sizes = {"context_length": 128, "eos_token_id": [3, 0], "vocab_size": 320}
+    genai = {"model": {"decoder": decoder, **sizes}}
     folder = tmp_path / "genai"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     (folder / "genai_config.json").write_text(json.dumps(genai))
@@ -226,8 +207,7 @@ def test_one_variant_is_fetched_and_found_again_without_the_hub(hub: Hub, folder
     assert (hub.cache / "onnx" / "model.onnx_data").is_file()
     with pytest.raises(ModelFolderError, match="no variant 'int8'"):
         find_draft("owner/name", "int8")
-    drafter = load_drafter(AgentConfig(draft=DraftSection("owner/name")))
-    assert drafter is not None
+    drafter = present(load_drafter(AgentConfig(draft=DraftSection("owner/name"))))
     assert drafter.info.name == "name"
     hub.reachable = False
     assert sorted(find_draft("owner/name").graphs) == ["fp32", "q4"]
@@ -260,23 +240,12 @@ def bundled_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled draft as onnx-community lays models out, with its own weights."""
     folder: Path = tmp_path_factory.mktemp("bundled") / "Some-Model-ONNX"
     own = BUNDLED_FOLDER / "draft"
-    (folder / "onnx").mkdir(parents=True)
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ):
-        if (own / name).is_file():
-            shutil.copy(own / name, folder / name)
+    shutil.copytree(own, folder, ignore=shutil.ignore_patterns("model.*", "edgespec.json"))
     graph = attending_graph(onnx.load(own / "model.onnx"))
     graph.producer_name = "somebody else"
-    onnx.save_model(
-        graph,
-        folder / "onnx" / "model_q4.onnx",
-        save_as_external_data=True,
-        location="model_q4.onnx_data",
-    )
+    (folder / "onnx").mkdir()
+    path, data = folder / "onnx/model_q4.onnx", "model_q4.onnx_data"
+    onnx.save_model(graph, path, save_as_external_data=True, location=data)
     return folder
 
 

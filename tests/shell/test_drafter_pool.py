@@ -4,19 +4,18 @@ by the scalar specification; how many were drafted for; the order of calls; proc
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
 from edgespec.config import PacingSection, VerifierConfig
 from edgespec.core.device.events import StepDone, StepFailed
-from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
+from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import drafter_pool
 from edgespec.device.agent import Agent, AgentOptions
@@ -25,8 +24,8 @@ from edgespec.device.drafter_pool import DraftThread
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
-from tests.shell.live_verifier import GatedTarget, environment, serving, toy_text
-from tests.sources import ROOT
+from tests.present import present
+from tests.shell.live_verifier import GatedTarget, python, serving, toy_text
 
 TEXT = ToyTokenizer()
 TOY = VerifierConfig(model="toy", port=0)
@@ -75,19 +74,12 @@ class Fragile(ToyDrafter):
             raise MemoryError("no room")
         self.most -= 1
         twin = Fragile()
-        twin.__dict__.update(
-            {**self.__dict__, "_cache": twin._cache, "most": 0}  # the same trouble, another text
-        )
+        same_trouble = {**self.__dict__, "_cache": twin._cache, "most": 0}
+        twin.__dict__.update(same_trouble)
         return twin
 
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        found = super().step(keep_length, feed, width, cancelled)
+    def step(self, *arguments: Any) -> tuple[Candidate, ...]:
+        found = super().step(*arguments)
         held = list(self._cache.tokens)
         if self.fails and held[: len(self.fails)] == self.fails:
             raise RuntimeError("this text is too much")
@@ -122,8 +114,7 @@ async def crowd(
             async with agent:
                 yield agent
                 await asyncio.gather(*(one for driver in agent._drivers for one in driver.running))
-                pool = agent._pool
-                assert pool is not None
+                pool = present(agent._pool)
                 await asyncio.wrap_future(pool._thread.submit(lambda: None))
                 assert len(pool._free) == len(pool._drafters) <= caches
         finally:
@@ -262,15 +253,7 @@ print("over")
 
 
 def test_a_step_that_never_comes_back_keeps_no_process_from_ending() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NEVER_BACK],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60.0,
-        check=False,
-    )
+    done = python("-c", NEVER_BACK)
     assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
     assert "a draft step still runs" in done.stderr
 

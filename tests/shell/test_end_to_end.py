@@ -15,13 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from edgespec.config import (
-    AgentConfig,
-    DraftSection,
-    PolicyName,
-    PolicySection,
-    VerifierConfig,
-)
+from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection, VerifierConfig
 from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import Fault, FaultCode, FinishReason, Open, Opened, RunAhead
@@ -33,12 +27,11 @@ from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
 from edgespec.wire.codec import encode_uplink
 from tests.adversarial import AdversarialDrafter
+from tests.present import present
 from tests.shell.live_verifier import GatedTarget, own_port, serving, toy_text
 
 PROMPT = "the quick brown fox"
-
 IDS = ToyTokenizer().encode(PROMPT)
-
 GREEDY = SamplingParams(max_tokens=40)
 
 SAMPLED = SamplingParams(
@@ -101,8 +94,7 @@ async def test_a_drafter_that_is_always_wrong_changes_nothing() -> None:
         options = AgentOptions(policy=named_policy(PolicyName.WINDOWED, width=2))
         async with Agent(connect(address), drafter, text.encode, text.stream, options) as agent:
             assert tokens(await collect(agent, SAMPLED)) == toy_text(IDS, SAMPLED)
-            assert agent.stats is not None
-            assert agent.stats.counters.hits == 0
+            assert present(agent.stats).counters.hits == 0
 
 
 @pytest.mark.parametrize("draft", ["toy", "none"])
@@ -119,8 +111,7 @@ async def test_a_verifier_that_dies_and_is_replaced_is_not_noticed(draft: str) -
         await task
         await agent.close()
     assert tokens(received) == toy_text(IDS, LONG)
-    assert agent.stats is not None
-    assert agent.stats.counters.reconnects > 0
+    assert present(agent.stats).counters.reconnects > 0
 
 
 async def _into(received: list[Chunk], agent: Agent) -> None:
@@ -159,12 +150,10 @@ async def test_a_prompt_beyond_the_drafts_context_is_served_without_drafting() -
         drafter = ToyDrafter(TOY_MODEL, short)
         async with Agent(connect(address), drafter, text.encode, text.stream) as agent:
             assert tokens(await collect(agent, GREEDY)) == toy_text(IDS, GREEDY)
-            assert agent.stats is not None
-            assert agent.stats.counters.sent == 0
+            assert present(agent.stats).counters.sent == 0
 
 
 TOY = VerifierConfig(model="toy", port=0)
-
 LONG = SamplingParams(max_tokens=120)
 
 

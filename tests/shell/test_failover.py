@@ -31,6 +31,7 @@ from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec.wire.access import ServerAccess, device_access
 from edgespec.wire.directory import VerifierDirectory
+from tests.present import present
 from tests.shell.failing_verifiers import (
     EXPECTED,
     HASTY,
@@ -60,10 +61,8 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
 
         def swap() -> None:
             nonlocal kills
-            assert one.stats is not None
-            assert one.stats.route is not None
             for gate, port in found:
-                if gate.address == one.stats.route.using:
+                if gate.address == present(present(one.stats).route).using:
                     gate.kill()
                     kills += 1
                 else:
@@ -72,8 +71,7 @@ async def test_killed_at_random_moments_texts_are_whole_and_exact(draft: str, mo
         while kills < most:
             moments = sorted(dice.sample(range(1, len(EXPECTED) - 20), 3))
             assert await collect(one, dict.fromkeys(moments, swap)) == EXPECTED
-            assert one.stats is not None
-            assert one.stats.failovers >= 1
+            assert present(one.stats).failovers >= 1
 
 
 @pytest.mark.slow
@@ -249,8 +247,7 @@ async def test_one_that_says_nothing_any_more_is_left(when: int) -> None:
             hole.swallow()
         async with agent(hole.address, other.address, failover=WARY) as one:
             assert await collect(one, {when: hole.swallow}) == EXPECTED
-            assert one.stats is not None
-            assert one.stats.verifiers[-1] == other.address
+            assert present(one.stats).verifiers[-1] == other.address
 
 
 def stranger(**changes: object) -> ToyTarget:
@@ -284,8 +281,7 @@ async def test_a_new_text_may_be_of_another_model_and_the_log_says_so(
             assert not caplog.records
             gate.kill()
             assert len(await collect(one)) == len(EXPECTED)
-            assert one.stats is not None
-            assert one.stats.verifiers == (other.address,)
+            assert present(one.stats).verifiers == (other.address,)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
     assert told[0].startswith(f"{other.address} serves the model 'toy' (stranger); the text before")
@@ -327,8 +323,7 @@ async def test_when_all_are_down_each_is_named_and_one_that_returns_is_used() ->
 
         async with agent(*addresses) as one:
             assert await collect(one, {50: all_die}) == EXPECTED
-            assert one.stats is not None
-            assert one.stats.verifiers == (addresses[0], addresses[2])
+            assert present(one.stats).verifiers == (addresses[0], addresses[2])
         async with agent(*addresses, reconnect=HASTY) as one:
             die()
             with pytest.raises(GenerationError, match="gave up on the verifier") as caught:
@@ -376,5 +371,4 @@ async def test_each_address_of_a_name_shows_the_certificate_of_the_name(tmp_path
         pool = VerifierPool(directory, failover)
         async with Agent(pool, None, TEXT.encode, TEXT.stream, options) as one:
             assert await collect(one) == EXPECTED
-            assert one.stats is not None
-            assert one.stats.verifiers == (f"gpu-box:{port} (127.0.0.1)",)
+            assert present(one.stats).verifiers == (f"gpu-box:{port} (127.0.0.1)",)

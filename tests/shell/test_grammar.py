@@ -39,13 +39,13 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import toy_info
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
-from edgespec.models.grammar_trial import GrammarTrials
 from edgespec.models.tokenizer import TokenBytes
 from edgespec.sampling.tensors import SampleBlock, choose_tokens
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
+from tests.present import present
 from tests.shell.failing_verifiers import agent, gates
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of
 from tests.shell.live_verifier import environment
@@ -114,6 +114,16 @@ SCHEMAS = objects(
 )
 
 
+def mostly(expected: list[int], size: int) -> Callable[[Sequence[int], random.Random], int]:
+    """Guesses right two times in three; of ``size`` tokens."""
+
+    def guess(output: Sequence[int], dice: random.Random) -> int:
+        right = expected[len(output)] if output == expected[: len(output)] != expected else 7
+        return dice.choice((right, right, dice.randrange(size)))
+
+    return guess
+
+
 @settings(max_examples=8)
 @given(SCHEMAS, st.integers(0, 1 << 16), st.booleans())
 def test_every_text_fits_its_schema_and_drafts_change_nothing(
@@ -126,18 +136,14 @@ def test_every_text_fits_its_schema_and_drafts_change_nothing(
 
     def mask(output: Sequence[int]) -> bytes:
         alone.follow(output)
-        found = alone.mask()
-        assert found is not None
+        found = present(alone.mask())
         return found
 
     expected = lawful_text(MODEL, PROMPT, params, mask)
     assert expected[-1] == EOS
     assert fits(json.loads(text_of(expected)), wanted)
 
-    def guess(output: Sequence[int], dice: random.Random) -> int:
-        right = expected[len(output)] if output == expected[: len(output)] != expected else 7
-        return dice.choice((right, right, dice.randrange(len(LETTERS))))
-
+    guess = mostly(expected, len(LETTERS))
     assert drafted_text(ToyTarget(MODEL), PROMPT, params, guess, seed) == expected
 
 
@@ -170,9 +176,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchTarget, Path]:
     return TorchTarget(str(folder), name="tiny", vocabulary=""), folder
 
 
-def test_a_model_with_words_and_padding_is_held_to_a_schema(
-    tiny: tuple[TorchTarget, Path],
-) -> None:
+def test_a_model_with_words_and_padding_is_held_to_a_schema(tiny: tuple[TorchTarget, Path]) -> None:
     """Oracle: the text that it gives without drafts; and the letters that its tokens stand for."""
     from tokenizers import Tokenizer
 
@@ -191,10 +195,7 @@ def test_a_model_with_words_and_padding_is_held_to_a_schema(
     written = b"".join(map(TokenBytes(words), expected[:-1]))
     assert fits(json.loads(written), wanted)
 
-    def guess(output: Sequence[int], dice: random.Random) -> int:
-        right = expected[len(output)] if output == expected[: len(output)] != expected else 7
-        return dice.choice((right, right, dice.randrange(300)))
-
+    guess = mostly(expected, 300)
     for seed in (1, 2):
         held = expected[: 4 * (seed - 1)]
         assert drafted_text(target, [5, 6], params, guess, seed, held=held) == expected
@@ -281,11 +282,6 @@ def until_busy(pid: int) -> None:
     until(lambda: int(stat.read_text().rpartition(")")[2].split()[11]) > ticks / 2)
 
 
-def trials(reader: GrammarReader) -> GrammarTrials:
-    assert reader.trials is not None
-    return reader.trials
-
-
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
     """However busy the machine is."""
@@ -298,15 +294,15 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
 
 def test_one_process_tries_one_grammar_after_the_other(trying: GrammarReader) -> None:
     trying.get_ready()
-    (first,) = trials(trying).pids
+    (first,) = present(trying.trials).pids
     for easy in EASY[:4]:
         assert trying.read(easy).matcher is not None
     with pytest.raises(ConstraintError, match="Invalid type: objekt"):
         trying.read(schema({"type": "objekt"}))
-    assert trials(trying).pids == {first}
+    assert present(trying.trials).pids == {first}
     os.kill(first, signal.SIGKILL)  # as it waits: that says nothing of the next grammar
     assert trying.read(EASY[4]).matcher is not None
-    (second,) = trials(trying).pids
+    (second,) = present(trying.trials).pids
     trying.close()
     assert not any(map(runs, (first, second)))
     with pytest.raises(ConstraintError, match="this side is stopping"):
@@ -319,7 +315,7 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
     with ThreadPoolExecutor(1) as threads:
         for killed, first in ((True, EASY[0]), (False, EASY[8])):
             assert trying.read(first).matcher is not None
-            (pid,) = trials(trying).pids
+            (pid,) = present(trying.trials).pids
             endless = threads.submit(trying.read, ENDLESS)
             until_busy(pid)
             os.kill(pid, signal.SIGSTOP)
@@ -332,16 +328,16 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
                 trying.close()
             with pytest.raises(ConstraintError, match=TOO_MUCH if killed else "is stopping"):
                 endless.result(WITHIN_S)
-    assert not trials(trying).pids
+    assert not present(trying.trials).pids
 
 
 def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
     """By its processor time; without the process of its own, this never ends."""
     trying.get_ready()
-    first = trials(trying).pids
+    first = present(trying.trials).pids
     with pytest.raises(ConstraintError, match=TOO_MUCH):
         trying.read(ENDLESS)
-    assert not trials(trying).pids & first
+    assert not present(trying.trials).pids & first
     assert trying.read(schema({"type": "object"})).matcher is not None
 
 
@@ -350,11 +346,11 @@ def test_one_that_nobody_needs_ends() -> None:
     idle = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), idle_s=0.01)
     for easy in EASY[:2]:
         assert idle.read(easy).matcher is not None
-        until(lambda: not any(map(runs, trials(idle).pids)))
+        until(lambda: not any(map(runs, present(idle.trials).pids)))
     idle.close()
     reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
     reader.get_ready()
-    (pid,) = trials(reader).pids
+    (pid,) = present(reader.trials).pids
     del reader
     until(lambda: not runs(pid))
 
@@ -384,8 +380,7 @@ def test_none_outlives_a_parent_that_was_killed() -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as parent:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
+        pids = [int(word) for word in present(parent.stdout).readline().split()]
         parent.kill()
     assert len(pids) == 2
     until(lambda: not any(map(runs, pids)))
@@ -429,8 +424,7 @@ async def test_a_device_without_the_library_gets_the_same_text() -> None:
         assert set(json.loads(text)) == {"name", "lives"}
         assert await written(without, CAT) == text
         for one in (with_it, without):
-            assert one.stats is not None
-            assert one.stats.counters.draft_failure == ""
+            assert present(one.stats).counters.draft_failure == ""
 
 
 async def test_a_verifier_says_what_it_cannot_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,5 +480,4 @@ async def test_a_text_goes_on_at_another_verifier_where_its_grammar_stands() -> 
         assert re.fullmatch(REGEX.text, expected)
         async with agent(gate.address, other.address) as one:
             assert await collect(one, {17: gate.kill}) == expected
-            assert one.stats is not None
-            assert one.stats.verifiers == (gate.address, other.address)
+            assert present(one.stats).verifiers == (gate.address, other.address)

@@ -1,50 +1,54 @@
-"""Small runs of ``benchmarks/hostile_load.py`` and ``benchmarks/daemon_load.py``: oracles and
-findings are the scripts' own; here, that they count what was played. Times are for a quiet machine.
+"""Small runs of the scripts in ``benchmarks/`` that load a verifier: oracles and findings are their
+own; here, that they count what was played. Times are for a quiet machine.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
+import random
 from pathlib import Path
 
 import pytest
 
-from tests.shell.live_verifier import environment
+from edgespec.wire import codec
+from edgespec.wire.codec import WireLimits
+from tests.shell import fuzz_messages as messages
+from tests.shell.live_verifier import python
 from tests.sources import ROOT
 
 
-def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *options],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_hostile_streams_end_cleanly_beside_an_honest_device() -> None:
+    done = python("benchmarks/fuzz.py", "--messages", "2000", "--streams", "120", "--seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 findings" in done.stdout
+    assert "stream: INVALID_ARGUMENT" in done.stdout
+
+
+def test_a_fault_of_the_codec_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert messages.fuzz_codec(500, 3)[1] == []
+
+    def careless(wire: object, limits: WireLimits) -> object:
+        raise IndexError("no such token")
+
+    monkeypatch.setattr(codec, "_decode_draft", careless)
+    findings = messages.fuzz_codec(500, 3)[1]
+    assert findings
+    assert "IndexError" in findings[0]
+
+
+def test_hostile_messages_follow_from_their_seed() -> None:
+    for make in (messages.hostile_uplink, messages.hostile_downlink):
+        first, again = random.Random(5), random.Random(5)
+        assert [make(first) for _ in range(50)] == [make(again) for _ in range(50)]
 
 
 @pytest.mark.slow
 def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path) -> None:
     report = tmp_path / "load.json"
-    done = run(
-        *(
-            "hostile_load.py",
-            "--any-latency",
-            "--devices",
-            "12",
-            "--seconds",
-            "3",
-            "--phase",
-            "1.5",
-            "--lease-s",
-            "0.5",
-        ),
-        *("--seed", "3", "--json", str(report)),
-    )
+    options = ["--any-latency", "--devices", "12", "--seconds", "3", "--phase", "1.5"]
+    options += ["--lease-s", "0.5", "--seed", "3", "--json", str(report)]
+    done = python("benchmarks/hostile_load.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 findings" in done.stdout
     found = json.loads(report.read_text())
@@ -67,7 +71,7 @@ def test_what_a_verifier_still_holds_is_a_finding(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_kind_of_client_is_refused() -> None:
-    done = run("hostile_load.py", "--kinds", "stale-drafts,martians")
+    done = python("benchmarks/hostile_load.py", "--kinds", "stale-drafts,martians")
     assert done.returncode == 2
     assert "unknown: martians; known: only-cpu, stale-drafts" in done.stderr
 
@@ -77,7 +81,7 @@ def test_the_load_is_what_it_says(tmp_path: Path) -> None:
     """Every token is compared with the target's own text."""
     report = tmp_path / "load.json"
     options = ("--sessions", "4", "--messages", "1,2", "--repeats", "1", "--seconds", "2")
-    done = run("daemon_load.py", *options, "--json", str(report))
+    done = python("benchmarks/daemon_load.py", *options, "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     points = json.loads(report.read_text())["points"]
     assert [point["messages"] for point in points] == [1, 2]

@@ -1,4 +1,7 @@
-"""The file of keys and ``edgespec keys``. Oracle: what is printed opens, and nothing else does."""
+"""The file of keys, ``edgespec keys``, and files that others can write or read. Oracles: what is
+printed opens, and nothing else does; the modes that PostgreSQL's key files may have, with the group
+let in as mounted secrets need it.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from edgespec.cli import credentials as keys_command
-from edgespec.cli.main import app
-from edgespec.config import ConfigError
+from edgespec.config import AgentConfig, ConfigError, EndpointSection
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.verifier.credential import Credential, digest
+from edgespec.wire.access import ServerAccess, check_file_permissions, device_access, endpoint_key
+from tests.shell.guarded import keys_in, verifier_config
+from tests.shell.live_verifier import call
+from tests.shell.pki import Pki
 
 SHA256 = digest("x").hex()
 
 
 def keys(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["keys", *map(str, arguments)])
+    return call("keys", *arguments)
 
 
 def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
@@ -92,10 +98,7 @@ def test_a_name_is_not_given_twice(tmp_path: Path) -> None:
         ("keys: {a: {sha256: abc}}", "keys.a.sha256 is 'abc', but must be 64 hexadecimal digits"),
         ("keys: {a: {}}", "keys.a: key 'sha256' is missing"),
         (f"keys: {{a: {{sha256: {SHA256}, priority: 101}}}}", "priority is 101, but must be in"),
-        (
-            f"keys: {{a: {{sha256: {SHA256}}}, b: {{sha256: {SHA256}}}}}",
-            "'a' and 'b' have",
-        ),
+        (f"keys: {{a: {{sha256: {SHA256}}}, b: {{sha256: {SHA256}}}}}", "'a' and 'b' have"),
         (f"keys: {{a: {{sha256: {SHA256}, sesions: 1}}}}", "unknown key 'sesions'"),
         ("keys: [a]", "keys is ['a'], but must be keys and values"),
         ("a: 1", "unknown key 'a'"),
@@ -176,3 +179,76 @@ def test_no_other_command_changes_the_file_meanwhile(
     monkeypatch.setattr(keys_command, "save_keys", save)
     assert keys(command, name, "--file", path).exit_code == 0
     assert alone == [True]
+
+
+# --- files that others can write or read ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o666, 0o777])
+@pytest.mark.parametrize(("secret", "advice"), [(True, "600"), (False, "o-w")])
+def test_what_others_can_write_is_refused(
+    mode: int, secret: bool, advice: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a file"
+    path.touch()
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}.; run: chmod {advice} '{path}'"):
+        check_file_permissions(path, secret=secret)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o600, 0o640, 0o440, 0o660])
+def test_a_secret_that_others_can_read_is_warned_of_once(
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A link, which has mode 0777, is judged by its file, as a mounted secret is."""
+    (path := tmp_path / "key").touch()
+    path.chmod(mode)
+    (link := tmp_path / "link").symlink_to(path)
+    for _ in range(2):
+        check_file_permissions(link, secret=True)
+        check_file_permissions(path, secret=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (1 if mode & 0o004 else 0)
+    assert all(line.endswith(f"(mode {mode:04o}); run: chmod 600 {link}") for line in said)
+
+
+def test_a_reload_that_finds_keys_others_can_write_keeps_the_old_ones(tmp_path: Path) -> None:
+    key = keys_in(path := tmp_path / "keys.yaml", "one")["one"]
+    access = ServerAccess(verifier_config(keys=path))
+    keys_in(path, "two")
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match=r"keys\.yaml: others can write"):
+        access.reload()
+    assert access.authenticate(key) == Credential("one")
+    with pytest.raises(ConfigError, match=r"keys\.yaml: others can write"):
+        ServerAccess(verifier_config(keys=path))
+    path.chmod(0o644)  # it holds digests
+    assert access.reload().keys.revoked == ("one",)
+
+
+def test_all_files_that_say_who_is_who_are_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = Pki(tmp_path).device(shown=True)
+    (key := tmp_path / "api.key").write_text("edgespec-key\n")
+    key.chmod(0o644)
+    config = AgentConfig(tls=tls, api_key_file=str(key))
+    for path in (*map(Path, (tls.ca, tls.client_cert, tls.client_key)), key):
+        before = path.stat().st_mode
+        path.chmod(0o666)
+        with pytest.raises(ConfigError, match=f"{path.name}: others can write"):
+            device_access(config, {})
+        path.chmod(before)
+    assert device_access(config, {}).key == "edgespec-key"
+    assert endpoint_key(EndpointSection(key_file=str(key)), {}) == "edgespec-key"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{key}: others can read this secret (mode 0644); run: chmod 600 {key}"
+    ]
+
+
+def test_a_configuration_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "verifier.yaml").write_text("model: toy\n")
+    path.chmod(0o666)
+    result = call("verifier", "--config", path, "--help-all")
+    assert result.exit_code == 2
+    assert "others can write this file" in result.output

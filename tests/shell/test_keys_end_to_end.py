@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
-from edgespec.config import (
-    AgentConfig,
-    ConfigError,
-    DeviceTlsSection,
-    PacingSection,
-)
+from edgespec.config import AgentConfig, ConfigError, PacingSection
 from edgespec.config.common import SetupError
 from edgespec.config.key_file import KeyEntry, KeyFile, save_keys
 from edgespec.core.ports import LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
+from edgespec.core.verifier.credential import digest
 from edgespec.core.verifier.engine_events import EngineEvent, StreamOpened
 from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import DeviceAccess, ServerAccess, device_access
+from tests.present import present
 from tests.shell.guarded import (
     EXPECTED,
     LONG,
@@ -48,11 +45,6 @@ from tests.shell.guarded import (
 )
 from tests.shell.live_verifier import serving
 from tests.shell.pki import Pki
-
-
-@pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
-    return Pki(tmp_path_factory.mktemp("pki"))
 
 
 def use_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +104,7 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
             with pytest.raises(GenerationError, match=f"{why}.*EDGESPEC_API_KEY") as caught:
                 await collect(agent)
             assert caught.value.code is FaultCode.UNAUTHENTICATED
-            assert agent.stats is not None
-            assert agent.stats.counters.reconnects == 0  # not tried again
+            assert present(agent.stats).counters.reconnects == 0  # not tried again
         with pytest.raises(SetupError, match=rf"UNAUTHENTICATED: .*{why}.*EDGESPEC_API_KEY"):
             await greet(config)
         check = await checks.verifier(address, config)
@@ -153,8 +144,7 @@ async def test_a_revoked_key_ends_its_streams_and_nobody_elses(
         async with bad, good:
             ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, LONG)
             await asyncio.gather(anext(ours), anext(theirs))
-            sha256 = {name: KeyEntry(_digest(keys[name])) for name in ("good",)}
-            save_keys(path, KeyFile(sha256))
+            save_keys(path, KeyFile({"good": KeyEntry(digest(keys["good"]).hex())}))
             done = access.reload()
             assert str(done) == "keys revoked: bad"
             assert verifier.revoke(done.keys.revoked) == 1
@@ -170,19 +160,13 @@ async def test_a_revoked_key_ends_its_streams_and_nobody_elses(
             assert await collect(good) == EXPECTED
 
 
-def _digest(key: str) -> str:
-    from edgespec.core.verifier.credential import digest
-
-    return digest(key).hex()
-
-
 async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     keys = keys_in(path, "greedy", "other", max_sessions=2)
     async with keyed(path) as (address, _, _):
-        mine = connect(address, access=DeviceAccess(keys["greedy"]))
-        for number in range(2):
-            stream = await mine.connect()
+        mine, other = (connect(address, access=DeviceAccess(key)) for key in keys.values())
+        for number, link in enumerate((mine, mine, other)):
+            stream = await link.connect()
             await stream.send(Open(f"s{number}", "", "", (1, 2, 3)))
             assert not isinstance(await stream.receive(), Fault)
         late = await mine.connect()
@@ -192,10 +176,6 @@ async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
         assert fault == Fault(FaultCode.OVERLOADED, text, 1.0)
         with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED"):
             await late.receive()
-        other = connect(address, access=DeviceAccess(keys["other"]))
-        stream = await other.connect()
-        await stream.send(Open("other", "", "", (1, 2, 3)))
-        assert not isinstance(await stream.receive(), Fault)
         await mine.close()
         await other.close()
 
@@ -250,72 +230,78 @@ async def test_the_text_is_the_same_over_mutual_tls(pki: Pki) -> None:
             assert await collect(agent) == EXPECTED
 
 
-async def refusal(address: str, tls: DeviceTlsSection | None) -> str:
-    """What the device says, of ``info``, of a stream, and of a command."""
-    config = device_config(address, tls)
-    transport = connect(address, access=device_access(config))
-    with pytest.raises(UntrustedPeerError) as caught:
-        await transport.info()
-    with pytest.raises(UntrustedPeerError) as of_stream:
-        await transport.connect()
-    await transport.close()
-    text = str(caught.value)
-    assert str(of_stream.value) == text
-    with pytest.raises(SetupError) as of_command:
-        await greet(config)
-    assert str(of_command.value) == text
-    assert "failed to connect" not in text
-    return text
+Sections = Callable[[Pki, Pki], Any]
 
 
-async def test_a_certificate_of_another_ca_is_not_trusted(pki: Pki, tmp_path: Path) -> None:
-    stranger = Pki(tmp_path)
-    async with serving(config=verifier_config(pki.server())) as (address, _):
-        text = await refusal(address, stranger.device())
-        assert f"verifier at {address}: its certificate is not trusted" in text
-        assert "--ca FILE" in text
-        async with build_agent(device_config(address, stranger.device())) as agent:
-            with pytest.raises(GenerationError, match="its certificate is not trusted"):
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    """Another CA's certificates; the verifier's is for another name."""
+    made = Pki(tmp_path_factory.mktemp("strangers"))
+    made.renew_server("gpu-box.example")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("server", "device", "said"),
+    [
+        (
+            lambda pki, other: pki.server(),
+            lambda pki, other: other.device(),
+            "its certificate is not trusted.*--ca FILE",
+        ),
+        (
+            lambda pki, other: other.server(),
+            lambda pki, other: other.device(),
+            "its certificate is for another name; --set tls.server_name",
+        ),
+        (
+            lambda pki, other: pki.server(mutual=True),
+            lambda pki, other: pki.device(),
+            "it may want tls.client_cert",
+        ),
+        (
+            lambda pki, other: pki.server(mutual=True),
+            lambda pki, other: replace(other.device(shown=True), ca=pki.path("ca.pem")),
+            "it may not accept tls.client_cert",
+        ),
+        (
+            lambda pki, other: pki.server(),
+            lambda pki, other: None,
+            "it may want TLS: --ca FILE, or --set tls.enabled=true",
+        ),
+        (lambda pki, other: None, lambda pki, other: pki.device(), "it does not speak TLS"),
+    ],
+)
+async def test_a_handshake_that_fails_is_explained(
+    server: Sections, device: Sections, said: str, pki: Pki, strangers: Pki
+) -> None:
+    """To ``info``, to a stream, to a command and to a text."""
+    shown, known = server(pki, strangers), device(pki, strangers)
+    async with serving(config=verifier_config(shown)) as (address, _):
+        config = device_config(address, known)
+        transport = connect(address, access=device_access(config))
+        for ask in (transport.info, transport.connect):
+            with pytest.raises(UntrustedPeerError, match=said) as caught:
+                await ask()
+            text = str(caught.value)
+            assert f"verifier at {address}: " in text
+            assert "failed to connect" not in text
+        await transport.close()
+        with pytest.raises(SetupError, match=said):
+            await greet(config)
+        async with build_agent(config) as agent:
+            with pytest.raises(GenerationError, match=said):
                 await collect(agent)
 
 
-async def test_a_certificate_for_another_name_is_named(pki: Pki, tmp_path: Path) -> None:
-    mine = Pki(tmp_path)
-    mine.renew_server("gpu-box.example")
-    async with serving(config=verifier_config(mine.server())) as (address, _):
-        text = await refusal(address, mine.device())
-        assert "its certificate is for another name; --set tls.server_name" in text
-        known = mine.device(server_name="gpu-box.example")
+async def test_a_certificate_for_another_name_is_taken_under_that_name(strangers: Pki) -> None:
+    known = strangers.device(server_name="gpu-box.example")
+    async with serving(config=verifier_config(strangers.server())) as (address, _):
         async with build_agent(device_config(address, known)) as agent:
             assert await collect(agent) == EXPECTED
 
 
-async def test_a_device_without_a_certificate_is_told_what_may_be_missing(
-    pki: Pki, tmp_path: Path
-) -> None:
-    stranger = Pki(tmp_path)
-    async with serving(config=verifier_config(pki.server(mutual=True))) as (address, _):
-        assert "it may want tls.client_cert" in await refusal(address, pki.device())
-        foreign = replace(
-            pki.device(),
-            client_cert=stranger.path("device.pem"),
-            client_key=stranger.path("device.key"),
-        )
-        assert "it may not accept tls.client_cert" in await refusal(address, foreign)
-
-
-async def test_one_side_without_tls_is_told_so(pki: Pki) -> None:
-    async with serving(config=verifier_config(pki.server())) as (address, _):
-        assert "it may want TLS: --ca FILE, or --set tls.enabled=true" in await refusal(
-            address, None
-        )
-    async with serving() as (address, _):
-        assert "it does not speak TLS" in await refusal(address, pki.device())
-
-
-async def test_a_new_certificate_is_shown_after_a_reload_and_streams_go_on(
-    tmp_path: Path,
-) -> None:
+async def test_a_new_certificate_is_shown_after_a_reload_and_streams_go_on(tmp_path: Path) -> None:
     mine, newer = Pki(tmp_path / "old"), Pki(tmp_path / "new")
     access = ServerAccess(config := verifier_config(mine.server()))
     async with serving(config=config, access=access) as (address, _):
@@ -335,8 +321,7 @@ async def test_a_new_certificate_is_shown_after_a_reload_and_streams_go_on(
             second = await anext(running)
             assert second.position == first.position + len(first.tokens)
             await running.aclose()
-            assert before.stats is not None
-            assert before.stats.counters.reconnects == 0
+            assert present(before.stats).counters.reconnects == 0
 
 
 async def test_a_broken_file_leaves_everything_as_it_was(tmp_path: Path) -> None:

@@ -146,13 +146,9 @@ def test_a_draft_looks_as_far_as_it_was_trained(drafts: dict[KvType, Path], tmp_
     assert read_manifest(folder).window == 0
 
 
-def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(
-    drafts: dict[KvType, Path],
-) -> None:
-    drafter, fresh = (
-        OnnxDrafter(drafts[KvType.FLOAT32], window=128),
-        OnnxDrafter(drafts[KvType.FLOAT32]),
-    )
+def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(drafts: dict[KvType, Path]) -> None:
+    folder = drafts[KvType.FLOAT32]
+    drafter, fresh = OnnxDrafter(folder, window=128), OnnxDrafter(folder)
     text = [int(token) for token in np.random.default_rng(1).integers(1, VOCABULARY_SIZE, 140)]
     drafter.begin(10, GREEDY)
     assert len(drafter.step(0, text[:120], 4)) == 4

@@ -69,12 +69,7 @@ def test_a_json_line_is_one_object_whatever_the_message_holds() -> None:
     assert "\x1b" not in text
     line = json.loads(text)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
-    assert line == {
-        "level": "warning",
-        "logger": "edgespec.x",
-        "message": hostile,
-        "tokens": 3,
-    }
+    assert line == {"level": "warning", "logger": "edgespec.x", "message": hostile, "tokens": 3}
 
 
 async def test_every_stream_has_one_line_that_says_what_it_got(log: Lines) -> None:
