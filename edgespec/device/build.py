@@ -25,9 +25,8 @@ from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.agent import Agent, AgentOptions, TextDecoder
 from edgespec.device.prober import Answer, ask_all
-from edgespec.device.reply import TextDecoder
 from edgespec.device.verifier_pool import VerifierPool, current_conversation
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import (

@@ -33,23 +33,6 @@ Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
 
-@dataclass(slots=True)
-class Job:
-    """One text that is wanted; ``stats`` grow while it comes."""
-
-    index: int
-    prompt: Sequence[int]
-    sampling: SamplingParams
-    logprobs: int = 0
-    must_call: bool = False
-    """Its constraint is that of a call."""
-    conversation: str = ""
-    """Its name; empty: it has none."""
-    model: str = ""
-    """The name to ask a verifier for; empty: the agent's own."""
-    stats: GenerationStats | None = field(default=None, init=False)
-
-
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
     """A token and the likeliest ones at its place, as bytes with their log-probabilities."""
@@ -82,13 +65,24 @@ class ToolUse:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the texts of an answer; hand in its chunks with ``add``."""
+    """One of the texts of an answer: what is asked of the agent, and what came of it; hand in its
+    chunks with ``add``."""
 
-    job: Job
+    index: int
+    prompt: Sequence[int]
+    sampling: SamplingParams
     scored: bool
     top_logprobs: int
     token_bytes: TokenBytes
     tools: ToolUse | None = None
+    must_call: bool = False
+    """Its constraint is that of a call."""
+    conversation: str = ""
+    """Its name; empty: it has none."""
+    model: str = ""
+    """The name to ask a verifier for; empty: the agent's own."""
+    stats: GenerationStats | None = field(default=None, init=False)
+    """They grow while it comes."""
     echo: str = ""
     """Stands before the text."""
     parts: list[str] = field(default_factory=list)
@@ -99,8 +93,9 @@ class Choice:
     """Why it is complete, in OpenAI's words; None: it is not."""
 
     @property
-    def index(self) -> int:
-        return self.job.index
+    def logprobs(self) -> int:
+        """Scores that are asked for: of the agent one is the least that can be."""
+        return max(1, self.top_logprobs) if self.scored else 0
 
     @property
     def text(self) -> str:
@@ -310,7 +305,7 @@ class CompletionEnvelope(ChoicesEnvelope):
 def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
     """Counts of an answer. ``edgespec`` is ours: how much of it was drafted on the device."""
     completion = sum(choice.tokens for choice in choices)
-    stats = [choice.job.stats for choice in choices if choice.job.stats is not None]
+    stats = [choice.stats for choice in choices if choice.stats is not None]
     counters = [one.counters for one in stats]
     return {
         "prompt_tokens": prompt_tokens,

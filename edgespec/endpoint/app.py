@@ -36,16 +36,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec import __version__
 from edgespec.config.device import EndpointSection
-from edgespec.device.reply import Chunk
+from edgespec.device.agent import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.answer import KEEP_ALIVE
-from edgespec.endpoint.models import ALIAS, ServedModel
 from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model, read_object
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
-from edgespec.endpoint.service import METRICS, METRICS_PREFIX, Answer, Endpoint, Run, stopping
+from edgespec.endpoint.service import (
+    ALIAS,
+    METRICS,
+    METRICS_PREFIX,
+    Answer,
+    Endpoint,
+    Run,
+    ServedModel,
+    stopping,
+)
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.metric_table import Table, registry_of
-from edgespec.telemetry.plain_data import plain
+from edgespec.telemetry.trace import plain
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
 _LARGE: Final = 1 << 18

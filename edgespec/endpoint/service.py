@@ -21,26 +21,25 @@ from functools import partial
 from typing import Any, Final, Self
 
 from edgespec.config.device import EndpointSection
+from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
-from edgespec.device.agent import Agent, GenerationError
+from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.prober import VerifierWatch
-from edgespec.device.reply import Chunk
 from edgespec.endpoint.answer import (
     ChatEnvelope,
     Choice,
     ChoicesEnvelope,
     CompletionEnvelope,
-    Job,
     ToolUse,
     usage_of,
 )
-from edgespec.endpoint.models import Chosen, ServedModels
 from edgespec.endpoint.request_json import (
     ApiError,
     Fields,
     from_generation,
     invalid,
+    no_such_model,
     unavailable,
 )
 from edgespec.endpoint.requests import (
@@ -114,7 +113,7 @@ class EndpointCounts:
         """Tokens of one answer, whether or not it came to its end."""
         if model not in self.answers and len(self.answers) >= MOST_NAMES:
             model = OTHER
-        stats = [one.job.stats.counters for one in choices if one.job.stats is not None]
+        stats = [one.stats.counters for one in choices if one.stats is not None]
         self.answers[model] += answers
         self.prompt_tokens[model] += prompt_tokens
         self.completion_tokens[model] += sum(one.tokens for one in choices)
@@ -197,22 +196,22 @@ class Admission:
 
 
 class Run:
-    """The generations of ``jobs``. Use as an async context manager; then call ``next`` until
+    """The generations of ``choices``. Use as an async context manager; then call ``next`` until
     ``over``."""
 
-    def __init__(self, agent: Agent, jobs: Sequence[Job]) -> None:
-        self._agent, self._jobs = agent, tuple(jobs)
+    def __init__(self, agent: Agent, choices: Sequence[Choice]) -> None:
+        self._agent, self._choices = agent, tuple(choices)
         # An error, or None, says that one of them has ended.
         self._unread: asyncio.Queue[tuple[int, Chunk] | ApiError | None] = asyncio.Queue(
             _MOST_UNREAD
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._running = len(self._jobs)
+        self._running = len(self._choices)
         self._failed: ApiError | None = None
         self._wake = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._generate(job)) for job in self._jobs]
+        self._tasks = [asyncio.create_task(self._generate(job)) for job in self._choices]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -225,8 +224,8 @@ class Run:
         return self._running == 0 and self._failed is None
 
     async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
-        """Chunks with the index of their job, all that are there; none when ``timeout_s`` is over,
-        or ``over``. Raises ``ApiError`` for the first generation that fails."""
+        """Chunks with the index of their choice, all that are there; none when ``timeout_s`` is
+        over, or ``over``. Raises ``ApiError`` for the first generation that fails."""
         while not (found := self._take()) and not self.over:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -254,26 +253,26 @@ class Run:
             raise self._failed
         return found
 
-    async def _generate(self, job: Job) -> None:
+    async def _generate(self, choice: Choice) -> None:
         begun, error = False, None
         try:
             generation = self._agent.generate(
-                job.prompt,
-                job.sampling,
-                logprobs=job.logprobs,
-                conversation=job.conversation,
-                model=job.model,
-                started=partial(setattr, job, "stats"),
+                choice.prompt,
+                choice.sampling,
+                logprobs=choice.logprobs,
+                conversation=choice.conversation,
+                model=choice.model,
+                started=partial(setattr, choice, "stats"),
             )
             async with aclosing(generation) as chunks:
                 async for chunk in chunks:
                     begun = True
-                    await self._put((job.index, chunk))
+                    await self._put((choice.index, chunk))
         except GenerationError as failure:
             error = from_generation(failure)
         except ConstraintError as failure:
-            constraint = job.sampling.constraint
-            forced = job.must_call or constraint is None
+            constraint = choice.sampling.constraint
+            forced = choice.must_call or constraint is None
             param = "tools" if forced or constraint is None else _PARAMS[constraint.kind]
             error = invalid(param, str(failure))
         except Exception as failure:
@@ -338,6 +337,99 @@ def _tool_use(request: Request, tokenizer: ChatTokenizer) -> ToolUse | None:
     marks = {token: mark for token, mark in ids.items() if token is not None}
     return ToolUse(ToolReader(form, names), MarkedText(marks), request.one_call)
 
+
+# --- which models the verifiers serve, by name ----------------------------------------------------
+#
+# A name is one model's: that of a verifier, or of an adapter beside it. Verifiers may serve
+# different ones; the agent takes a request to one that serves what it names.
+
+ALIAS: Final = "edgespec"
+"""A model name that always means whatever the verifier serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    info: ModelInfo
+    context_length: int
+    """Prompt plus output, in tokens."""
+    parent: str | None
+    """The model that it is an adapter of, by name."""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    asked: str
+    """The name to ask a verifier for; empty: for none."""
+    served: ServedModel | None
+    """None: no verifier has told yet what it serves."""
+
+    @property
+    def context_length(self) -> int | None:
+        return None if self.served is None else self.served.context_length
+
+
+class ServedModels:
+    """Of the verifiers behind ``watch``. ``only``: no other name is answered; empty: all are."""
+
+    def __init__(self, watch: VerifierWatch, only: str = "") -> None:
+        self._watch, self._only = watch, only
+
+    @property
+    def name(self) -> str:
+        """Of the model of requests that name none."""
+        usual = self.usual
+        return usual.name if usual is not None else self._only or ALIAS
+
+    @property
+    def usual(self) -> ServedModel | None:
+        """The model of requests that name none, once a verifier has told of it."""
+        return next(iter(self.listed), None)
+
+    @property
+    def listed(self) -> tuple[ServedModel, ...]:
+        """All of them, each name once: the usual one first, then as the verifiers tell them. Those
+        whose vocabulary is another cannot be asked for: there is one tokenizer here."""
+        found: dict[str, ServedModel] = {}
+        vocabulary = ""
+        for info in self._watch.told:
+            for model in info.served:
+                if self._only not in ("", model.name):
+                    continue
+                vocabulary = vocabulary or model.vocabulary
+                if model.vocabulary != vocabulary:
+                    continue
+                parent = None if model is info.model else info.model.name
+                longest = info.limits.context_length or model.context_length
+                found.setdefault(model.name, ServedModel(model, longest, parent))
+        return tuple(found.values())
+
+    def choose(self, name: str) -> Chosen:
+        """What a request takes that names ``name``, or nothing. A name is checked once it is known
+        what is served. Raises ``ApiError``."""
+        listed = {one.name: one for one in self.listed}
+        if (served := listed.get(name)) is not None:
+            return Chosen(self._asked(served), served)
+        if name in ("", ALIAS, self._only):
+            return Chosen(self._only, self.usual)
+        if listed or self._only or not fits_on_wire(name):
+            raise no_such_model(name, tuple(listed) or (self.name,))
+        return Chosen(name, None)
+
+    def _asked(self, served: ServedModel) -> str:
+        """Verifiers may serve one and the same model by several names; then none is asked for, so
+        that each of them can answer."""
+        models = [info.model for info in self._watch.told]
+        marks = {one.fingerprint for one in models}
+        if len({one.name for one in models}) > 1 and marks == {served.info.fingerprint} != {""}:
+            return self._only
+        return served.name
+
+
+# --- all of it ------------------------------------------------------------------------------------
 
 AnyEnvelope = ChoicesEnvelope | ResponseEnvelope
 MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
@@ -450,7 +542,7 @@ class Endpoint:
         answer = self._answer(CompletionEnvelope, tokenizer, request, prompts)
         if request.echo:
             for choice in answer.choices:
-                choice.echo = _text_of(tokenizer, choice.job.prompt)
+                choice.echo = _text_of(tokenizer, choice.prompt)
         return answer
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
@@ -474,7 +566,7 @@ class Endpoint:
         """The generations of ``answer``, once it is their turn."""
         request_id.set(answer.envelope.id)  # whatever is logged from here on names it
         async with self.admission.turn(len(answer.choices)):
-            run = Run(self.agent, [choice.job for choice in answer.choices])
+            run = Run(self.agent, answer.choices)
             self._runs.add(run)
             self._idle.clear()
             came = False
@@ -575,24 +667,23 @@ class Endpoint:
         """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
         has the seed ``seed_of(seed, k)``."""
         chosen = self.models.choose(request.model)
-        # Of the agent one score is the least that can be asked for.
-        logprobs = max(1, request.top_logprobs) if request.scored else 0
         choices: list[Choice] = []
         for tokens in prompts:
             sampling = self._sampling(request, tokens, chosen.context_length)
             for k in range(request.n):
-                job = Job(
+                choice = Choice(
                     len(choices),
                     tokens,
                     replace(sampling, seed=seed_of(sampling.seed, k)),
-                    logprobs,
+                    request.scored,
+                    request.top_logprobs,
+                    tokenizer.token_bytes,
+                    _tool_use(request, tokenizer),
                     request.must_call,
                     request.conversation,
                     chosen.asked,
                 )
-                scored, top = request.scored, request.top_logprobs
-                tools = _tool_use(request, tokenizer)
-                choices.append(Choice(job, scored, top, tokenizer.token_bytes, tools))
+                choices.append(choice)
         served = chosen.served
         name = served.name if served is not None else request.model or self.models.name
         mark = served.info.fingerprint[:12] if served is not None else ""

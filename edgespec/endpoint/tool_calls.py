@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Any, Final
 
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.device.reply import Piece
+from edgespec.device.agent import Piece
 from edgespec.endpoint.request_json import invalid
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"

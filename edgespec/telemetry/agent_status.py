@@ -15,7 +15,7 @@ from typing import Any, Final
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.telemetry.metric_table import metrics
-from edgespec.telemetry.plain_data import plain
+from edgespec.telemetry.trace import plain
 
 FORMAT: Final = "edgespec-agent-status"
 VERSION: Final = 1

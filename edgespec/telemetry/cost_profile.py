@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from edgespec.telemetry.plain_data import made
+from edgespec.telemetry.trace import made
 
 FORMAT: Final = "edgespec-profile"
 VERSION: Final = 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from edgespec.core.protocol.work import Candidate
-from edgespec.telemetry.plain_data import made, plain
+from edgespec.telemetry.trace import made, plain
 
 FORMAT: Final = "edgespec-tape"
 VERSION: Final = 1

@@ -60,6 +60,10 @@ WINDOW_BYTES = 1 << 18
 """Unread data of one stream that its sender may have under way (HTTP/2 flow control)."""
 # Of a token id below 2^28, and of what an Open holds besides tokens: names, biases, stop ids.
 _TOKEN_BYTES, _OPEN_BYTES = 4, 1 << 16
+_MAX_SESSION_ID_BYTES: Final = 128
+_MAX_RULE_BYTES: Final = 64
+_MAX_FAULT_BYTES: Final = 1024
+"""A longer fault text is cut when it is sent."""
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -90,20 +94,8 @@ class WireLimits:
     """Nodes in one Draft."""
     max_commit_tokens: int = MAX_COMMIT_TOKENS
     """Tokens in one Commit."""
-    max_stop_ids: int = MAX_STOP_IDS
-    max_biases: int = MAX_BIASES
-    max_session_id_bytes: int = 128
-    max_name_bytes: int = MAX_NAME_BYTES
-    """Model names and vocabulary fingerprints."""
-    max_adapters: int = MAX_ADAPTERS
-    """Models in an InfoReply beside the first."""
-    max_rule_bytes: int = 64
-    max_fault_bytes: int = 1024
-    """A longer fault text is cut when it is sent."""
     vocabulary_size: int = 1 << 24
     """Token ids are below it. Unless told, more than any vocabulary has."""
-    rules: tuple[str, ...] = (EXACT_RULE,)
-    """Acceptance rules this end knows."""
 
     @classmethod
     def for_context(cls, context_length: int) -> WireLimits:
@@ -235,11 +227,11 @@ def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> b
         case Commit():
             wire = _encode_commit(message, limits)
         case Opened():
-            _check_opened(message, limits)
+            _check_opened(message)
             bounds = _encode_limits(message.limits)
             wire = pb.VerifierMessage(opened=pb.Opened(limits=bounds, **_same(message, _OPENED)))
         case Fault():
-            wire = pb.VerifierMessage(fault=_encode_fault(message, limits))
+            wire = pb.VerifierMessage(fault=_encode_fault(message))
         case _:
             assert_never(message)
     return _serialised(wire, limits)
@@ -254,10 +246,10 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Down
         case "commit":
             return _decode_commit(wire.commit, limits)
         case "opened":
-            _check_opened(wire.opened, limits)
+            _check_opened(wire.opened)
             return Opened(_decode_limits(wire.opened.limits), **_same(wire.opened, _OPENED))
         case "fault":
-            return _decode_fault(wire.fault, limits)
+            return _decode_fault(wire.fault)
     raise ProtocolViolation("VerifierMessage has no kind known here: commit, opened or fault")
 
 
@@ -537,12 +529,11 @@ def _check_open(
     check_number("Open.version", message.version, PROTOCOL_VERSION, PROTOCOL_VERSION)
     if not message.session_id:
         raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
-    check_text("Open.session_id", message.session_id, limits.max_session_id_bytes)
-    _check_names("Open", message, ("model", "vocabulary"), limits)
-    check_text("Open.rule", message.rule, limits.max_rule_bytes)
-    if (message.rule or EXACT_RULE) not in limits.rules:
-        known = ", ".join(limits.rules)
-        raise ProtocolViolation(f"Open.rule is {message.rule!r}, but must be one of: {known}")
+    check_text("Open.session_id", message.session_id, _MAX_SESSION_ID_BYTES)
+    _check_names("Open", message, ("model", "vocabulary"))
+    check_text("Open.rule", message.rule, _MAX_RULE_BYTES)
+    if message.rule not in ("", EXACT_RULE):
+        raise ProtocolViolation(f"Open.rule is {message.rule!r}, but must be one of: {EXACT_RULE}")
     check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
     check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
     check_context(prompt_length + committed_length, limits)
@@ -586,25 +577,25 @@ _DEFAULT: Final = SamplingParams()
 
 def _check_sampling(sampling: SamplingParams | pb.Sampling, limits: WireLimits) -> None:
     stops, biases = sampling.stop_token_ids, sampling.logit_bias
-    check_count("Sampling.logit_bias", len(biases), limits.max_biases)
-    check_count("Sampling.stop_token_ids", len(stops), limits.max_stop_ids)
+    check_count("Sampling.logit_bias", len(biases), MAX_BIASES)
+    check_count("Sampling.stop_token_ids", len(stops), MAX_STOP_IDS)
     check_tokens("Sampling.logit_bias", tuple(biases), limits.vocabulary_size)
     check_tokens("Sampling.stop_token_ids", stops, limits.vocabulary_size)
 
 
-def _check_names(where: str, message: object, names: Sequence[str], limits: WireLimits) -> None:
+def _check_names(where: str, message: object, names: Sequence[str]) -> None:
     for name in names:
-        check_text(f"{where}.{name}", getattr(message, name), limits.max_name_bytes)
+        check_text(f"{where}.{name}", getattr(message, name), MAX_NAME_BYTES)
 
 
-def _check_opened(opened: Opened | pb.Opened, limits: WireLimits) -> None:
-    _check_names("Opened", opened, ("model", "fingerprint"), limits)
+def _check_opened(opened: Opened | pb.Opened) -> None:
+    _check_names("Opened", opened, ("model", "fingerprint"))
     check_number("Opened.position", opened.position, 0, MAX_UINT32)
 
 
-def _encode_fault(fault: Fault, limits: WireLimits) -> pb.Fault:
+def _encode_fault(fault: Fault) -> pb.Fault:
     # Cut, not refused: a fault has to arrive.
-    text = fault.message.encode(errors="replace")[: limits.max_fault_bytes]
+    text = fault.message.encode(errors="replace")[:_MAX_FAULT_BYTES]
     return pb.Fault(
         code=_NUMBER[fault.code],
         message=text.decode(errors="ignore"),
@@ -612,9 +603,9 @@ def _encode_fault(fault: Fault, limits: WireLimits) -> pb.Fault:
     )
 
 
-def _decode_fault(wire: pb.Fault, limits: WireLimits) -> Fault:
+def _decode_fault(wire: pb.Fault) -> Fault:
     size = len(wire.message.encode())
-    check_number("bytes of Fault.message", size, 0, limits.max_fault_bytes)
+    check_number("bytes of Fault.message", size, 0, _MAX_FAULT_BYTES)
     return Fault(
         code=check_member("Fault.code", _FAULT, wire.code),
         message=wire.message,
@@ -639,13 +630,13 @@ def _decode_model(wire: pb.ModelInfo) -> ModelInfo:
 
 def _check_info(info: VerifierInfo | pb.InfoReply, limits: WireLimits) -> None:
     check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions)
-    check_count("InfoReply.adapters", len(info.adapters), limits.max_adapters)
+    check_count("InfoReply.adapters", len(info.adapters), MAX_ADAPTERS)
     models: list[ModelInfo | pb.ModelInfo] = [info.model, *info.adapters]
     for model in models:
-        _check_names("ModelInfo", model, ("name", "vocabulary", "fingerprint"), limits)
+        _check_names("ModelInfo", model, ("name", "vocabulary", "fingerprint"))
         check_number("ModelInfo.vocabulary_size", model.vocabulary_size, 1, MAX_UINT32)
         check_number("ModelInfo.context_length", model.context_length, 1, MAX_UINT32)
-        check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), limits.max_stop_ids)
+        check_count("ModelInfo.eos_token_ids", len(model.eos_token_ids), MAX_STOP_IDS)
         check_tokens("ModelInfo.eos_token_ids", model.eos_token_ids, limits.vocabulary_size)
 
 

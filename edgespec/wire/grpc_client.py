@@ -18,6 +18,7 @@ from grpc.aio import EOF
 
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
+from edgespec.wire.access import handshake_failure
 from edgespec.wire.codec import (
     SERVICE,
     ProtocolViolation,
@@ -36,7 +37,6 @@ from edgespec.wire.grpc_calls import (
     client_options,
     count_nothing,
 )
-from edgespec.wire.tls import handshake_failure
 
 # Statuses that a second attempt would meet again.
 _FINAL: Final = frozenset(

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.telemetry.plain_data import made
+from edgespec.telemetry.trace import made
 
 FORMAT: Final = "edgespec-run"
 VERSION: Final = 2

@@ -18,10 +18,9 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent, AgentOptions, GenerationStats
+from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationStats, Piece
 from edgespec.device.build import build_agent, connect
 from edgespec.device.prober import VerifierWatch
-from edgespec.device.reply import Chunk, Piece
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
 from edgespec.endpoint.server import EndpointServer, listen

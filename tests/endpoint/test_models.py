@@ -21,9 +21,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.prober import VerifierWatch
-from edgespec.endpoint.models import Chosen, ServedModels
 from edgespec.endpoint.request_json import ApiError
-from edgespec.endpoint.service import MOST_NAMES, OTHER, EndpointCounts
+from edgespec.endpoint.service import MOST_NAMES, OTHER, Chosen, EndpointCounts, ServedModels
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers

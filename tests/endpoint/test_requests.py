@@ -83,7 +83,7 @@ def test_any_request_is_an_answer_or_a_refusal(chat: Any, text: Any) -> None:
             assert found.message
         else:
             assert 1 <= len(found.choices) <= asked.settings.max_concurrent
-            assert all(choice.job.prompt for choice in found.choices)
+            assert all(choice.prompt for choice in found.choices)
 
 
 async def outcomes(*works: Coroutine[Any, Any, Answer]) -> list[Answer | ApiError]:

@@ -19,7 +19,7 @@ from typer.testing import Result
 
 from edgespec.config import ConfigError
 from edgespec.wire import certificates
-from edgespec.wire.tls import channel_credentials, load_server_identity
+from edgespec.wire.access import channel_credentials, load_server_identity
 from tests.shell.live_verifier import call
 from tests.shell.pki import Pki
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 from edgespec.cli.main import app
 from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import Cancel, Commit
+from edgespec.wire.access import channel_credentials
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
 from edgespec.wire.grpc_server import GrpcServer
-from edgespec.wire.tls import channel_credentials
 from tests.shell.echo_verifier import INFO, PATIENCE_S, STOPPING, echo, opened, served, works
 from tests.shell.live_verifier import daemon
 from tests.shell.pki import certs

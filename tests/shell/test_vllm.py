@@ -67,7 +67,7 @@ from edgespec.verifier.engines.vllm.worker import (
     leaving_reason,
     sampling_of,
 )
-from edgespec.wire.codec import ProtocolViolation, WireLimits, decode_info, encode_info
+from edgespec.wire.codec import ProtocolViolation, decode_info, encode_info
 from edgespec.wire.pb import speculation_pb2 as pb
 from tests.shell.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
 from tests.shell.live_verifier import serving, toy_text
@@ -575,7 +575,9 @@ def test_the_adapters_of_a_verifier_are_bounded() -> None:
     info = VerifierInfo(model, Limits(), 0, 8, 0, (replace(model, name="a"),) * 65)
     with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
         encode_info(info)
-    payload = encode_info(info, WireLimits(max_adapters=65))
+    wire = pb.InfoReply.FromString(encode_info(replace(info, adapters=info.adapters[1:])))
+    wire.adapters.append(wire.adapters[0])
+    payload = wire.SerializeToString()
     with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
         decode_info(payload)
     assert not pb.InfoReply.FromString(encode_info(replace(info, adapters=()))).adapters
