@@ -102,11 +102,18 @@ class ServerAccess:
         self._tls = config.tls
         self._ring = self._read_ring()
         self.credentials: grpc.ServerCredentials | None = None
-        """For a server; None: plaintext."""
-        self._server_tls: ServerTls | None = None
-        if (identity := self._read_identity()) is not None:
-            self._server_tls = ServerTls(identity)
-            self.credentials = self._server_tls.credentials
+        """For a server; None: plaintext. Devices need a certificate when the first identity has a
+        ``client_ca``, and so do they for all later ones."""
+        self._identity = identity = self._read_identity()
+        self._told: ServerIdentity | None = None
+        if identity is not None:
+            import grpc
+
+            self.credentials = grpc.dynamic_ssl_server_credentials(
+                _configuration(identity),
+                self._newest,
+                require_client_authentication=identity.client_ca is not None,
+            )
 
     @property
     def asks_for_keys(self) -> bool:
@@ -117,8 +124,8 @@ class ServerAccess:
         found = []
         if self._ring is not None and not len(self._ring):
             found.append(f"{self._keys_path} holds no key: nobody is let in")
-        if self._server_tls is not None:
-            ends = self._server_tls.identity.expires
+        if self._identity is not None:
+            ends = self._identity.expires
             if (days := (ends - datetime.now(UTC)).days) < _EXPIRES_SOON_DAYS:
                 found.append(f"{self._tls.cert} expires in {days} days, on {ends:%Y-%m-%d}")
         return tuple(found)
@@ -134,10 +141,17 @@ class ServerAccess:
         changes, replaced = KeyChanges(), False
         if ring is not None and self._ring is not None:
             changes, self._ring = self._ring.changes(ring), ring
-        if identity is not None and self._server_tls is not None:
-            replaced = identity != self._server_tls.identity
-            self._server_tls.replace(identity)
+        if identity is not None:
+            replaced, self._identity = identity != self._identity, identity
         return Reloaded(changes, replaced, self.warnings)
+
+    def _newest(self) -> Any:
+        """What gRPC asks at every handshake, in a thread of its own; None: as before."""
+        identity = self._identity
+        if identity is None or identity is self._told:
+            return None
+        self._told = identity
+        return _configuration(identity)
 
     def _read_ring(self, *, written: bool = False) -> KeyRing | None:
         if (path := self._keys_path) is None:
@@ -272,37 +286,6 @@ def load_server_identity(
             _check_dates(client_ca, one, now)
     expires = min(one.not_valid_after_utc for one in certificates)
     return ServerIdentity(shown, secret, trusted, expires)
-
-
-class ServerTls:
-    """A server's credentials, whose identity can be replaced while it listens. Devices need a
-    certificate when the first identity has a ``client_ca``, and so do they for all later ones."""
-
-    def __init__(self, identity: ServerIdentity) -> None:
-        import grpc
-
-        self._identity = identity
-        self._told: ServerIdentity | None = None
-        self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            _configuration(identity),
-            self._newest,
-            require_client_authentication=identity.client_ca is not None,
-        )
-
-    @property
-    def identity(self) -> ServerIdentity:
-        return self._identity
-
-    def replace(self, identity: ServerIdentity) -> None:
-        self._identity = identity
-
-    def _newest(self) -> Any:
-        """What gRPC asks at every handshake, in a thread of its own; None: as before."""
-        identity = self._identity
-        if identity is self._told:
-            return None
-        self._told = identity
-        return _configuration(identity)
 
 
 def _configuration(identity: ServerIdentity) -> Any:

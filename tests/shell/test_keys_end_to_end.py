@@ -329,18 +329,18 @@ async def test_a_broken_file_leaves_everything_as_it_was(tmp_path: Path) -> None
     path = tmp_path / "keys.yaml"
     key = keys_in(path, "one")["one"]
     access = ServerAccess(verifier_config(mine.server(), path))
-    identity = access._server_tls.identity  # type: ignore[union-attr]
+    identity = access._identity
     keys_in(path, "other")
     (tmp_path / "server.pem").write_text("rubbish")
     with pytest.raises(ConfigError, match=r"server\.pem: holds no PEM certificate"):
         access.reload()
-    assert access._server_tls.identity is identity  # type: ignore[union-attr]
+    assert access._identity is identity
     assert access.authenticate(key) is not None
     mine.renew_server()
     path.write_text("keys: 5")
     with pytest.raises(ConfigError, match="keys is 5"):
         access.reload()
-    assert access._server_tls.identity is identity  # type: ignore[union-attr]
+    assert access._identity is identity
     assert access.authenticate(key) is not None
 
 
