@@ -115,29 +115,9 @@ def delays(terms: Terms, decision: Decision) -> Floats:
 #     D_MD = f_MD / F_MD      D_ES = k_j slot + f_ES / (z_ij F_ES)
 #     R_i = y_ij W_j log2(1 + SNR_ij)
 #     E_CP = f_MD / delta_CP  E_CM = delta_CM y_ij P_i
-# Its errors and omissions, and what is done about each:
-# 1. The swap test accepts a swap that raises the objective, while the problem minimises. Here
-#     swaps lower it; ``methods.SwapTest.AS_PRINTED`` exists so that a test can show what the
-#     slip does.
-# 2. The bandwidth constraint sums a device's shares over servers. Shares are of a server's band,
-#     so ``Decision.check`` sums over the devices of a server, as the compute constraint does.
-# 3. No round trip. ``CorrectedCost`` adds one a pass: a rejected draft waits for its correction.
-# 4. No downlink. Added: commits are tens of bytes and sent one at a time over the whole band.
-# 5. No interference, although max-SINR is a baseline. The bands of the servers are disjoint, so
-#     what is left is leakage from the neighbouring ones: 30 dB down (3GPP TS 38.101-1, 6.5.2.4),
-#     from two neighbours that are each filled by an average device of another server. Added to
-#     the noise.
-# 6. The residual distribution is dropped: a token is accepted with p/q, else the target's own is
-#     taken, which is the target's distribution for greedy decoding only. This runtime never has
-#     that choice to make: a draft is accepted when it *is* the token that the target drew with
-#     the seed's noise, so acceptance enters here as a number of passes and can change no text.
-# 7. The reward is called the objective over that of random association with uniform shares, which
-#     rewards a high cost. Here it is random over ours: higher is better (``masac``).
-# 8. Transmit energy is a power. ``CorrectedCost`` multiplies by the time on air: y P d / R, in
-#     which y cancels, so it moves the association and not the shares.
-# 9. Latency is operations over peak speed, so a pass of 25 tokens costs as much as 25 passes of
-#     one and speculation cannot win. ``CorrectedCost`` adds the time to read the weights once a
-#     pass.
+# Its nine errors and omissions, and what is done about each, are in docs/uara.md. The bands of the
+# servers are disjoint, so interference is leakage from the neighbouring ones: 30 dB down (3GPP TS
+# 38.101-1, 6.5.2.4), each filled by an average device of another server.
 # Under-specified, chosen here: milliseconds, millijoules and percent of battery, the units in
 # which lambda 1e-2, w 20-100, delta_CP 1e9 (operations per millijoule) and delta_CM 2.6 all
 # matter; noise over one server's whole band; k_j in slots of unfinished work; what ``world``

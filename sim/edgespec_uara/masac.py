@@ -1,16 +1,18 @@
 """Multi-agent soft actor-critic (Haarnoja et al., 2018) on the paper's environment and reward.
 
 One shared actor, an agent a server. Twin centralised critics, the smaller of the two counts; target
-critics follow slowly; the entropy temperature is tuned to a target entropy. Torch is needed here
-and nowhere else: what is learned runs in ``methods.Actor``.
+critics follow slowly; the entropy temperature is tuned to a target entropy.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +21,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 from torch import Tensor, nn
+from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from torch.nn import functional as F
 
-from edgespec_uara.cost import CostModel, PaperCost, objective, uniform, weighted
+from edgespec_uara.cost import CostModel, PaperCost, Weights, objective, uniform, weighted
 from edgespec_uara.methods import (
     FEATURES,
     PAIR_ACTIONS,
@@ -34,14 +37,13 @@ from edgespec_uara.methods import (
     pair_features,
     two_phase_matching,
 )
-from edgespec_uara.world import Floats, Ints, UaraSettings, UaraWorld
+from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 
-# --- actor and critic over lists of devices of any length --------------------------------------
-# Rows are (device, its server) pairs of many scenes, laid end to end; ``Layout`` says which
-# server a row belongs to and which scene a server belongs to. Pooling is a mean over rows or
-# servers, so the order of devices cannot matter and their number may change. The actor is
-# decentralised (it sees its own server's devices); the critic is centralised (it sees all servers
-# of its scene).
+# --- actor and critic over any number of servers and devices -----------------------------------
+# Features of a scene have the shape (E, M, features): every server sees all devices, as none has a
+# server yet. Pooling is a mean over devices or servers, so their order cannot matter and their
+# number may change. The actor is decentralised (it sees its own server's row); the critic is
+# centralised (it sees all servers of its scene).
 
 
 WIDTH = 64
@@ -51,82 +53,57 @@ LOG_STD_FIRST = -1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """R rows, S servers, N scenes."""
-
-    server_of_row: Tensor
-    scene_of_server: Tensor
-    scenes: int
-
-    @property
-    def servers(self) -> int:
-        return len(self.scene_of_server)
-
-    def counts(self) -> Tensor:
-        return torch.bincount(self.server_of_row, minlength=self.servers)
-
-    def pool_rows(self, rows: Tensor) -> Tensor:
-        return _mean(rows, self.server_of_row, self.servers)
-
-    def pool_servers(self, rows: Tensor) -> Tensor:
-        return _mean(rows, self.scene_of_server, self.scenes)
-
-
-def _mean(rows: Tensor, group: Tensor, groups: int) -> Tensor:
-    total = rows.new_zeros(groups, rows.shape[1]).index_add(0, group, rows)
-    return total / torch.bincount(group, minlength=groups).clamp(min=1)[:, None]
-
-
-@dataclass(frozen=True, slots=True)
 class Actions:
     """In (-1, 1), with the logarithm of their density, summed over an agent's dimensions."""
 
     pairs: Tensor
+    """(E, M, 2)."""
     servers: Tensor
+    """(E, 1)."""
     log_density: Tensor
-    """(S,): the mean over a server's devices, plus its own action's."""
+    """(E,): the mean over the devices, plus the server's own action's."""
 
 
-class TorchActor(nn.Module):
-    """The shared actor. ``methods.Actor`` computes the same means from the same arrays."""
-
+class Actor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        crowd = WIDTH + 1
-        self.embed0, self.embed1 = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.pair0 = nn.Linear(WIDTH + crowd, WIDTH)
-        self.pair1 = nn.Linear(WIDTH, 2 * PAIR_ACTIONS)
-        self.server0, self.server1 = nn.Linear(crowd, WIDTH), nn.Linear(WIDTH, 2 * SERVER_ACTIONS)
+        self.embed = _two_layers(FEATURES, WIDTH)
+        self.pair = _two_layers(2 * WIDTH + 1, 2 * PAIR_ACTIONS)
+        self.server = _two_layers(WIDTH + 1, 2 * SERVER_ACTIONS)
 
-    def heads(self, features: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Means and log deviations before squashing: of rows (R, 4) and of servers (S, 2)."""
-        rows = F.relu(self.embed1(F.relu(self.embed0(features))))
-        crowd = torch.cat([layout.pool_rows(rows), _crowding(layout)], dim=1)
-        beside = torch.cat([rows, crowd[layout.server_of_row]], dim=1)
-        pairs = self.pair1(F.relu(self.pair0(beside)))
-        return pairs, self.server1(F.relu(self.server0(crowd)))
+    def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and log deviations before squashing: of pairs (E, M, 4), of servers (E, 2)."""
+        rows = F.relu(self.embed(features))
+        crowd = torch.cat([rows.mean(dim=1), _crowding(features)], dim=1)
+        beside = crowd[:, None].expand(-1, features.shape[1], -1)
+        return self.pair(torch.cat([rows, beside], dim=2)), self.server(crowd)
 
-    def sample(self, features: Tensor, layout: Layout, dice: torch.Generator) -> Actions:
-        pairs, servers = self.heads(features, layout)
-        pair_actions, pair_density = _squashed(pairs, dice)
-        server_actions, server_density = _squashed(servers, dice)
-        density = layout.pool_rows(pair_density[:, None])[:, 0] + server_density
-        return Actions(pair_actions, server_actions, density)
+    def sample(self, features: Tensor) -> Actions:
+        pairs, servers = self.heads(features)
+        pair_actions, pair_density = _squashed(pairs)
+        server_actions, server_density = _squashed(servers)
+        return Actions(pair_actions, server_actions, pair_density.mean(dim=1) + server_density)
 
-
-def _squashed(head: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-    mean, log_std = head.chunk(2, dim=1)
-    log_std = (log_std + LOG_STD_FIRST).clamp(LOG_STD_MIN, LOG_STD_MAX)
-    noise = torch.randn(mean.shape, generator=dice)
-    raw = mean + log_std.exp() * noise
-    # Density of tanh(raw), in the form that does not lose digits at the ends.
-    squash = 2.0 * (0.6931471805599453 - raw - F.softplus(-2.0 * raw))
-    log_density = -0.5 * noise**2 - log_std - 0.9189385332046727 - squash
-    return torch.tanh(raw), log_density.sum(dim=1)
+    @torch.no_grad()
+    def weights(self, features: Floats) -> Weights:
+        """The most likely ones, of features (M, E, F)."""
+        pairs, servers = self.heads(torch.from_numpy(features).transpose(0, 1).float())
+        likely = torch.tanh(pairs[..., :PAIR_ACTIONS]).transpose(0, 1)
+        own = torch.tanh(servers[:, :SERVER_ACTIONS])
+        return action_weights(likely.double().numpy(), own.double().numpy())
 
 
-def _crowding(layout: Layout) -> Tensor:
-    return (torch.log1p(layout.counts().float()) - 2.0)[:, None]
+def _squashed(head: Tensor) -> tuple[Tensor, Tensor]:
+    mean, log_std = head.chunk(2, dim=-1)
+    std = (log_std + LOG_STD_FIRST).clamp(LOG_STD_MIN, LOG_STD_MAX).exp()
+    law = TransformedDistribution(Normal(mean, std), TanhTransform(cache_size=1))
+    action = law.rsample()
+    return action, law.log_prob(action).sum(dim=-1)
+
+
+def _crowding(features: Tensor) -> Tensor:
+    servers, devices = features.shape[:2]
+    return torch.full((servers, 1), math.log1p(devices) - 2.0)
 
 
 class Critic(nn.Module):
@@ -138,25 +115,21 @@ class Critic(nn.Module):
         self.server = _two_layers(WIDTH + 1 + SERVER_ACTIONS, WIDTH)
         self.value = _two_layers(2 * WIDTH, 1)
 
-    def forward(self, features: Tensor, layout: Layout, pairs: Tensor, servers: Tensor) -> Tensor:
-        shares = _log_shares(layout, pairs, servers)
-        rows = F.relu(self.embed(torch.cat([features, shares], dim=1)))
-        pooled = torch.cat([layout.pool_rows(rows), _crowding(layout), servers], dim=1)
+    def forward(self, features: Tensor, pairs: Tensor, servers: Tensor) -> Tensor:
+        rows = F.relu(self.embed(torch.cat([features, _log_shares(pairs, servers)], dim=2)))
+        pooled = torch.cat([rows.mean(dim=1), _crowding(features), servers], dim=1)
         each = F.relu(self.server(pooled))
-        everyone = layout.pool_servers(each)[layout.scene_of_server]
+        everyone = each.mean(dim=0).expand_as(each)
         values: Tensor = self.value(torch.cat([each, everyone], dim=1))
         return values[:, 0]
 
 
-def _log_shares(layout: Layout, pairs: Tensor, servers: Tensor) -> Tensor:
-    """(R, 2): logarithms of the shares over even ones. The softmax is the world's, not a thing to
-    be learned: actions that give the same shares must have the same value."""
-    owner = layout.server_of_row
-    logits = WEIGHT_SPAN * pairs
-    total = logits.new_zeros(layout.servers, PAIR_ACTIONS).index_add(0, owner, logits.exp())
-    shares = logits - torch.log(total / layout.counts().clamp(min=1)[:, None])[owner]
+def _log_shares(pairs: Tensor, servers: Tensor) -> Tensor:
+    """(E, M, 2): logarithms of the shares over even ones. The softmax is the world's, not a thing
+    to be learned: actions that give the same shares must have the same value."""
+    shares = F.log_softmax(WEIGHT_SPAN * pairs, dim=1) + math.log(pairs.shape[1])
     used = USED_SPAN * (servers - 1.0)
-    return shares + torch.cat([used, torch.zeros_like(used)], dim=1)[owner]
+    return shares + torch.cat([used, torch.zeros_like(used)], dim=1)[:, None]
 
 
 def _two_layers(inputs: int, outputs: int) -> nn.Sequential:
@@ -167,25 +140,16 @@ def _two_layers(inputs: int, outputs: int) -> nn.Sequential:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """Devices at their servers: features (M, F), association (M,), number of servers."""
-
-    features: Floats
-    association: Ints
-    servers: int
-
-
-@dataclass(frozen=True, slots=True)
 class Transition:
-    """What the agents did in a scene, what it earned, and what they saw next. ``next_agent`` is
-    each one's number in the next scene, or -1 when the episode ended."""
+    """What the agents saw (E, M, F) and did, what it earned (E,), and what they saw next."""
 
-    scene: Scene
-    pairs: Floats
-    server_actions: Floats
-    rewards: Floats
-    next_scene: Scene
-    next_agent: Ints
+    features: Tensor
+    pairs: Tensor
+    servers: Tensor
+    rewards: Tensor
+    following: Tensor
+    over: bool
+    """The episode ended with it."""
 
 
 class Replay:
@@ -195,24 +159,11 @@ class Replay:
         self._kept: deque[Transition] = deque(maxlen=capacity)
         self._rng = rng
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def add(self, transition: Transition) -> None:
         self._kept.append(transition)
 
     def draw(self, count: int) -> list[Transition]:
         return [self._kept[index] for index in self._rng.integers(len(self._kept), size=count)]
-
-
-def layout_of(scenes: list[Scene]) -> tuple[torch.Tensor, Layout]:
-    """Features of all rows, and who belongs where."""
-    offsets = np.cumsum([0, *(scene.servers for scene in scenes)])
-    rows = [scene.association + first for scene, first in zip(scenes, offsets[:-1], strict=True)]
-    owners = np.repeat(np.arange(len(scenes)), [scene.servers for scene in scenes])
-    features = np.concatenate([scene.features for scene in scenes])
-    layout = Layout(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(owners), len(scenes))
-    return torch.from_numpy(features.astype(np.float32)), layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,21 +185,23 @@ class LearnerSettings:
 
 
 class Learner:
-    """Networks and their optimisers; ``update`` makes one step of all of them."""
+    """Networks and their optimisers; ``update`` makes one step of all of them. Seeds torch, for the
+    whole process, and has it use one thread: networks this small only lose by sharing work, and
+    sums keep their order."""
 
     def __init__(self, settings: LearnerSettings, seed: int) -> None:
+        torch.set_num_threads(1)
         torch.manual_seed(seed)
-        self.actor = TorchActor()
+        self.actor = Actor()
         self._settings = settings
         self._critics = (Critic(), Critic())
         self._targets = copy.deepcopy(self._critics)
-        self._log_temperature = torch.tensor(np.log(settings.first_temperature), dtype=torch.float)
+        self._log_temperature = torch.tensor(math.log(settings.first_temperature))
         self._log_temperature.requires_grad_()
         self._of_actor = torch.optim.Adam(self.actor.parameters(), settings.actor_rate)
         both = chain.from_iterable(critic.parameters() for critic in self._critics)
         self._of_critics = torch.optim.Adam(list(both), settings.critic_rate)
         self._of_temperature = torch.optim.Adam([self._log_temperature], settings.temperature_rate)
-        self._dice = torch.Generator().manual_seed(seed)
 
     @property
     def temperature(self) -> float:
@@ -261,74 +214,52 @@ class Learner:
             for group in optimiser.param_groups:
                 group["lr"] = share * rate
 
-    def update(self, batch: list[Transition]) -> None:
-        features, layout = layout_of([transition.scene for transition in batch])
-        self._update_critics(batch, features, layout)
-        actions = self.actor.sample(features, layout, self._dice)
+    def update(self, batch: Sequence[Transition]) -> None:
+        self._update_critics(batch)
         for critic in self._critics:
             critic.requires_grad_(False)
-        values = torch.min(
-            *(critic(features, layout, actions.pairs, actions.servers) for critic in self._critics)
-        )
-        loss = (self.temperature * actions.log_density - values).mean()
-        _step(self._of_actor, loss)
+        values, density = self._valued([one.features for one in batch], self._critics)
+        _step(self._of_actor, (self.temperature * density - values).mean())
         for critic in self._critics:
             critic.requires_grad_(True)
-        excess = actions.log_density.detach().mean() + self._settings.target_entropy
+        excess = density.detach().mean() + self._settings.target_entropy
         _step(self._of_temperature, -self._log_temperature * excess)
         self._follow()
 
-    def _update_critics(self, batch: list[Transition], features: Tensor, layout: Layout) -> None:
+    def _update_critics(self, batch: Sequence[Transition]) -> None:
         wanted = self._wanted(batch)
-        pairs = _joined([transition.pairs for transition in batch])
-        servers = _joined([transition.server_actions for transition in batch])
-        loss = torch.stack(
-            [
-                F.smooth_l1_loss(critic(features, layout, pairs, servers), wanted)
-                for critic in self._critics
-            ]
-        ).sum()
+        loss = torch.zeros(())
+        for critic in self._critics:
+            found = torch.cat([critic(one.features, one.pairs, one.servers) for one in batch])
+            loss = loss + F.smooth_l1_loss(found, wanted)
         _step(self._of_critics, loss)
 
     @torch.no_grad()
-    def _wanted(self, batch: list[Transition]) -> Tensor:
+    def _wanted(self, batch: Sequence[Transition]) -> Tensor:
         """Rewards plus the discounted soft value of the next scene, one an agent."""
-        features, layout = layout_of([transition.next_scene for transition in batch])
-        actions = self.actor.sample(features, layout, self._dice)
-        values = torch.min(
-            *(critic(features, layout, actions.pairs, actions.servers) for critic in self._targets)
-        )
-        soft = values - self.temperature * actions.log_density
-        firsts = np.cumsum([0, *(transition.next_scene.servers for transition in batch)])
-        numbers = [
-            np.where(transition.next_agent < 0, -1, transition.next_agent + first)
-            for transition, first in zip(batch, firsts[:-1], strict=True)
-        ]
-        number = torch.from_numpy(np.concatenate(numbers))
-        later = torch.where(number < 0, 0.0, soft[number.clamp(min=0)])
-        rewards = _joined([transition.rewards for transition in batch])
-        return rewards + self._settings.discount * later
+        values, density = self._valued([one.following for one in batch], self._targets)
+        goes_on = torch.cat([torch.full_like(one.rewards, not one.over) for one in batch])
+        later = goes_on * (values - self.temperature * density)
+        return torch.cat([one.rewards for one in batch]) + self._settings.discount * later
+
+    def _valued(
+        self, scenes: Sequence[Tensor], critics: tuple[Critic, Critic]
+    ) -> tuple[Tensor, Tensor]:
+        """What the actor would do in each scene: the lesser value and the log density, of all
+        agents one behind another."""
+        values, densities = [], []
+        for features in scenes:
+            actions = self.actor.sample(features)
+            both = (critic(features, actions.pairs, actions.servers) for critic in critics)
+            values.append(torch.min(*both))
+            densities.append(actions.log_density)
+        return torch.cat(values), torch.cat(densities)
 
     def _follow(self) -> None:
         with torch.no_grad():
             for critic, target in zip(self._critics, self._targets, strict=True):
                 for new, old in zip(critic.parameters(), target.parameters(), strict=True):
                     old.lerp_(new, self._settings.follow)
-
-    def arrays(self) -> dict[str, Floats]:
-        """The actor as ``methods.Actor`` takes it."""
-        state = self.actor.state_dict()
-        return {name: tensor.double().numpy().copy() for name, tensor in state.items()}
-
-
-def one_thread() -> None:
-    """Of torch, for the whole process: networks this small only lose by sharing work, and sums keep
-    their order."""
-    torch.set_num_threads(1)
-
-
-def _joined(arrays: list[Floats]) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays).astype(np.float32))
 
 
 def _step(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -339,8 +270,8 @@ def _step(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
 
 # --- the slot game as a PettingZoo environment, an agent a server ------------------------------
 # A step is a slot: actions become weights of bandwidth and compute (``methods.action_weights``),
-# the two-phase matching associates devices under them, shares and cost follow, the world moves
-# on.
+# the paper's matching (swaps alone) associates devices under them, shares and cost follow, the
+# world moves on.
 # Reward, for all agents the same: cost of random association with uniform shares, divided by
 # ours. Higher is better, 1 is no better than random. (The paper prints "divided by that of
 # random", which would reward cost.) The observation holds the paper's state: positions, gains,
@@ -357,97 +288,42 @@ _LIMIT = 20.0
 _SEEDS = 2**31
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One slot, played."""
-
-    cost: float
-    reference: float
-    """Of random association and uniform shares."""
-
-    @property
-    def reward(self) -> float:
-        return self.reference / self.cost
-
-
-class SlotGame:
-    """World, cost model and the dice of the reference."""
-
-    def __init__(
-        self,
-        settings: UaraSettings,
-        cost: CostModel,
-        seed: int,
-        steps: Steps = Steps.SWAPS_AND_MOVES,
-    ) -> None:
-        self._cost, self._steps = cost, steps
-        self._dice = np.random.default_rng([seed, 1])
-        self.world = UaraWorld(settings, seed)
-        self.slot = 0
-
-    def observe(self) -> Observation:
-        """(E, M + 1, columns): for each server a row a device, then a row for itself."""
-        now, terms = self.world.snapshot, self._cost.terms(self.world.snapshot)
-        devices, servers = terms.constant.shape
-        columns = PAIR_COLUMNS + DEVICE_COLUMNS
-        seen = np.zeros((servers, devices + 1, columns))
-        seen[:, :devices, :6] = pair_features(terms).transpose(1, 0, 2)
-        seen[:, :devices, 6] = np.log10(np.maximum(now.gains.T, 1e-20)) / 10.0 + 1.0
-        rows = seen[:, :devices, PAIR_COLUMNS:]
-        rows[:, :, :2] = now.devices_m / now.settings.side_m
-        rows[:, :, 2] = now.battery_percent / 100.0
-        rows[:, :, 3] = np.log10(now.draft_flop) - 11.0
-        rows[:, :, 4] = np.log10(now.upload_bits) - 4.0
-        whole = seen[:, devices, :SERVER_COLUMNS]
-        whole[:, :2] = now.servers_m / now.settings.side_m
-        whole[:, 2] = np.log10(now.server_flops) - 13.0
-        whole[:, 3] = now.queue_slots
-        return np.clip(seen, -_LIMIT, _LIMIT).astype(np.float32)
-
-    def play(self, actions: Floats) -> Outcome:
-        """``actions`` (E, 2 M + 1): every device's bandwidth, every one's compute, band used."""
-        now = self.world.snapshot
-        terms = self._cost.terms(now)
-        devices = terms.devices
-        pairs = np.stack([actions[:, :devices].T, actions[:, devices:-1].T], axis=-1)
-        weights = action_weights(pairs, actions[:, -1:])
-        matched = two_phase_matching(terms, weights, best_gain(now.gains), self._steps)
-        decision = weighted(weights, matched.association)
-        chance = self._dice.integers(terms.servers, size=devices)
-        reference = objective(terms, uniform(terms, chance))
-        self.world.advance(decision.association)
-        self.slot += 1
-        return Outcome(objective(terms, decision), reference)
-
-
-def observation_space(rows: int) -> spaces.Space[Any]:
-    shape = (rows, PAIR_COLUMNS + DEVICE_COLUMNS)
-    return spaces.Box(-_LIMIT, _LIMIT, shape, np.float32)
+def observation(world: UaraWorld, cost: CostModel) -> Observation:
+    """(E, M + 1, columns): for each server a row a device, then a row for itself."""
+    now, terms = world.snapshot, cost.terms(world.snapshot)
+    devices, servers = terms.constant.shape
+    seen = np.zeros((servers, devices + 1, PAIR_COLUMNS + DEVICE_COLUMNS))
+    seen[:, :devices, :6] = pair_features(terms).transpose(1, 0, 2)
+    seen[:, :devices, 6] = np.log10(np.maximum(now.gains.T, 1e-20)) / 10.0 + 1.0
+    rows = seen[:, :devices, PAIR_COLUMNS:]
+    rows[:, :, :2] = now.devices_m / now.settings.side_m
+    rows[:, :, 2] = now.battery_percent / 100.0
+    rows[:, :, 3] = np.log10(now.draft_flop) - 11.0
+    rows[:, :, 4] = np.log10(now.upload_bits) - 4.0
+    whole = seen[:, devices, :SERVER_COLUMNS]
+    whole[:, :2] = now.servers_m / now.settings.side_m
+    whole[:, 2] = np.log10(now.server_flops) - 13.0
+    whole[:, 3] = now.queue_slots
+    return np.clip(seen, -_LIMIT, _LIMIT).astype(np.float32)
 
 
 class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
-    """An agent a server, all acting at once, all rewarded alike. ``steps``: how devices are matched
-    under the agents' weights; the paper's way is ``Steps.SWAPS``."""
+    """An agent a server, all acting at once, all rewarded alike."""
 
     metadata: dict[str, Any] = {"name": "edgespec_uara_v0", "render_modes": []}  # noqa: RUF012
 
-    def __init__(
-        self,
-        settings: UaraSettings | None = None,
-        cost: CostModel | None = None,
-        steps: Steps = Steps.SWAPS_AND_MOVES,
-    ) -> None:
-        self._settings = settings or UaraSettings()
-        self._cost, self._steps = cost or PaperCost(), steps
+    def __init__(self, settings: UaraSettings | None = None, cost: CostModel | None = None) -> None:
+        self._settings, self._cost = settings or UaraSettings(), cost or PaperCost()
         self.possible_agents = [f"server_{index}" for index in range(self._settings.servers)]
         self.agents: list[str] = []
         self.render_mode = None
-        seen = observation_space(self._settings.devices + 1)
+        shape = (self._settings.devices + 1, PAIR_COLUMNS + DEVICE_COLUMNS)
+        seen = spaces.Box(-_LIMIT, _LIMIT, shape, np.float32)
         acts = spaces.Box(-1.0, 1.0, (2 * self._settings.devices + 1,), np.float32)
         self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
         self.action_spaces = dict.fromkeys(self.possible_agents, acts)
         self._seeds = np.random.default_rng()
-        self._game: SlotGame | None = None
+        self._world: UaraWorld | None = None
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         return self.observation_spaces[agent]
@@ -462,8 +338,9 @@ class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
             self._seeds = np.random.default_rng(seed)
         self.agents = list(self.possible_agents)
         seed = int(self._seeds.integers(_SEEDS))
-        self._game = SlotGame(self._settings, self._cost, seed, self._steps)
-        return self._observe(self._game), {agent: {} for agent in self.agents}
+        self._world, self._slot = UaraWorld(self._settings, seed), 0
+        self._dice = np.random.default_rng([seed, 1])
+        return self._observe(self._world), {agent: {} for agent in self.agents}
 
     def step(
         self, actions: dict[str, Observation]
@@ -474,24 +351,38 @@ class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
         dict[str, bool],
         dict[str, dict[str, Any]],
     ]:
-        if self._game is None:
+        """An action is every device's bandwidth, every one's compute, the band used."""
+        if self._world is None:
             raise RuntimeError("reset() comes before step()")
         joint = np.stack([actions[agent] for agent in self.agents]).astype(np.float64)
-        outcome = self._game.play(joint)
-        agents, over = self.agents, self._game.slot >= SLOTS
-        seen = self._observe(self._game)
+        cost, reference = self._play(self._world, joint)
+        self._slot += 1
+        agents, over = self.agents, self._slot >= SLOTS
         if over:
             self.agents = []
         return (
-            seen,
-            dict.fromkeys(agents, outcome.reward),
+            self._observe(self._world),
+            dict.fromkeys(agents, reference / cost),
             dict.fromkeys(agents, False),
             dict.fromkeys(agents, over),
-            {agent: {"cost": outcome.cost} for agent in agents},
+            {agent: {"cost": cost} for agent in agents},
         )
 
-    def _observe(self, game: SlotGame) -> dict[str, Observation]:
-        return dict(zip(self.possible_agents, game.observe(), strict=True))
+    def _play(self, world: UaraWorld, joint: Floats) -> tuple[float, float]:
+        """Costs of one slot: ours, and that of random association and uniform shares."""
+        terms = self._cost.terms(world.snapshot)
+        devices = terms.devices
+        pairs = np.stack([joint[:, :devices].T, joint[:, devices:-1].T], axis=-1)
+        weights = action_weights(pairs, joint[:, -1:])
+        start = best_gain(world.snapshot.gains)
+        matched = two_phase_matching(terms, weights, start, Steps.SWAPS)
+        decision = weighted(weights, matched.association)
+        chance = self._dice.integers(terms.servers, size=devices)
+        world.advance(decision.association)
+        return objective(terms, decision), objective(terms, uniform(terms, chance))
+
+    def _observe(self, world: UaraWorld) -> dict[str, Observation]:
+        return dict(zip(self.possible_agents, observation(world, self._cost), strict=True))
 
 
 DEVICES: Final = (30, 60)
@@ -504,48 +395,70 @@ class PaperRollout:
 
     def __init__(self, cost: CostModel, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
-        self._dice = torch.Generator().manual_seed(seed)
         self._envs = {
-            (devices, servers): ServersEnv(
-                UaraSettings(devices=devices, servers=servers), cost, Steps.SWAPS
-            )
+            (devices, servers): ServersEnv(UaraSettings(devices=devices, servers=servers), cost)
             for devices in DEVICES
             for servers in SERVERS
         }
 
-    def episode(self, actor: TorchActor) -> list[Transition]:
+    def episode(self, actor: Actor) -> list[Transition]:
         """Transitions of one world."""
         size = int(self._rng.choice(DEVICES)), int(self._rng.choice(SERVERS))
         env = self._envs[size]
-        seen, _ = env.reset(seed=int(self._rng.integers(2**31)))
-        scene, transitions = _scene(seen), []
+        seen, _ = env.reset(seed=int(self._rng.integers(_SEEDS)))
+        features, transitions = _features(seen), []
         while env.agents:
-            pairs, servers = self._act(scene, actor)
-            seen, rewards, _, over, _ = env.step(_joint(list(env.agents), pairs, servers))
-            following = _scene(seen)
-            last = all(over.values())
-            agents = np.full(scene.servers, -1) if last else np.arange(scene.servers)
-            paid = np.array(list(rewards.values()))
-            transitions.append(Transition(scene, pairs, servers, paid, following, agents))
-            scene = following
+            with torch.no_grad():
+                actions = actor.sample(features)
+            seen, rewards, _, over, _ = env.step(_joint(env.agents, actions))
+            following = _features(seen)
+            paid = torch.tensor(list(rewards.values()), dtype=torch.float32)
+            ended = all(over.values())
+            transitions.append(
+                Transition(features, actions.pairs, actions.servers, paid, following, ended)
+            )
+            features = following
         return transitions
 
-    def _act(self, scene: Scene, actor: TorchActor) -> tuple[Floats, Floats]:
-        with torch.no_grad():
-            actions = actor.sample(*layout_of([scene]), self._dice)
-        return actions.pairs.double().numpy(), actions.servers.double().numpy()
+
+def _features(seen: dict[str, Observation]) -> Tensor:
+    """(E, M, F): what the policy reads of the observation."""
+    return torch.from_numpy(np.stack([one[:-1, :FEATURES] for one in seen.values()]))
 
 
-def _scene(seen: dict[str, Observation]) -> Scene:
-    """Rows server by server, all devices at each; what the policy reads of the observation."""
-    rows = np.stack([one[:-1, :FEATURES] for one in seen.values()])
-    servers, devices = rows.shape[:2]
-    flat: Floats = rows.reshape(servers * devices, FEATURES).astype(np.float64)
-    return Scene(flat, np.repeat(np.arange(servers), devices), servers)
-
-
-def _joint(agents: list[str], pairs: Floats, servers: Floats) -> dict[str, Observation]:
-    """Actions by agent: every device's bandwidth, every one's compute, the band used."""
-    by_agent = pairs.reshape(len(agents), -1, 2).transpose(0, 2, 1).reshape(len(agents), -1)
-    joint = np.concatenate([by_agent, servers], axis=1).astype(np.float32)
+def _joint(agents: Sequence[str], actions: Actions) -> dict[str, Observation]:
+    pairs = actions.pairs.transpose(1, 2).flatten(1)
+    joint = torch.cat([pairs, actions.servers], dim=1).numpy()
     return dict(zip(agents, joint, strict=True))
+
+
+CAPACITY, WARM_UP, UPDATES_PER_EPISODE = 400, 10, 10
+
+
+def train(seed: int, updates: int) -> Actor:
+    """After so many updates: the last actor, not the best, as nothing of the sweep may choose
+    it."""
+    settings = LearnerSettings()
+    learner, rollout = Learner(settings, seed), PaperRollout(PaperCost(), seed)
+    replay = Replay(CAPACITY, np.random.default_rng(seed))
+    for _ in range(WARM_UP):
+        for transition in rollout.episode(learner.actor):
+            replay.add(transition)
+    done = 0
+    while done < updates:
+        for transition in rollout.episode(learner.actor):
+            replay.add(transition)
+        for _ in range(min(UPDATES_PER_EPISODE, updates - done)):
+            learner.update(replay.draw(settings.batch))
+            done += 1
+        learner.slow_down(max(0.05, 1.0 - done / updates))
+    return learner.actor
+
+
+def trained(file: Path, seed: int, updates: int) -> Actor:
+    """The actor in the file, which is made where it is missing."""
+    if not file.is_file():
+        torch.save(train(seed, updates).state_dict(), file)
+    actor = Actor()
+    actor.load_state_dict(torch.load(file, weights_only=True))
+    return actor

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 
 import numpy as np
 
@@ -173,18 +172,14 @@ class _Search:
         self.costs = self._cost(self._sums, self._used)
 
 
-# --- the trained resource allocation, in numpy -------------------------------------------------
-# Each server is an agent; all share one set of parameters. Every device is embedded by the same
-# small network, the mean of all devices' embeddings says how crowded the server is and with what,
-# and from the two come the device's weights of bandwidth and compute. So one policy serves any
-# number of devices and servers. Actions lie in (-1, 1). A pair's two become weights exp(4 a); a
-# server's one becomes the share of the band in use, exp(1.5 (a - 1)), from 5 % to all of it.
+# --- what a learned allocation of resources reads and says -------------------------------------
+# Actions lie in (-1, 1). A pair's two become weights exp(4 a); a server's one becomes the share of
+# the band in use, exp(1.5 (a - 1)), from 5 % to all of it.
 
 
 FEATURES = 6
 PAIR_ACTIONS, SERVER_ACTIONS = 2, 1
 WEIGHT_SPAN, USED_SPAN = 4.0, 1.5
-LAYERS = ("embed0", "embed1", "pair0", "pair1", "server0", "server1")
 
 
 def pair_features(terms: Terms) -> Floats:
@@ -215,59 +210,8 @@ def action_weights(pair_actions: Floats, server_actions: Floats) -> Weights:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Actor:
-    """Arrays ``NAME.weight`` (out, in) and ``NAME.bias`` (out,) for each of ``LAYERS``."""
-
-    arrays: Mapping[str, Floats]
-
-    def __post_init__(self) -> None:
-        wanted = {f"{layer}.{part}" for layer in LAYERS for part in ("weight", "bias")}
-        if set(self.arrays) != wanted:
-            raise ValueError(f"a policy of arrays {sorted(self.arrays)}: wanted {sorted(wanted)}")
-        inputs = self.arrays["embed0.weight"].shape[1]
-        if inputs != FEATURES:
-            raise ValueError(f"a policy for {inputs} features; this version has {FEATURES}")
-
-    @classmethod
-    def load(cls, path: Path) -> Actor:
-        with np.load(path, allow_pickle=False) as arrays:
-            return cls({name: arrays[name].astype(np.float64) for name in arrays})
-
-    def weights(self, features: Floats) -> Weights:
-        """The most likely ones while no device has a server yet: every server pools all devices."""
-        return action_weights(*self.actions(features))
-
-    def actions(self, features: Floats) -> tuple[Floats, Floats]:
-        """Of all pairs (M, E, 2) and of all servers (E, 1)."""
-        devices, servers = features.shape[:2]
-        embedded = self._two("embed", features, last=True)
-        count = np.full((servers, 1), float(crowding(np.array(devices))))
-        crowd = np.concatenate([embedded.mean(axis=0), count], axis=1)
-        beside = np.broadcast_to(crowd, (devices, *crowd.shape))
-        pairs = self._two("pair", np.concatenate([embedded, beside], axis=-1))
-        whole = self._two("server", crowd)
-        return np.tanh(pairs[..., :PAIR_ACTIONS]), np.tanh(whole[..., :SERVER_ACTIONS])
-
-    def _two(self, name: str, rows: Floats, last: bool = False) -> Floats:
-        hidden = np.maximum(self._linear(f"{name}0", rows), 0.0)
-        out = self._linear(f"{name}1", hidden)
-        return np.maximum(out, 0.0) if last else out
-
-    def _linear(self, name: str, rows: Floats) -> Floats:
-        product: Floats = rows @ self.arrays[f"{name}.weight"].T + self.arrays[f"{name}.bias"]
-        return product
-
-
-def crowding(counts: Ints) -> Floats:
-    """How many devices a server has, as a feature of order 1."""
-    crowded: Floats = np.log1p(counts.astype(np.float64)) - 2.0
-    return crowded
-
-
-def tma_masac(actor: Actor, terms: Terms, start: Ints) -> Decision:
+def tma_masac(weights: Weights, terms: Terms, start: Ints) -> Decision:
     """The paper's order of things: weights first, for all pairs, then swaps under them."""
-    weights = actor.weights(pair_features(terms))
     matched = two_phase_matching(terms, weights, start, Steps.SWAPS)
     return weighted(weights, matched.association)
 

@@ -12,21 +12,21 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
 
-from edgespec_uara.cost import PaperCost
+from edgespec_uara.cost import Decision, PaperCost
 from edgespec_uara.methods import (
     METHODS,
     PAPER_BASELINES,
     PAPERS_MATCHING,
-    Actor,
     Method,
+    Situation,
     best_gain,
+    pair_features,
     tma_masac,
 )
 from edgespec_uara.sweep import (
@@ -38,36 +38,17 @@ from edgespec_uara.sweep import (
     gains,
     over_the_papers,
 )
-from edgespec_uara.world import Floats
 
-CAPACITY, WARM_UP, UPDATES_PER_EPISODE = 400, 10, 10
-
-
-def train(seed: int, updates: int) -> dict[str, Floats]:
-    """The actor's arrays after so many updates: the last, not the best, as nothing of the sweep may
-    choose it."""
-    from edgespec_uara.masac import Learner, LearnerSettings, PaperRollout, Replay, one_thread
-
-    one_thread()
-    settings = LearnerSettings()
-    learner, rollout = Learner(settings, seed), PaperRollout(PaperCost(), seed)
-    replay = Replay(CAPACITY, np.random.default_rng(seed))
-    for _ in range(WARM_UP):
-        for transition in rollout.episode(learner.actor):
-            replay.add(transition)
-    done = 0
-    while done < updates:
-        for transition in rollout.episode(learner.actor):
-            replay.add(transition)
-        for _ in range(min(UPDATES_PER_EPISODE, updates - done)):
-            learner.update(replay.draw(settings.batch))
-            done += 1
-        learner.slow_down(max(0.05, 1.0 - done / updates))
-    return learner.arrays()
+if TYPE_CHECKING:
+    from edgespec_uara.masac import Actor
 
 
 def papers_method(actor: Actor) -> Method:
-    return lambda s: tma_masac(actor, s.terms, best_gain(s.snapshot.gains))
+    def decide(s: Situation) -> Decision:
+        weights = actor.weights(pair_features(s.terms))
+        return tma_masac(weights, s.terms, best_gain(s.snapshot.gains))
+
+    return decide
 
 
 def saved_of_delay(results: list[Result], name: str) -> dict[str, float]:
@@ -84,15 +65,16 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Few cells, one slot")] = False,
 ) -> None:
     """Train the paper's method on the paper's reward, and show what it saves."""
+    from edgespec_uara.masac import trained
+
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
     actors: dict[str, Actor] = {}
     for seed in range(seeds):
-        file, began = out / f"paper-{seed}-{updates}.npz", time.monotonic()
-        if not file.is_file():
-            np.savez_compressed(file, **train(seed, updates))  # type: ignore[arg-type]
-            console.print(f"seed {seed}: {updates} updates in {time.monotonic() - began:.0f} s")
-        actors[f"trained, seed {seed}"] = Actor.load(file)
+        began = time.monotonic()
+        actor = trained(out / f"paper-{seed}-{updates}.pt", seed, updates)
+        actors[f"trained, seed {seed}"] = actor
+        console.print(f"seed {seed}: {updates} updates in {time.monotonic() - began:.0f} s")
     named = {name: METHODS[name] for name in (*PAPER_BASELINES, PAPERS_MATCHING)}
     named |= {name: papers_method(actor) for name, actor in actors.items()}
     results: list[Result] = []

@@ -26,23 +26,6 @@ test needs; headers of one draft."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceClass:
-    """A phone by the peak of its GPU."""
-
-    name: str
-    flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class ServerClass:
-    """A graphics card: peak float32, memory bandwidth."""
-
-    name: str
-    flops: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Task:
     """What is asked for in one slot. Tokens are drawn uniformly from ``tokens``."""
 
@@ -54,18 +37,12 @@ class Task:
     """Ours: the chance of a drafted token, of the order that GPT-2 pairs show."""
 
 
-# Adreno 740: 1536 units at 0.719 GHz; A15, five cores: 640 at 1.338; Maleoon 910: 1024 at 0.75.
-DEVICES = (
-    DeviceClass("Galaxy S23", 1536 * 2 * 0.719e9),
-    DeviceClass("iPhone 14", 640 * 2 * 1.338e9),
-    DeviceClass("Mate 60", 1024 * 2 * 0.75e9),
-)
-# CUDA cores and boost clocks of NVIDIA's own tables.
-SERVERS = (
-    ServerClass("RTX 2080", 2944 * 2 * 1.71e9, 448e9),
-    ServerClass("RTX 3090", 10496 * 2 * 1.695e9, 936e9),
-    ServerClass("RTX 4090", 16384 * 2 * 2.52e9, 1008e9),
-)
+# Peak float32 of phones' GPUs. Galaxy S23, Adreno 740: 1536 units at 0.719 GHz; iPhone 14, A15,
+# five cores: 640 at 1.338; Mate 60, Maleoon 910: 1024 at 0.75.
+DEVICE_FLOPS = np.array([1536 * 2 * 0.719e9, 640 * 2 * 1.338e9, 1024 * 2 * 0.75e9])
+# RTX 2080, 3090 and 4090: CUDA cores and boost clocks of NVIDIA's own tables, memory bandwidth.
+SERVER_FLOPS = np.array([2944 * 2 * 1.71e9, 10496 * 2 * 1.695e9, 16384 * 2 * 2.52e9])
+SERVER_BYTES_PER_S = np.array([448e9, 936e9, 1008e9])
 TASKS = (
     Task("code", (96, 192), 25, 0.85),
     Task("summary", (48, 96), 15, 0.75),
@@ -208,7 +185,7 @@ class UaraWorld:
     def _fixed(self, rng: np.random.Generator) -> Snapshot:
         """What keeps for the life of the world."""
         settings = self.settings
-        phones, cards = rng.integers(len(DEVICES), size=settings.devices), self._cards(rng)
+        phones, cards = rng.integers(len(DEVICE_FLOPS), size=settings.devices), self._cards(rng)
         nothing = np.zeros(settings.devices)
         dbm = rng.uniform(*settings.transmit_dbm, settings.devices)
         return Snapshot(
@@ -217,9 +194,9 @@ class UaraWorld:
             servers_m=rng.uniform(0.0, settings.side_m, (settings.servers, 2)),
             gains=np.ones((settings.devices, settings.servers)),
             transmit_w=10.0 ** (dbm / 10.0 - 3.0),
-            device_flops=np.array([DEVICES[phone].flops for phone in phones]),
-            server_flops=np.array([SERVERS[card].flops for card in cards]),
-            server_bytes_per_s=np.array([SERVERS[card].bytes_per_s for card in cards]),
+            device_flops=DEVICE_FLOPS[phones],
+            server_flops=SERVER_FLOPS[cards],
+            server_bytes_per_s=SERVER_BYTES_PER_S[cards],
             backhaul_rtt_s=rng.uniform(*settings.backhaul_rtt_s, settings.servers),
             battery_percent=rng.uniform(*settings.battery_percent, settings.devices),
             queue_slots=np.zeros(settings.servers),
@@ -230,7 +207,7 @@ class UaraWorld:
 
     def _cards(self, rng: np.random.Generator) -> Ints:
         """As many of each class as can be, in random places."""
-        return rng.permutation(np.arange(self.settings.servers) % len(SERVERS))
+        return rng.permutation(np.arange(self.settings.servers) % len(SERVER_FLOPS))
 
     def _draw(self, now: Snapshot, gone_m: Floats) -> Snapshot:
         kinds = self._tasks.integers(len(TASKS), size=self.settings.devices)

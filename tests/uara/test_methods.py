@@ -1,13 +1,11 @@
 """The methods on paired worlds, the sweep, and the paper's own training: its environment, its
-reward,
-its network in numpy and in torch."""
+reward, its network."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +22,6 @@ from tests.uara.small import COSTS, snapshot, terms
 torch = pytest.importorskip("torch")
 masac = pytest.importorskip("edgespec_uara.masac")
 SETTINGS = UaraSettings(devices=12, servers=3)
-
-
-def network(seed: int) -> methods.Actor:
-    torch.manual_seed(seed)
-    state = masac.TorchActor().state_dict()
-    return methods.Actor({name: tensor.double().numpy() for name, tensor in state.items()})
 
 
 # --- methods ----------------------------------------------------------------------------------
@@ -102,67 +94,62 @@ def test_a_higher_reward_is_a_lower_cost() -> None:
     even = np.zeros((3, 25))
     even[:, -1] = 1.0
     absurd = np.random.default_rng(0).choice([-1.0, 1.0], (3, 25))
-    good, bad = (masac.SlotGame(SETTINGS, PaperCost(), 3).play(action) for action in (even, absurd))
-    assert good.cost < bad.cost
-    assert good.reward > 1.0
-    assert good.reward > bad.reward
-    assert good.reference == bad.reference
+    costs, rewards = [], []
+    for joint in (even, absurd):
+        env = masac.ServersEnv(SETTINGS)
+        env.reset(seed=3)
+        _, paid, _, _, infos = env.step(dict(zip(env.agents, joint, strict=True)))
+        rewards.append(paid["server_0"])
+        costs.append(infos["server_0"]["cost"])
+    assert costs[0] < costs[1]
+    assert rewards[0] > 1.0
+    assert rewards[0] * costs[0] == pytest.approx(rewards[1] * costs[1]), "one reference"
 
 
 def test_an_episode_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masac, "DEVICES", (12,))
     monkeypatch.setattr(masac, "SERVERS", (3,))
     torch.manual_seed(1)
-    episode = masac.PaperRollout(PaperCost(), 5).episode(masac.TorchActor())
+    episode = masac.PaperRollout(PaperCost(), 5).episode(masac.Actor())
     assert len(episode) == masac.SLOTS
     for index, one in enumerate(episode):
-        assert one.scene.features.shape == (36, 6)
-        assert one.pairs.shape == (36, 2)
+        assert one.features.shape == (3, 12, 6)
+        assert one.pairs.shape == (3, 12, 2)
         assert len(set(one.rewards.tolist())) == 1, "all are paid alike"
         assert one.rewards[0] > 0.0
-        last = index == masac.SLOTS - 1
-        assert one.next_agent.tolist() == ([-1] * 3 if last else [0, 1, 2])
+        assert one.over == (index == masac.SLOTS - 1)
     rewards = [one.rewards[0] for one in episode]
     assert max(rewards) > 1.5 * min(rewards), "neither bounded nor a logarithm"
 
 
-def test_numpy_pools_all_devices_as_torch_does() -> None:
+def test_the_order_of_devices_does_not_matter() -> None:
     features = methods.pair_features(terms())
-    devices, servers = features.shape[:2]
-    pairs, whole = network(3).actions(features)
     torch.manual_seed(3)
-    rows = torch.from_numpy(features.transpose(1, 0, 2).reshape(servers * devices, -1)).float()
-    owners = torch.arange(servers).repeat_interleave(devices)
-    layout = masac.Layout(owners, torch.zeros(servers, dtype=torch.long), 1)
-    with torch.no_grad():
-        heads, server_heads = masac.TorchActor().heads(rows, layout)
-    wanted = torch.tanh(heads[:, : methods.PAIR_ACTIONS]).numpy().reshape(servers, devices, 2)
-    assert pairs == pytest.approx(wanted.transpose(1, 0, 2), abs=1e-5)
-    assert whole == pytest.approx(torch.tanh(server_heads[:, :1]).numpy(), abs=1e-5)
+    actor = masac.Actor()
+    order = np.random.default_rng(0).permutation(len(features))
+    given, shuffled = actor.weights(features), actor.weights(features[order])
+    assert shuffled.bandwidth == pytest.approx(given.bandwidth[order], rel=1e-4)
+    assert shuffled.used == pytest.approx(given.used, rel=1e-4)
 
 
-def test_a_trained_decision_is_feasible_and_keeps_the_numbers_at_each_server(
-    tmp_path: Path,
-) -> None:
+def test_a_trained_decision_is_feasible_and_keeps_the_numbers_at_each_server() -> None:
     now = snapshot(3)
     given, start = PaperCost().terms(now), methods.best_gain(now.gains)
-    arrays: Any = network(5).arrays
-    np.savez(tmp_path / "actor.npz", **arrays)
-    decision = methods.tma_masac(methods.Actor.load(tmp_path / "actor.npz"), given, start)
+    torch.manual_seed(5)
+    method = reproduce.papers_method(masac.Actor())
+    decision = method(methods.Situation(now, given, np.random.default_rng(0)))
     decision.check(given.servers)
     before, after = (
         np.bincount(association, minlength=given.servers).tolist()
         for association in (start, decision.association)
     )
     assert before == after
-    with pytest.raises(ValueError, match="wanted"):
-        methods.Actor({"embed0.weight": np.zeros((1, 1))})
 
 
-def test_a_short_training_gives_the_same_arrays_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_training_gives_the_same_actor_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masac, "DEVICES", (8,))
     monkeypatch.setattr(masac, "SERVERS", (2,))
-    monkeypatch.setattr(reproduce, "WARM_UP", 1)
-    first, second = reproduce.train(4, 2), reproduce.train(4, 2)
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    assert all(np.isfinite(array).all() for array in first.values())
+    monkeypatch.setattr(masac, "WARM_UP", 1)
+    first, second = (masac.train(4, 2).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(tensor.isfinite().all() for tensor in first.values())
