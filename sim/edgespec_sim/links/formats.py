@@ -11,8 +11,9 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -30,10 +31,15 @@ class TraceText:
     """The lines of one file; line numbers count from 1."""
 
     path: Path
-    name: str
+    source: str
+    """The format that they are read as."""
     lines: tuple[str, ...]
     ends_cut: bool
     """The last line has no line end, so it may be half a line: a recording that was killed."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
 
     def error(self, number: int, expected: str) -> TraceError:
         line = self.lines[number - 1] if 1 <= number <= len(self.lines) else ""
@@ -56,26 +62,43 @@ class TraceText:
         return TraceError(f"{self.path}: holds no measurement")
 
 
-def read_bytes(path: Path) -> bytes:
-    """The whole file; raises ``TraceError`` when it is missing or too large."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise TraceError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} go")
-        return path.read_bytes()
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+def _rows(
+    text: TraceText, columns: int, what: str, separator: str | None = ","
+) -> Iterator[tuple[int, list[str]]]:
+    """Number and fields of each line behind the header, ``columns`` at least, or it is an error
+    that says ``what`` was expected. A last line that may be cut is left out."""
+    for number, line in enumerate(text.lines[1:], start=2):
+        if text.may_be_cut(number):
+            return
+        fields = line.split(separator)
+        if len(fields) < columns or (separator and len(fields) > columns):
+            raise text.error(number, what)
+        yield number, fields
 
 
-def as_text(path: Path, name: str, data: bytes) -> TraceText:
+def _usual_step_s(times_s: Sequence[float]) -> float:
+    """The median step, and a second of a single time."""
+    return statistics.median([b - a for a, b in itertools.pairwise(times_s)] or [1.0])
+
+
+def _outages(
+    times_s: Sequence[float], end_s: float, lost: Iterable[bool]
+) -> tuple[tuple[float, float], ...]:
+    """Rows that were lost last until the next one; neighbours are one outage."""
+    found: list[tuple[float, float]] = []
+    for time_s, until_s, is_lost in zip(times_s, (*times_s[1:], end_s), lost, strict=True):
+        if is_lost and found and found[-1][1] == time_s:
+            found[-1] = (found[-1][0], until_s)
+        elif is_lost:
+            found.append((time_s, until_s))
+    return tuple(found)
+
+
+def _stamp_s(text: TraceText, number: int, stamp: str, expected: str) -> float:
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise TraceError(f"{path}:{line}: expected UTF-8 text, found byte {error.start}") from None
-    lines = tuple(line.rstrip("\r") for line in text.split("\n"))
-    ends_cut = lines[-1] != ""
-    return TraceText(path, name, lines if ends_cut else lines[:-1], ends_cut)
+        return datetime.fromisoformat(stamp).timestamp()
+    except (ValueError, OverflowError):
+        raise text.error(number, expected) from None
 
 
 # --- the plain format --------------------------------------------------------------------------
@@ -87,23 +110,9 @@ def as_text(path: Path, name: str, data: bytes) -> TraceText:
 # A last line without a line end may be cut and is then left out.
 
 
-PLAIN_FORMAT: Final = "plain"
 _REQUIRED: Final = ("time_s", "rtt_ms")
-_OPTIONAL: Final = ("loss", "up_mbps", "down_mbps")
+_KNOWN: Final = (*_REQUIRED, "loss", "up_mbps", "down_mbps")
 _DURATION: Final = "# duration_s="
-
-
-@dataclass(slots=True)
-class _Table:
-    columns: list[str] = field(default_factory=list)
-    rows: list[list[float]] = field(default_factory=list)
-    duration_s: float | None = None
-
-    def column(self, name: str, scale: float = 1.0) -> tuple[float, ...] | None:
-        if name not in self.columns:
-            return None
-        index = self.columns.index(name)
-        return tuple(row[index] * scale for row in self.rows)
 
 
 def is_plain(head: str) -> bool:
@@ -112,76 +121,60 @@ def is_plain(head: str) -> bool:
 
 
 def read_plain(text: TraceText) -> NetworkTrace:
-    table = _plain_table(text)
-    times_s, rtts_s = table.column("time_s"), table.column("rtt_ms", 1e-3)
-    if not times_s or rtts_s is None:
+    columns: list[str] = []
+    rows: list[dict[str, float]] = []
+    duration_s: float | None = None
+    for number, line in enumerate(text.lines, start=1):
+        if line.startswith(_DURATION):
+            duration_s = text.number(number, line[len(_DURATION) :], "duration_s")
+        elif line.startswith("#"):
+            continue
+        elif not columns:
+            columns = line.split(",")
+            if columns[:2] != [*_REQUIRED] or len({*columns} & {*_KNOWN}) != len(columns):
+                raise text.error(number, "the header time_s,rtt_ms[,loss,up_mbps,down_mbps]")
+        elif not text.may_be_cut(number):
+            rows.append(_plain_row(text, number, columns, rows[-1]["time_s"] if rows else None))
+    if not rows:
         raise text.no_rows()
-    step_s = times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0
-    duration_s = times_s[-1] + step_s if table.duration_s is None else table.duration_s
-    loss = table.column("loss")
+
+    def column(name: str, scale: float) -> tuple[float, ...] | None:
+        return tuple(row[name] * scale for row in rows) if name in columns else None
+
+    times_s = tuple(row["time_s"] for row in rows)
+    if duration_s is None:
+        duration_s = times_s[-1] + (times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0)
+    loss = column("loss", 1.0)
     return NetworkTrace(
         text.name,
-        PLAIN_FORMAT,
+        text.source,
         times_s,
-        rtts_s,
+        column("rtt_ms", 1e-3) or (),
         duration_s,
-        loss=None if loss is None else tuple(0.0 if value >= 1.0 else value for value in loss),
-        up_bits_per_s=table.column("up_mbps", 1e6),
-        down_bits_per_s=table.column("down_mbps", 1e6),
-        outages_s=_plain_outages(times_s, loss or (), duration_s),
+        loss=loss and tuple(0.0 if value >= 1.0 else value for value in loss),
+        up_bits_per_s=column("up_mbps", 1e6),
+        down_bits_per_s=column("down_mbps", 1e6),
+        outages_s=_outages(times_s, duration_s, (row.get("loss", 0.0) >= 1.0 for row in rows)),
     )
 
 
-def _plain_table(text: TraceText) -> _Table:
-    table = _Table()
-    for number, line in enumerate(text.lines, start=1):
-        if line.startswith(_DURATION):
-            table.duration_s = text.number(number, line[len(_DURATION) :], "duration_s")
-        elif line.startswith("#"):
-            continue
-        elif not table.columns:
-            table.columns = line.split(",")
-            known = (*_REQUIRED, *_OPTIONAL)
-            names = table.columns
-            if names[:2] != [*_REQUIRED] or len({*names} & {*known}) != len(names):
-                raise text.error(number, "the header time_s,rtt_ms[,loss,up_mbps,down_mbps]")
-        elif not text.may_be_cut(number):
-            table.rows.append(_plain_row(text, number, table))
-    return table
-
-
-def _plain_row(text: TraceText, number: int, table: _Table) -> list[float]:
+def _plain_row(
+    text: TraceText, number: int, columns: list[str], before_s: float | None
+) -> dict[str, float]:
     fields = text.lines[number - 1].split(",")
-    if len(fields) != len(table.columns):
-        raise text.error(number, f"{len(table.columns)} columns ({','.join(table.columns)})")
-    row = [
-        text.number(number, value, name) for name, value in zip(table.columns, fields, strict=True)
-    ]
-    values = dict(zip(table.columns, row, strict=True))
-    if not table.rows and row[0] != 0.0:
+    if len(fields) != len(columns):
+        raise text.error(number, f"{len(columns)} columns ({','.join(columns)})")
+    row = {n: text.number(number, value, n) for n, value in zip(columns, fields, strict=True)}
+    if before_s is None and row["time_s"] != 0.0:
         raise text.error(number, "the first time_s to be 0")
-    if table.rows and row[0] <= table.rows[-1][0]:
-        raise text.error(number, f"a time_s after {table.rows[-1][0]:g}")
-    if values.get("loss", 0.0) > 1.0:
+    if before_s is not None and row["time_s"] <= before_s:
+        raise text.error(number, f"a time_s after {before_s:g}")
+    if row.get("loss", 0.0) > 1.0:
         raise text.error(number, "a loss in [0, 1], 1 for an outage")
     for name in ("up_mbps", "down_mbps"):
-        if values.get(name) == 0.0:
+        if row.get(name) == 0.0:
             raise text.error(number, f"{name} above 0 (an outage is a loss of 1)")
     return row
-
-
-def _plain_outages(
-    times_s: tuple[float, ...], loss: tuple[float, ...], duration_s: float
-) -> tuple[tuple[float, float], ...]:
-    found: list[tuple[float, float]] = []
-    for time_s, until_s, value in zip(times_s, (*times_s[1:], duration_s), loss, strict=False):
-        if value < 1.0:
-            continue
-        if found and found[-1][1] == time_s:
-            found[-1] = (found[-1][0], until_s)
-        else:
-            found.append((time_s, until_s))
-    return tuple(found)
 
 
 def write_plain(trace: NetworkTrace) -> str:
@@ -223,45 +216,32 @@ def write_plain(trace: NetworkTrace) -> str:
 # there is no loss column. A last line without a line end may be cut and is then left out.
 
 
-RTT_CSV_FORMAT: Final = "rtt-csv"
 _HEADER: Final = "epoch,values"
 
 
-def is_rtt_csv(head: str) -> bool:
-    return head.splitlines()[:1] == [_HEADER]
-
-
 def read_rtt_csv(text: TraceText) -> NetworkTrace:
-    if text.lines[0] != _HEADER:
-        raise text.error(1, f"the header {_HEADER!r}")
-    samples: list[tuple[float, list[float]]] = []
-    for number, line in enumerate(text.lines[1:], start=2):
-        fields = line.split(",")
-        if text.may_be_cut(number):
-            break
-        if len(fields) != 2:
-            raise text.error(number, "epoch seconds and RTT in ms, separated by a comma")
+    samples: dict[float, list[float]] = {}
+    latest_s = 0.0
+    for number, fields in _rows(text, 2, "epoch seconds and RTT in ms, separated by a comma"):
         epoch_s = text.number(number, fields[0], "the epoch in seconds")
+        if samples and epoch_s < latest_s:
+            raise text.error(number, f"an epoch not before {latest_s:g}")
+        latest_s = epoch_s
         rtt_s = text.number(number, fields[1], "the RTT in ms") / 1000.0
-        if samples and epoch_s < samples[-1][0]:
-            raise text.error(number, f"an epoch not before {samples[-1][0]:g}")
-        if not samples or epoch_s > samples[-1][0]:
-            samples.append((epoch_s, []))
-        samples[-1][1].append(rtt_s)
+        samples.setdefault(epoch_s, []).append(rtt_s)
     if not samples:
         raise text.no_rows()
-    origin_s = samples[0][0]
-    gaps_s = [later[0] - earlier[0] for earlier, later in itertools.pairwise(samples)]
-    usual_s = statistics.median(gaps_s) if gaps_s else 1.0
+    epochs_s = list(samples)
+    usual_s = _usual_step_s(epochs_s)
+    gaps_s = [later - earlier for earlier, later in itertools.pairwise(epochs_s)]
     times_s: list[float] = []
-    rtts_s: list[float] = []
-    for (epoch_s, group), gap_s in zip(samples, [*gaps_s, usual_s], strict=True):
+    for (epoch_s, group), gap_s in zip(samples.items(), [*gaps_s, usual_s], strict=True):
         spread_s = min(gap_s, usual_s)
-        for place, rtt_s in enumerate(group):
-            times_s.append(epoch_s - origin_s + spread_s * place / len(group))
-            rtts_s.append(rtt_s)
-    duration_s = samples[-1][0] - origin_s + usual_s
-    return NetworkTrace(text.name, RTT_CSV_FORMAT, tuple(times_s), tuple(rtts_s), duration_s)
+        for place in range(len(group)):
+            times_s.append(epoch_s - epochs_s[0] + spread_s * place / len(group))
+    rtts_s = tuple(rtt_s for group in samples.values() for rtt_s in group)
+    duration_s = epochs_s[-1] - epochs_s[0] + usual_s
+    return NetworkTrace(text.name, text.source, tuple(times_s), rtts_s, duration_s)
 
 
 # --- from probes that were answered or not to a trace ------------------------------------------
@@ -287,7 +267,7 @@ class Probe:
 
 
 def from_probes(
-    name: str, source: str, probes: Sequence[Probe], step_s: float, *, counts_loss: bool = True
+    text: TraceText, probes: Sequence[Probe], step_s: float, *, counts_loss: bool = True
 ) -> NetworkTrace:
     """``probes`` in order of sending, at least one answered, the first at 0; the last one counts
     for ``step_s``. ``counts_loss`` False: the format cannot tell, so there is no loss column."""
@@ -309,8 +289,8 @@ def from_probes(
     times_s = [time_s for time_s, _ in answered]
     times_s[0] = 0.0  # What was lost before the first answer has no delay of its own.
     return NetworkTrace(
-        name=name,
-        source=source,
+        name=text.name,
+        source=text.source,
         time_s=tuple(times_s),
         rtt_s=tuple(rtt_s for _, rtt_s in answered),
         duration_s=end_s,
@@ -324,21 +304,13 @@ def _probes_loss(answered_s: Sequence[float], lost_s: Sequence[float]) -> tuple[
     # A window in which nothing was answered has no row; its losses are the next window's.
     for window in sorted(lost_in.keys() - answered_in.keys(), reverse=True):
         later = [other for other in answered_in if other > window]
-        target = min(later) if later else max(answered_in)
-        lost_in[target] = lost_in.get(target, 0) + lost_in.pop(window)
+        lost_in[min(later) if later else max(answered_in)] += lost_in.pop(window)
     windows = [int(time_s // LOSS_WINDOW_S) for time_s in answered_s]
-    return tuple(
-        lost_in.get(window, 0) / (lost_in.get(window, 0) + answered_in[window])
-        for window in windows
-    )
+    return tuple(lost_in[window] / (lost_in[window] + answered_in[window]) for window in windows)
 
 
-def _per_window(times_s: Sequence[float]) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for time_s in times_s:
-        window = int(time_s // LOSS_WINDOW_S)
-        counts[window] = counts.get(window, 0) + 1
-    return counts
+def _per_window(times_s: Sequence[float]) -> Counter[int]:
+    return Counter(int(time_s // LOSS_WINDOW_S) for time_s in times_s)
 
 
 # --- logs of ``ping`` and ``ping -D``, one run or many of them one after the other -------------
@@ -351,7 +323,6 @@ def _per_window(times_s: Sequence[float]) -> dict[int, int]:
 # them were not measured. A last line without a line end may be cut anywhere.
 
 
-PING_FORMAT: Final = "ping"
 _STAMP: Final = r"(?:\[(?P<stamp>[^\]]+)\] ?)?"
 _REPLY: Final = re.compile(
     _STAMP
@@ -398,12 +369,12 @@ class _Run:
             for number, (at_s, rtt_s) in sorted(self.replies.items())
             if at_s is not None
         ]
-        steps = sorted(
+        steps = [
             (later_s - earlier_s) / (later - earlier)
             for (earlier, earlier_s), (later, later_s) in itertools.pairwise(times)
-        )
-        if steps and steps[len(steps) // 2] > 0.0:
-            return steps[len(steps) // 2]
+        ]
+        if steps and (usual_s := statistics.median_high(steps)) > 0.0:
+            return usual_s
         if self.took_s and self.sent > 1:
             return self.took_s / (self.sent - 1)
         return _DEFAULT_STEP_S
@@ -438,7 +409,7 @@ def read_ping(text: TraceText) -> NetworkTrace:
         end_s = found[-1].sent_s + step_s
     if not any(probe.rtt_s is not None for probe in probes):
         raise text.no_rows()
-    return from_probes(text.name, PING_FORMAT, probes, step_s)
+    return from_probes(text, probes, step_s)
 
 
 def _runs(text: TraceText) -> list[_Run]:
@@ -451,7 +422,7 @@ def _runs(text: TraceText) -> list[_Run]:
             sequence = run.unwrapped(int(reply["seq"]))
             run.latest = max(run.latest, sequence)
             rtt_s = text.number(number, reply["rtt"], "a round-trip time in ms") / 1000.0
-            at_s = _stamp_s(text, number, reply["stamp"]) if reply["stamp"] else None
+            at_s = _stamped_s(text, number, reply["stamp"]) if reply["stamp"] else None
             run.replies.setdefault(sequence, (at_s, rtt_s))
         elif summary := _SUMMARY.match(line):
             runs[-1].sent = int(summary["sent"])
@@ -465,13 +436,11 @@ def _runs(text: TraceText) -> list[_Run]:
     return [run for run in runs if run.replies or run.sent]
 
 
-def _stamp_s(text: TraceText, number: int, stamp: str) -> float:
+def _stamped_s(text: TraceText, number: int, stamp: str) -> float:
     if _EPOCH.fullmatch(stamp):
         return float(stamp)
-    try:
-        return datetime.fromisoformat(stamp).timestamp()
-    except (ValueError, OverflowError):
-        raise text.error(number, "[epoch seconds] or [YYYY-MM-DD HH:MM:SS.ffffff]") from None
+    expected = "[epoch seconds] or [YYYY-MM-DD HH:MM:SS.ffffff]"
+    return _stamp_s(text, number, stamp, expected)
 
 
 # --- fjordLink's CSV of a Starlink dish --------------------------------------------------------
@@ -483,7 +452,6 @@ def _stamp_s(text: TraceText, number: int, stamp: str) -> float:
 # while some pings still pass; such a second keeps its latency.
 
 
-STARLINK_FORMAT: Final = "starlink"
 _TIME: Final = "@timestamp"
 _STATE: Final = "dish_status.state"
 _LATENCY: Final = "dish_status.pop_ping_latency_ms"
@@ -503,58 +471,33 @@ def read_starlink(text: TraceText) -> NetworkTrace:
     missing = [name for name in (_TIME, _STATE, _LATENCY, _DROP) if name not in columns]
     if missing:
         raise text.error(1, f"a column {missing[0]}")
-    time_at, state_at, latency_at, drop_at = map(columns.index, (_TIME, _STATE, _LATENCY, _DROP))
     times_s: list[float] = []
-    seconds: list[tuple[float, float] | None] = []  # (rtt, loss), or None when it was lost
-    for number, line in enumerate(text.lines[1:], start=2):
-        if text.may_be_cut(number):
-            break
-        fields = line.split(",")
-        if len(fields) != len(columns):
-            raise text.error(number, f"{len(columns)} columns")
-        time_s = _starlink_time_s(text, number, fields[time_at])
+    up: list[bool] = []
+    rows: list[tuple[float, float, float]] = []
+    for number, fields in _rows(text, len(columns), f"{len(columns)} columns"):
+        row = dict(zip(columns, fields, strict=True))
+        time_s = _stamp_s(text, number, row[_TIME], "a time in ISO 8601")
         if times_s and time_s <= times_s[-1]:
             raise text.error(number, "a time after that of the row before")
-        loss = text.number(number, fields[drop_at] or "1", "the share of pings dropped")
-        up = fields[state_at] in _CARRYING and fields[latency_at] and loss < 1.0
-        rtt_s = text.number(number, fields[latency_at] or "0", "the latency in ms") / 1000.0
+        loss = text.number(number, row[_DROP] or "1", "the share of pings dropped")
+        rtt_s = text.number(number, row[_LATENCY] or "0", "the latency in ms") / 1000.0
         times_s.append(time_s)
-        seconds.append((rtt_s, loss) if up else None)
-    if not any(seconds):
+        up.append(row[_STATE] in _CARRYING and row[_LATENCY] != "" and loss < 1.0)
+        if up[-1]:
+            rows.append((time_s - times_s[0], rtt_s, loss))
+    if not rows:
         raise text.no_rows()
-    return _starlink_trace(text.name, [time_s - times_s[0] for time_s in times_s], seconds)
-
-
-def _starlink_trace(
-    name: str, times_s: list[float], seconds: list[tuple[float, float] | None]
-) -> NetworkTrace:
-    steps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
-    end_s = times_s[-1] + (statistics.median(steps_s) if steps_s else 1.0)
-    outages_s: list[tuple[float, float]] = []
-    rows: list[tuple[float, float, float]] = []
-    for time_s, until_s, second in zip(times_s, [*times_s[1:], end_s], seconds, strict=True):
-        if second is not None:
-            rows.append((time_s, *second))
-        elif outages_s and outages_s[-1][1] == time_s:
-            outages_s[-1] = (outages_s[-1][0], until_s)
-        else:
-            outages_s.append((time_s, until_s))
+    times_s = [time_s - times_s[0] for time_s in times_s]
+    end_s = times_s[-1] + _usual_step_s(times_s)
     return NetworkTrace(
-        name,
-        STARLINK_FORMAT,
+        text.name,
+        text.source,
         (0.0, *(time_s for time_s, _, _ in rows[1:])),
         tuple(rtt_s for _, rtt_s, _ in rows),
         end_s,
         loss=tuple(loss for _, _, loss in rows),
-        outages_s=tuple(outages_s),
+        outages_s=_outages(times_s, end_s, (not one for one in up)),
     )
-
-
-def _starlink_time_s(text: TraceText, number: int, stamp: str) -> float:
-    try:
-        return datetime.fromisoformat(stamp).timestamp()
-    except (ValueError, OverflowError):
-        raise text.error(number, "a time in ISO 8601") from None
 
 
 # --- cICV5G's logs -----------------------------------------------------------------------------
@@ -565,24 +508,12 @@ def _starlink_time_s(text: TraceText, number: int, stamp: str) -> float:
 # ``OUTAGE_S`` in the times published is an outage, shorter ones are the publisher's own pauses.
 
 
-CICV5G_FORMAT: Final = "cicv5g"
 _MIN_COLUMNS: Final = 10
 
 
-def is_cicv5g(head: str) -> bool:
-    return head.startswith("pub_time")
-
-
 def read_cicv5g(text: TraceText) -> NetworkTrace:
-    if not is_cicv5g(text.lines[0]):
-        raise text.error(1, "a header that begins with 'pub_time'")
     rows: list[tuple[float, float]] = []
-    for number, line in enumerate(text.lines[1:], start=2):
-        if text.may_be_cut(number):
-            break
-        fields = line.split()
-        if len(fields) < _MIN_COLUMNS:
-            raise text.error(number, f"at least {_MIN_COLUMNS} columns")
+    for number, fields in _rows(text, _MIN_COLUMNS, f"at least {_MIN_COLUMNS} columns", None):
         published_ms = text.number(number, fields[0], "pub_time in ms")
         if rows and published_ms <= rows[-1][0]:
             raise text.error(number, f"a pub_time after {rows[-1][0]:.0f}")
@@ -598,7 +529,7 @@ def read_cicv5g(text: TraceText) -> NetworkTrace:
         if probes and sent_s - probes[-1].sent_s >= OUTAGE_S + step_s:
             probes.append(Probe(probes[-1].sent_s + step_s, None))
         probes.append(Probe(sent_s, delay_ms / 1000.0))
-    return from_probes(text.name, CICV5G_FORMAT, probes, step_s, counts_loss=False)
+    return from_probes(text, probes, step_s, counts_loss=False)
 
 
 # --- mahimahi's packet-delivery files ----------------------------------------------------------
@@ -611,7 +542,6 @@ def read_cicv5g(text: TraceText) -> NetworkTrace:
 # own reader has it.
 
 
-MAHIMAHI_FORMAT: Final = "mahimahi"
 PACKET_BITS: Final = 1500 * 8
 CAPACITY_WINDOW_S: Final = 0.1
 _WHOLE_MS: Final = re.compile(r"[0-9]{1,15}")
@@ -658,7 +588,7 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
     times_s[0] = 0.0
     return NetworkTrace(
         text.name,
-        MAHIMAHI_FORMAT,
+        text.source,
         tuple(times_s),
         (0.0,) * len(times_s),
         duration_s,
@@ -667,17 +597,14 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
     )
 
 
-_TEXT_FORMATS: Final[
-    dict[str, tuple[Callable[[str], bool], Callable[[TraceText], NetworkTrace]]]
-] = {
-    PLAIN_FORMAT: (is_plain, read_plain),
-    PING_FORMAT: (is_ping, read_ping),
-    RTT_CSV_FORMAT: (is_rtt_csv, read_rtt_csv),
-    CICV5G_FORMAT: (is_cicv5g, read_cicv5g),
-    STARLINK_FORMAT: (is_starlink, read_starlink),
-    MAHIMAHI_FORMAT: (is_mahimahi, read_mahimahi),
+FORMATS: Final[dict[str, tuple[Callable[[str], bool], Callable[[TraceText], NetworkTrace]]]] = {
+    "plain": (is_plain, read_plain),
+    "ping": (is_ping, read_ping),
+    "rtt-csv": (lambda head: head.splitlines()[:1] == [_HEADER], read_rtt_csv),
+    "cicv5g": (lambda head: head.startswith("pub_time"), read_cicv5g),
+    "starlink": (is_starlink, read_starlink),
+    "mahimahi": (is_mahimahi, read_mahimahi),
 }
-FORMATS: Final = tuple(_TEXT_FORMATS)
 
 # What is looked at to tell the format.
 _HEAD_CHARACTERS: Final = 8192
@@ -685,12 +612,25 @@ _HEAD_CHARACTERS: Final = 8192
 
 def read_trace(path: Path) -> NetworkTrace:
     """The trace in a file, whose format its content tells. Raises ``TraceError``."""
-    data = read_bytes(path)
-    text = as_text(path, path.name, data)
-    if not any(text.lines):
+    try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise TraceError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} go")
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        content = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise TraceError(f"{path}:{line}: expected UTF-8 text, found byte {error.start}") from None
+    lines = tuple(line.rstrip("\r") for line in content.split("\n"))
+    ends_cut = lines[-1] != ""
+    lines = lines if ends_cut else lines[:-1]
+    head = "\n".join(lines[:200])[:_HEAD_CHARACTERS]
+    format = next((known for known, (sniff, _) in FORMATS.items() if sniff(head)), "")
+    text = TraceText(path, format, lines, ends_cut)
+    if not any(lines):
         raise text.no_rows()
-    head = "\n".join(text.lines[:200])[:_HEAD_CHARACTERS]
-    format = next((known for known, (sniff, _) in _TEXT_FORMATS.items() if sniff(head)), None)
-    if format is None:
+    if not format:
         raise text.error(1, f"the beginning of a known format ({', '.join(FORMATS)})")
-    return _TEXT_FORMATS[format][1](text)
+    return FORMATS[format][1](text)

@@ -24,7 +24,6 @@ from edgespec_sim.links.path import Link
 
 SEGMENT_BYTES: Final = 1448
 """Of a packet of 1500 bytes with IPv4 and TCP's timestamps (RFC 7323)."""
-HEADER_BYTES: Final = 52
 FIRST_WINDOW: Final = 10
 """Packets (RFC 6928)."""
 LEAST_TIMEOUT_S: Final = 0.2
