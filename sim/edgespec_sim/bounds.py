@@ -38,8 +38,6 @@ THESE_DRAFTS = "any policy with these drafts"
 PERFECT_DRAFTS = "perfect drafts"
 # Of ``core.protocol.messages.Limits``.
 _MAX_NODES_PER_PASS = 64
-# A coin's runs longer than this are counted as this long: fewer tokens in 2**64.
-_LEAST_SHARE = 2.0**-64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +47,11 @@ class Costs:
     rtt_s: float
     step_s: float
     pass_s: float
-    max_nodes_per_pass: int = _MAX_NODES_PER_PASS
 
     def __post_init__(self) -> None:
         for name in ("rtt_s", "step_s", "pass_s"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be finite and >= 0")
-        if self.max_nodes_per_pass < 1:
-            raise ValueError(f"max_nodes_per_pass is {self.max_nodes_per_pass}, but must be >= 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +62,6 @@ class RunLengths:
     """Each length that occurs with its share of the runs; empty: there are no misses to count."""
     tokens_per_run: float
     """All tokens over the number of runs: at least the mean length plus 1."""
-
-    @classmethod
-    def coin(cls, acceptance: float) -> RunLengths:
-        """Independent hits of one chance, in [0, 1). Raises ``ValueError``."""
-        if not 0.0 <= acceptance < 1.0:
-            raise ValueError(f"acceptance is {acceptance}, but must be in [0, 1)")
-        shares, left, length = [], 1.0, 0
-        while left > _LEAST_SHARE and length < 1 << 16:
-            shares.append((length, left * (1.0 - acceptance)))
-            left *= acceptance
-            length += 1
-        return cls(tuple(shares), 1.0 / (1.0 - acceptance))
 
     @classmethod
     def of_ranks(cls, texts: Iterable[Sequence[int]], width: int) -> RunLengths:
@@ -111,12 +94,6 @@ class RunLengths:
 def target_only_s(costs: Costs) -> float:
     """Plain streaming: a pass a token, back to back, whatever the round trip. It is reached."""
     return costs.pass_s
-
-
-def first_token_s(costs: Costs) -> float:
-    """Until the first token, for any arm: a round trip to connect, then the request's way there,
-    the pass over the prompt, and the way back."""
-    return 2.0 * costs.rtt_s + costs.pass_s
 
 
 def round_trip_per_miss_s(costs: Costs, acceptance: float, runs: RunLengths | None = None) -> float:
@@ -181,7 +158,7 @@ def perfect_drafts_s(costs: Costs, *, run_ahead: bool = False) -> float:
     This one counts all tokens, so a short text may beat it by what the device drafted before the
     first token: about (3/2 R + P) / S tokens are free."""
     alone_s = costs.pass_s if run_ahead else (costs.step_s + costs.rtt_s + costs.pass_s) / 2.0
-    full_s = costs.pass_s / (costs.max_nodes_per_pass + 1)
+    full_s = costs.pass_s / (_MAX_NODES_PER_PASS + 1)
     return max(min(costs.step_s, alone_s), full_s)
 
 

@@ -77,15 +77,6 @@ def speedup(base: Sequence[Total], arm: Sequence[Total]) -> tuple[float | None, 
     return value, Interval(value, value / factor, value * factor)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a mean; both ends are the mean where there is one value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, mean
-    half = student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
-
-
 def share_interval(clusters: Sequence[tuple[int, int]]) -> tuple[float, tuple[float, float]]:
     """A share and its 95 % interval, of clusters with so many hits among so many: a ratio estimate
     (Cochran, 6.3), and never narrower than that of independent requests (Wilson, JASA 1927)."""
@@ -106,12 +97,12 @@ def quantile_interval(
     ordered = sorted(value for cluster in clusters for value in cluster)
     if not ordered:
         return None
-    found = _at(ordered, share)
+    found = quantile(ordered, share)
     below = [(sum(value <= found for value in cluster), len(cluster)) for cluster in clusters]
     low, high = _wilson(share, len(ordered))
     half = _share_half_width(below, share, len(ordered))
     low, high = max(0.0, min(low, share - half)), min(1.0, max(high, share + half))
-    return found, _at(ordered, low), _at(ordered, high)
+    return found, quantile(ordered, low), quantile(ordered, high)
 
 
 def _share_half_width(clusters: Sequence[tuple[int, int]], share: float, asked: int) -> float:
@@ -131,7 +122,8 @@ def _wilson(share: float, count: int) -> tuple[float, float]:
     return centre - half, centre + half
 
 
-def _at(ordered: Sequence[float], share: float) -> float:
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of values in order, by linear interpolation."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

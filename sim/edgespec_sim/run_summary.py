@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.telemetry.trace import made
+from edgespec_sim.replication import quantile
 
 FORMAT: Final = "edgespec-run"
 VERSION: Final = 2
@@ -41,10 +42,6 @@ class Spread:
     def p95(self) -> float:
         return self.quantiles[4]
 
-    @property
-    def p99(self) -> float:
-        return self.quantiles[5]
-
 
 def spread_of(values: Sequence[float]) -> Spread | None:
     """None of nothing. Quantiles by linear interpolation."""
@@ -54,15 +51,8 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     return Spread(
         len(ordered),
         math.fsum(ordered) / len(ordered),
-        tuple(_quantile(ordered, share) for share in QUANTILES),
+        tuple(quantile(ordered, share) for share in QUANTILES),
     )
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +121,6 @@ class Attainment:
     slo_ttft_s: float | None = None
     """The objectives for 95 % of the requests; None: there is none."""
     slo_tpot_s: float | None = None
-    unstable: str = ""
-    """In words, where more came than could be served; empty: no sign of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,7 @@ from edgespec_sim.links.path import Path
 
 
 _FIXED32 = 5  # a tag and four bytes
-
 _SAMPLING_BYTES = 24
-
 _LIMITS_BYTES = 28
 
 # Bytes of a varint by its number of bits: seven each, and one for 0.

@@ -75,7 +75,7 @@ class Page(HTMLParser):
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "run": lambda: render(five_arms()),
+    "run": lambda: render(pictured()),
     "sweep": lambda: render_sweep(made_up_sweep(), "household"),
 }
 
@@ -119,8 +119,8 @@ def test_the_headline_names_the_best_arm_and_whose_it_is() -> None:
 
 
 def test_whatever_a_name_holds_is_only_text() -> None:
-    run = five_arms(notes=(EVIL,))
-    arm = replace(run.arms[4], arm=EVIL * 20, label=EVIL, groups={EVIL: run.arms[4].all})
+    run = replace(pictured(), notes=(EVIL,))
+    arm = replace(run.arms[1], arm=EVIL * 20, label=EVIL, groups={EVIL: run.arms[1].all})
     evil = replace(
         run,
         name=EVIL,

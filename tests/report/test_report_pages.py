@@ -75,8 +75,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
     lines = read_lines([tmp_path / "device.jsonl", tmp_path / "verifier.jsonl"])
     html = render(five_arms(), build_timeline(lines))
     dom = looked_at(html, tmp_path)
-    # The lanes of a session, load.
-    check_plots(dom, 2)
+    check_plots(dom, 1)
     assert dom.count("<table") == html.count("<table") == 4
     for lane in ("draft", "uplink", "queue", "pass", "downlink", "stall"):
         assert f">{lane}</text>" in dom, lane
@@ -84,7 +83,7 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
-    dom = looked_at(render(five_arms()), tmp_path, *options)
+    dom = looked_at(render(pictured()), tmp_path, *options)
     check_plots(dom, 1)
     ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
     assert f"fill: {ink}" in dom, "the plots' letters"
@@ -93,8 +92,8 @@ def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ..
 def test_a_run_with_every_picture(tmp_path: Path) -> None:
     html = render(pictured(), None, asked_alike())
     assert len(html) < 1.5e6
-    # One question, time per token, load of verifiers and of links.
-    check_plots(looked_at(html, tmp_path), 4)
+    # One question, time per token.
+    check_plots(looked_at(html, tmp_path), 2)
 
 
 def test_a_sweep(tmp_path: Path) -> None:
@@ -105,6 +104,6 @@ def test_a_sweep(tmp_path: Path) -> None:
 
 
 def test_an_error_on_the_page_would_be_seen(tmp_path: Path) -> None:
-    broken = render(five_arms()).replace("const FIGURES", "no_such_function(); const FIGURES")
+    broken = render(pictured()).replace("const FIGURES", "no_such_function(); const FIGURES")
     with pytest.raises(AssertionError, match="no_such_function"):
         looked_at(broken, tmp_path)

@@ -307,7 +307,6 @@ def test_a_table_a_recommendation_its_reason_and_the_flags_to_copy() -> None:
     arm = take.removeprefix("take: ")
     assert lines[lines.index(take) + 1].startswith(f"{arm} is ")
     assert any(line.startswith("flags: ") for line in lines)
-    assert "Stop-and-wait is as fast as plain streaming at a round trip of" in result.stdout
 
 
 def test_run_ahead_wins_at_usual_round_trips() -> None:
@@ -321,8 +320,11 @@ def test_run_ahead_wins_at_usual_round_trips() -> None:
     ("arguments", "because"),
     [
         (("--draft-ms", "60"), "a draft step (60 ms) takes no less than a pass (25 ms)"),
-        (("--rtt-ms", "2000", "--acceptance", "0.3"), "the round trip of 2000 ms is beyond the"),
-        (("--acceptance", "0.05", "--draft-ms", "24.5"), "it would not even without a round trip"),
+        (
+            ("--rtt-ms", "2000", "--acceptance", "0.3"),
+            "at a round trip of 2000 ms no policy could save 3% with drafts like these",
+        ),
+        (("--acceptance", "0.05", "--draft-ms", "24.5"), "no policy could save 3%"),
     ],
 )
 def test_where_drafting_does_not_pay_streaming_is_advised(
@@ -361,7 +363,7 @@ def advice(**arms: tuple[tuple[float, ...], float]) -> LinkAdvice:
         summaries.append(replace(arm, arm=name, all=whole, speedup=value))
     totals = {Arm(name): [Total(one, 1) for one in mine[0]] for name, mine in base.items()}
     costs = Costs(0.005, 0.008, 0.025)
-    return advise(replace(_summary(), arms=tuple(summaries)), totals, costs, (0.1, 0.2))
+    return advise(replace(_summary(), arms=tuple(summaries)), totals, costs, ((0, 1, 0, -1),))
 
 
 def test_of_arms_that_take_as_long_the_one_with_fewer_wasted_nodes_is_taken() -> None:

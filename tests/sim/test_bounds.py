@@ -146,7 +146,7 @@ def test_every_bound_is_reached_somewhere(name: str, ways: list[str]) -> None:
 def test_the_first_token_comes_no_sooner_than_its_bound(way: str) -> None:
     for rtt_s in RTTS_S:
         first_s = played(way, "coin 0.9", rtt_s, 0.004)[0]
-        assert first_s == pytest.approx(bd.first_token_s(bd.Costs(rtt_s, 0.004, PASS_S)))
+        assert first_s == pytest.approx(2.0 * rtt_s + PASS_S)
 
 
 # --- by hand --------------------------------------------------------------------------------
@@ -190,5 +190,3 @@ def test_mistakes_name_the_value() -> None:
         bd.Costs(-1.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="'eagle' is not a valid Arm"):
         bd.lower_bounds("eagle", rtt_s=0.0, step_s=0.0, pass_s=1.0, acceptance=0.5)
-    with pytest.raises(ValueError, match=r"acceptance is 1.0, but must be in"):
-        bd.RunLengths.coin(1.0)

@@ -26,6 +26,7 @@ from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.links.network_trace import TraceError
 from edgespec_sim.run_summary import RunSummary
 from edgespec_sim.scenario import sections as sc
+from edgespec_sim.scenario.verifiers import link_delays_s
 from edgespec_sim.token_sources.relaxed_rule import (
     LOSSY_RULE,
     LossySource,
@@ -135,11 +136,13 @@ def test_a_row_takes_its_time_on_each_link() -> None:
     stages = sc.StagesSection(nodes=3, link_ms=10.0, link_mbps=10.0, hidden_bytes=12_500)
     expected_s = COMPUTE_S + 2 * (0.010 + 0.010)
     assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
-    assert stages.links_s == pytest.approx(0.040)
-    assert stages.hop_s(3) == pytest.approx(0.040)
+    delays_s = link_delays_s(stages, Path())
+    assert stages.least_links_s(delays_s) == pytest.approx(0.040)
+    assert stages.hop_s(3, 0.010) == pytest.approx(0.040)
     # A bound has to hold for the nodes that are left.
-    assert replace(stages, lost_at_s=(1.0,)).links_s == pytest.approx(0.020)
-    assert replace(stages, lost_at_s=(1.0,), spares=1).links_s == stages.links_s
+    lost = replace(stages, lost_at_s=(1.0,))
+    assert lost.least_links_s(delays_s) == pytest.approx(0.020)
+    assert replace(lost, spares=1).least_links_s(delays_s) == pytest.approx(0.040)
 
 
 def crowd(slots: int) -> sc.Scenario:

@@ -64,11 +64,8 @@ def test_looking_before_deciding_costs_little() -> None:
     assert held / 200 >= 0.9
 
 
-def test_a_mean_interval_is_the_textbooks() -> None:
-    low, high = replication.mean_interval([1.0, 2.0, 3.0])
-    assert (low + high) / 2 == pytest.approx(2.0)
-    assert high - 2.0 == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
-    assert replication.mean_interval([5.0]) == (5.0, 5.0)
+def test_the_t_is_the_textbooks() -> None:
+    assert replication.student(2) == pytest.approx(4.3027, rel=1e-4)
 
 
 def test_more_seeds_are_asked_for_until_it_is_narrow_or_enough() -> None:

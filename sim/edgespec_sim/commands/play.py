@@ -202,9 +202,6 @@ def _finish(point: Point, ask: Ask, limit_s: float) -> None:
     )
 
 
-SUMMARY, TRACE = "summary.json", "trace.jsonl"
-
-
 def simulate(
     scenario: Scenario,
     ask: Ask,
@@ -375,9 +372,6 @@ def show(summary: RunSummary) -> None:
     service = service_table(summary)
     if service is not None:
         output().print(service)
-    for arm in summary.arms:
-        if arm.attainment is not None and arm.attainment.unstable:
-            say(f"{arm.arm}: {arm.attainment.unstable}.")
     for note in summary.notes[:1]:
         if "peed-ups" in note:
             say(note)

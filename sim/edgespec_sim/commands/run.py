@@ -18,8 +18,6 @@ from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
 from edgespec_sim.commands.play import (
     SECONDS,
-    SUMMARY,
-    TRACE,
     Ask,
     Point,
     SeedOption,
@@ -38,7 +36,7 @@ from edgespec_sim.links.formats import read_trace, write_plain
 from edgespec_sim.links.generators import KINDS, generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, rtt_line
 from edgespec_sim.report.document import write_page
-from edgespec_sim.report.page import refuse_to_replace, report_on, write_report
+from edgespec_sim.report.page import SUMMARY, TRACE, refuse_to_replace, report_on, write_report
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
 from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.scenario.sections import Scenario, bundled_scenarios, load_scenario, scenario_path
@@ -161,7 +159,6 @@ def report(runs: Runs, out: Out = None) -> None:
 
 
 _SEED, _SECONDS = 1, 600.0
-
 """Of a generated trace."""
 
 

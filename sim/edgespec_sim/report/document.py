@@ -116,9 +116,6 @@ async function draw() {
   document.documentElement.dataset.drawn = plots.length;
 }
 draw();
-// What is drawn in a closed part has no width until that is opened.
-document.addEventListener("toggle", event => { if (event.target.open && window.Plotly)
-  for (const place of event.target.querySelectorAll(".plot")) Plotly.Plots.resize(place); }, true);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 addEventListener("beforeprint", repaint);
 addEventListener("afterprint", repaint);
@@ -244,9 +241,9 @@ def arms_csv(run: RunSummary) -> str:
     """Arms, and below each its groups; ``group`` is empty for the whole arm."""
     rows = []
     for arm in run.arms:
-        rows.append({**_arm_cells(arm), "group": "", **_group_cells(arm.all)})
+        rows.append({**arm_cells(arm), "group": "", **group_cells(arm.all)})
         for name, group in arm.groups.items():
-            rows.append({"arm": arm.arm, "group": name, **_group_cells(group)})
+            rows.append({"arm": arm.arm, "group": name, **group_cells(group)})
     return csv_text(rows)
 
 
@@ -266,7 +263,7 @@ def csv_text(rows: Sequence[Mapping[str, Cell]], header: Sequence[str] = ()) -> 
     return out.getvalue()
 
 
-def _arm_cells(arm: ArmSummary) -> dict[str, Cell]:
+def arm_cells(arm: ArmSummary) -> dict[str, Cell]:
     busy = [one.utilisation for one in arm.verifiers]
     return {
         "arm": arm.arm,
@@ -279,7 +276,7 @@ def _arm_cells(arm: ArmSummary) -> dict[str, Cell]:
     }
 
 
-def _group_cells(group: GroupSummary) -> dict[str, Cell]:
+def group_cells(group: GroupSummary) -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
     for field in fields(group):
         value = getattr(group, field.name)
@@ -291,8 +288,7 @@ def _group_cells(group: GroupSummary) -> dict[str, Cell]:
 
 
 def _spread_cells(name: str, spread: Spread | None) -> dict[str, Cell]:
-    cells: dict[str, Cell] = {f"{name}_mean": None if spread is None else spread.mean}
-    for index, share in enumerate(QUANTILES):
-        value = None if spread is None else spread.quantiles[index]
-        cells[f"{name}_p{round(100 * share)}"] = value
-    return cells
+    names = [f"{name}_mean", *(f"{name}_p{round(100 * share)}" for share in QUANTILES)]
+    if spread is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, (spread.mean, *spread.quantiles), strict=True))

@@ -45,8 +45,10 @@ def render(
     page.heading("Arms")
     page.add(tables.arms_table(summary))
     page.items(summary.notes)
-    _fold(page, "Requests, verifiers and groups", tables_=_more_tables(summary))
-    _fold(page, "Load", (plots.verifier_load_plot(summary), plots.link_load_plot(summary)))
+    with page.fold("Requests, verifiers, links and groups"):
+        for name, html in _more_tables(summary):
+            page.heading(name, 3)
+            page.add(html)
     _settings(page, summary)
     return page.html()
 
@@ -64,31 +66,11 @@ def _lanes(timeline: Timeline | None, firsts: Mapping[str, Timeline]) -> Figure 
     return plots.lanes_plot(plots.sessions_of(timeline), "The first sessions of the trace")
 
 
-def _fold(
-    page: Document,
-    heading: str,
-    figures_: Sequence[Figure | None] = (),
-    tables_: Sequence[tuple[str, str]] = (),
-) -> None:
-    """A part of the page behind its heading: figures beside each other where there is room, and
-    tables with headings. Nothing where there is none."""
-    shown = [figure for figure in figures_ if figure is not None]
-    if not shown and not tables_:
-        return
-    with page.fold(heading):
-        page.add('<div class="grid">')
-        for figure in shown:
-            page.figure(figure)
-        page.add("</div>")
-        for name, html in tables_:
-            page.heading(name, 3)
-            page.add(html)
-
-
 def _more_tables(summary: RunSummary) -> list[tuple[str, str]]:
     found = (
         ("How requests ended", tables.requests_ended_table(summary)),
         ("Verifiers", tables.verifiers_table(summary)),
+        ("Links", tables.links_table(summary)),
         ("Groups", tables.groups_table(summary)),
     )
     return [(name, html) for name, html in found if html]

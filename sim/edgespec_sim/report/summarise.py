@@ -6,6 +6,7 @@ machines are never compared here: each duration is taken on one clock.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -271,17 +272,21 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
     request."""
     devices: _DevicesOf = defaultdict(DeviceTally)
     verifiers: _VerifiersOf = defaultdict(VerifierTally)
-    extent = _Extent()
+    first_s, last_s = math.inf, -math.inf
     for line in lines:
         if line["side"] == DEVICE:
-            extent.add(line["at_s"])
+            first_s, last_s = min(first_s, line["at_s"]), max(last_s, line["at_s"])
             devices[line["session"]].read(line)
         else:
             verifiers[line["session"]].read(line)
-    duration_s = _duration_s(devices, verifiers, extent)
     requests = [(key, one) for key, tally in devices.items() for one in tally.requests]
     if not requests:
         raise ValueError("no device's trace, or none with a request: no Start is in it")
+    duration_s = last_s - first_s
+    if verifiers:  # devices may be on machines with clocks of their own; verifiers share one
+        seen_s = [at_s for one in verifiers.values() for at_s in (one.first_s or 0.0, one.last_s)]
+        longest_s = max(one.ended_s - one.started_s for _, one in requests)
+        duration_s = max(max(seen_s) - min(seen_s), longest_s)
     served_by = {key: of for of, verifier in verifiers.items() for key in verifier.sessions}
     whole = _whole([one for _, one in requests], duration_s)
     rows = tuple(
@@ -308,37 +313,6 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
         arms=(arm,),
         notes=notes,
     )
-
-
-class _Extent:
-    """First and last moment on one clock."""
-
-    def __init__(self) -> None:
-        self.first_s: float | None = None
-        self.last_s = 0.0
-
-    def add(self, at_s: float) -> None:
-        self.first_s = at_s if self.first_s is None else min(at_s, self.first_s)
-        self.last_s = max(at_s, self.last_s)
-
-    @property
-    def length_s(self) -> float:
-        return 0.0 if self.first_s is None else self.last_s - self.first_s
-
-
-def _duration_s(devices: _DevicesOf, verifiers: _VerifiersOf, extent: _Extent) -> float:
-    """Devices may be on machines with clocks of their own; verifiers are taken to share one."""
-    if not verifiers:
-        return extent.length_s
-    whole = _Extent()
-    for verifier in verifiers.values():
-        whole.add(verifier.first_s or 0.0)
-        whole.add(verifier.last_s)
-    longest_s = max(
-        (one.ended_s - one.started_s for tally in devices.values() for one in tally.requests),
-        default=0.0,
-    )
-    return max(whole.length_s, longest_s)
 
 
 def _whole(requests: Sequence[Request], duration_s: float) -> GroupSummary:

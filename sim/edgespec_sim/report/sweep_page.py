@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.report.document import Document, Figure, csv_text
+from edgespec_sim.report.document import Document, Figure, arm_cells, csv_text, group_cells
 from edgespec_sim.report.plots import axis, band, colors, label, layout
 from edgespec_sim.report.tables import count, is_ours, milliseconds, number, percent, speedup, table
 from edgespec_sim.run_summary import ArmSummary, RunSummary
@@ -141,25 +141,13 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
 
 
 def sweep_csv(points: Points) -> str:
-    """One line a point and arm; what was varied comes first."""
+    """One line a point and arm, as in ``arms_csv``; what was varied comes first."""
     rows = [
         {
             **{key: _plain(value) for key, value in varied.items()},
-            "arm": arm.arm,
-            "tpot_s_mean": None if arm.all.tpot_s is None else arm.all.tpot_s.mean,
-            "tpot_s_median": None if arm.all.tpot_s is None else arm.all.tpot_s.median,
-            "tpot_s_p95": None if arm.all.tpot_s is None else arm.all.tpot_s.p95,
-            "ttft_s_median": None if arm.all.ttft_s is None else arm.all.ttft_s.median,
-            "speedup": arm.speedup,
-            "speedup_low": None if arm.speedup_interval is None else arm.speedup_interval[0],
-            "speedup_high": None if arm.speedup_interval is None else arm.speedup_interval[1],
             "seeds": run.seeds,
-            "tokens_per_pass": arm.all.tokens_per_pass,
-            "acceptance": arm.all.acceptance,
-            "wasted_per_token": arm.all.wasted_per_token,
-            "tokens_per_second": arm.all.tokens_per_second,
-            "failed": arm.all.failed,
-            "mismatches": arm.all.mismatches,
+            **arm_cells(arm),
+            **group_cells(arm.all),
         }
         for varied, run in points
         for arm in run.arms

@@ -300,3 +300,18 @@ def verifiers_table(run: RunSummary) -> str:
     return (
         table(caption, (*header, "queue p50 ms", "queue p95 ms"), rows, ours, (1,)) if rows else ""
     )
+
+
+def links_table(run: RunSummary) -> str:
+    """Empty where no link's capacity is known."""
+    rows = [
+        (one.name, arm.arm, percent(one.up), percent(one.down))
+        for arm in run.arms
+        for one in sorted(arm.links, key=lambda one: -max(one.up, one.down))[:ROWS_SHOWN]
+    ]
+    caption = (
+        "Share of the run for which messages occupied each link (its airtime, with radio), with"
+        " the share that others take; the busiest first, links without a limit left out."
+    )
+    ours = [is_ours(row[1]) for row in rows]
+    return table(caption, ("link", "arm", "busy up", "busy down"), rows, ours, (1,)) if rows else ""

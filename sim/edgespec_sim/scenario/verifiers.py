@@ -9,11 +9,11 @@ import math
 import re
 import statistics
 import tarfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,35 @@ import numpy.typing as npt
 from edgespec.core.protocol.checks import bounded
 from edgespec.telemetry.cost_profile import CostProfile, TimeLaw, read_profile
 from edgespec_sim.links.network_trace import TraceError, file_named
+from edgespec_sim.replication import quantile
 
+# --- limits of keys, declared beside their defaults --------------------------------------------
+
+
+def limited(default: Any, low: float, high: float) -> Any:
+    """A field whose value lies in [low, high], each one of a tuple's; the default always may."""
+    return field(default=default, metadata={"limits": (low, high)})
+
+
+def check_limits(section: Any) -> None:
+    """Raises ``ValueError`` that names the key, its value and its limits."""
+    for one in fields(section):
+        value = getattr(section, one.name)
+        if "limits" in one.metadata and value != one.default:
+            for number in value if isinstance(value, tuple) else (value,):
+                bounded(one.name, number, *one.metadata["limits"])
+
+
+class Section:
+    """A part of a scenario that asks no more than its limits."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+
+# --- watts -------------------------------------------------------------------------------------
 # What a verifier's GPU draws while a pass runs and while it waits, each figure with its source.
 #
 # Busy is the data sheet's most, and so an upper bound: a pass that is bound by memory draws less
@@ -125,7 +153,6 @@ class RadioMeter:
 
 
 MAX_DEVICES = 1_000_000
-
 _MINUTE_MS = 60_000.0
 
 
@@ -133,13 +160,13 @@ _MINUTE_MS = 60_000.0
 class CostSection:
     """Time of a draft step or a pass: given, from a profile, or from a machine's data sheet."""
 
-    ms: float | None = None
+    ms: float | None = limited(None, 0.0, _MINUTE_MS)
     """A step or pass of one row."""
-    row_ms: float = 0.0
+    row_ms: float = limited(0.0, 0.0, _MINUTE_MS)
     """More for each further row."""
-    context_us: float = 0.0
+    context_us: float = limited(0.0, 0.0, 1e6)
     """More for each cached token."""
-    jitter: float = 0.0
+    jitter: float = limited(0.0, 0.0, 2.0)
     """Relative standard deviation, log-normal."""
     profile: str = ""
     """A file of ``edgespec profile``, or the name of a bundled one."""
@@ -147,111 +174,84 @@ class CostSection:
     """MODEL@MACHINE: computed from data sheets, not measured."""
 
     def __post_init__(self) -> None:
-        given = {
-            "ms": self.ms is not None,
-            "profile": bool(self.profile),
-            "roofline": bool(self.roofline),
-        }
-        _exactly_one("a cost", given)
-        if self.ms is not None:
-            bounded("ms", self.ms, 0.0, _MINUTE_MS)
-        bounded("row_ms", self.row_ms, 0.0, _MINUTE_MS)
-        bounded("context_us", self.context_us, 0.0, 1e6)
-        bounded("jitter", self.jitter, 0.0, 2.0)
+        check_limits(self)
+        given = {"ms": self.ms is not None, "profile": self.profile, "roofline": self.roofline}
+        chosen = [name for name, value in given.items() if value]
+        if len(chosen) != 1:
+            said = " and ".join(chosen) if chosen else "none of them"
+            raise ValueError(f"a cost needs exactly one of {', '.join(given)}, but names {said}")
 
 
 @dataclass(frozen=True, slots=True)
 class StagesSection:
     """A target whose layers lie on several nodes, one behind another (decentralized)."""
 
-    nodes: int = 4
-    link_ms: float = 10.0
+    nodes: int = limited(4, 1, 128)
+    link_ms: float = limited(10.0, 0.0, _MINUTE_MS)
     """One way, between two neighbouring nodes; the last answers to the first for free, as the
     last one samples and the first one only needs the tokens (they travel with the next pass)."""
-    slots: int = 1
+    slots: int = limited(1, 1, 128)
     """Passes under way at once; sessions are divided among them."""
-    link_mbps: float = math.inf
+    link_mbps: float = limited(math.inf, 1e-3, 1e6)
     """Of each link between two neighbours; passes go through it one after another."""
-    hidden_bytes: int = 8192
+    hidden_bytes: int = limited(8192, 1, 1 << 24)
     """What a row takes there: 4096 activations of two bytes in an 8 B model."""
-    lost_at_s: tuple[float, ...] = ()
+    lost_at_s: tuple[float, ...] = limited((), 0.0, 1e6)
     """A node is gone then: passes under way fail, its layers' part of every cache is lost, and
     devices resume with what they hold."""
-    spares: int = 0
+    spares: int = limited(0, 0, 128)
     """Nodes that wait with the weights; without one left, the others take over the layers."""
-    reroute_s: float = 2.0
+    reroute_s: float = limited(2.0, 0.0, 1e6)
     """Until the way around a lost node stands. The others keep their weights meanwhile."""
-    jitter_ms: float = 0.0
+    jitter_ms: float = limited(0.0, 0.0, _MINUTE_MS)
     """Mean of an exponential extra delay of each pass on each link."""
-    stragglers: float = 0.0
+    stragglers: float = limited(0.0, 0.0, 0.5)
     """Share of the passes of each node that take four times as long."""
     rtt_matrix: str = ""
     """An archive of RTT matrices: the first rows of its first slice are the nodes, and take the
     place of ``link_ms``, half each way."""
 
     def __post_init__(self) -> None:
-        bounded("jitter_ms", self.jitter_ms, 0.0, _MINUTE_MS)
-        bounded("stragglers", self.stragglers, 0.0, 0.5)
-        bounded("nodes", self.nodes, 1, 128)
-        bounded("link_ms", self.link_ms, 0.0, _MINUTE_MS)
-        bounded("slots", self.slots, 1, 128)
-        if self.link_mbps != math.inf:
-            bounded("link_mbps", self.link_mbps, 1e-3, 1e6)
-        bounded("hidden_bytes", self.hidden_bytes, 1, 1 << 24)
-        for at_s in self.lost_at_s:
-            bounded("lost_at_s", at_s, 0.0, 1e6)
-        bounded("spares", self.spares, 0, 128)
-        bounded("reroute_s", self.reroute_s, 0.0, 1e6)
+        check_limits(self)
         if len(self.lost_at_s) >= self.nodes + self.spares:
             raise ValueError(
                 f"lost_at_s names {len(self.lost_at_s)} losses,"
                 f" but {self.nodes} nodes and {self.spares} spares survive fewer"
             )
 
-    def hop_s(self, rows: int, link_s: float | None = None) -> float:
-        """What one link (of ``link_ms``, or of that delay) adds at least to a pass that has it
-        alone."""
-        delay_s = self.link_ms / 1e3 if link_s is None else link_s
+    def hop_s(self, rows: int, delay_s: float) -> float:
+        """What a link of that delay adds at least to a pass that has it alone."""
         return delay_s + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
 
-    @property
-    def links_s(self) -> float:
-        """All links together, for a pass of one row, when the fewest nodes are left."""
-        return self.least_links_s((self.link_ms / 1e3,) * (self.nodes - 1))
-
     def least_links_s(self, delays_s: tuple[float, ...]) -> float:
-        """The same for links of these delays, one way, first to last."""
+        """All links (of these delays, one way, first to last) together, for a pass of one row, when
+        the fewest nodes are left."""
         left = min(self.nodes, self.nodes + self.spares - len(self.lost_at_s))
         return sum(self.hop_s(1, delay_s) for delay_s in delays_s[: left - 1])
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierSection:
-    count: int = 1
+    count: int = limited(1, 1, 10_000)
     pass_time: CostSection = field(default_factory=lambda: CostSection(ms=25.0))
     path: tuple[str, ...] = ()
     """Links behind the devices' own: the way to this verifier's site."""
     stages: StagesSection | None = None
-    max_sessions: int = 64
-    max_rows_per_pass: int = 1024
+    max_sessions: int = limited(64, 1, MAX_DEVICES)
+    max_rows_per_pass: int = limited(1024, 1, 1 << 20)
     gpu_power: str = ""
     """h200, h100, a100-80g or l4: published powers of each machine."""
-    busy_w: float = 0.0
+    busy_w: float = limited(0.0, 0.0, 1e6)
     """Of each machine while a pass runs, in place of that; the data sheet's most is an upper bound.
     Fans and the host are not in it. 0: not known, and not reported."""
-    idle_w: float | None = None
+    idle_w: float | None = limited(None, 0.0, 1e6)
     """While it is powered and no pass runs. null: as ``gpu_power`` has it, else not known."""
 
     def __post_init__(self) -> None:
-        bounded("count", self.count, 1, 10_000)
-        bounded("max_sessions", self.max_sessions, 1, MAX_DEVICES)
-        bounded("max_rows_per_pass", self.max_rows_per_pass, 1, 1 << 20)
-        bounded("busy_w", self.busy_w, 0.0, 1e6)
+        check_limits(self)
         if self.gpu_power and self.gpu_power not in GPU_POWERS:
             known = ", ".join(GPU_POWERS)
             raise ValueError(f"gpu_power is {self.gpu_power!r}, but must be one of {known}")
-        if self.idle_w is not None:
-            bounded("idle_w", self.idle_w, 0.0, 1e6)
 
     @property
     def power_busy_w(self) -> float:
@@ -268,15 +268,7 @@ class VerifierSection:
         return GPU_POWERS[self.gpu_power].idle_w
 
 
-def _exactly_one(what: str, given: dict[str, bool]) -> None:
-    chosen = [name for name, is_given in given.items() if is_given]
-    if len(chosen) != 1:
-        said = " and ".join(chosen) if chosen else "none of them"
-        raise ValueError(f"{what} needs exactly one of {', '.join(given)}, but names {said}")
-
-
 _EFFICIENCY: Final = 0.7
-
 _ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -394,7 +386,6 @@ def _log_normal(deviation: float) -> tuple[float, ...]:
 
 
 _POINTS = 101
-
 _STRAGGLE_FACTOR = 4.0
 
 
@@ -419,9 +410,7 @@ def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
 
 
 _MOST_SLICE_BYTES: Final = 2**23
-
 _SLICE: Final = re.compile(r"(?:.*/)?(Seattle|PlanetLab)Data_([0-9]{1,9})")
-
 _UNIT_S: Final = {"Seattle": 1.0, "PlanetLab": 1e-3}
 
 
@@ -453,14 +442,7 @@ def straggling(law: TimeLaw, section: StagesSection) -> TimeLaw:
     if not section.stragglers:
         return law
     slow = round(section.stragglers * (_POINTS - 1))
-    usual = [_at(law.spread, index / (_POINTS - 1)) for index in range(_POINTS - slow)]
-    late = [_at(law.spread, index / max(1, slow - 1)) for index in range(slow)]
+    usual = [quantile(law.spread, index / (_POINTS - 1)) for index in range(_POINTS - slow)]
+    late = [quantile(law.spread, index / max(1, slow - 1)) for index in range(slow)]
     spread = sorted([*usual, *(_STRAGGLE_FACTOR * one for one in late)])
     return replace(law, spread=tuple(spread))
-
-
-def _at(spread: tuple[float, ...], share: float) -> float:
-    place = min(share, 1.0) * (len(spread) - 1)
-    low = int(place)
-    high = min(low + 1, len(spread) - 1)
-    return spread[low] + (place - low) * (spread[high] - spread[low])

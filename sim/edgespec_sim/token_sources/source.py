@@ -365,7 +365,30 @@ def tape_named(name: str, folder: Path = Path()) -> MatchTape:
         return read_tape(file)
 
 
-class TapeSource:
+class _ScriptedSource:
+    """What sources of scripts have in common: ``_find``, and a draft that knows so many ranks."""
+
+    def __init__(self, info: ModelInfo, width: int) -> None:
+        self._info, self._width = info, width
+
+    def target(self) -> ScriptedTarget:
+        return ScriptedTarget(self._info, self._find)
+
+    def drafter(self) -> ScriptedDrafter:
+        return ScriptedDrafter(self._info, self._find, self._width)
+
+    def expected(self, request: Request, count: int) -> Sequence[int]:
+        max_tokens = request.sampling.max_tokens
+        return self._find(request.prompt, max_tokens).tokens[: min(count, max_tokens)]
+
+    def ranks(self, request: Request, count: int) -> Sequence[int]:
+        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
+
+    def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
+        raise NotImplementedError
+
+
+class TapeSource(_ScriptedSource):
     """``tokens.TokenSource`` over a tape."""
 
     def __init__(self, tape: MatchTape, seed: int = 0) -> None:
@@ -380,9 +403,9 @@ class TapeSource:
         self._index = {g.prompt: i for i, g in enumerate(tape.generations)}
         largest = max(max(*g.prompt, *g.tokens) for g in tape.generations)
         size = max(LEAST_VOCABULARY, largest + 2)
-        self._info = ModelInfo(
-            "tape", f"tape-{tape.target}", size, CONTEXT_LENGTH, tape.eos_token_ids
-        )
+        name = f"tape-{tape.target}"
+        info = ModelInfo("tape", name, size, CONTEXT_LENGTH, tape.eos_token_ids)
+        super().__init__(info, tape.width)
 
     @property
     def about(self) -> str:
@@ -392,12 +415,6 @@ class TapeSource:
             f"match tape of {tape.draft} drafting for {tape.target}: {len(tape.generations)} texts,"
             f" {positions} tokens, {tape.acceptance():.1%} accepted"
         )
-
-    def target(self) -> ScriptedTarget:
-        return ScriptedTarget(self._info, self._find)
-
-    def drafter(self) -> ScriptedDrafter:
-        return ScriptedDrafter(self._info, self._find, self.tape.width)
 
     def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
         """``prompt_length`` 0: the recorded prompt."""
@@ -414,13 +431,6 @@ class TapeSource:
         ends = tokens[-1] in self.tape.eos_token_ids
         length = max_tokens if ends else min(max_tokens, len(tokens))
         return Request(prompt, SamplingParams(max_tokens=length))
-
-    def expected(self, request: Request, count: int) -> Sequence[int]:
-        length = min(count, request.sampling.max_tokens)
-        return self._find(request.prompt, length).tokens[:length]
-
-    def ranks(self, request: Request, count: int) -> Sequence[int]:
-        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
 
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
         index = self._index.get(prompt)
@@ -450,35 +460,24 @@ VOCABULARY_SIZE = 32_000
 _KEPT_SCRIPTS = 1024
 
 
-class ProcessSource:
+class ProcessSource(_ScriptedSource):
     """``tokens.TokenSource`` over an ``AcceptanceLaw``; texts never end before ``max_tokens``."""
 
     def __init__(self, law: AcceptanceLaw, seed: int = 0) -> None:
         self.law = law
         self._seed = seed
-        self._info = ModelInfo("process", "process", VOCABULARY_SIZE, CONTEXT_LENGTH)
+        super().__init__(
+            ModelInfo("process", "process", VOCABULARY_SIZE, CONTEXT_LENGTH), law.width
+        )
         self._kept: OrderedDict[tuple[int, int], Script] = OrderedDict()
 
     @property
     def about(self) -> str:
         return f"acceptance process {self.law.origin}: {self.law.acceptance():.1%} accepted"
 
-    def target(self) -> ScriptedTarget:
-        return ScriptedTarget(self._info, self._find)
-
-    def drafter(self) -> ScriptedDrafter:
-        return ScriptedDrafter(self._info, self._find, self.law.width)
-
     def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
         prompt = coded_prompt(number, prompt_length, VOCABULARY_SIZE)
         return Request(prompt, SamplingParams(max_tokens=max_tokens))
-
-    def expected(self, request: Request, count: int) -> Sequence[int]:
-        max_tokens = request.sampling.max_tokens
-        return self._find(request.prompt, max_tokens).tokens[: min(count, max_tokens)]
-
-    def ranks(self, request: Request, count: int) -> Sequence[int]:
-        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
 
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
         number = number_of(prompt, VOCABULARY_SIZE)

@@ -26,7 +26,6 @@ from typing import Final
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import TraceError, file_named
 from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevice, Scenario
-from edgespec_sim.world.conservation import ArrivalWatch
 
 # --- recorded arrivals: CSV with a header ------------------------------------------------------
 # ``time_s``, or ``timestamp`` (seconds, or a date and time), and as they are known
@@ -178,9 +177,7 @@ class Reception:
         arrivals: Sequence[Arrival],
         at: AtDevice,
         servers: Sequence[Server],
-        watch: ArrivalWatch | None = None,
     ) -> None:
-        self.arrived, self.watch = 0, watch
         self.arrivals = arrivals
         self._queue, self._at, self._servers = queue, at, servers
         self._waiting: dict[int | str, deque[Arrival]] = {}
@@ -190,9 +187,6 @@ class Reception:
             for devices in self._groups.values()
             for place, device in enumerate(devices)
         }
-        if watch is not None:
-            for device, server in enumerate(servers):
-                watch.device(device, server.group)
 
     def start(self) -> None:
         for arrival in self.arrivals:
@@ -207,29 +201,19 @@ class Reception:
     def free(self, device: int) -> None:
         """That device has ended its request: it begins the next one that waits for it."""
         self._servers[device].busy = False
-        if self.watch is not None:
-            self.watch.ended(device, self._queue.now)
         line = self._waiting.get(self._line(device))
         if line:
             self._begin(device, line.popleft())
-        if self.watch is not None:
-            self.watch.settled(self._queue.now)
 
     def _line(self, device: int) -> int | str:
         return device if self._at is AtDevice.OWN else self._servers[device].group
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.arrived += 1
-        if self.watch is not None:
-            now_s = self._queue.now
-            self.watch.came(arrival.number, arrival.device, arrival.at_s, now_s)
         device = self._free_device(arrival.device)
         if device is None:
             self._waiting.setdefault(self._line(arrival.device), deque()).append(arrival)
         else:
             self._begin(device, arrival)
-        if self.watch is not None:
-            self.watch.settled(self._queue.now)
 
     def _free_device(self, drawn: int) -> int | None:
         if not self._servers[drawn].busy:
@@ -244,8 +228,6 @@ class Reception:
         return None
 
     def _begin(self, device: int, arrival: Arrival) -> None:
-        if self.watch is not None:
-            self.watch.begun(arrival.number, device, self._queue.now)
         self._servers[device].busy = True
         self._servers[device].serve(arrival)
 

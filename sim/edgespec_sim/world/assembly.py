@@ -25,8 +25,8 @@ from edgespec_sim.run_summary import (
 from edgespec_sim.scenario.sections import Scenario, Sessions
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
-from edgespec_sim.world.conservation import ArrivalWatch, Conservation
-from edgespec_sim.world.meters import MeteredStream, Meters, never_begun
+from edgespec_sim.world.conservation import Conservation
+from edgespec_sim.world.meters import MeteredStream, Meters, RequestRecord
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import Cells, Change
 from edgespec_sim.world.site import (
@@ -241,8 +241,7 @@ class World:
             return None
         arrivals = draw_arrivals(self.scenario, seed, self.surrounding.folder)
         servers = [Server(user.serve, user.settings.group) for user in self.users]
-        watch = ArrivalWatch(section.at) if self.conservation is not None else None
-        reception = Reception(self.queue, arrivals, section.at, servers, watch)
+        reception = Reception(self.queue, arrivals, section.at, servers)
         for user in self.users:
             user.on_free = partial(reception.free, user.number)
         return reception
@@ -261,10 +260,10 @@ class World:
         if not site.reachable:
             return None
         up, down, rtt_s = self.network.route(user.settings.group, user.number, site.name)
-        sending = self.network.ways.sending(user.settings.group, user.number, site.name)
+        sending = self.network.sending(user.settings.group, user.number, site.name)
         watch = None
         if self.conservation is not None:
-            least_s = self.network.ways.least_ways_s(user.settings.group, site.name)
+            least_s = self.network.least_ways_s(user.settings.group, site.name)
             watch = self.conservation.watch(site.session, user.name, key, *least_s)
         stream = MeteredStream(self.queue, up, down, sending, watch, user.radio)
         site.accept(stream, key)
@@ -337,19 +336,14 @@ class World:
     def _count_waiting(self, reception: Reception) -> None:
         """Requests that no device has begun are unfinished like those under way."""
         for arrival in reception.waiting:
-            self.meters.was_active(arrival.at_s, self.queue.now)
             if self.counts(arrival.at_s):
                 user = self.users[arrival.device]
-                waited_s = self.queue.now - arrival.at_s
-                group, name = user.settings.group, user.name
-                self.meters.records.append(never_begun(group, name, arrival.at_s, waited_s))
+                record = RequestRecord(user.settings.group, user.name, "", arrival.at_s)
+                self.meters.records.append(record)
 
     def _check_end(self, conservation: Conservation) -> None:
         now_s = self.queue.now
         conservation.check_end(now_s)
-        if self.reception is not None and self.reception.watch is not None:
-            serving = {user.number for user in self.users if user.cut_off}
-            self.reception.watch.check_end(now_s, self.reception.arrived, serving)
         for user in self.users:
             longest_s = user.settings.step.seconds(32_000, 32_000, 1.0)
             if user.settings.course is not None:

@@ -9,9 +9,6 @@
     machines   each works on one pass at a time
     energy     no drafter works, and no radio sends, for longer than the time there was
     bytes      sent = delivered + under way + lost with a broken stream
-    arrivals   in an open loop every request comes once, at its time; it is begun once, by a free
-               device that may serve it, first come first served; no device that may is free while
-               a request waits; at the end came = waiting + being served + ended
 
 Everything is computed anew from what is seen here, not taken from the counters of the simulator.
 """
@@ -23,11 +20,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from edgespec.core.link_model import SharedQueue
 from edgespec.core.protocol.messages import Commit, Downlink
 from edgespec.core.verifier.session import VerifySession
 from edgespec_sim.links.path import LoadedQueue
-from edgespec_sim.scenario.sections import AtDevice
 
 # -----------------------------------------------------------------------------------------------
 # The books an auditor keeps of one queue or machine, and the error for a law that was broken.
@@ -82,22 +77,10 @@ class Slots:
         slots.insert(index, (start_s, end_s))
 
 
-class AuditedQueue(SharedQueue):
-    """A ``SharedQueue`` whose every slot is judged."""
+class AuditedQueue(LoadedQueue):
+    """A queue whose every slot is judged, those of cross traffic as well."""
 
-    def __init__(self, bits_per_s: float) -> None:
-        super().__init__(bits_per_s)
-        self._audit, self._rate = Slots(), bits_per_s
-
-    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
-        self._audit.add(start_s, end_s, size_bytes * 8 / self._rate)
-        super().take(start_s, end_s, size_bytes)
-
-
-class AuditedLoadedQueue(LoadedQueue):
-    """The same for one with cross traffic, whose packets are judged as well."""
-
-    def __init__(self, bits_per_s: float, share: float, seed: int) -> None:
+    def __init__(self, bits_per_s: float, share: float = 0.0, seed: int = 0) -> None:
         super().__init__(bits_per_s, share, seed=seed)
         self._audit, self._rate = Slots(), bits_per_s
 
@@ -208,61 +191,3 @@ class Conservation:
     def check_end(self, now_s: float) -> None:
         for watch in self._watches:
             watch.check(now_s)
-
-
-class ArrivalWatch:
-    """Sees every request of an open loop come, begin and end. A *line* is who may serve it: a
-    device, or a group of devices."""
-
-    def __init__(self, at: AtDevice) -> None:
-        self._own = at is AtDevice.OWN
-        self._groups: dict[int, str] = {}
-        self._waiting: dict[int | str, deque[int]] = {}
-        self._came_s: dict[int, float] = {}
-        self._serving: dict[int, int] = {}
-        self._ended = 0
-
-    def device(self, device: int, group: str) -> None:
-        """There is such a device."""
-        self._groups[device] = group
-
-    def came(self, number: int, device: int, at_s: float, now_s: float) -> None:
-        """``device`` is the one it was drawn for, ``at_s`` its time."""
-        require(number not in self._came_s, now_s, f"request {number} came twice")
-        require(abs(now_s - at_s) <= SLACK_S, now_s, f"request {number} was to come at {at_s:.6f}")
-        self._came_s[number] = now_s
-        self._waiting.setdefault(self._line(device), deque()).append(number)
-
-    def begun(self, number: int, device: int, now_s: float) -> None:
-        line = self._waiting.get(self._line(device))
-        if not line or line[0] != number:
-            raise broken(now_s, f"device {device} began request {number} out of turn")
-        line.popleft()
-        require(device not in self._serving, now_s, f"device {device} serves two requests")
-        self._serving[device] = number
-
-    def ended(self, device: int, now_s: float) -> None:
-        require(device in self._serving, now_s, f"device {device} ended what it had not begun")
-        del self._serving[device]
-        self._ended += 1
-
-    def settled(self, now_s: float) -> None:
-        """After each of them: nobody is free for whom a request waits."""
-        for device in self._groups:
-            if device not in self._serving and self._waiting.get(self._line(device)):
-                raise broken(now_s, f"device {device} is free, but a request waits for it")
-
-    def check_end(self, now_s: float, arrived: int, serving: set[int]) -> None:
-        """``arrived`` by the count of the reception, ``serving`` by the devices' own word."""
-        require(set(self._serving) == serving, now_s, "a device serves what was not begun")
-        waiting = sum(map(len, self._waiting.values()))
-        found = waiting + len(serving) + self._ended
-        require(
-            found == arrived == len(self._came_s),
-            now_s,
-            f"{arrived} requests came, {waiting} wait, {len(serving)} are served, "
-            f"{self._ended} ended",
-        )
-
-    def _line(self, device: int) -> int | str:
-        return device if self._own else self._groups[device]

@@ -27,7 +27,6 @@ from edgespec_sim.sessions import Stream, message_bytes
 from edgespec_sim.world.conservation import StreamWatch
 
 MAX_ROWS = 500
-ACTIVE_STEPS = 60
 PACE_STEPS = 30
 """Of the time per token, which takes more tokens a step to be known."""
 
@@ -61,25 +60,21 @@ class RequestRecord:
     device: str
     verifier: str
     started_s: float
-    ttft_s: float | None
-    tpot_s: float | None
-    tokens: int
-    counters: DraftCounters
-    up_bytes: int
-    down_bytes: int
-    energy_j: float
-    mismatches: int
-    lossy: bool
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    tokens: int = 0
+    counters: DraftCounters = field(default_factory=DraftCounters)
+    up_bytes: int = 0
+    down_bytes: int = 0
+    energy_j: float = 0.0
+    mismatches: int = 0
+    lossy: bool = False
     """Mismatches are what a relaxed rule changed, and no fault."""
-    complete: bool
-    """False: the world ended first."""
+    complete: bool = False
+    """False: the world ended first, before it began perhaps."""
     failed: str = ""
-    waited_s: float = 0.0
-    """For a device to be free, in an open loop; a part of ``ttft_s``."""
     handed: Handed = field(default_factory=Handed)
     walked: Walked = field(default_factory=Walked)
-    ended_s: float = 0.0
-    """Or the world's end."""
     pace_s: float | None = None
     """As ``tpot_s``, also of a request that the world's end cut off: so far."""
     energy_known: bool = False
@@ -93,33 +88,11 @@ class RequestRecord:
     """What it bears of its verifiers', known at the world's end."""
 
 
-def never_begun(group: str, device: str, asked_s: float, waited_s: float) -> RequestRecord:
-    """A request that still waited for a device when the world ended."""
-    return RequestRecord(
-        group=group,
-        device=device,
-        verifier="",
-        started_s=asked_s,
-        ttft_s=None,
-        tpot_s=None,
-        tokens=0,
-        counters=DraftCounters(),
-        up_bytes=0,
-        down_bytes=0,
-        energy_j=0.0,
-        mismatches=0,
-        lossy=False,
-        complete=False,
-        waited_s=waited_s,
-        ended_s=asked_s + waited_s,
-    )
-
-
 @dataclass(slots=True)
 class Meters:
     """Of one arm. Made to be merged: shards of a world add up. Records, ranks, gaps and
-    the pace are those of the requests that count; ``active_at`` is of the whole world. Neither
-    goes on behind ``duration_s``, whatever ends later."""
+    the pace are those of the requests that count; the pace ends at ``duration_s``, whatever ends
+    later."""
 
     duration_s: float
     window_s: float
@@ -128,8 +101,6 @@ class Meters:
     ranks: list[Sequence[int]] = field(default_factory=list)
     """Of the tokens of the first requests (``tokens.Ranked``): what the bounds are made of."""
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
-    active_at: list[float] = field(default_factory=lambda: [0.0] * ACTIVE_STEPS)
-    """Mean number of requests under way in each step."""
     pace_at: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)] * PACE_STEPS)
     """Of the tokens behind a request's first that came in each step: the time since the token
     before, summed, and their number."""
@@ -149,24 +120,11 @@ class Meters:
                 seconds, tokens = self.pace_at[step]
                 self.pace_at[step] = (seconds + at_s - before_s, tokens + 1)
 
-    def was_active(self, start_s: float, end_s: float) -> None:
-        if start_s > self.duration_s:
-            return
-        step_s = self.duration_s / ACTIVE_STEPS
-        for step in range(self._step(start_s), self._step(end_s) + 1):
-            within_s = min(end_s, (step + 1) * step_s) - max(start_s, step * step_s)
-            self.active_at[step] += max(0.0, within_s) / step_s
-
-    def _step(self, now_s: float) -> int:
-        return min(int(now_s / self.duration_s * ACTIVE_STEPS), ACTIVE_STEPS - 1)
-
     def merge(self, other: Meters) -> None:
         self.records += other.records
         self.ranks += other.ranks
         self.gaps_s.extend(other.gaps_s)
         self.events += other.events
-        for step in range(ACTIVE_STEPS):
-            self.active_at[step] += other.active_at[step]
         for step, (seconds, tokens) in enumerate(other.pace_at):
             mine_s, mine = self.pace_at[step]
             self.pace_at[step] = (mine_s + seconds, mine + tokens)
@@ -175,10 +133,6 @@ class Meters:
         """Add another seed of the same arm."""
         self.merge(other)
         self.seeds += other.seeds
-
-    def under_way(self, at_s: float) -> float:
-        """Mean number of requests that had come and had not ended in the step around that time."""
-        return self.active_at[self._step(at_s)]
 
     @property
     def tpot(self) -> Total:

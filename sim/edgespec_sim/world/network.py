@@ -8,7 +8,6 @@ event for them. Where packets are lost on the way, a device has one TCP connecti
 With radio the first hop is the air (``radio_network.py``), which knows devices and stations by
 number; of phones that change cells it goes on over the backhaul (``Cells``), and scenarios keep
 TCP connections out of there, whose packets would have to change their way.
-``ways`` says what is known of each way beforehand.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConne
 from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
 from edgespec_sim.sessions import FixedDelay, Stream
-from edgespec_sim.world.conservation import AuditedLoadedQueue, AuditedQueue
+from edgespec_sim.world.conservation import AuditedQueue
 from edgespec_sim.world.meters import Sending
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
 from edgespec_sim.world.site import LinkView
@@ -247,110 +246,7 @@ def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
 
 
 def _audited_queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
-    if bits_per_s == math.inf:
-        return SharedQueue()
-    return AuditedLoadedQueue(bits_per_s, share, seed) if share else AuditedQueue(bits_per_s)
-
-
-# --- what is known of the way between a device and a verifier ----------------------------------
-# its delay, capacity, air, energy.
-# Everything here is asked and nothing is changed: a device's view before it chooses a verifier,
-# what a small message takes on a good day, what the round trip is now, what sending costs the
-# radio.
-
-
-# A phone's uplink while it holds a grant; only for energy, and only where no capacity is given.
-_ASSUMED_UP_BITS_PER_S = 20e6
-
-
-class Ways:
-    """``stations``: the number of each verifier's. ``radio`` and ``cells`` are None in a world
-    without."""
-
-    def __init__(
-        self,
-        scenario: Scenario,
-        links: Mapping[str, LinkInstances],
-        stations: Mapping[str, int],
-        radio: RadioNetwork | None,
-        cells: Cells | None,
-    ) -> None:
-        self._scenario, self._links, self._stations = scenario, links, stations
-        self._radio, self._cells = radio, cells
-        self._wired: dict[tuple[str, str], LinkView] = {}
-        """What does not change: asked for by each request, of each verifier."""
-
-    def links(self, group: str, verifier: str) -> tuple[str, ...]:
-        """Names of the links from device to verifier."""
-        kind = self._kind(verifier)
-        return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
-
-    @property
-    def fixed_s(self) -> float:
-        """What each way takes at least, whatever the links do."""
-        return self._scenario.message_ms / 1e3
-
-    def view(self, group: str, number: int, verifier: str) -> LinkView:
-        """What a device could know: typical round trip, capacities, signal."""
-        view = self._wired.get((group, verifier))
-        if view is None:
-            view = self._wired[group, verifier] = self._wired_view(group, verifier)
-        if self._radio is None:
-            return view
-        signal = self._radio.signal(number, self._station(number, verifier))
-        return LinkView(
-            view.rtt_s + self._access_s + self._backhaul_rtt_s(number, verifier),
-            min(view.up_bits_per_s, signal.up_bits_per_s),
-            min(view.down_bits_per_s, signal.down_bits_per_s),
-            signal.snr_db,
-        )
-
-    def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
-        """What a small message takes up and down on a good day."""
-        names = self.links(group, verifier)
-        fixed_s = self.fixed_s + self._access_s / 2.0
-        up_s = sum(self._links[name].least_ways_s[0] for name in names)
-        down_s = sum(self._links[name].least_ways_s[1] for name in names)
-        return fixed_s + up_s, fixed_s + down_s
-
-    def sending(self, group: str, number: int, verifier: str) -> Callable[[int], Sending]:
-        """What a message of a size makes the device's radio do."""
-        if self._radio is not None:
-            return partial(self._on_air, self._radio, number, verifier)
-        path = self._scenario.devices[group].path
-        section = self._links[path[0]].section if path else LinkSection()
-        bits_per_s = min(section.up_mbps * 1e6, _ASSUMED_UP_BITS_PER_S)
-        framing = section.framing_bytes
-        return lambda size_bytes: Sending((size_bytes + framing) * 8 / bits_per_s, 0.0)
-
-    # --- parts -----------------------------------------------------------------------------
-
-    def _on_air(self, radio: RadioNetwork, number: int, verifier: str, size_bytes: int) -> Sending:
-        return radio.sending(number, self._station(number, verifier), size_bytes)
-
-    def _wired_view(self, group: str, verifier: str) -> LinkView:
-        links = [self._links[name] for name in self.links(group, verifier)]
-        rtt_s = 2 * self.fixed_s + sum(link.typical_rtt_s for link in links)
-        up = min((link.section.up_mbps for link in links), default=math.inf)
-        down = min((link.section.down_mbps for link in links), default=math.inf)
-        return LinkView(rtt_s, up * 1e6, down * 1e6, None)
-
-    def _station(self, number: int, verifier: str) -> int:
-        """Whose air a device is on when it uses that verifier."""
-        return self._stations[verifier] if self._cells is None else self._cells.of(number)
-
-    def _backhaul_rtt_s(self, number: int, verifier: str) -> float:
-        return 0.0 if self._cells is None else self._cells.backhaul_rtt_s(number, verifier)
-
-    def _kind(self, verifier: str) -> str:
-        if verifier in self._scenario.verifiers:
-            return verifier
-        return verifier.rpartition("-")[0]
-
-    @property
-    def _access_s(self) -> float:
-        """Round trip on the air, if there is any."""
-        return 0.0 if self._scenario.radio is None else ACCESS_S
+    return SharedQueue() if bits_per_s == math.inf else AuditedQueue(bits_per_s, share, seed)
 
 
 # --- which device is connected to which verifier, and what ends a connection -------------------
@@ -414,6 +310,8 @@ class Connections:
             stream.cut(0.0, 1.0, "the address changed at a handover")
 
 
+# A phone's uplink while it holds a grant; only for energy, and only where no capacity is given.
+_ASSUMED_UP_BITS_PER_S = 20e6
 # Of a call on an HTTP/2 connection that has had one before: they leave before its first message.
 _HEADERS_BYTES = 60
 
@@ -446,9 +344,10 @@ class Network:
             )
             for name, section in scenario.links.items()
         }
-        self.ways = Ways(scenario, self._links, self._stations, self._radio, self.cells)
         self.connections = Connections(queue, scenario, self._links)
         self._streams = 0
+        self._wired: dict[tuple[str, str], LinkView] = {}
+        """What does not change of ways: asked for by each request, of each verifier."""
 
     def route(self, group: str, number: int, verifier: str) -> tuple[Path, Path, float]:
         """Paths up and down for one stream of device ``number``, and what connecting takes: a round
@@ -456,9 +355,10 @@ class Network:
         self._streams += 1
         connect_s = self.connecting_s(group, number, verifier)
         self.connections.note(number, verifier)
-        names = self.ways.links(group, verifier)
+        names = self.names(group, verifier)
         if any(self._links[name].lossy for name in names):
-            connection = self._connection(group, number, verifier, names)
+            connect = partial(self._make_connection, number, verifier, names)
+            connection = self.connections.tcp(number, verifier, connect)
             connection.up.send(_HEADERS_BYTES, _nothing)
             return connection.up, connection.down, connect_s
         make = partial(self._paths, group, number, verifier, self._streams)
@@ -471,10 +371,6 @@ class Network:
             return 0.0
         return self.view(group, number, verifier).rtt_s
 
-    def view(self, group: str, number: int, verifier: str) -> LinkView:
-        """What a device could know of its way to that verifier."""
-        return self.ways.view(group, number, verifier)
-
     def loads(self) -> tuple[LinkLoad, ...]:
         duration_s = self._scenario.duration_s
         loads = [link.load(name) for name, link in self._links.items()]
@@ -484,21 +380,91 @@ class Network:
             loads += self.cells.loads(duration_s)
         return tuple(load for load in loads if load is not None)
 
+    # --- what is known of a way: asked for, and nothing is changed -------------------------
+
+    def names(self, group: str, verifier: str) -> tuple[str, ...]:
+        """Names of the links from device to verifier."""
+        kind = self._kind(verifier)
+        return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
+
+    @property
+    def fixed_s(self) -> float:
+        """What each way takes at least, whatever the links do."""
+        return self._scenario.message_ms / 1e3
+
+    def view(self, group: str, number: int, verifier: str) -> LinkView:
+        """What a device could know: typical round trip, capacities, signal."""
+        view = self._wired.get((group, verifier))
+        if view is None:
+            view = self._wired[group, verifier] = self._wired_view(group, verifier)
+        if self._radio is None:
+            return view
+        signal = self._radio.signal(number, self._station(number, verifier))
+        return LinkView(
+            view.rtt_s + self._access_s + self._backhaul_rtt_s(number, verifier),
+            min(view.up_bits_per_s, signal.up_bits_per_s),
+            min(view.down_bits_per_s, signal.down_bits_per_s),
+            signal.snr_db,
+        )
+
+    def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
+        """What a small message takes up and down on a good day."""
+        names = self.names(group, verifier)
+        fixed_s = self.fixed_s + self._access_s / 2.0
+        up_s = sum(self._links[name].least_ways_s[0] for name in names)
+        down_s = sum(self._links[name].least_ways_s[1] for name in names)
+        return fixed_s + up_s, fixed_s + down_s
+
+    def sending(self, group: str, number: int, verifier: str) -> Callable[[int], Sending]:
+        """What a message of a size makes the device's radio do."""
+        if self._radio is not None:
+            return partial(self._on_air, self._radio, number, verifier)
+        path = self._scenario.devices[group].path
+        section = self._links[path[0]].section if path else LinkSection()
+        bits_per_s = min(section.up_mbps * 1e6, _ASSUMED_UP_BITS_PER_S)
+        framing = section.framing_bytes
+        return lambda size_bytes: Sending((size_bytes + framing) * 8 / bits_per_s, 0.0)
+
+    def _on_air(self, radio: RadioNetwork, number: int, verifier: str, size_bytes: int) -> Sending:
+        return radio.sending(number, self._station(number, verifier), size_bytes)
+
+    def _wired_view(self, group: str, verifier: str) -> LinkView:
+        links = [self._links[name] for name in self.names(group, verifier)]
+        rtt_s = 2 * self.fixed_s + sum(link.typical_rtt_s for link in links)
+        up = min((link.section.up_mbps for link in links), default=math.inf)
+        down = min((link.section.down_mbps for link in links), default=math.inf)
+        return LinkView(rtt_s, up * 1e6, down * 1e6, None)
+
+    def _station(self, number: int, verifier: str) -> int:
+        """Whose air a device is on when it uses that verifier."""
+        return self._stations[verifier] if self.cells is None else self.cells.of(number)
+
+    def _backhaul_rtt_s(self, number: int, verifier: str) -> float:
+        return 0.0 if self.cells is None else self.cells.backhaul_rtt_s(number, verifier)
+
+    def _kind(self, verifier: str) -> str:
+        if verifier in self._scenario.verifiers:
+            return verifier
+        return verifier.rpartition("-")[0]
+
+    @property
+    def _access_s(self) -> float:
+        """Round trip on the air, if there is any."""
+        return 0.0 if self._scenario.radio is None else ACCESS_S
+
     # --- parts -----------------------------------------------------------------------------
 
     def _paths(self, group: str, number: int, verifier: str, stream: int) -> tuple[Path, Path]:
         """Up and down of one stream, as the device is attached now."""
-        up_s = down_s = self.ways.fixed_s
         hops: list[tuple[Link, Link]] = []
         if self.cells is not None:
             hops += self.cells.hops(number, verifier)
         elif self._radio is not None:
             hops.append(self._radio.hop(number, self._stations[verifier]))
-        for name in self.ways.links(group, verifier):
-            link = self._links[name]
+        up_s = down_s = self.fixed_s
+        for link in map(self._links.__getitem__, self.names(group, verifier)):
             if link.plain:
-                up_s += link.least_ways_s[0]
-                down_s += link.least_ways_s[1]
+                up_s, down_s = up_s + link.least_ways_s[0], down_s + link.least_ways_s[1]
             else:
                 hops.append(link.models(number, stream))
         up = self._path([up for up, _ in hops], up_s)
@@ -512,30 +478,19 @@ class Network:
             return OneHop(self._queue, links[0], fixed_s)
         return ManyHops(self._queue, links, fixed_s)
 
-    def _connection(
-        self, group: str, number: int, verifier: str, names: Sequence[str]
-    ) -> TcpConnection:
-        make = partial(self._make_connection, group, number, verifier, names)
-        return self.connections.tcp(number, verifier, make)
-
-    def _make_connection(
-        self, group: str, number: int, verifier: str, names: Sequence[str]
-    ) -> TcpConnection:
-        message_s = self._scenario.message_ms / 1e3
-        up_s = down_s = 0.0
+    def _make_connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
         hops: list[tuple[PacketLink, PacketLink]] = []
         if self._radio is not None:
             up, down = self._radio.hop(number, self._stations[verifier])
             hops.append((Lossless(up), Lossless(down)))
-        for name in names:
-            link = self._links[name]
+        up_s = down_s = 0.0
+        for link in map(self._links.__getitem__, names):
             if link.plain:
-                up_s += link.least_ways_s[0]
-                down_s += link.least_ways_s[1]
+                up_s, down_s = up_s + link.least_ways_s[0], down_s + link.least_ways_s[1]
             else:
                 hops.append(link.models(number, self._streams, packets=True))
         ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
-        return TcpConnection(self._queue, *ways, (up_s, down_s), message_s)
+        return TcpConnection(self._queue, *ways, (up_s, down_s), self.fixed_s)
 
     def _make_cells(self, audited: bool) -> Cells | None:
         radio = self._scenario.radio

@@ -44,25 +44,15 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 LIGHT_M_S = 3.0e8
-
 """The report's own value (7.4.1)."""
-
 LOS_SHADOWING_DB, NLOS_SHADOWING_DB = 4.0, 7.82
-
 LOS_SHADOWING_M, NLOS_SHADOWING_M = 10.0, 13.0
-
 LOS_STATE_M = 50.0
-
 RICIAN_K_DB = (9.0, 5.0)
-
 DISTANCE_MIN_M = 10.0
-
 SHARED_VARIANCE = 0.5
-
 """Between sites, as ITU-R M.2135 and 3GPP TR 36.942 have it."""
-
 CARRIER_GHZ: Final = 3.5
-
 STATION_HEIGHT_M, DEVICE_HEIGHT_M = 10.0, 1.5
 
 BREAKPOINT_M: Final = (
@@ -187,7 +177,6 @@ class RandomWaypoint:
 
 
 MARGIN_DB: Final = 3.0
-
 FILTER_K = 4
 
 
@@ -227,30 +216,15 @@ def _db(gains: Floats) -> Floats:
 
 
 RESOURCE_BLOCK_HZ: Final = 180e3
-
 LEAST_DBM: Final = -40.0
-
 """What a phone sends at least: TS 38.101-1, table 6.3.1-1, channels of up to 20 MHz."""
-
-
-@dataclass(frozen=True, slots=True)
-class PowerControl:
-    p0_dbm: float
-    alpha: float
-
-    def dbm(self, path_loss_db: Floats, band_hz: float, most_dbm: float) -> Floats:
-        """Of shape (devices, stations)."""
-        blocks_db = 10.0 * math.log10(band_hz / RESOURCE_BLOCK_HZ)
-        wanted = self.p0_dbm + blocks_db + self.alpha * path_loss_db
-        sent: Floats = np.clip(wanted, LEAST_DBM, most_dbm)
-        return sent
 
 
 class UplinkPower:
     """Follows the path losses of devices."""
 
-    def __init__(self, control: PowerControl | None, most_dbm: float, band_hz: float) -> None:
-        self._control, self._most_dbm, self._band_hz = control, most_dbm, band_hz
+    def __init__(self, section: RadioSection) -> None:
+        self._section, self._control = section, section.power_control
         self._loss_db: Floats | None = None
 
     def measure(self, gains: Floats) -> Floats:
@@ -263,28 +237,25 @@ class UplinkPower:
             self._loss_db = loss_db
         else:
             self._loss_db += 2.0 ** (-FILTER_K / 4.0) * (loss_db - self._loss_db)
-        dbm = self._control.dbm(self._loss_db, self._band_hz, self._most_dbm)
-        density: Floats = 10.0 ** ((dbm - self._most_dbm) / 10.0)
+        most_dbm = self._section.device_dbm
+        blocks_db = 10.0 * math.log10(self._section.bandwidth_mhz * 1e6 / RESOURCE_BLOCK_HZ)
+        wanted = self._control.p0_dbm + blocks_db + self._control.alpha * self._loss_db
+        dbm = np.clip(wanted, LEAST_DBM, most_dbm)
+        density: Floats = 10.0 ** ((dbm - most_dbm) / 10.0)
         return density
 
 
 # 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A
 # device that hears less is served at the lowest, as coverage extensions do.
 MOST_BITS_PER_HZ, LEAST_BITS_PER_HZ = 7.4063, 0.0586
-
 NOISE_DBM_HZ = -174.0
 
 # Receivers' noise figures, 3GPP TR 38.802, table A.2.1-1.
 STATION_NOISE_DB, DEVICE_NOISE_DB = 5.0, 9.0
-
 ACCESS_S = 8e-3
-
 """Round trip on the air without a queue: 4 ms each way (3GPP TR 38.913, 7.5, eMBB)."""
-
 _STATION_DBM = 33.0
-
 _STEP_S = 1.0
-
 """How often gains are computed anew."""
 
 # A queue of airtime holds nanoseconds where others hold bytes.
@@ -299,10 +270,6 @@ class Signal:
     """What the device hears: signal to interference and noise."""
     up_bits_per_s: float
     down_bits_per_s: float
-    up_snr_db: float
-    """What the station hears of it."""
-    sends_dbm: float
-    """With what power it would send there."""
 
 
 class RadioNetwork:
@@ -336,13 +303,11 @@ class RadioNetwork:
         self._queues: dict[tuple[bool, int], SharedQueue] = {}
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
         """Time on the air within this step."""
-        self._power = UplinkPower(
-            _control_of(section), section.device_dbm, section.bandwidth_mhz * 1e6
-        )
+        self._power = UplinkPower(section)
         self._density = np.ones((devices, stations))
         """Of a device's signal to a station, over that of full power on the whole band."""
         self._up = self._down = np.zeros((devices, stations))
-        self._up_snr_db = self._snr_db = np.zeros((devices, stations))
+        self._snr_db = np.zeros((devices, stations))
         self._step(np.zeros(devices))
         self._queue.after(_STEP_S, self._advance)
 
@@ -368,8 +333,6 @@ class RadioNetwork:
             float(self._snr_db[device, station]),
             share * float(self._up[device, station]),
             share * float(self._down[device, station]),
-            float(self._up_snr_db[device, station]),
-            self._dbm(device, station),
         )
 
     def sending(self, device: int, station: int, size_bytes: int) -> Sending:
@@ -380,23 +343,14 @@ class RadioNetwork:
 
     def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
         """Of the air of each station, in their order: others' part of the airtime comes first."""
-        sent_s = dict.fromkeys(
-            ((down, cell) for down in (False, True) for cell in range(len(names))), 0.0
-        )
-        for key, queue in self._queues.items():
-            sent_s[key] += queue.sent_s
+        load = self._section.load
+
+        def busy(down: bool, cell: int) -> float:
+            queue = self._queues.get((down, cell))
+            return min(1.0, load + (queue.sent_s if queue else 0.0) * (1.0 - load) / duration_s)
+
         return [
-            LinkLoad(
-                f"air of {name}",
-                *(
-                    min(
-                        1.0,
-                        self._section.load
-                        + sent_s[down, cell] * (1.0 - self._section.load) / duration_s,
-                    )
-                    for down in (False, True)
-                ),
-            )
+            LinkLoad(f"air of {name}", busy(False, cell), busy(True, cell))
             for cell, name in enumerate(names)
         ]
 
@@ -415,10 +369,6 @@ class RadioNetwork:
     def _seconds(self, rates: Floats, device: int, station: int, size_bytes: int) -> float:
         bits = (size_bytes + FRAMING_BYTES) * 8
         return bits / float(rates[device, station])
-
-    def _dbm(self, device: int, station: int) -> float:
-        ratio = self._dense(device, station)
-        return self._section.device_dbm + 10.0 * math.log10(ratio)
 
     def _dense(self, device: int, station: int) -> float:
         return float(self._density[device, station])
@@ -468,9 +418,7 @@ class RadioNetwork:
         up = device_w * gains * self._density / (up_noise_w + up_w)
         down = station_w * gains / (down_noise_w + down_w)
         self._up, self._down = (band_hz * _bits_per_hz(snr) for snr in (up, down))
-        self._snr_db, self._up_snr_db = (
-            10.0 * np.log10(np.maximum(snr, 1e-12)) for snr in (down, up)
-        )
+        self._snr_db = 10.0 * np.log10(np.maximum(down, 1e-12))
         self._device_s[:] = 0.0
         self._station_s[:] = 0.0
         return changes
@@ -485,13 +433,6 @@ class _Air:
     def arrival(self, now_s: float, size_bytes: int, /) -> float:
         ticks = self._airtime_s(size_bytes) * self._stretch * _TICKS_PER_S
         return self._model.arrival(now_s, math.ceil(ticks))
-
-
-def _control_of(section: RadioSection) -> PowerControl | None:
-    control = section.power_control
-    if control is None:
-        return None
-    return PowerControl(control.p0_dbm, control.alpha)
 
 
 def grid_m(count: int, side_m: float) -> Floats:

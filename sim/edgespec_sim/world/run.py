@@ -55,7 +55,7 @@ from edgespec_sim.token_sources.source import (
     tape_named,
 )
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
-from edgespec_sim.world.meters import ACTIVE_STEPS, Meters, RequestRecord, pace
+from edgespec_sim.world.meters import Meters, RequestRecord, pace
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.site import Surrounding, association_policy
 
@@ -125,7 +125,7 @@ def losses_of(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) 
 
 
 # -----------------------------------------------------------------------------------------------
-# What requests came to beside their objectives, how sure that is, and whether load was too much.
+# What requests came to beside their objectives, and how sure that is.
 # A request that counts is judged once it has ended, or, where it was given time to end (a drain),
 # in any case: one that is still under way then has missed. Requests of one world depend on one
 # another, so intervals are those of clusters (``replication.py``): a cluster is a world, or, of
@@ -138,9 +138,6 @@ P95 = 0.95
 # Fewer say little of a spread: Student's t for 7 degrees of freedom is 2.4, for one 12.7.
 _CLUSTERS = 8
 
-# Steps of the series around the middle of the window and at its end.
-_STEPS = 5
-_GROWTH_SHARE, _DEVIATIONS = 0.05, 3.0
 Records = Sequence[RequestRecord]
 
 
@@ -166,7 +163,6 @@ def attainment(
         tpot_p95_interval=tpot and tpot[1:],
         slo_ttft_s=None if slo.ttft_p95_ms is None else slo.ttft_s,
         slo_tpot_s=None if slo.tpot_p95_ms is None else slo.tpot_s,
-        unstable="" if scenario.arrivals is None else instability(scenario, outcomes, seeds),
     )
 
 
@@ -203,28 +199,6 @@ def attains(one: RequestRecord, slo: SloSection) -> bool:
     return one.ttft_s <= slo.ttft_s and (one.tpot_s is None or one.tpot_s <= slo.tpot_s)
 
 
-def instability(scenario: Scenario, outcomes: Sequence[WorldOutcome], seeds: int) -> str:
-    """In words, if what is under way grows by more than two numbers of a steady state differ by (as
-    of Poisson), and by a share of what comes."""
-    middle_s = scenario.duration_s - scenario.window_s / 2.0
-    middle = int(middle_s / scenario.duration_s * ACTIVE_STEPS)
-    active = [sum(o.meters.active_at[step] for o in outcomes) for step in range(ACTIVE_STEPS)]
-    around = active[max(0, middle - _STEPS // 2) : middle + _STEPS // 2 + 1]
-    before, after = sum(around) / len(around), sum(active[-_STEPS:]) / _STEPS
-    came = sum(one.started_s >= middle_s for o in outcomes for one in o.meters.records)
-    growth = after - before
-    noise = _DEVIATIONS * math.sqrt(2.0 * before + 1.0)
-    if growth <= max(noise, _GROWTH_SHARE * came):
-        return ""
-    half_s = seeds * scenario.window_s / 2.0
-    return (
-        f"more comes than is served: {came / half_s:.2f} requests/s came in the second half and"
-        f" {max(0.0, came - growth) / half_s:.2f}/s ended; {before / seeds:.0f} were under way at"
-        f" its start and {after / seeds:.0f} at its end. There is no steady state at this load, and"
-        " times grow for as long as it lasts"
-    )
-
-
 def service_notes(scenario: Scenario, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """What a reader has to know of load and window."""
     notes = []
@@ -236,8 +210,6 @@ def service_notes(scenario: Scenario, arms: Sequence[ArmSummary]) -> tuple[str, 
             f" count; they had up to {scenario.longest_drain_s:g} s more to end."
         )
     for one in arms:
-        if one.attainment is not None and one.attainment.unstable:
-            notes.append(f"{one.arm}: {one.attainment.unstable}.")
         if scenario.longest_drain_s and one.all.unfinished:
             notes.append(
                 f"{one.arm}: {one.all.unfinished} requests were not over by then; they have missed"
@@ -491,7 +463,7 @@ def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[
     acceptance = meters.whole().acceptance
     network = Network(EventQueue(), scenario, "bounds", folder)
     rtt_s = min(
-        sum(network.ways.least_ways_s(group, verifier))
+        sum(network.least_ways_s(group, verifier))
         for group in scenario.devices
         for verifier in scenario.verifiers
     )

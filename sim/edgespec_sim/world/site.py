@@ -150,7 +150,6 @@ class SiteCounters:
     sessions: int = 0
     """Sessions in passes, summed."""
     busy_s: float = 0.0
-    restarts: int = 0
 
 
 class Machine:
@@ -238,7 +237,7 @@ class Site:
         session_s: float,
         tracer: Tracer | None = None,
     ) -> None:
-        self.name, self.section, self.restarts = name, section, 0
+        self.name, self.section = name, section
         self._queue, self._limits, self._tracer = queue, limits, tracer
         self._source, self._computes = source, computes
         self.pass_s, self._session_s = pass_s, session_s
@@ -275,7 +274,6 @@ class Site:
         self._servers[self._next].accept(stream)
 
     def restart(self, down_s: float) -> None:
-        self.restarts += 1
         self._down_until_s = max(self._down_until_s, self._queue.now + down_s)
         for server in self._servers:
             server.stop(_NOTICE_S)

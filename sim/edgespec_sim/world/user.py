@@ -12,7 +12,7 @@ import bisect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.estimates import Learned, RowPrice
@@ -120,7 +120,7 @@ class WindowedDrafter:
         self._inner.close()
 
 
-_MIB_BYTES: Final = 1 << 20
+_MIB, _KIB = 1 << 20, 1 << 10
 
 
 class ConditionCourse:
@@ -135,7 +135,7 @@ class ConditionCourse:
         return max(row.slowdown or 1.0 for row in self._rows)
 
     def resident_bytes(self, now_s: float) -> int:
-        return int((self._at(now_s).resident_mib or 0.0) * _MIB_BYTES)
+        return int((self._at(now_s).resident_mib or 0.0) * _MIB)
 
     def slowdown(self, now_s: float) -> float:
         return self._at(now_s).slowdown or 1.0
@@ -150,9 +150,6 @@ def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
     for row in rows:
         held |= {name: value for name, value in asdict(row).items() if value is not None}
         yield ConditionSection(**held)
-
-
-_MIB, _KIB = 1 << 20, 1 << 10
 
 
 class Governors:
@@ -225,7 +222,6 @@ class Governors:
 
 # Requests of different users never meet: each has this many numbers of its own.
 REQUESTS_PER_USER = 1 << 20
-
 _DRAFT_CONTEXT = 65_536
 
 
@@ -294,12 +290,10 @@ class User:
         self._prices: dict[str, RowPrice] = {}
         """What each verifier last asked for a row."""
         self._learned = Learned()
-        self.asked_s = self._begun_s = 0.0
-        """Of the request under way; apart from each other where it had to wait here."""
+        self.asked_s = 0.0
+        """Of the request under way, which may have had to wait here."""
         self.first_s = 0.0
         """When it asks its first question, once ``start`` has drawn that."""
-        self.cut_off = False
-        """Whether the world ended before its last request."""
         self._asked = 0
         self.handed = Handed()
         """Of the request that runs, or of the last one."""
@@ -335,7 +329,6 @@ class User:
     def finish(self) -> None:
         """Record the request that is under way, if any, as incomplete."""
         if self.device is not None:
-            self.cut_off = True
             self._record(self.device, complete=False)
             self.device = None
         self._settle_radio()
@@ -354,7 +347,7 @@ class User:
         section, source = self.settings.section, self.settings.source
         self._request = source.request(number, prompt_length, max_tokens)
         self._asked += 1
-        self.asked_s, self._begun_s = asked_s, self._queue.now
+        self.asked_s = asked_s
         self._streams = []
         self.handed, self._ready_s = Handed(), 0.0
         self.site = site = self._surroundings.choose(self)
@@ -476,7 +469,6 @@ class User:
         energy_j = self._energy_j(device)
         counts = self._surroundings.counts(self.asked_s)
         self._meters.delivered(times_s, counts=counts)
-        self._meters.was_active(self.asked_s, self._queue.now)
         if counts and count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
             self._meters.ranks.append(source.ranks(self._request, count))
         self._last = RequestRecord(
@@ -498,11 +490,9 @@ class User:
             mismatches=self._mismatches(tokens),
             lossy=isinstance(self.settings.source, LossySource),
             complete=complete,
-            ended_s=self._queue.now,
             handed=self.handed,
             walked=Walked() if self.governors is None else self.governors.ended(),
             failed=ended.why if isinstance(ended, Fail) else "",
-            waited_s=self._begun_s - self.asked_s,
         )
         if counts:
             self._meters.records.append(self._last)
