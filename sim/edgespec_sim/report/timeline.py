@@ -182,19 +182,26 @@ def rows_apart(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
         yield row, span
 
 
-# --- one device session's lines as spans -------------------------------------------------------
-# its steps and stalls, and its ends of the crossings.
-
-
-class DeviceSpans:
-    """Feed it one session's lines in order. Several generations under one name may follow each
-    other; marks go to ``marks`` as (written by a device, mark)."""
+class _SideSpans:
+    """Marks go to ``marks`` as (written by a device, mark)."""
 
     def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
         self.spans: list[Span] = []
         self.sent: dict[CrossingKey, list[Crossing]] = defaultdict(list)
         self.arrived: dict[CrossingKey, list[Crossing]] = defaultdict(list)
         self._marks = marks
+
+
+# --- one device session's lines as spans -------------------------------------------------------
+# its steps and stalls, and its ends of the crossings.
+
+
+class DeviceSpans(_SideSpans):
+    """Feed it one session's lines in order. Several generations under one name may follow each
+    other."""
+
+    def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
+        super().__init__(marks)
         self._step: tuple[float, int] | None = None
         """When it began, and the tokens fed."""
         self._waiting_since: float | None = None
@@ -280,14 +287,11 @@ class DeviceSpans:
 # queues and passes by session, and its ends of the crossings.
 
 
-class VerifierSpans:
-    """Feed it one verifier's lines in order; marks go to ``marks`` as (by a device, mark)."""
+class VerifierSpans(_SideSpans):
+    """Feed it one verifier's lines in order."""
 
     def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
-        self.spans: list[Span] = []
-        self.sent: dict[CrossingKey, list[Crossing]] = defaultdict(list)
-        self.arrived: dict[CrossingKey, list[Crossing]] = defaultdict(list)
-        self._marks = marks
+        super().__init__(marks)
         self._session_of: dict[int, str] = {}
         self._batch: tuple[float, list[Line]] | None = None
         self._passes: dict[str, Span] = {}
@@ -411,7 +415,7 @@ def build_timeline(
         if count + len(marks) >= max_spans:
             truncated = True
             break
-    readers: list[DeviceSpans | VerifierSpans] = [*devices.values(), *verifiers.values()]
+    readers: list[_SideSpans] = [*devices.values(), *verifiers.values()]
     sent = _merged(reader.sent for reader in readers)
     arrived = _merged(reader.arrived for reader in readers)
     offsets = _offsets(sent, arrived) if clocks is Clocks.ESTIMATED else {}

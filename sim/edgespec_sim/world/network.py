@@ -34,33 +34,8 @@ from edgespec_sim.world.meters import Sending
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
 from edgespec_sim.world.site import LinkView
 
-# --- how busy a link of a scenario was, from the time for which messages occupied its queues ---
-
-
 Queues = tuple[SharedQueue, SharedQueue]
 """Up and down."""
-
-
-def load_of(
-    name: str,
-    section: LinkSection,
-    queues: Sequence[Queues],
-    duration_s: float,
-    *,
-    measured: bool = False,
-) -> LinkLoad | None:
-    """The mean over its ``queues``, a device's or one for all, with the share of other people's
-    traffic. None where the capacity has no limit (unless a trace ``measured`` it), or nobody
-    sent."""
-    if not queues or (not measured and min(section.up_mbps, section.down_mbps) == math.inf):
-        return None
-    crosses = (section.cross_up, section.cross_down)
-    up, down = (
-        min(1.0, sum(queue.sent_s for queue in way) / (len(way) * duration_s) + cross)
-        for way, cross in zip(zip(*queues, strict=True), crosses, strict=True)
-    )
-    return LinkLoad(name, up, down)
-
 
 # --- the trace that a link of a scenario names -------------------------------------------------
 # from a file, or generated.
@@ -233,12 +208,20 @@ class LinkInstances:
         return self._weather[number]
 
     def load(self, name: str) -> LinkLoad | None:
-        """None where the capacity is not known, or nothing was sent."""
-        traced = self._traced
-        measured = traced is not None and traced.up_capacity is not None
-        return load_of(
-            name, self.section, tuple(self._queues.values()), self._duration_s, measured=measured
+        """How busy it was, by the time for which messages occupied its queues: the mean over them,
+        with the share of other people's traffic. None where the capacity has no limit (unless the
+        trace measured it), or nobody sent."""
+        section, queues = self.section, tuple(self._queues.values())
+        measured = self._traced is not None and self._traced.up_capacity is not None
+        if not queues or (not measured and min(section.up_mbps, section.down_mbps) == math.inf):
+            return None
+        up, down = (
+            min(1.0, sum(queue.sent_s for queue in way) / (len(way) * self._duration_s) + cross)
+            for way, cross in zip(
+                zip(*queues, strict=True), (section.cross_up, section.cross_down), strict=True
+            )
         )
+        return LinkLoad(name, up, down)
 
 
 def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
