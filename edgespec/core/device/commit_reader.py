@@ -186,6 +186,7 @@ class CommitReader:
             counters.verify_s += commit.verify_us / 1e6
             self.estimates.pass_s.add(commit.verify_us / 1e6)
             self.estimates.commit_tokens.add(len(commit.tokens))
+            self.estimates.own_tokens.add(len(commit.tokens) - commit.accepted)
             if self._commit_at is not None:
                 self.estimates.commit_s.add(now - self._commit_at)
             self._commit_at = now

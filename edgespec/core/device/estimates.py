@@ -79,6 +79,9 @@ class DraftEstimates:
     commit_s: MovingAverage = field(default_factory=MovingAverage)
     """From one commit to the next, as they arrive."""
     commit_tokens: MovingAverage = field(default_factory=MovingAverage)
+    own_tokens: MovingAverage = field(default_factory=MovingAverage)
+    """Of a commit, those that the verifier had without this device's drafts: one, and what it
+    guessed itself."""
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """What one more draft node adds to a pass."""
     price: RowPrice = field(default_factory=RowPrice)

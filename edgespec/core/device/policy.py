@@ -88,21 +88,25 @@ class DraftView:
     def settled_position(self) -> int:
         """Where the committed text ends at least when what is drafted now comes into a pass.
 
-        Formula: the root's position + (since_commit_s + step_s + rtt_s) / commit_s, rounded up. The
-        first pass after the last commit began when that left the verifier, and each one that begins
-        before the draft arrives commits a token. With a round trip of 14 ms, steps of 8 ms and
-        commits every 33 ms it is one token at first, and two from 11 ms after the commit on. Where
-        the verifier waits for drafts nothing is settled before they come.
+        Formula: the root's position + (since_commit_s + step_s + rtt_s) / decoding_s, rounded up.
+        The first pass after the last commit began when that left the verifier, and each one that
+        begins before the draft arrives commits a token, or more by its own drafts. With a round
+        trip of 14 ms, steps of 8 ms and commits every 33 ms it is one token at first, and two from
+        11 ms after the commit on. Where the verifier waits for drafts nothing is settled before
+        they come.
         """
         commit_s, length = self.decoding_s, self.tree.prefix.length
         return length if commit_s is None else length + math.ceil(self.arrival_s / commit_s)
 
     @property
     def decoding_s(self) -> float | None:
-        """A token's time of a verifier that decodes on without drafts; None where it waits for
-        them, or nothing is known."""
+        """A token's time of a verifier that decodes on without this device's drafts, and maybe with
+        drafts of its own: commit_s / own_tokens. None where it waits for them, or nothing is
+        known."""
         commit_s = self.estimates.commit_s.get(0.0)
-        return None if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s else commit_s
+        if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s:
+            return None
+        return commit_s / max(1.0, self.estimates.own_tokens.get(1.0))
 
     @property
     def arrival_s(self) -> float:

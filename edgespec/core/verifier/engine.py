@@ -395,6 +395,7 @@ class VerifyEngine:
         if self.broken is not None:
             return self._refuse(event)
         registry = self.registry
+        began_at: float | None = None
         match event:
             case ee.StreamMessage():
                 registry.message(event, now)
@@ -409,7 +410,7 @@ class VerifyEngine:
             case ee.BatchFailed():
                 self._containment.batch_failed(event, now)
             case ee.DraftsDone():
-                self._drafts_done(event, now)
+                began_at = self._drafts_done(event, now)
             case ee.DraftsFailed(why):
                 self._drafts_failed(why)
             case ee.SequenceFailed(key, why, full):
@@ -425,9 +426,8 @@ class VerifyEngine:
         self._wake(now)
         self._look_after(now)
         if not self.running and self.broken is None:
-            drafted = isinstance(event, ee.DraftsDone)
-            if drafted or not self._start_round(now):
-                self._start_batch(now)
+            if began_at is not None or not self._start_round(now):
+                self._start_batch(now, began_at)
             self._look_after(now)
         actions, registry.actions = tuple(registry.actions), []
         return actions
@@ -502,8 +502,8 @@ class VerifyEngine:
 
     # --- passes ----------------------------------------------------------------------------
 
-    def _start_batch(self, now: float) -> None:
-        requests, asked = self._scheduler.form(self.sessions, now)
+    def _start_batch(self, now: float, began_at: float | None) -> None:
+        requests, asked = self._scheduler.form(self.sessions, now, began_at)
         for key in asked:
             self._watch(key, now)
         if requests:
@@ -522,15 +522,17 @@ class VerifyEngine:
         self.registry.actions.append(action)
         return True
 
-    def _drafts_done(self, event: ee.DraftsDone, now: float) -> None:
+    def _drafts_done(self, event: ee.DraftsDone, now: float) -> float:
+        """Hand over the chains; when the round had begun."""
         assert self._round is not None
-        sessions, self._round = self._round.sessions, None
+        began_at, sessions, self._round = self._round.started_at, self._round.sessions, None
         self._scheduler.drafted(event)
         self.draft_counts.steps += len(event.steps)
         self.draft_counts.seconds += sum(took_s for _, took_s in event.steps)
         for chain in event.chains:
             if self.sessions.get(chain.key) is sessions[chain.key]:
                 self.registry.tell(chain.key, ev.Drafted(chain), now)
+        return began_at
 
     def _drafts_failed(self, why: str) -> None:
         """Drafts are hints: without the model that makes them, texts go on."""

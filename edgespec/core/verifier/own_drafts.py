@@ -285,9 +285,10 @@ class DraftRound:
         cost = row + step / max(1, len(batch))
         if sum(one.gain for one in batch) <= len(batch) * cost * (1.0 + cost):
             batch = guessing if self._probe and not self._steps else []
-        if not self._steps:  # prompts are fed once a round
+        if not self._steps:  # prompts are fed once a round, if guesses behind them will pay
+            cost = row + step / max(1, len(self._running))
             feeding = [one for one in self._running if not one.step.guess]
-            batch += [one for one in feeding if one.gain > row + step or self._probe]
+            batch += [one for one in feeding if one.gain > cost * (1.0 + cost) or self._probe]
         self._batch = batch
         return [one.step for one in batch]
 

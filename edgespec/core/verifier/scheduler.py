@@ -274,12 +274,12 @@ class PassScheduler:
         self._prompts.forget(key)
 
     def form(
-        self, sessions: Mapping[str, VerifySession], now: float
+        self, sessions: Mapping[str, VerifySession], now: float, began_at: float | None = None
     ) -> tuple[tuple[PassRequest, ...], list[str]]:
         """Offer room in a pass that starts now: its requests, none if no session wants one, and
-        the keys that were asked."""
+        the keys that were asked. ``began_at``: as in the offers."""
         assert self.running is None
-        forming = self._forming()
+        forming = self._forming(began_at)
         line, first_prompt, prompt_room = self._line(sessions, now)
         room = forming.room
         kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
@@ -394,7 +394,7 @@ class PassScheduler:
         forming.room -= request.row_count
         return request
 
-    def _forming(self) -> Forming:
+    def _forming(self, began_at: float | None = None) -> Forming:
         pass_s, most = self._price.pass_s, self._limits.max_rows_per_session
         wait_s = GUESSED_PASS_S if pass_s is None else pass_s
         if self._limits.drafter:  # no longer than the verifier takes to guess as well
@@ -403,6 +403,7 @@ class PassScheduler:
             most,
             wait_s,
             self.least_chance,
+            began_at=began_at,
             least_guess=self._price.least_guess if self._limits.server_drafts else None,
         )
         return Forming(self._limits.max_rows_per_pass, offer)

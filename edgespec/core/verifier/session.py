@@ -339,7 +339,8 @@ class VerifySession:
             return ()
         request = self._form(offer)
         queue_s = self.inbox.take_queue_s(now) if request.drafted else 0.0
-        self._pass = ev.RunningPass(request, now, queue_s)
+        started_at = now if offer.began_at is None else offer.began_at
+        self._pass = ev.RunningPass(request, started_at, queue_s)
         self.state = transition(VERIFY_MOVES, self.state, ev.PASSING)
         return (ev.RunPass(request),)
 

@@ -33,6 +33,8 @@ class Offer:
     """Draft nodes less likely to be right do not pay for their row."""
     runs_anyway: bool = False
     """Others take part in it: it starts now, whoever declines."""
+    began_at: float | None = None
+    """When the verifier's own model began to draft before this pass; None: it did not."""
     least_guess: float | None = None
     """The same as ``least_chance`` for the verifier's own guesses; None: it is that."""
 
