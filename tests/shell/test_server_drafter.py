@@ -34,6 +34,12 @@ from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier import build
 from edgespec.verifier.build import load_server_drafter, load_target
+from edgespec.verifier.targets.kv_pool import (
+    DraftMemory,
+    MemoryFigures,
+    PoolBudget,
+    pool_tokens,
+)
 from edgespec.verifier.targets.paced import PacedServerDrafter
 from edgespec.verifier.targets.packed_drafter import PackedDrafter
 from edgespec.verifier.targets.pass_requests import check_batch
@@ -540,6 +546,14 @@ def test_a_budget_pays_for_the_keys_of_both(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(build, "machine_memory", _machine(9 * MIB))
     with pytest.raises(ValueError, match=r"kv_budget is 8MiB: .*the draft model's weights take"):
         load_target(config)
+
+
+def test_a_share_of_a_gpu_pays_for_both() -> None:
+    """Of 10,000 bytes 9,000 may be taken: 4,000 are, 1,000 are the draft's weights, 500 a pass.
+    What is left goes into rows of 10 bytes, 1 (the copy of a layer of ten) and 4."""
+    figures = MemoryFigures(10_000, 6000, 500, 64, token_bytes=10, layer_count=10)
+    budget = PoolBudget(None, 0.9, 64, _machine(0), DraftMemory(weights=1000, token_bytes=4))
+    assert pool_tokens(budget, figures, 1 << 20) == 3500 // 15 // 16 * 16
 
 
 def test_too_little_memory_for_both_is_said_before_the_draft_is_loaded(

@@ -465,7 +465,7 @@ def check_draft_fits(
         raise UnsupportedModelError(
             f"the draft model takes {_gib(needed)} with {tokens} cached tokens, as many as the "
             f"target has, but {_gib(free)} are free beside the target ({draft}); give a smaller "
-            "draft or cache"
+            "draft, or fewer limits.max_cached_tokens"
         )
 
 
