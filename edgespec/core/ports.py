@@ -128,7 +128,6 @@ class TargetModel(Protocol):
         """Free the sequence; unknown keys are ignored."""
 
 
-@runtime_checkable
 class Shaped(Protocol):
     """A target that cannot take every pass."""
 
@@ -138,7 +137,9 @@ class Shaped(Protocol):
 
 def pass_shape(target: object) -> PassShape:
     """What ``target`` can take of one pass."""
-    return target.pass_shape if isinstance(target, Shaped) else PassShape()
+    # Not by ``isinstance``, which from Python 3.12 on does not see what a wrapper passes on.
+    shape: PassShape = getattr(target, "pass_shape", PassShape())
+    return shape
 
 
 class ServerDrafter(Protocol):
@@ -160,7 +161,6 @@ class ServerDrafter(Protocol):
         """Free the sequence; unknown keys are ignored."""
 
 
-@runtime_checkable
 class Speculating(Protocol):
     """A target with a speculator of its own (``PassShape.own_drafts``)."""
 
@@ -168,7 +168,13 @@ class Speculating(Protocol):
         """How many tokens to propose behind the passes that follow; 0: none."""
 
 
-@runtime_checkable
+def set_draft_steps(target: object, count: int) -> None:
+    """As ``Speculating.set_draft_steps``, for a target that speculates."""
+    set_steps = getattr(target, "set_draft_steps", None)
+    if set_steps is not None:
+        set_steps(count)
+
+
 class Adapted(Protocol):
     """A target that also serves its model with an adapter (LoRA), chosen for each session."""
 
@@ -182,14 +188,16 @@ class Adapted(Protocol):
 
 def adapters_of(target: object) -> tuple[ModelInfo, ...]:
     """What ``target`` serves beside its model."""
-    return target.adapters if isinstance(target, Adapted) else ()
+    adapters: tuple[ModelInfo, ...] = getattr(target, "adapters", ())
+    return adapters
 
 
 def use_adapter(target: object, key: str, name: str) -> None:
     """As ``Adapted.use_adapter``. Raises ``ValueError`` for a target without adapters."""
-    if not isinstance(target, Adapted):
+    use = getattr(target, "use_adapter", None)
+    if use is None:
         raise ValueError(f"the target has no adapter {name!r}")
-    target.use_adapter(key, name)
+    use(key, name)
 
 
 class CapacityError(RuntimeError):

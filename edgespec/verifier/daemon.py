@@ -25,11 +25,11 @@ from edgespec.core.ports import (
     LinkError,
     ModelOutputError,
     ServerDrafter,
-    Speculating,
     TargetLostError,
     TargetModel,
     VerifierStream,
     adapters_of,
+    set_draft_steps,
     use_adapter,
 )
 from edgespec.core.protocol.messages import (
@@ -156,8 +156,7 @@ class TargetWorker:
                     missing.add(item.key)
                     loop.call_soon_threadsafe(self._failed, failure)
             batch = [request for request in requests if request.key not in missing]
-            if isinstance(self._target, Speculating):
-                self._target.set_draft_steps(draft_steps)
+            set_draft_steps(self._target, draft_steps)
             began_s = time.perf_counter()
             results = tuple(self._target.forward(batch)) if batch else ()
             return BatchDone(results, time.perf_counter() - began_s)
