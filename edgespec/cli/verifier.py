@@ -40,7 +40,7 @@ from edgespec.cli.running import (
 )
 from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
 from edgespec.config.common import SetupError, needs
-from edgespec.core.ports import TargetModel
+from edgespec.core.ports import TargetModel, pass_shape
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.folders import BUNDLED
@@ -322,7 +322,8 @@ def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: Ver
     host = config.address.rpartition(":")[0]
     context, most = info.model.context_length, target.info.context_length
     shorter = f" of {most}: the cache holds no more (limits)" if context < most else ""
-    draft = f", draft {config.draft}" if config.draft else ""
+    own = config.draft or ("its speculator" if pass_shape(target).own_drafts else "")
+    draft = f", drafts itself with {own}" if own else ""
     return (
         f"edgespec verifier ready on {host}:{port}: {info.model.name},"
         f" {target_mode(target)}{draft}, context {context}{shorter}"

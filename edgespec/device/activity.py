@@ -125,6 +125,7 @@ class Activity:
         kind: EventKind,
         count: int = 0,
         accepted: int = 0,
+        served: int = 0,
         took_s: float = 0.0,
     ) -> None:
         with self.lock:
@@ -139,6 +140,7 @@ class Activity:
             entry.generation = generation if entry.generation == generation else 0
             entry.count += count
             entry.accepted += accepted
+            entry.served += served
             entry.events += 1
 
     def reached(self, state: VerifierState, at_s: float, why: str = "") -> None:
@@ -220,7 +222,9 @@ class GenerationNotes:
                     took_s = item.verify_us / 1e6
                     note(at_s, self.number, EventKind.PASS, item.rows, took_s=took_s)
                 if count := len(item.tokens):
-                    note(at_s, self.number, EventKind.COMMIT, count, item.accepted)
+                    # Of a pass, the last token is the target's own.
+                    served = max(0, count - item.accepted - 1) if item.verify_us else 0
+                    note(at_s, self.number, EventKind.COMMIT, count, item.accepted, served)
             case Deliver():
                 self._delivered(at_s, len(item.tokens))
             case Finish(reason):

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, Final
 
 from edgespec.core.protocol.checks import one_line
-from edgespec.core.protocol.messages import VerifierInfo
+from edgespec.core.protocol.messages import DraftTotals, VerifierInfo
 from edgespec.telemetry.metric_table import metrics
 from edgespec.telemetry.trace import plain
 
@@ -50,7 +50,7 @@ class EventKind(Enum):
     """The verifier ended a pass that took ``took_s`` and looked at ``count`` draft nodes; noted
     when its commit came, so half a round trip late."""
     COMMIT = "commit"
-    """``count`` tokens came, ``accepted`` of them were drafted here."""
+    """``count`` tokens came, ``accepted`` of them were drafted here, ``served`` by the verifier."""
     LINK = "link"
     """The link came up (``count`` 1) or broke (0)."""
 
@@ -68,6 +68,7 @@ class TimelineEvent:
     kind: EventKind
     count: int = 0
     accepted: int = 0
+    served: int = 0
     took_s: float = 0.0
     events: int = 1
     """For how many it stands."""
@@ -91,6 +92,8 @@ class VerifierStatus:
     pass_s: float | None = None
     sessions: int | None = None
     max_sessions: int | None = None
+    drafts: DraftTotals | None = None
+    """Who drafted what there, for all its devices."""
 
     def told(self, info: VerifierInfo) -> VerifierStatus:
         """The same with what the verifier says of itself."""
@@ -102,6 +105,7 @@ class VerifierStatus:
             pass_s=info.pass_us / 1e6 or None,
             sessions=info.sessions,
             max_sessions=info.max_sessions or None,
+            drafts=info.drafts,
         )
 
 

@@ -36,7 +36,12 @@ counter requests_rejected_total{reason} streams.rejected Streams refused before 
 counter prompt_tokens_total streams.prompt_tokens Prompt tokens of the sessions opened
 counter generation_tokens_total streams.generation_tokens Tokens committed by passes and sent
 counter run_ahead_tokens_total streams.run_ahead_tokens Of these, by passes without a draft
-counter server_drafted_tokens_total engine.server_drafted_tokens Of these, guessed by the verifier
+counter server_drafted_tokens_total drafts.served_tokens Of these, guessed by the verifier
+counter source_nodes_total{source} source_nodes Draft nodes that passes looked at, by who drafted
+counter source_accepted_total{source} source_accepted Of these, nodes that became tokens
+counter server_draft_steps_total drafts.steps Steps of the verifier's own draft model
+counter server_draft_seconds_total drafts.seconds What these took
+counter server_draft_failures_total drafts.failures Failures of that model: it drafts no more
 counter spec_decode_num_drafts_total streams.drafts Sessions' parts of passes with draft nodes
 counter spec_decode_num_draft_tokens_total streams.draft_nodes Draft nodes that passes looked at
 counter spec_decode_num_accepted_tokens_total streams.accepted Draft nodes that became tokens

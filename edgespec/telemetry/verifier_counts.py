@@ -383,6 +383,10 @@ class EngineSample:
     def __init__(self, watch: Watch, engine: VerifyEngine, version: str) -> None:
         self.streams, self.traffic, self.engine = watch.streams, watch.traffic, engine
         self.keeper, self.waits, self.lag = engine.keeper, watch.waits, watch.lag.lag_s
+        self.drafts = drafts = engine.draft_counts
+        sources = {"device": drafts.device, "model": drafts.model, "text": drafts.text}
+        self.source_nodes = {name: counts.nodes for name, counts in sources.items()}
+        self.source_accepted = {name: counts.accepted for name, counts in sources.items()}
         self.build = {version: 1}
         self.accepted_at = {str(at): count for at, count in enumerate(self.streams.accepted_at)}
         self.running = self.waiting = self.detached = 0

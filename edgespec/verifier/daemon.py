@@ -309,8 +309,10 @@ class Verifier:
         engine = self.engine
         bound = engine.engine_limits.max_sessions
         pass_us = round((engine.pass_s or 0.0) * 1e6)
-        held = len(engine.sessions)
-        return VerifierInfo(self._model, engine.limits, held, bound, pass_us, self._adapters)
+        held, drafts = len(engine.sessions), engine.draft_counts.totals
+        return VerifierInfo(
+            self._model, engine.limits, held, bound, pass_us, self._adapters, drafts
+        )
 
     def get_ready(self) -> None:
         """Do what the first constraint would have to wait for, and all streams with it. Before

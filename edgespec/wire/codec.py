@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, TypeVar, assert_never
 
@@ -38,6 +39,7 @@ from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
     Draft,
+    DraftTotals,
     Fault,
     FaultCode,
     FinishReason,
@@ -261,6 +263,8 @@ def payload_bytes(message: Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
 
 
 def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+    if info.drafts is not None:
+        _check_totals(info.drafts)
     check_number("InfoReply.max_sessions", info.max_sessions, 0, MAX_UINT32)
     check_number("InfoReply.pass_us", info.pass_us, 0, MAX_UINT32)
     _check_info(info, limits)
@@ -269,6 +273,7 @@ def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> byte
         protocol_version=PROTOCOL_VERSION,
         limits=_encode_limits(info.limits),
         adapters=[pb.ModelInfo(**_same(one, _MODEL)) for one in info.adapters],
+        drafts=None if info.drafts is None else pb.DraftTotals(**_same(info.drafts, _TOTALS)),
         **_same(info, _INFO),
     )
     return _serialised(wire, limits)
@@ -283,6 +288,7 @@ def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Verifier
         model=_decode_model(wire.model),
         limits=_decode_limits(wire.limits),
         adapters=tuple(map(_decode_model, wire.adapters)),
+        drafts=_decode_totals(wire.drafts) if wire.HasField("drafts") else None,
         **_same(wire, _INFO),
     )
 
@@ -311,6 +317,11 @@ def _check_size(payload: bytes, limits: WireLimits) -> None:
 # Fields that have the same name and the same form here and on the wire.
 _OPENED: Final = ("model", "position", "fingerprint", "constrained")
 _INFO: Final = ("max_sessions", "sessions", "pass_us")
+_DRAFTED: Final = (
+    *(("device_nodes", "device_accepted"), ("model_nodes", "model_accepted")),
+    ("text_nodes", "text_accepted"),
+)
+_TOTALS: Final = (*chain(*_DRAFTED), "model_steps", "model_us", "model_failures")
 _MODEL: Final = (
     *("name", "vocabulary", "fingerprint"),
     *("vocabulary_size", "context_length", "eos_token_ids"),
@@ -626,6 +637,19 @@ def _decode_limits(wire: pb.Limits) -> Limits:
 
 def _decode_model(wire: pb.ModelInfo) -> ModelInfo:
     return ModelInfo(**_same(wire, _MODEL) | {"eos_token_ids": tuple(wire.eos_token_ids)})
+
+
+def _decode_totals(wire: pb.DraftTotals) -> DraftTotals:
+    _check_totals(wire)
+    return DraftTotals(**_same(wire, _TOTALS))
+
+
+def _check_totals(totals: DraftTotals | pb.DraftTotals) -> None:
+    for name in _TOTALS:
+        check_number(f"DraftTotals.{name}", getattr(totals, name), 0, MAX_UINT64)
+    for nodes, accepted in _DRAFTED:
+        most = getattr(totals, nodes)
+        check_number(f"DraftTotals.{accepted}", getattr(totals, accepted), 0, most)
 
 
 def _check_info(info: VerifierInfo | pb.InfoReply, limits: WireLimits) -> None:

@@ -236,11 +236,11 @@ def test_rows_at_risk_are_what_the_balance_pays_and_one() -> None:
 PROMPT = (1, 2, 3, 4) * 5
 
 
-def _session(max_tokens: int = 40) -> VerifySession:
+def _session(max_tokens: int = 40, counts: sd.ServedCounts | None = None) -> VerifySession:
     sampling = SamplingParams(max_tokens=max_tokens)
     request = Open("s", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS)
     text = sd.TextDrafts(tg.TextTables(ngrams=False))
-    served = sd.ServedDrafts("s", sd.ServedCounts(), text, None)
+    served = sd.ServedDrafts("s", counts or sd.ServedCounts(), text, None)
     session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
     session.handle(se.Attach(request), 0.0)
     return session
@@ -259,7 +259,8 @@ def _done(session: VerifySession, request: PassRequest) -> Commit:
 
 
 def test_a_pass_without_a_draft_commits_several_tokens() -> None:
-    session = _session()
+    counts = sd.ServedCounts()
+    session = _session(counts=counts)
     request = _offer(session)
     assert request.served == len(request.tokens) > 3
     assert request.drafted == 0
@@ -269,20 +270,21 @@ def test_a_pass_without_a_draft_commits_several_tokens() -> None:
     assert session.cache_length == session.prefix.length - 1
     # Guesses are not counted as the device's.
     assert (commit.accepted, commit.rows, commit.stale) == (0, 0, 0)
-    assert session.server_accepted == len(commit.tokens) - 1
+    assert (session.device_accepted, counts.served_tokens) == (0, len(commit.tokens) - 1)
 
 
 def test_a_draft_of_the_device_goes_before_guesses() -> None:
-    session = _session()
+    counts = sd.ServedCounts()
+    session = _session(counts=counts)
     _done(session, _offer(session))
     following = session.prefix.tokens[-1] % 4 + 1
     session.handle(chain(session, following), 1.0)
     request = _offer(session)
     assert (request.tokens, request.served, request.drafted) == ((following,), 0, 1)
-    before = session.server_accepted
+    before = counts.served_tokens
     commit = _done(session, request)
-    assert (commit.accepted, commit.rows) == (1, 1)
-    assert session.server_accepted == before
+    assert (commit.accepted, commit.rows, session.device_accepted) == (1, 1, 1)
+    assert counts.served_tokens == before
 
 
 def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:

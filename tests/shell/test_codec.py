@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
     Draft,
+    DraftTotals,
     Fault,
     FaultCode,
     FinishReason,
@@ -145,12 +147,22 @@ MODEL = st.builds(
 )
 
 
+UINT64 = st.integers(0, 2**64 - 1)
+DRAFTED = st.tuples(UINT64, UINT64).map(lambda pair: sorted(pair, reverse=True))
+TOTALS = st.builds(
+    lambda drafted, rest: DraftTotals(*chain(*drafted), *rest),
+    st.tuples(DRAFTED, DRAFTED, DRAFTED),
+    st.tuples(UINT64, UINT64, UINT64),
+)
+
+
 @st.composite
 def infos(draw: st.DrawFn) -> VerifierInfo:
     most = draw(UINT32)
     held = draw(st.integers(0, most))
     adapters = tuple(draw(st.lists(MODEL, max_size=3)))
-    return VerifierInfo(draw(MODEL), draw(BOUNDS), held, most, draw(UINT32), adapters)
+    drafts = draw(st.none() | TOTALS)
+    return VerifierInfo(draw(MODEL), draw(BOUNDS), held, most, draw(UINT32), adapters, drafts)
 
 
 DOWNLINK: st.SearchStrategy[Downlink] = st.one_of(
@@ -184,6 +196,15 @@ def test_the_fingerprint_of_a_model_travels_and_costs_nothing_where_there_is_non
     assert decode_info(encode_info(info)) == info
     with pytest.raises(ProtocolViolation, match=r"Opened.fingerprint has 257 bytes"):
         encode_downlink(replace(told, fingerprint="x" * 257))
+
+
+def test_drafts_that_cannot_be_are_refused_and_a_peer_of_before_tells_none() -> None:
+    info = VerifierInfo(ModelInfo("m", "v", 9, 8), Limits(), 0, 0, drafts=DraftTotals(3, 2))
+    assert decode_info(encode_info(replace(info, drafts=None))).drafts is None
+    with pytest.raises(ProtocolViolation, match=r"DraftTotals.device_accepted is 4.*\[0, 3\]"):
+        encode_info(replace(info, drafts=DraftTotals(3, 4)))
+    with pytest.raises(ProtocolViolation, match=r"DraftTotals.model_us is -1"):
+        encode_info(replace(info, drafts=DraftTotals(model_us=-1)))
 
 
 # Every parameter otherwise than usual.

@@ -11,11 +11,12 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
-from edgespec.cli.verifier import Watching
-from edgespec.config import VerifierConfig
+from edgespec.cli.verifier import Watching, ready_line
+from edgespec.config import PacingSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol import messages as m
@@ -27,13 +28,15 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent, connect
 from edgespec.telemetry import metrics_server
+from edgespec.telemetry.agent_status import VerifierStatus
 from edgespec.telemetry.metric_table import Histogram, Kind
 from edgespec.telemetry.metrics_server import METRICS, PREFIX, MetricsServer
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord, Watch
+from edgespec.verifier.build import load_target
 from tests.core.scenes import MODEL
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
-from tests.shell.watched_verifier import Scrape, Watched, fetch, watched
+from tests.shell.watched_verifier import QUIET, Scrape, Watched, fetch, watched
 from tests.sources import ROOT
 
 IDS = tuple(PROMPT_IDS)
@@ -74,6 +77,35 @@ async def test_the_counts_are_those_of_the_devices() -> None:
     assert seen.labels("requests_finished_total") == {"length": 2}
     assert seen.labels("requests_rejected_total") == {}
     assert seen.models == {"toy"}
+
+
+async def test_who_drafted_what_is_told() -> None:
+    """By the metrics and by ``Info``; an emulated step is cheap beside a pass."""
+    paces = PacingSection(pass_ms=20.0, draft_ms=1.0)
+    async with watched(settings := replace(QUIET, draft="toy", pacing=paces)) as found:
+        async with build_agent(config(found.address)) as agent:
+            count, counters = await generated(agent, GREEDY)
+        async with build_agent(config(found.address, draft="none")) as agent:
+            count += (await generated(agent, GREEDY))[0]
+        transport = connect(found.address)
+        info = await transport.info()
+        await transport.close()
+        seen = await found.scrape()
+    assert "drafts itself with toy" in ready_line(settings, 1, load_target(settings), info)
+    status = VerifierStatus("").told(info)
+    assert status.drafts is not None
+    drafts = status.drafts
+    assert seen.value("source_nodes_total", "device") == counters.rows == drafts.device_nodes
+    assert seen.value("source_accepted_total", "device") == counters.accepted
+    assert 0 < seen.value("source_accepted_total", "model") == drafts.model_accepted
+    assert seen.labels("source_accepted_total").keys() <= {"device", "model"}
+    assert seen.value("server_drafted_tokens_total") == drafts.model_accepted
+    assert count >= counters.accepted + drafts.model_accepted
+    assert seen.value("server_draft_steps_total") == drafts.model_steps > 0
+    took_s = seen.value("server_draft_seconds_total")
+    assert took_s == pytest.approx(drafts.model_us / 1e6, abs=1e-6)
+    assert took_s > 1e-3 * drafts.model_steps
+    assert seen.value("server_draft_failures_total") == 0
 
 
 async def _ended(found: Watched) -> Scrape:

@@ -203,6 +203,24 @@ Message = Uplink | Downlink
 
 
 @statically_frozen
+class DraftTotals:
+    """Since a verifier began: nodes that passes looked at and those of them that became tokens, by
+    who drafted them (devices, the verifier's own model, the text itself); and what the model's
+    steps took."""
+
+    device_nodes: int = 0
+    device_accepted: int = 0
+    model_nodes: int = 0
+    model_accepted: int = 0
+    text_nodes: int = 0
+    text_accepted: int = 0
+    model_steps: int = 0
+    model_us: int = 0
+    model_failures: int = 0
+    """How often it failed; after that the verifier drafts with it no more."""
+
+
+@statically_frozen
 class VerifierInfo:
     """What a verifier serves and how busy it is; limits and counts are 0 when it does not tell."""
 
@@ -217,6 +235,8 @@ class VerifierInfo:
     """Moving average of the length of a pass under the load of late; 0: none was timed yet."""
     adapters: tuple[ModelInfo, ...] = ()
     """Served beside ``model``, each by its name: the model with an adapter."""
+    drafts: DraftTotals | None = None
+    """Who drafted what; None: not told."""
 
     @property
     def served(self) -> tuple[ModelInfo, ...]:

@@ -350,8 +350,6 @@ class VerifyEngine:
             engine_limits, self.keeper, self.registry.ask, self.registry.credential_of
         )
         self.keeper.over_rate = self._scheduler.fairness.over_rate
-        self.server_drafted_tokens = 0
-        """Committed tokens that the verifier's own drafters had guessed."""
         self.draft_counts = self.registry.guesses.counts
         self._round: DraftingRound | None = None
         """The round of the verifier's own draft model that runs."""
@@ -542,7 +540,8 @@ class VerifyEngine:
 
     def _batch_done(self, event: ee.BatchDone, now: float) -> None:
         batch = self._scheduler.finish(now, event.target_s, self._draft_steps)
-        tokens = 0
+        tokens, device = 0, self.draft_counts.device
+        self.draft_counts.steps += self._draft_steps
         price = self._scheduler.row_price
         results = {result.key: result for result in event.results}
         for stream in event.behind:
@@ -557,13 +556,14 @@ class VerifyEngine:
                 )
                 continue
             self._scheduler.run_with_others(key)
-            before, guessed = session.prefix.length, session.server_accepted
+            before, taken = session.prefix.length, session.device_accepted
             done = ev.PassDone(result.targets, result.scores, price, result.guesses)
             self.registry.tell(key, done, now)
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)
             self.keeper.settle(request, session.prefix.length)
-            self.server_drafted_tokens += session.server_accepted - guessed
+            device.nodes += request.drafted
+            device.accepted += session.device_accepted - taken
         self._scheduler.count(tokens)
 
     # --- the end ---------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
-from edgespec.core.protocol.messages import EXACT_RULE, Open, RunAhead
+from edgespec.core.protocol.messages import EXACT_RULE, DraftTotals, Open, RunAhead
 from edgespec.core.protocol.text_guesses import (
     BEHIND,
     LONGEST,
@@ -252,28 +252,38 @@ class TextDrafts:
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What one source did for all sessions of a verifier."""
+    """What one source did for all sessions of a verifier: nodes that passes looked at, and those
+    that became tokens."""
 
     nodes: int = 0
     accepted: int = 0
 
-    def add(self, hit: bool) -> None:
-        self.nodes += 1
-        self.accepted += hit
-
 
 @dataclass(slots=True)
 class ServedCounts:
-    """``steps`` and ``seconds`` are of the draft model, ``failures`` the times that it failed."""
+    """By who drafted. ``steps`` are those of the verifier's own draft model or its target's
+    speculator, ``seconds`` of the draft model alone, ``failures`` the times that it failed."""
 
-    text: SourceCounts = field(default_factory=SourceCounts)
+    device: SourceCounts = field(default_factory=SourceCounts)
     model: SourceCounts = field(default_factory=SourceCounts)
+    text: SourceCounts = field(default_factory=SourceCounts)
     steps: int = 0
     seconds: float = 0.0
     failures: int = 0
 
-    def of(self, source: Source) -> SourceCounts:
-        return self.text if source is Source.TEXT else self.model
+    @property
+    def served_tokens(self) -> int:
+        """Committed tokens that the verifier itself had guessed."""
+        return self.text.accepted + self.model.accepted
+
+    @property
+    def totals(self) -> DraftTotals:
+        return DraftTotals(
+            *(self.device.nodes, self.device.accepted, self.model.nodes, self.model.accepted),
+            *(self.text.nodes, self.text.accepted, self.steps),
+            round(self.seconds * 1e6),
+            self.failures,
+        )
 
 
 class ServedDrafts:
@@ -360,7 +370,9 @@ class ServedDrafts:
         for node, source in enumerate(sources):
             if source is not Source.DEVICE:
                 hit = node in accepted
-                self._counts.of(source).add(hit)
+                counts = self._counts.text if source is Source.TEXT else self._counts.model
+                counts.nodes += 1
+                counts.accepted += hit
                 own += hit
         return own
 

@@ -183,8 +183,8 @@ class VerifySession:
         self.finish: FinishReason | None = None
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.inbox = DraftInbox(self.prefix, model.vocabulary_size, limits)
-        self.passes = self.server_accepted = 0
-        """Passes that sampled, and how many of the verifier's own guesses they accepted."""
+        self.passes = self.device_accepted = 0
+        """Passes that sampled, and how many of the device's nodes they accepted."""
         self.cache_length = 0
         self.deadline: float | None = None
         self._model, self._limits, self._rule, self._run_ahead = model, limits, rule, run_ahead
@@ -451,9 +451,7 @@ class VerifySession:
         device's, which is told of its own nodes alone."""
         if self._served is None:
             return len(accepted)
-        own = self._served.learn(request, targets, accepted, committed)
-        self.server_accepted += own
-        return len(accepted) - own
+        return len(accepted) - self._served.learn(request, targets, accepted, committed)
 
     def _report(
         self,
@@ -475,6 +473,7 @@ class VerifySession:
             credit = 0 if self.inbox.best_chance < row_price / MAX_PRICE else None
         stale, (echo, held_us) = self.inbox.take_stale(), self.device.take_echo(now)
         self.passes += 1
+        self.device_accepted += accepted
         queue_us = round(done.queue_s * 1e6)
         logprobs = self._scores.of(position, len(tokens)) if self.request.logprobs else ()
         return Commit(  # in the order of its fields: with their names it takes thrice as long

@@ -46,8 +46,27 @@ function showVerifiers(found) {
     if (one.max_sessions) row.append(
       made("span", `${one.sessions} of ${one.max_sessions} sessions`, "soft"));
     if (one.why && how === "bad") row.append(made("span", one.why, "soft"));
+    if (one.drafts) row.append(...drafters(one.drafts));
     return row;
   }));
+  place("drafters").hidden = !found.some(one => one.drafts && drafters(one.drafts).length);
+}
+
+function drafters(found) {
+  const sources = [["devices", found.device_accepted, found.device_nodes],
+    ["its draft model", found.model_accepted, found.model_nodes],
+    ["the text", found.text_accepted, found.text_nodes]].filter(one => one[2]);
+  if (!sources.length) return [];
+  const words = "right drafts: " + sources.map(([who, right, nodes]) =>
+    `${number(right)} of ${number(nodes)} by ${who}`).join(", ");
+  const steps = !found.model_steps ? "" : `; ${number(found.model_steps)} draft steps` + (
+    found.model_us ? " of " + ms(found.model_us / 1e6 / found.model_steps) : "");
+  const bar = made("span", "", "who");
+  [[found.device_accepted, ""], [found.model_accepted + found.text_accepted, "served"]].forEach(
+    ([right, kind]) => { bar.append(made("span", "", kind)); bar.lastChild.style.flexGrow = right; });
+  const said = [made("span", words + steps, "soft"), bar];
+  if (found.model_failures) said.push(made("span", "its draft model failed", "bad"));
+  return said;
 }
 
 function showDrafting(found) {
@@ -159,11 +178,15 @@ function drawEvent(pen, one, x, lane) {
     pen.fillStyle = css("--send");
     pen.fillRect(end - 1, top + room - high, 2, high);
   } else {
-    const high = room * Math.min(1, mean / 8), ours = high * one.accepted / one.count;
-    pen.fillStyle = css("--decoded");
-    pen.fillRect(end - 2, top + room - high, 4, high - ours);
-    pen.fillStyle = css("--accepted");
-    pen.fillRect(end - 2, top + room - ours, 4, ours);
+    const high = room * Math.min(1, mean / 8);
+    let foot = top + room;
+    for (const [name, count] of [["accepted", one.accepted], ["served", one.served],
+      ["decoded", one.count - one.accepted - one.served]]) {
+      const part = high * count / one.count;
+      foot -= part;
+      pen.fillStyle = css("--" + name);
+      pen.fillRect(end - 2, foot, 4, part);
+    }
   }
 }
 

@@ -269,7 +269,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("model", "protocol_version", "limits", "sessions", "max_sessions", "pass_us", "adapters")
+    __slots__ = ("model", "protocol_version", "limits", "sessions", "max_sessions", "pass_us", "adapters", "drafts")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +277,7 @@ class InfoReply(_message.Message):
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     PASS_US_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     protocol_version: int
     limits: Limits
@@ -284,7 +285,30 @@ class InfoReply(_message.Message):
     max_sessions: int
     pass_us: int
     adapters: _containers.RepeatedCompositeFieldContainer[ModelInfo]
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., protocol_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., pass_us: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
+    drafts: DraftTotals
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., protocol_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., pass_us: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ..., drafts: _Optional[_Union[DraftTotals, _Mapping]] = ...) -> None: ...
+
+class DraftTotals(_message.Message):
+    __slots__ = ("device_nodes", "device_accepted", "model_nodes", "model_accepted", "text_nodes", "text_accepted", "model_steps", "model_us", "model_failures")
+    DEVICE_NODES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NODES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TEXT_NODES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    MODEL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_US_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    device_nodes: int
+    device_accepted: int
+    model_nodes: int
+    model_accepted: int
+    text_nodes: int
+    text_accepted: int
+    model_steps: int
+    model_us: int
+    model_failures: int
+    def __init__(self, device_nodes: _Optional[int] = ..., device_accepted: _Optional[int] = ..., model_nodes: _Optional[int] = ..., model_accepted: _Optional[int] = ..., text_nodes: _Optional[int] = ..., text_accepted: _Optional[int] = ..., model_steps: _Optional[int] = ..., model_us: _Optional[int] = ..., model_failures: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "vocabulary", "vocabulary_size", "context_length", "eos_token_ids", "fingerprint")
