@@ -1,12 +1,15 @@
 """Drafts and policies beside one another on the target's own texts, in virtual time.
 
     EDGESPEC_DATA=... python benchmarks/judge_drafts.py [--draft OLD NEW]
-        [--policy windowed,goodput] [--rtts 20,50] [--temperatures 0,0.7] [--tokens 96]
+        [--policy windowed,goodput] [--sources model,text,both] [--rtts 20,50]
+        [--temperatures 0,0.7] [--tokens 96]
     python benchmarks/judge_drafts.py --lengths 120,240,360,480,600,700
 
 The target says each text once; then every draft, which is run for real, drafts it under every
-policy. A pass takes 25 ms and a step 8 ms, so the machine's load changes no figure. Texts are
-played one after another on one device, which keeps what it has learned. Three sets of texts: the
+policy: the model alone, guesses from the text alone, or both in one tree. A pass takes 25 ms and a
+step 8 ms, with a tenth more for each further token that is fed, so the machine's load changes no
+figure. Texts are played one after another on one device, which keeps what it has learned: a line of
+the table begins with nothing. Three sets of texts: the
 bench's built-in prompts, those of the simulator's tapes, and code, chat and maths of
 ``EDGESPEC_DATA`` (left out without it). Times are means over the texts with 95 % intervals; the
 speed is 25 ms over that, and the last column the time over that of the first row, text by text.
@@ -22,6 +25,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -39,11 +43,13 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.build import load_tokenizer
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.toy import SilentDrafter
 from edgespec.models.folders import Role, resolve_model
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
 from edgespec.verifier.build import load_target
@@ -54,6 +60,7 @@ from edgespec_sim.token_sources.source import TapeSource
 KINDS: Final = ("code", "summaries", "chat", "maths")
 PASS_S: Final = 0.025
 STEP_S: Final = 0.008
+MODEL, TEXT, BOTH = "model", "text", "both"
 _TAPES: Final = Path(__file__).parents[1] / "sim" / "edgespec_sim" / "data" / "prompts"
 _LONGEST_S: Final = 1e5
 _LONGEST_PROMPT: Final = 700
@@ -157,8 +164,20 @@ def said_behind(prompts: Sequence[tuple[int, ...]], temperature: float, tokens: 
     return [Text(ids[name], tuple(outputs[name]), sampling[name]) for name in ids]
 
 
+def step_s(kept: int, fed: int) -> float:
+    """Five tokens take about 1.4 times as long as one; a prompt counts as eight."""
+    return STEP_S * (0.9 + 0.1 * min(fed, 8))
+
+
 def play(
-    text: Text, drafter: OnnxDrafter, policy: DraftPolicy, rtt_s: float, learned: Learned
+    text: Text,
+    drafter: OnnxDrafter,
+    policy: DraftPolicy,
+    rtt_s: float,
+    learned: Learned,
+    said: TextTables | None,
+    *,
+    model: bool = True,
 ) -> Played:
     count = len(text.said)
     taped = TapedGeneration("text", text.prompt, text.said, (0,) * count)
@@ -174,6 +193,7 @@ def play(
         ReconnectPolicy(),
         drafter.info.context_length,
         learned=learned,
+        text=said,
     )
 
     def connect() -> tuple[Stream, float]:
@@ -181,7 +201,13 @@ def play(
         verifier.accept(stream)
         return stream, rtt_s
 
-    device = SimulatedDevice(queue, session, drafter, lambda kept, fed: STEP_S, connect)
+    device = SimulatedDevice(
+        queue,
+        session,
+        drafter if model else SilentDrafter(drafter.info),
+        step_s if model else lambda kept, fed: 0.0,
+        connect,
+    )
     device.start()
     queue.run(until_s=_LONGEST_S)
     found, counters = device.delivery, session.counters
@@ -215,12 +241,16 @@ def compare(
     for rtt_ms in map(float, options.rtts.split(",")):
         first: list[Played] = []
         for draft, drafter in drafts.items():
-            for policy in map(PolicyName, options.policy.split(",")):
-                learned, chosen = Learned(), named_policy(policy)
-                found = [play(text, drafter, chosen, rtt_ms / 1e3, learned) for text in heard]
+            for policy, source in product(options.policy.split(","), options.sources.split(",")):
+                learned, chosen = Learned(), named_policy(PolicyName(policy))
+                said = None if source == MODEL else TextTables(ngrams=True)
+                found = [
+                    play(one, drafter, chosen, rtt_ms / 1e3, learned, said, model=source != TEXT)
+                    for one in heard
+                ]
                 first = first or found
                 wrong += sum(not one.exact for one in found)
-                name = f"{Path(draft).name}, {policy.value}"
+                name = f"{Path(draft).name}, {policy}, {source}"
                 print(f"{head} {rtt_ms:g} | {name} | {row(found, first)}", flush=True)
     return wrong
 
@@ -261,12 +291,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--draft", nargs="+", default=["bundled"], help="bundled, or folders")
     parser.add_argument("--policy", default="windowed,goodput", help="names, with commas")
+    parser.add_argument("--sources", default=MODEL, help="model, text, both, with commas")
     parser.add_argument("--rtts", default="20,50", help="milliseconds, with commas")
     parser.add_argument("--temperatures", default="0,0.7", help="with commas")
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
     parser.add_argument("--lengths", help="of prompts, with commas: how often drafts are right")
     parser.add_argument("--limit", type=int, default=24, help="texts of each set")
     options = parser.parse_args()
+    if unknown := {*options.sources.split(",")} - {MODEL, TEXT, BOTH}:
+        parser.error(f"sources: {sorted(unknown)} are unknown; there are {MODEL}, {TEXT}, {BOTH}")
     print(json.dumps({"machine": machine(), "versions": versions()}))
     drafts = {one: OnnxDrafter(resolve_model(one, Role.DRAFT), threads=1) for one in options.draft}
     if options.lengths:

@@ -64,11 +64,13 @@ from edgespec.core.ports import Drafter, ModelInfo
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
 from edgespec.device.build import (
     LOOKUP,
+    NONE,
     PromptTokenizer,
     connect,
     link_models,
     load_drafter,
     load_tokenizer,
+    text_tables,
     tokenizer_reference,
 )
 from edgespec.telemetry.match_tape import write_tape
@@ -203,7 +205,7 @@ class _Bench:
         """Run, print, write; the exit status."""
         draft = self._subject.draft
         drafter = load_drafter(self._config, say=self._say)
-        if drafter is None and self._tape_path is not None:
+        if draft in (NONE, LOOKUP) and self._tape_path is not None:
             raise ValueError(f"draft is {draft!r}, so there is nothing to tape")
         if drafter is None and any(arm.drafts for arm in self._settings.arms):
             raise ValueError(f"draft is {draft!r}, so target-only is the only arm there is")
@@ -242,6 +244,7 @@ class _Bench:
                 transport = ShapedTransport(connect(address), up, down, meter=meter)
                 lent = None if drafter is None or not drafts else LentDrafter(drafter)
                 encode, stream = tokenizer.encode, tokenizer.stream
+                options = replace(options, text=text_tables(self._config))
                 return Station(Agent(transport, lent, encode, stream, options), meter)
 
             self._runner = runner = BenchRunner(settings, workload, station, progress)
@@ -355,7 +358,7 @@ def profile(
             raise ConfigError(f"out is {str(out)!r}, which is a folder, but must be a file")
         stderr = Console(stderr=True)
         drafter = load_drafter(AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms)))
-        if drafter is None:
+        if drafter is None or draft == LOOKUP:
             raise ConfigError(f"draft is {draft!r}, but a profile needs one that drafts")
         arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
         with tempfile.TemporaryDirectory() as folder:

@@ -126,8 +126,8 @@ class DraftSection:
     """Texts beside each other that are drafted for; those beyond are streamed. A memory budget may
     grant fewer."""
     lookup: bool = False
-    """Let guesses from the text answer where they are as good as the model's (``--draft lookup``
-    has no others)."""
+    """Guesses from the text stand in the tree beside the model's, by what each is worth
+    (``--draft lookup`` has no others)."""
     provider: str = "cpu"
     """What of onnxruntime the draft runs on: cpu, cuda, tensorrt, dml, coreml or openvino."""
 

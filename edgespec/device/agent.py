@@ -35,6 +35,7 @@ from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import MAX_NAME_BYTES, FaultCode, FinishReason, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterPool
@@ -230,6 +231,8 @@ class AgentOptions:
     """Generations that are drafted for at once; those beyond are streamed."""
     learned: Learned = field(default_factory=Learned, compare=False)
     """What earlier agents have learned on this machine with this draft."""
+    text: TextTables | None = field(default=None, compare=False)
+    """What the user's texts have said, where guesses come from them too."""
 
 
 class Agent:
@@ -419,6 +422,7 @@ class Agent:
             vocabulary_size=self._vocabulary_size,
             price=self.price,
             learned=self._learned.of(model),
+            text=self.options.text,
         )
 
     @property

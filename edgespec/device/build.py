@@ -25,6 +25,7 @@ from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.device.agent import Agent, AgentOptions, TextDecoder
 from edgespec.device.prober import Answer, ask_all
 from edgespec.device.verifier_pool import VerifierPool, current_conversation
@@ -55,6 +56,7 @@ _TOY_DRAFT_NOISE = 0.25
 # What a device sends is bounded by the verifier's context, which it learns later: the longest that
 # can be configured.
 _MAX_CONTEXT_LENGTH = 1 << 20
+_MOST_LEADERS = 4096
 
 Say = Callable[[str], None]
 _tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary()
@@ -70,8 +72,7 @@ class PromptTokenizer(ChatTokenizer, Protocol):
 
 
 def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
-    """The drafter of ``config.draft``, paced or beside the text's own guesses when it says so;
-    None for ``none``.
+    """The drafter of ``config.draft``, paced when it says so; None for ``none``.
 
     A Hugging Face folder is exported into the cache first; ``say`` hears of it. Raises
     ``SetupError``, or ``ValueError`` naming the file or the setting.
@@ -81,10 +82,6 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
         from edgespec.device.drafters.toy import PacedDrafter
 
         drafter = PacedDrafter(drafter, config.draft.draft_ms, time.sleep, time.monotonic)
-    if drafter is not None and config.draft.lookup and config.draft.model != LOOKUP:
-        from edgespec.device.drafters.text_drafter import TextDrafter
-
-        drafter = TextDrafter(drafter.info, model=drafter)
     return drafter
 
 
@@ -248,7 +245,14 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
         model=config.model,
         vocabulary=vocabulary,
         draft_caches=config.draft.caches,
+        text=text_tables(config),
     )
+
+
+def text_tables(config: AgentConfig) -> TextTables | None:
+    """What texts will have said, where ``config`` takes guesses from them: below 2 MiB."""
+    wanted = config.draft.lookup or config.draft.model == LOOKUP
+    return TextTables(ngrams=True, most_leaders=_MOST_LEADERS) if wanted else None
 
 
 def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
@@ -260,12 +264,13 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
 
         return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), toy_info())
     if draft.model == LOOKUP:
-        from edgespec.device.drafters.text_drafter import TextDrafter
+        from edgespec.device.drafters.toy import SilentDrafter
 
         if (reference := tokenizer_reference(config)) == TOY:
-            return TextDrafter(toy_info())
+            return SilentDrafter(replace(toy_info(), name=LOOKUP))
         longest, folder = draft.context_length, resolve_model(reference, Role.DRAFT)
-        return TextDrafter(vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH))
+        info = vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH)
+        return SilentDrafter(replace(info, name=LOOKUP))
     if draft.model == RANDOM:
         from edgespec.device.drafters.toy import RandomDrafter
 

@@ -66,6 +66,9 @@ def _view(
         estimates.row_s.add(rows, rows * (row_s or 0.0))
     for trial in range(2000 if rate is not None else 0):
         estimates.acceptance.add(0 if trial % 100 < 100 * (rate or 0.0) else None)
+    for node in tree.nodes.values():
+        rank_rate = estimates.acceptance.rate(node.rank)
+        node.chance = estimates.guesses.drafted(node.rank, node.logprob, rank_rate)
     return DraftView(tree, len(parents) - in_flight, in_flight, room, end, estimates)
 
 
@@ -253,11 +256,13 @@ def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
     end has 0.8 * 0.8; by confidence it has 0.45 * 0.45, and the second choice at the root 0.4."""
     view, first, second = _guessed(rate=0.8, decoding=False), math.log(0.35), math.log(0.3)
     for trial in range(2000):
-        view.estimates.guesses.add(0, first, hit=trial % 20 < 9)
-        view.estimates.guesses.add(1, second, hit=trial % 20 < 8)
+        view.estimates.guesses.alone.add(0, first, hit=trial % 20 < 9)
+        view.estimates.guesses.alone.add(1, second, hit=trial % 20 < 8)
     for node, parent in enumerate((ROOT, ROOT, 1, 1), 1):
-        rank = (node + 1) % 2
-        view.tree.grow(node, parent, 10 + node, 2, rank, second if rank else first)
+        rank, rate = (node + 1) % 2, view.estimates.acceptance.rate((node + 1) % 2)
+        logprob = second if rank else first
+        chance = view.estimates.guesses.drafted(rank, logprob, rate)
+        view.tree.grow(node, parent, 10 + node, 2, rank, logprob, chance)
     assert WindowedPolicy(2).extend(replace(view, unsent=4)) == 3
     assert goodput_policy.GoodputPolicy(2).extend(replace(view, unsent=4)) == 2
     assert goodput_policy.GoodputPolicy(2, window=3).extend(view) == 2

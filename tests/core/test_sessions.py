@@ -167,8 +167,8 @@ def test_choices_that_are_hardly_ever_right_are_kept_now_and_then() -> None:
     is the first at which all are kept."""
     session = streaming(policy=GoodputPolicy(2))
     for trial in range(400):
-        session.estimates.guesses.add(1, HARDLY, hit=False)
-        session.estimates.guesses.add(1, OFTEN, hit=trial % 2 == 0)
+        session.estimates.guesses.alone.add(1, HARDLY, hit=False)
+        session.estimates.guesses.alone.add(1, OFTEN, hit=trial % 2 == 0)
     kept = []
     for number in range(1, 18):
         logprob = OFTEN if number == 5 else HARDLY

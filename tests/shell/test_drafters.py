@@ -3,9 +3,8 @@ others exported, and what drafts run on.
 
 Oracle: the ``Drafter`` contract in ``ports.py``. A step is a pure function of the tokens in the
 cache, however they came there; only for drafters on a graph does a different chunking round
-differently, so there a chunked feed is compared by logits. Those that learn as they go (``LEARN``)
-may guess otherwise the second time, and have fewer guesses than asked for. Of others' graphs: our
-own exporter's graph of the same weights, whose greedy tokens must come out; a cache filled anew,
+differently, so there a chunked feed is compared by logits. Of others' graphs: our own
+ exporter's graph of the same weights, whose greedy tokens must come out; a cache filled anew,
 from which no history of rollbacks may differ; messages that name the file and what is wrong.
 """
 
@@ -42,8 +41,13 @@ from edgespec.device.drafters.onnx_drafter import (
     ReslicedCache,
     check_behaviour,
 )
-from edgespec.device.drafters.text_drafter import TextDrafter
-from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, ToyDrafter, toy_info
+from edgespec.device.drafters.toy import (
+    PacedDrafter,
+    RandomDrafter,
+    SilentDrafter,
+    ToyDrafter,
+    toy_info,
+)
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
@@ -69,9 +73,8 @@ STYLES = {
 }
 ATTENDING = ("genai", "genai-open", "own")
 FOREIGN = (*STYLES, *ATTENDING)
-LEARN = ("lookup", "routed")
-OURS = ("toy", "random", "adversarial", "paced", "onnx-4", "onnx-8", "onnx-32")
-KINDS = (*OURS, *LEARN, "optimum", "genai")
+OURS = ("toy", "random", "adversarial", "paced", "silent", "onnx-4", "onnx-8", "onnx-32")
+KINDS = (*OURS, "optimum", "genai")
 ROUNDING = OnnxDrafter | ForeignDrafter
 """Those whose logits depend, by rounding, on what is fed together."""
 
@@ -124,10 +127,8 @@ def drafter_of(
                 return RandomDrafter(toy_short, seed=4)
             case ("adversarial", _):
                 return AdversarialDrafter(ToyDrafter(toy, toy_short))
-            case ("lookup", _):
-                return TextDrafter(toy_short)
-            case ("routed", _):
-                return TextDrafter(toy_short, model=ToyDrafter(toy, toy_short))
+            case ("silent", _):
+                return SilentDrafter(toy_short)
             case ("paced", _):
                 return PacedDrafter(ToyDrafter(toy, toy_short), 1.0, lambda _: None, time.monotonic)
             case ("onnx", "32"):
@@ -163,15 +164,15 @@ def test_rollback_and_the_same_feed_give_the_same_guesses(
     first = [drafter.step(10 + i, [TOKENS[10 + i]], width) for i in range(6)]
     drafter.step(12, TOKENS[40:45], width)  # another branch overwrites rows 12 to 16
     again = [drafter.step(12 + i, [TOKENS[12 + i]], width) for i in range(4)]
-    assert kind in LEARN or again == first[2:]
+    assert again == first[2:]
     for guesses in (*first, *again):
-        assert len(guesses) <= width if kind in LEARN else len(guesses) == width
+        assert len(guesses) == (0 if kind == "silent" else width)
         assert len({guess.token for guess in guesses}) == len(guesses)
         assert all(0 <= guess.token < VOCABULARY_SIZE for guess in guesses)
         assert all(guess.logprob <= 1e-6 for guess in guesses)
 
 
-def test_begin_forgets_the_last_sequence(kind: str, drafter: Drafter) -> None:
+def test_begin_forgets_the_last_sequence(drafter: Drafter) -> None:
     def sequence() -> list[object]:
         drafter.begin(5, SAMPLED)
         return [drafter.step(0, TOKENS[:5], 2), drafter.step(5, TOKENS[5:8], 2)]
@@ -179,7 +180,7 @@ def test_begin_forgets_the_last_sequence(kind: str, drafter: Drafter) -> None:
     fresh = sequence()
     drafter.begin(30, SamplingParams())
     drafter.step(0, TOKENS[100:130], 1)
-    assert sequence() == fresh or kind in LEARN
+    assert sequence() == fresh
     drafter.begin(5, SAMPLED)
     with pytest.raises(ValueError, match="0 tokens are cached"):
         drafter.step(1, [1], 1)
@@ -197,7 +198,7 @@ def test_one_by_one_and_in_chunks_is_the_same_sequence(kind: str, drafter: Draft
             shifted = drafter.logits.copy()
         one_by_one = drafter.step(position, [TOKENS[position]], 3)
     if not isinstance(drafter, ROUNDING):
-        assert one_by_one == at_once or kind in LEARN
+        assert one_by_one == at_once
         return
     assert at_once_logits is not None
     assert shifted is not None
@@ -233,7 +234,7 @@ def test_the_whole_context_can_be_used(kind: str, drafter: Drafter) -> None:
     drafter.begin(CONTEXT_LENGTH, SamplingParams())
     first = drafter.step(0, TOKENS[:CONTEXT_LENGTH], 1)
     again = drafter.step(CONTEXT_LENGTH - 1, TOKENS[-1:], 1)
-    assert kind in LEARN or (first and again)
+    assert kind == "silent" or (first and again)
     with pytest.raises(ValueError, match="do not fit"):
         drafter.step(CONTEXT_LENGTH, [1], 1)
     with pytest.raises(ValueError, match="prompt length"):
@@ -256,7 +257,7 @@ def test_a_cancelled_prefill_ends_at_the_next_chunk(drafter: Drafter) -> None:
     assert drafter.step(0, TOKENS[:200], 4) == expected
 
 
-@pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "optimum", *LEARN])
+@pytest.mark.parametrize("kind", ["toy", "paced", "onnx-4", "optimum"])
 def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Drafter]) -> None:
     """Two sequences on one drafter, step by step in turn, guess as two drafters do."""
     ours, theirs = TOKENS[:12], TOKENS[12:24]
@@ -275,8 +276,7 @@ def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Dra
     for at in range(12):
         for index, (drafter, text) in enumerate(((first, ours), (second, theirs))):
             found[index].append(drafter.step(at, text[at : at + 1], 2))
-    if kind not in LEARN:  # these learn from one another's texts
-        assert found == alone
+    assert found == alone
     second.close()
     assert len(first.step(12, theirs[:1], 2)) <= 2
     first.close()

@@ -17,7 +17,7 @@ from edgespec.core.device.estimates import DraftEstimates, Learned, RowPrice
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
 from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import ROOT, Node, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, UNRANKED, Node, SpeculationTree
 from edgespec.core.statically_frozen import statically_frozen
 
 MAX_NODES_PER_DRAFT = 64
@@ -150,22 +150,22 @@ class CommitReader:
         self._echo = (length, now)
         return Received(length, length)
 
-    def score(self, winner: int | None, offered: Sequence[tuple[int, float]]) -> None:
-        """A position was decided: by the drafter's choice of rank ``winner``, or by none of those
-        ``offered``: ranks, with the draft's log-probabilities."""
+    def score(self, offered: Sequence[Node], token: int) -> Node | None:
+        """A position was decided, for which all of ``offered`` were guesses, one or more; the one
+        that was right."""
         self.counters.tried += 1
-        self.counters.hits += winner == 0
-        estimates = self.estimates
-        estimates.acceptance.add(winner, len(offered))
-        for rank, logprob in offered:
-            estimates.guesses.add(rank, logprob, hit=rank == winner)
+        self.counters.hits += offered[0].token == token
+        right = next((node for node in offered if node.token == token), None)
+        if drafted := sum([node.rank != UNRANKED for node in offered]):
+            rank = None if right is None or right.rank == UNRANKED else right.rank
+            self.estimates.acceptance.add(rank, drafted)
+            for node in offered:
+                self.estimates.guesses.add(node, hit=node is right)
+        return right
 
     def _commit_one(self, token: int, accepted: bool) -> TokenKind:
         children = self._tree.roots
-        matching = next((node for node in children if node.token == token), None)
-        if children:
-            offered = [(node.rank, node.logprob) for node in children]
-            self.score(None if matching is None else matching.rank, offered)
+        matching = self.score(children, token) if children else None
         missed = matching is None and any(self._outbox.was_sent(node.id) for node in children)
         self._tree.commit((token,))
         self.counters.committed += 1

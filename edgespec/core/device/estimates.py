@@ -10,25 +10,66 @@ from typing import Final
 
 from edgespec.core.protocol.estimators import (
     AcceptanceEstimator,
+    DecayedRate,
     GuessChances,
     MovingAverage,
     SlopeEstimator,
 )
 from edgespec.core.protocol.messages import MAX_PRICE, Commit
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import MEMORY, PRIOR_WEIGHT, TextChances
+from edgespec.core.protocol.tree import NOT_NAMED, UNRANKED, Node
 
 MOST_MODELS: Final = 64
 """Models beside the usual one of which something is kept."""
+
+
+class DraftChances:
+    """How likely guesses in a device's tree are right, by who made them. It depends on the two
+    models and on whether they sample, and outlives a generation."""
+
+    def __init__(self) -> None:
+        self.alone = GuessChances()
+        """Of the draft's choices that the text did not name."""
+        self.confirmed = GuessChances()
+        """Of those that it named too."""
+        self.text = TextChances()
+        """Of what the text names, whatever the draft says of it."""
+        self._opposed = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.of]
+
+    def opposed(self, cell: int) -> float:
+        """The chance of a guess of the text's where the draft has named other tokens: a quarter of
+        what it has else, until there are observations."""
+        return self._opposed[cell].rate(self.text.of[cell] / 4.0)
+
+    def drafted(
+        self, rank: int, logprob: float, rate: float, of_text: float | None = None
+    ) -> float:
+        """The chance of the draft's choice of this rank. ``rate`` is that of the rank, ``of_text``
+        that of the text's guess of the same token; None: it has named none."""
+        chance = self.alone.chance(rank, logprob, rate)
+        if of_text is None:
+            return chance
+        least = 0.0 if rank else of_text  # of another choice the draft has named a better one
+        return max(self.confirmed.chance(rank, logprob, max(chance, least)), least)
+
+    def add(self, guess: Node, *, hit: bool) -> None:
+        """A position was decided at which the draft had made its choices, and this was a guess."""
+        if guess.rank == UNRANKED:
+            self._opposed[guess.named_by].add(hit)
+        else:
+            found = self.alone if guess.named_by == NOT_NAMED else self.confirmed
+            found.add(guess.rank, guess.logprob, hit=hit)
 
 
 @dataclass(slots=True)
 class Learned:
     """What is kept between generations: hand the same one to the next ``DraftSession``."""
 
-    greedy: GuessChances = field(default_factory=GuessChances)
-    sampled: GuessChances = field(default_factory=GuessChances)
+    greedy: DraftChances = field(default_factory=DraftChances)
+    sampled: DraftChances = field(default_factory=DraftChances)
 
-    def guesses(self, sampling: SamplingParams) -> GuessChances:
+    def guesses(self, sampling: SamplingParams) -> DraftChances:
         """Of texts like this one: noise that draft and target share changes what a probability
         says."""
         return self.sampled if sampling.temperature > 0.0 else self.greedy
@@ -86,5 +127,5 @@ class DraftEstimates:
     """What one more draft node adds to a pass."""
     price: RowPrice = field(default_factory=RowPrice)
     acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
-    guesses: GuessChances = field(default_factory=GuessChances)
+    guesses: DraftChances = field(default_factory=DraftChances)
     """How often guesses of a rank and a confidence are right."""

@@ -26,7 +26,7 @@ from typing import ClassVar, Protocol
 
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
-from edgespec.core.protocol.tree import ROOT, SpeculationTree
+from edgespec.core.protocol.tree import ROOT, UNRANKED, SpeculationTree
 from edgespec.core.statically_frozen import statically_frozen
 
 MAX_GAMMA = 32
@@ -123,9 +123,16 @@ class DraftView:
             return width
         chance, nodes, settled = 1.0, self.tree.nodes, self.settled_position
         while (node := nodes.get(parent)) is not None and node.position >= settled:
-            chance *= rate(node.rank)
+            chance *= node.chance
             parent = node.parent
         return max(1, sum(chance * rate(rank) >= price for rank in range(width)))
+
+    @property
+    def row_chance(self) -> float:
+        """With how large a chance a node has to be right in its pass: what a row costs, in tokens.
+        A row of 0.5 ms where a token takes 10 ms costs 0.05."""
+        row_s = max(0.0, self.estimates.row_s.get() or 0.0)
+        return max(self.estimates.price.least_chance, row_s / self.token_s)
 
     def tip(self) -> int | None:
         """The end of the chain of first choices; None when the text ends there."""
@@ -211,7 +218,8 @@ def is_full(view: DraftView, width: int, window: int | None) -> bool:
     """Whether as many nodes are outstanding as ``window`` steps have, of ``width`` choices each,
     or the verifier takes no more. None: the steps of two rounds."""
     steps = window or math.ceil(2 * view.round_s / view.step_s) + 4
-    return len(view.tree.nodes) >= steps * width or view.room < width
+    drafted = sum([node.rank != UNRANKED for node in view.tree.nodes.values()])
+    return drafted >= steps * width or view.room < width
 
 
 @dataclass(frozen=True, slots=True)

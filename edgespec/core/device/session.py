@@ -15,7 +15,7 @@ it. ``deadline`` is when to send ``Tick``; there is one as long as the session r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -24,6 +24,7 @@ from edgespec.core.device.commit_reader import CommitBounds, CommitReader, Draft
 from edgespec.core.device.estimates import Learned, RowPrice
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, DraftView
+from edgespec.core.device.text_drafts import TextDrafts
 from edgespec.core.protocol.messages import (
     Cancel,
     Commit,
@@ -33,7 +34,8 @@ from edgespec.core.protocol.messages import (
     Opened,
     RunAhead,
 )
-from edgespec.core.protocol.tree import FORWARDED, CommittedPrefix, SpeculationTree
+from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -48,7 +50,8 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 class DraftSession:
     """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
     not known. ``price`` is what this verifier last asked for a row; the session keeps it up.
-    ``learned``, kept up as well, is what generations before this one found out."""
+    ``learned``, kept up as well, is what generations before this one found out; ``text``, what the
+    user's texts have said, where guesses are to come from them too."""
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class DraftSession:
         vocabulary_size: int = 0,
         price: RowPrice | None = None,
         learned: Learned | None = None,
+        text: TextTables | None = None,
     ) -> None:
         self.request = request
         self.prefix = CommittedPrefix(request.prompt, request.committed)
@@ -73,6 +77,7 @@ class DraftSession:
         price, learned = price or RowPrice(), learned or Learned()
         self._reader = CommitReader(self.tree, self._outbox, price, learned, request.sampling)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
+        self._text = None if text is None else TextDrafts(self.tree, text, self.estimates)
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)
         self._cache = DraftCache()
         self._step: _Step | None = None
@@ -183,6 +188,9 @@ class DraftSession:
         state = self.link.state
         if state is ev.DONE:
             return
+        if self._text is not None and self.drafting:
+            self._text.learn()
+            self._text.grow(self._view(self._outbox.unsent, now))
         streaming = state is ev.STREAMING
         unsent = self._outbox.unsent
         if streaming and unsent and self._policy.flush(self._view(unsent, now)):
@@ -211,9 +219,9 @@ class DraftSession:
         return ev.StartStep(keep, feed, width)
 
     def _step_done(self, event: ev.StepDone, now: float) -> None:
-        """Grow the tree by the step's guesses. Where the root has moved meanwhile they become nodes
-        behind the new one, turn out to be what was committed (which still says how good the draft
-        is), or are dropped."""
+        """Grow the tree by the step's guesses, or rank those of the text's that it confirms. Where
+        the root has moved meanwhile they become nodes behind the new one, turn out to be what was
+        committed (which still says how good the draft is), or are dropped."""
         assert self._step is not None
         step, self._step = self._step, None
         if not event.candidates:
@@ -223,28 +231,44 @@ class DraftSession:
         self.counters.steps += 1
         if step.fed <= _USUAL_FEED:
             self.estimates.step_s.add(now - step.started_at)
-        found = self._worth_keeping(event.candidates[: step.width], step.least_choice)
-        tree, winner, late = self.tree, None, False
-        if step.base_position < self.prefix.length:
-            position = tree.place(step.parent, step.base_position)
-            late = position is not None and position < self.prefix.length
-        for rank, one in enumerate(found):
-            node_id, base = tree.last_id + 1, step.base_position
-            growth = tree.grow(node_id, step.parent, one.token, base, rank, one.logprob)
-            winner = rank if growth is FORWARDED else winner
+        tree, base, length = self.tree, step.base_position, self.prefix.length
+        position = tree.place(step.parent, base)
+        if position is None:
+            return  # the branch is dead
+        late = position < length
+        named = {} if late else {node.token: node for node in tree.children(step.parent)}
+        found = self._worth_keeping(event.candidates[: step.width], step.least_choice, named)
+        for rank, (token, logprob, chance) in enumerate(found):
+            if (node := named.pop(token, None)) is not None:
+                node.rank, node.logprob, node.chance = rank, logprob, chance
+            else:
+                node_id = tree.last_id + 1
+                tree.grow(node_id, step.parent, token, base, rank, logprob, chance)
+        for node in named.values():
+            node.chance = self.estimates.guesses.opposed(node.named_by)
         if late:
-            self._reader.score(winner, [(rank, one.logprob) for rank, one in enumerate(found)])
+            offered = [
+                Node(ROOT, ROOT, token, position, rank, [], logprob)
+                for rank, (token, logprob, _) in enumerate(found)
+            ]
+            self._reader.score(offered, self.prefix.tokens[position])
 
-    def _worth_keeping(self, found: Sequence[Candidate], least: float) -> Sequence[Candidate]:
-        """The choices up to the first that is hardly ever right: then none behind it is kept, so
-        that ranks have no gaps. Now and then all are kept, to learn what they are worth."""
-        if not least or self.counters.steps % _KEEP_ALL_EVERY == 0:
-            return found
-        guesses, rate = self.estimates.guesses, self.estimates.acceptance.rate
+    def _worth_keeping(
+        self, found: Sequence[Candidate], least: float, named: Mapping[int, Node]
+    ) -> list[tuple[int, float, float]]:
+        """The choices up to the first that is hardly ever right (then none behind it is kept, so
+        that ranks have no gaps): token, log-probability and chance. Now and then all are kept, to
+        learn what they are worth. ``named`` are the text's guesses for the place, by token."""
+        drafted, rate = self.estimates.guesses.drafted, self.estimates.acceptance.rate
+        least = least if self.counters.steps % _KEEP_ALL_EVERY else 0.0
+        kept = []
         for rank, one in enumerate(found):
-            if rank and guesses.chance(rank, one.logprob, rate(rank)) < least:
-                return found[:rank]
-        return found
+            of_text = named[one.token].chance if one.token in named else None
+            chance = drafted(rank, one.logprob, rate(rank), of_text)
+            if rank and chance < least:
+                break
+            kept.append((one.token, one.logprob, chance))
+        return kept
 
     def _send_drafts(self) -> list[ev.DraftAction]:
         drafts = self._outbox.take(self._most_outstanding)

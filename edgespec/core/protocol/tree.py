@@ -57,6 +57,7 @@ class CommittedPrefix:
 
 
 ROOT = 0
+UNRANKED = NOT_NAMED = -1
 
 # Committed ids that late drafts may still name. A device hears of a commit within a round trip, so
 # only ids of the last round trip matter; this is thousands of tokens at any real link.
@@ -85,10 +86,14 @@ class Node:
     token: int
     position: int
     rank: int
-    """0 for the draft's first choice among its siblings."""
+    """0 for the draft's first choice among its siblings; ``UNRANKED``: no choice of the draft's."""
     children: list[Node]
     logprob: float = 0.0
     """What the draft thought of it, where this side drafted it."""
+    chance: float = 1.0
+    """How likely this side holds it to be right behind its parent, where it drafted it."""
+    named_by: int = NOT_NAMED
+    """The cell of ``text_guesses.TextChances`` that it is a guess of, where the text named it."""
 
 
 class SpeculationTree:
@@ -124,6 +129,11 @@ class SpeculationTree:
             node_id = node.parent
         return tokens[::-1]
 
+    def children(self, parent: int) -> list[Node]:
+        """Of an alive node, else of the root."""
+        node = self.nodes.get(parent)
+        return self.roots if node is None else node.children
+
     # --- changing --------------------------------------------------------------------------
 
     def grow(
@@ -134,6 +144,8 @@ class SpeculationTree:
         base_position: int,
         rank: int | None = None,
         logprob: float = 0.0,
+        chance: float = 1.0,
+        named_by: int = NOT_NAMED,
     ) -> Growth:
         """Add one guess. ``base_position`` counts only for parent ``ROOT``: the committed length
         it was drafted on, at most the present one (the caller checks). ``rank`` None: its place
@@ -156,7 +168,8 @@ class SpeculationTree:
         if rank is None:
             rank = len(siblings)
         self.last_id = node_id
-        self.nodes[node_id] = node = Node(node_id, parent, token, position, rank, [], logprob)
+        node = Node(node_id, parent, token, position, rank, [], logprob, chance, named_by)
+        self.nodes[node_id] = node
         siblings.append(node)
         return ALIVE
 

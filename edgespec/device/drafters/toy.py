@@ -1,5 +1,5 @@
 """Drafters to try things with: over the toy model, by exact scalar arithmetic, so that equal laws
-draft equal tokens; random ones; and slow ones."""
+draft equal tokens; random ones; slow ones; and one without a guess."""
 
 from __future__ import annotations
 
@@ -148,6 +148,36 @@ class RandomDrafter:
         logprob = -math.log(self._info.vocabulary_size)
         ids = random_ids(self._seed, position, self._info.vocabulary_size)
         return tuple(Candidate(token, logprob) for token in islice(ids, width))
+
+    def close(self) -> None:
+        self._cache.forget(0)
+
+
+class SilentDrafter:
+    """``Drafter`` without a model, which never has a guess; the session may have some of its own,
+    from the text."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._cache, self._info = TokenCache(info), info
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._cache.begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        if cancelled():
+            raise StepCancelledError("a step without a model was cancelled before it began")
+        self._cache.advance(keep_length, feed)
+        return ()
 
     def close(self) -> None:
         self._cache.forget(0)

@@ -1,0 +1,117 @@
+"""Guesses from the text and from what was said before, as nodes of a session's own tree.
+
+Theory of operation. The tree has two sources: the draft model, which takes a step's time for each
+position, and the text (``core/protocol/text_guesses.py``), which takes none. After every event the
+text's guesses are added where they are worth a row, behind whatever stands in the tree, the
+likeliest place first; so a chain of them is in flight before the model has begun a step.
+
+Each source is taken for what it was measured to be. A guess of the text has the chance of its cell,
+counted at every committed token, whether the guess was in the tree or not. Where the model has
+spoken and said otherwise it has that of a cell of its own, ``OPPOSED``; where both name a token,
+the larger of both chances, and the model's cell is that of guesses which the text confirms. The
+policy sees one tree of nodes with chances: a place that the text covers with 0.9 leaves 0.1 of its
+worth to a step of the model there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Final
+
+from edgespec.core.device.estimates import DraftEstimates
+from edgespec.core.device.policy import DraftView
+from edgespec.core.protocol.text_guesses import (
+    LONGEST,
+    PromptLookup,
+    TextTables,
+    named_tokens,
+    pair_of,
+)
+from edgespec.core.protocol.tree import NOT_NAMED, ROOT, UNRANKED, Node, SpeculationTree
+
+LEAST_CHANCE: Final = 0.03
+"""Of all tokens on a node's path being right."""
+MOST_NODES: Final = 64
+
+
+class TextDrafts:
+    """The guesses for one session's ``tree``. ``tables`` outlive it and are its user's own."""
+
+    def __init__(
+        self, tree: SpeculationTree, tables: TextTables, estimates: DraftEstimates
+    ) -> None:
+        self._tree, self._tables, self._guesses = tree, tables, estimates.guesses
+        self._lookup = PromptLookup()
+
+    def learn(self) -> None:
+        """Judge guesses by the tokens committed since, then remember those."""
+        lookup, prefix, note = self._lookup, self._tree.prefix, self._guesses.text.note
+        tokens = prefix.tokens
+        if lookup.known < prefix.prompt_length:
+            lookup.load(tokens, prefix.prompt_length)
+        for at in range(max(2, lookup.known), prefix.length):
+            match = tokens[lookup.position] if lookup.length else -1
+            for cell, token, _ in self._named(tokens[at - 2], tokens[at - 1], match, lookup.length):
+                note(cell, token == tokens[at])
+            self._tables.enter(tokens, at)
+            lookup.add(tokens)
+
+    def grow(self, view: DraftView) -> None:
+        """Add the guesses that are worth a row as the tree and the verifier are now."""
+        tree, lookup, tokens = self._tree, self._lookup, self._tree.prefix.tokens
+        end, settled, least_paying = len(tokens), view.settled_position, view.row_chance
+        if end < 2 or lookup.known < end:
+            return
+        room = min(view.room // 2, MOST_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
+        # Likeliest first, then oldest: chance, count, chance in its pass, node, the position behind
+        # it, the last two tokens there, where their match goes on, and how long it is.
+        count, place = 0, (ROOT, end, tokens[-2], tokens[-1], lookup.position, lookup.length)
+        heap = [(-1.0, 0, 1.0, *place)]
+        while heap:
+            chance, _, in_pass, parent, position, before, last, goes_on, length = heappop(heap)
+            if goes_on >= end:  # in its own tail, or it is not known yet
+                goes_on = lookup.place(pair_of(before, last))
+                length = 0 if goes_on < 0 else max(2, length)
+            length = min(length, LONGEST)
+            match = tokens[goes_on] if length else -1
+            children = tree.children(parent)
+            if position < view.end:
+                named = self._named(before, last, match, length)
+                room -= self._add(children, parent, named, -chance, room)
+            for child in children:
+                its = chance * child.chance
+                pays = in_pass if position < settled else in_pass * child.chance
+                if -its >= LEAST_CHANCE and pays >= least_paying:
+                    count += 1
+                    on = (goes_on + 1, length + 1) if child.token == match else (end, 0)
+                    place = (child.id, position + 1, last, child.token, *on)
+                    heappush(heap, (its, count, pays, *place))
+
+    def _add(
+        self,
+        children: Sequence[Node],
+        parent: int,
+        named: list[list[int]],
+        chance: float,
+        room: int,
+    ) -> int:
+        """What of ``named`` is worth it becomes children of ``parent``; how many are new."""
+        before, guesses, tree = len(children), self._guesses, self._tree
+        asked = any(child.rank != UNRANKED for child in children)
+        for cell, token, _ in named:
+            same = next((child for child in children if child.token == token), None)
+            its = guesses.opposed(cell) if asked and same is None else guesses.text.of[cell]
+            if same is not None:
+                if same.named_by == NOT_NAMED:
+                    same.named_by = cell
+                    same.chance = guesses.drafted(same.rank, same.logprob, same.chance, its)
+            elif chance * its >= LEAST_CHANCE and room > len(children) - before:
+                node, base = tree.last_id + 1, tree.prefix.length
+                tree.grow(node, parent, token, base, UNRANKED, 0.0, its, cell)
+        return len(children) - before
+
+    def _named(self, before: int, last: int, match: int, length: int) -> list[list[int]]:
+        ngrams = self._tables.ngrams
+        pair, after = pair_of(before, last), None if ngrams is None else ngrams.after
+        return named_tokens(pair, last, match, length, 0, after, self._tables.recycled.after)
