@@ -113,28 +113,36 @@ def _keyed(
     position: int,
     shifted: NDArray[np.uint32] | None = None,
 ) -> NDArray[np.uint32]:
-    """Both rounds, in place; ``shifted`` is scratch of the same shape."""
+    """Both rounds, in place; ``shifted`` is scratch of the same shape.
+
+    The first round ends and the second begins with x ^ x >> 16, which undoes itself: of all that is
+    between them, one xor is left.
+    """
     first, second = position_keys(seed, position)
     shifted = np.empty_like(values) if shifted is None else shifted
     values += np.uint32(first)
-    _mix(values, shifted)
-    values ^= np.uint32(second)
-    _mix(values, shifted)
+    values ^= np.right_shift(values, np.uint32(16), out=shifted)
+    _multiply(values, shifted)
+    values ^= np.uint32(second ^ second >> 16)
+    _multiply(values, shifted)
+    values ^= np.right_shift(values, np.uint32(16), out=shifted)
     return values
 
 
-def _mix(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
-    values ^= np.right_shift(values, np.uint32(16), out=shifted)
+def _multiply(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> None:
+    """The middle of ``mix``."""
     values *= np.uint32(MIX_A)
     values ^= np.right_shift(values, np.uint32(13), out=shifted)
     values *= np.uint32(MIX_B)
-    values ^= np.right_shift(values, np.uint32(16), out=shifted)
 
 
 _BUCKETS = 2048
 
 # So few scores are sorted.
 _FEW = 1024
+
+# So many scores of a row say about where a nucleus ends.
+_PROBED = 8192
 
 # Scores so far below the best share one bucket at first: together they weigh next to nothing.
 _SPAN = 32.0
@@ -194,8 +202,7 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
     if np.count_nonzero(able) * 8 < scores.size:
         values, weights = scores[able], masses[able].astype(np.float64)
     else:
-        values, weights = scores, work.array("masses", scores.size, np.float64)
-        weights[:] = masses
+        values, weights, above = _around(scores, masses, total - needed, needed, work)
     while values.size > _FEW:
         best = values.max()
         span = min(float(best - values.min()), _SPAN)
@@ -220,6 +227,31 @@ def nucleus(scores: Row, top_p: float, work: Workspace) -> Support:
     return Support(float(floor), int(at_floor[ties - 1]), float(reached[last]))
 
 
+def _around(
+    scores: Row, masses: Row, tail: float, needed: float, work: Workspace
+) -> tuple[Row, NDArray[np.float64], float]:
+    """The scores around that above which the masses make up ``needed``, the mass of each, and that
+    of all scores above them. Where it may be is guessed from every n-th score, among which ``tail``
+    lies below it; a guess that turns out wrong leaves all scores."""
+    if stride := scores.size // _PROBED:
+        probes = np.sort(scores[::stride])
+        at = int(np.searchsorted(np.cumsum(np.exp(probes), dtype=np.float64) * stride, tail))
+        off = 16 + 3 * math.isqrt(at)  # three standard deviations of so many that were counted
+        low = probes[at - off] if at >= off else -np.inf
+        high = probes[at + off] if at + off < probes.size else np.inf
+        beyond = np.greater(scores, high, out=work.array("beyond", scores.size, np.bool_))
+        above = np.multiply(masses, beyond, out=work.array("spare", scores.size))
+        mass = float(above.sum(dtype=np.float64))
+        near = np.greater(scores, low, out=work.flags(scores.size))
+        ids = np.flatnonzero(np.logical_xor(near, beyond, out=near))
+        weights = masses[ids].astype(np.float64)
+        if mass < needed <= mass + float(weights.sum()):
+            return scores[ids], weights, mass
+    weights = work.array("masses", scores.size, np.float64)
+    weights[:] = masses
+    return scores, weights, 0.0
+
+
 def _keys(values: Row, best: np.float32, span: float, work: Workspace) -> Ids:
     """The bucket of each value: 0 for the best, ``_BUCKETS`` from ``span`` below it on."""
     depth = np.subtract(best, values, out=work.array("spare", values.size))
@@ -235,7 +267,11 @@ MAX_WIDTH = 64
 # Tokens sampled to bound the others, for each guess wanted; more where many are nearly the best.
 _BOUNDING = 8
 
-_DEPTHS = (0.0, 4.0, 8.0)
+# More noise than this, and so much more, is asked of who is so far below those that rank.
+_LEAST_NOISE, _FURTHER_NOISE = 2.0, (4.0, 8.0)
+
+# Tokens whose noise is hashed together.
+_PART = 1 << 16
 
 _NEARLY, _MOST_BOUNDING = 2.0, 512
 
@@ -283,7 +319,8 @@ def best_candidates(
     missing = width - len(found)
     if support is EVERYTHING or missing <= 0:
         return found
-    outside = scores.copy()
+    outside = work.array("outside", scores.size)
+    outside[:] = scores
     outside[support.ids(scores)] = -np.inf
     fill = _sampled(outside, EVERYTHING, params.seed, position, missing, work)
     return found + _candidates(scores, fill, EVERYTHING.log_total(scores, work))
@@ -359,30 +396,69 @@ def _sampled(
     above, so most tokens of a peaked row drop out by their scores; in a flat row most do by the
     bits of their noise, which grow as it does.
     """
-    near = np.greater_equal(scores, max(support.floor, -_NEARLY), out=work.flags(scores.size))
-    some = support.only(scores, np.flatnonzero(near)[:_MOST_BOUNDING])
+    flags = work.array("contending", scores.size, np.bool_)
+    if support.floor > -math.inf:
+        kept = np.greater_equal(scores, support.floor, out=flags)
+        if np.count_nonzero(kept) <= _FEW:
+            few = support.only(scores, np.flatnonzero(kept))
+            return few[_best(scores[few] + gumbel_noise(seed, position, few), width, work)]
+    some = _some_above(float(scores.max()) - _NEARLY, scores, support, work)
     if some.size < width:
         count = min(_BOUNDING * width, scores.size)
         some = np.sort(support.only(scores, _best(scores, count, work)))
         if some.size < count:  # that is the whole support
             return some[_best(scores[some] + gumbel_noise(seed, position, some), width, work)]
+        more = _some_above(float(scores[some].min()) - _NEARLY, scores, support, work)
+        some = more if more.size > some.size else some
     floor = float(_nth_best(scores[some] + gumbel_noise(seed, position, some), width, work))
     least = max(floor - LARGEST_NOISE, support.floor)
-    contending = np.greater_equal(scores, least, out=work.flags(scores.size))
-    if np.count_nonzero(contending) * _MANY < scores.size:
-        ids = np.flatnonzero(contending)
+    if np.count_nonzero(np.greater_equal(scores, least, out=flags)) * _MANY < scores.size:
+        ids = np.flatnonzero(flags)
         bits = noise_bits(seed, position, ids)
     else:
-        bits = row_bits(seed, position, scores.size, work)
-        best = float(scores[some].max())
-        for depth in _DEPTHS:  # who is so far below the best needs so much more noise
-            contending &= (bits >= least_bits(floor - best + depth)) | (scores > best - depth)
-        ids = np.flatnonzero(contending)
-        bits = bits[ids]
+        noise = max(floor, _LEAST_NOISE)
+        ids, bits = _noisy(scores, flags, floor - noise, least_bits(noise), (seed, position), work)
+        for further in _FURTHER_NOISE:  # who is further below needs so much more
+            may = (bits >= least_bits(noise + further)) | (scores[ids] > floor - noise - further)
+            ids, bits = ids[may], bits[may]
     perturbed = scores[ids] + gumbel(bits)
     if support.last is not None:
         perturbed[(scores[ids] == support.floor) & (ids > support.last)] = -np.inf
     return ids[_best(perturbed, width, work)]
+
+
+def _noisy(
+    scores: Row,
+    flags: NDArray[np.bool_],
+    above: float,
+    bits: np.uint32,
+    place: tuple[int, int],
+    work: Workspace,
+) -> tuple[Ids, NDArray[np.uint32]]:
+    """Ids of those flagged whose noise at ``place`` has ``bits`` or more, or whose score is above
+    ``above``; and the bits of each. Part by part, so that a part stays in the processor's cache."""
+    spread, found, their_bits = _spread(scores.size), [], []
+    shifted = work.array("shifted", _PART, np.uint32)
+    for start in range(0, scores.size, _PART):
+        part = slice(start, start + _PART)
+        own = work.array("bits", spread[part].size, np.uint32)
+        own[:] = spread[part]
+        _keyed(own, *place, shifted[: own.size])
+        may = np.greater_equal(own, bits, out=work.array("may", own.size, np.bool_))
+        may |= scores[part] > above
+        may &= flags[part]
+        ids = np.flatnonzero(may)
+        found.append(ids + start)
+        their_bits.append(own[ids])
+    return np.concatenate(found), np.concatenate(their_bits)
+
+
+def _some_above(least: float, scores: Row, support: Support, work: Workspace) -> Ids:
+    """Ids of the support that have ``least`` or more: a few hundred at most, the lowest ones."""
+    above = np.greater_equal(scores, max(support.floor, least), out=work.flags(scores.size))
+    # A look at the first part is enough where there are many.
+    enough = scores.size * _MOST_BOUNDING * 2 // max(1, int(np.count_nonzero(above)))
+    return support.only(scores, np.flatnonzero(above[:enough])[:_MOST_BOUNDING])
 
 
 def _best(scores: Row, count: int, work: Workspace) -> Ids:

@@ -133,6 +133,9 @@ def large_rows() -> dict[str, Values]:
         "many ties": np.round(normal * 2),
         "some impossible": cut,
         "one peak over a plain": cliff,
+        "rising": np.sort(normal * 2),
+        "rising steeply": np.sort(normal * 30),
+        "falling to nothing": np.where(np.arange(LARGE) < 3, 1.0, -np.inf).astype(np.float32),
     }
 
 
@@ -180,6 +183,30 @@ def test_nothing_is_lost_by_looking_at_few_tokens(name: str) -> None:
         assert tokens == expected(logits, LAWS[name], position, 4), kind
         [first] = best_candidates(logits, LAWS[name], position, 1, None, work)
         assert first.token == tokens[0], kind
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_lost_of_any_row(seed: int) -> None:
+    """Rows of sizes that no part, probe or block divides: a bulk, a few groups above it, ties."""
+    dice, work = np.random.default_rng(seed), Workspace()
+    for position in range(8):
+        size = int(dice.integers(3_000, 90_000))
+        logits = dice.standard_normal(size) * 10.0 ** dice.uniform(-2, 1.5)
+        for _ in range(dice.integers(0, 4)):
+            group = dice.integers(0, size, dice.integers(1, 1 + size // 10))
+            logits[group] += dice.uniform(-10, 30)
+        if dice.random() < 0.3:
+            logits = np.round(logits, int(dice.integers(0, 2)))
+        if dice.random() < 0.3:
+            logits = np.sort(logits)
+        logits = logits.astype(np.float32)
+        params = SamplingParams(
+            temperature=float(dice.choice([0.3, 0.7, 1.0, 1.9])),
+            top_p=float(dice.choice([0.05, 0.5, 0.9, 0.99, 1.0])),
+            seed=int(dice.integers(1 << 62)),
+        )
+        found = best_candidates(logits, params, position, 2, None, work)
+        assert [one.token for one in found] == expected(logits, params, position, 2)
 
 
 def test_bits_below_the_least_give_less_noise() -> None:
