@@ -9,12 +9,12 @@ The target says each text once; then every draft, which is run for real, drafts 
 policy: the model alone, guesses from the text alone, or both in one tree. A pass takes 25 ms and a
 step 8 ms, with a tenth more for each further token that is fed, so the machine's load changes no
 figure. Texts are played one after another on one device, which keeps what it has learned: a line of
-the table begins with nothing. Three sets of texts: the
-bench's built-in prompts, those of the simulator's tapes, and code, chat and maths of
-``EDGESPEC_DATA`` (left out without it). Times are means over the texts with 95 % intervals; the
-speed is 25 ms over that, and the last column the time over that of the first row, text by text.
-With ``--lengths`` the table is the share of first choices that are right behind prompts of so many
-tokens, cut from the bench's long ones, greedily. Exits 1 if a text is not the target's.
+the table begins with nothing. Sets of texts: the bench's built-in prompts, those of the simulator's
+tapes, and code, chat and maths of ``EDGESPEC_DATA`` (left out without it). Times are means over the
+texts with 95 % intervals; the speed is 25 ms over that, and the last column the time over that of
+the first row, text by text. With ``--lengths`` the table is the share of first choices that are
+right behind prompts of so many tokens, cut from the bench's long ones, greedily. Exits 1 if a text
+is not the target's.
 """
 
 from __future__ import annotations
@@ -113,12 +113,10 @@ def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
             f"left out: {folder}/humaneval.jsonl is not to be found, EDGESPEC_DATA names the data"
         )
         return
-    found: list[str] = []
     for kind in KINDS:
         if kind != "summaries":  # the prompts of which fill the bundled pair's context
-            every, each = texts(folder, kind), max(1, limit // 3)
-            found += [every[number * len(every) // each] for number in range(each)]
-    yield "public", found
+            every = texts(folder, kind)
+            yield kind, [every[number * len(every) // limit] for number in range(limit)]
 
 
 def target_texts(

@@ -4,7 +4,7 @@ others exported, and what drafts run on.
 Oracle: the ``Drafter`` contract in ``ports.py``. A step is a pure function of the tokens in the
 cache, however they came there; only for drafters on a graph does a different chunking round
 differently, so there a chunked feed is compared by logits. Of others' graphs: our own
- exporter's graph of the same weights, whose greedy tokens must come out; a cache filled anew,
+exporter's graph of the same weights, whose greedy tokens must come out; a cache filled anew,
 from which no history of rollbacks may differ; messages that name the file and what is wrong.
 """
 
