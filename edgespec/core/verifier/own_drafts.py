@@ -10,7 +10,8 @@ sure the draft was of the guesses before):
     a step for the sessions A pays while   mean over A of p_i  >  x + x**2,
     x = G * (row_s + step_s / |A|)
 
-with p_i the chance that session i's text goes through its chain so far and the next guess, row_s
+with p_i the chance that session i's text goes through its chain so far and the next guess (less
+the share of its tokens that the device brings: it would have had these a pass later), row_s
 what the session's row takes in the step and in the pass, step_s what the step takes besides, and G
 the tokens a second that the pass would bring if the round ended now. So x is what a session's part
 of the step costs, in tokens; its square is for those who have only the longer pass of it
@@ -83,6 +84,8 @@ class ChainRecord:
         """What is guessed behind the text: a path of other sources' guesses, then the model's."""
         self._everybodys = chances
         self._rate = DecayedRate(_MEMORY, _OWN_WEIGHT)
+        self._covered = MovingAverage(0.1)
+        """The share of committed tokens that the device had drafted."""
         self._path: tuple[int, ...] = ()
         self._reaches: list[float] = []
         """Of each token of the path, and then of the chain, that the text goes through it."""
@@ -118,7 +121,7 @@ class ChainRecord:
         step = DraftStep(key, keep, feed if guess else feed[:PROMPT_ROWS], guess)
         return ChainStart(
             step,
-            reach=reaches[at - 1] if at else 1.0,
+            reach=(reaches[at - 1] if at else 1.0) * (1.0 - self._covered.get(0.0)),
             rate=rate,
             most=length,
             chances=self._everybodys.by_confidence,
@@ -171,8 +174,11 @@ class ChainRecord:
         count = next((at for at, one in enumerate(reaches) if one < least_chance), len(reaches))
         return self.tokens[:count], reaches[:count]
 
-    def judge(self, committed: Sequence[int]) -> None:
-        """The text went on with these tokens: learn which guesses they confirm, and drop them."""
+    def judge(self, committed: Sequence[int], from_device: int = 0) -> None:
+        """The text went on with these tokens, of which the device had drafted so many: learn which
+        guesses they confirm, and drop them."""
+        if committed:
+            self._covered.add(from_device / len(committed))
         start = len(self._path)
         for at, (guess, token) in enumerate(zip(self.tokens, committed, strict=False)):
             hit = guess == token
@@ -194,7 +200,8 @@ class ChainStart:
     step: DraftStep
     """Its first step. One that only feeds (``DraftStep.guess`` False) is not continued."""
     reach: float
-    """The chance that its text goes through all that is fed."""
+    """The chance that its text goes through all that is fed, and that its device would not have
+    brought what a chain brings."""
     rate: float
     """The chance that a guess behind that is right, before it is made."""
     most: int

@@ -359,8 +359,6 @@ class ServedDrafts:
     ) -> int:
         """The pass of this request is over: it accepted these nodes and committed these tokens;
         ``targets`` are as in ``PassResult``. Returns how many of the accepted were guessed here."""
-        if self.chain is not None:
-            self.chain.judge(committed)
         if self.text is not None:
             nodes = [at for at, source in enumerate(self._sources) if source is Source.TEXT]
             right = [at for at, node in enumerate(nodes) if node in accepted]
@@ -374,6 +372,8 @@ class ServedDrafts:
                 counts.nodes += 1
                 counts.accepted += hit
                 own += hit
+        if self.chain is not None:
+            self.chain.judge(committed, len(accepted) - own)
         return own
 
     def _add_text(
