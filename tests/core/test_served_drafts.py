@@ -186,53 +186,6 @@ def test_the_index_is_bounded() -> None:
     assert loaded.place(tg.pair_of(997, 998)) == 999
 
 
-def _trial(worth: sd.ServedWorth, rows: int, accepted: int, price: float) -> None:
-    """One trial with so many rows and accepted tokens in all, in its first pass."""
-    for number in range(sd.TRIAL_PASSES):
-        assert worth.asks()
-        first = number == 0
-        worth.count(rows if first else 0, accepted if first else 0, price)
-
-
-def test_guesses_that_cost_more_than_they_bring_rest() -> None:
-    worth, free = sd.ServedWorth(), sd.ServedWorth()
-    _trial(worth, 60, 5, 0.1)
-    _trial(free, 60, 5, 0.0)
-    assert (worth.resting, free.resting) == (sd.SHORTEST_REST_PASSES, 0)
-
-
-def test_rests_grow_while_nothing_is_right_and_are_bounded() -> None:
-    worth, rests = sd.ServedWorth(), []
-    for _ in range(9):
-        _trial(worth, 0, 0, 0.1)
-        rests.append(worth.resting)
-        for _ in range(rests[-1]):
-            assert not worth.asks()
-    assert rests[:3] == [sd.SHORTEST_REST_PASSES * n for n in (1, 2, 4)]
-    assert rests[-1] == sd.LONGEST_REST_PASSES
-    _trial(worth, 60, 20, 0.1)
-    _trial(worth, 0, 0, 0.1)
-    assert worth.resting == sd.SHORTEST_REST_PASSES
-
-
-def test_rows_at_risk_are_what_the_balance_pays_and_one() -> None:
-    worth = sd.ServedWorth()
-    assert worth.rows(0.0) is None
-    assert worth.rows(0.2) == 1 + int(sd.FIRST_BALANCE / 0.2)
-    lost, passes = 0.0, 0
-    for _ in range(2_000):
-        if worth.asks() and (rows := worth.rows(0.2)):
-            worth.count(rows, 0, 0.2)
-            lost += 0.2 * rows
-        passes += 1
-    assert 0.0 < lost <= sd.FIRST_BALANCE + sd.EXPLORED * passes + 0.2
-    worth = sd.ServedWorth()
-    worth.count(1, 1, 0.2)
-    assert worth.rows(0.2) == 1 + int((sd.FIRST_BALANCE + 0.8) / 0.2)
-    worth.count(0, 100, 0.2)
-    assert worth.rows(0.2) == 1 + int(sd.MOST_BALANCE / 0.2)
-
-
 PROMPT = (1, 2, 3, 4) * 5
 
 

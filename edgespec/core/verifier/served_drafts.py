@@ -12,7 +12,8 @@ Where a match reaches the end of the text, which is where a loop bites its own t
 tokens is looked up again. Beside a match of ``SURE`` tokens nothing else is named.
 
 **The price.** No node's chance is below ``least_chance``, what a row costs on the target, nor below
-``LEAST_CHANCE``. ``ServedWorth`` measures whether guesses pay in a session.
+``LEAST_CHANCE``. What is named is judged whether it was worth a row or not, so the chances of a
+text that cannot be guessed fall without a row being spent on it.
 
 **Who may share.** A token that came sooner tells its reader that somebody was told the same before.
 So the sessions of one named credential share both tables; a session that showed no key has a
@@ -86,69 +87,6 @@ class Proposal:
             at += 1
 
 
-# --- the price -------------------------------------------------------------------------------
-
-TRIAL_PASSES: Final = 32
-KEEP: Final = 0.01
-RESUME: Final = 0.02
-SHORTEST_REST_PASSES: Final = 8
-LONGEST_REST_PASSES: Final = 256
-FIRST_BALANCE: Final = 0.5
-MOST_BALANCE: Final = 4.0
-EXPLORED: Final = 0.01
-
-
-class ServedWorth:
-    """Whether guesses pay in one session, measured, with hysteresis: ``asks`` before a pass that
-    could carry some, ``count`` after it.
-
-    Their gain over ``TRIAL_PASSES`` passes is (tokens accepted - what their rows cost) / passes.
-    Below ``KEEP`` the session rests, twice as long as the time before; a trial after a rest must
-    reach ``RESUME``. What guesses lose is bounded by a *balance* of tokens: it begins at
-    ``FIRST_BALANCE``, grows by ``EXPLORED`` at each pass and by each accepted token, and falls by
-    what each row costs. A proposal has at most as many rows as it pays, and one: of 128 tokens
-    whose rows cost 0.24 at most 2.0 are lost.
-    """
-
-    def __init__(self) -> None:
-        self.resting = 0
-        """Passes for which no drafter is asked; 0: they are."""
-        self._rest = SHORTEST_REST_PASSES
-        self._least_gain = KEEP
-        self._passes = 0
-        self._gain = 0.0
-        self._balance = FIRST_BALANCE
-
-    def rows(self, row_price: float) -> int | None:
-        """How many rows the next guesses may have, at this price in tokens; None: any number."""
-        if row_price <= 0.0:
-            return None
-        return 0 if self._balance < 0.0 else 1 + int(self._balance / row_price)
-
-    def asks(self) -> bool:
-        """Whether the drafters are to be asked for this pass."""
-        self._balance = min(MOST_BALANCE, self._balance + EXPLORED)
-        if self.resting:
-            self.resting -= 1
-            return False
-        return True
-
-    def count(self, rows: int, accepted: int, row_price: float) -> None:
-        """A pass for which they were asked is over; ``row_price`` is in tokens."""
-        self._passes += 1
-        gain = accepted - rows * row_price
-        self._gain += gain
-        self._balance = min(MOST_BALANCE, self._balance + gain)
-        if self._passes < TRIAL_PASSES:
-            return
-        if self._gain >= self._least_gain * TRIAL_PASSES:
-            self._rest, self._least_gain = SHORTEST_REST_PASSES, KEEP
-        else:
-            self.resting, self._least_gain = self._rest, RESUME
-            self._rest = min(2 * self._rest, LONGEST_REST_PASSES)
-        self._passes, self._gain = 0, 0.0
-
-
 # --- the sources of a session ------------------------------------------------------------------
 
 
@@ -156,25 +94,19 @@ class TextDrafts:
     """Guesses from the text for one session, and what they learned."""
 
     def __init__(self, tables: TextTables, everybodys: TextChances | None = None) -> None:
-        self.worth = ServedWorth()
         self.lookup = PromptLookup()
         self.chances = TextChances(everybodys)
         self._tables, self._recycled = tables, tables.recycled.after
         self._ngrams = None if tables.ngrams is None else tables.ngrams.after
         self._last: Proposal | None = None
-        self._row_price = 0.0
-        self._asked = False
 
     def propose(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
         """Guesses behind ``text``, the committed tokens: at most ``room`` nodes, none deeper than
         ``depth``. Empty: there are none worth their rows."""
-        self._asked = False
-        if room <= 0 or depth <= 0 or not self.worth.asks() or not self._catch_up(text):
+        if room <= 0 or depth <= 0 or not self._catch_up(text):
             return Proposal()
-        self._asked, self._row_price = True, least_chance
-        least, paid = max(least_chance, LEAST_CHANCE), self.worth.rows(least_chance)
-        room = min(room, MOST_NODES if paid is None else min(paid, MOST_NODES))
-        self._last = self._grow(text, room, depth, least)
+        least = max(least_chance, LEAST_CHANCE)
+        self._last = self._grow(text, min(room, MOST_NODES), depth, least)
         return self._last
 
     def learn(
@@ -182,15 +114,9 @@ class TextDrafts:
     ) -> None:
         """The pass of the last ``propose`` is over: the nodes that were proposed for it, what the
         target said after each of them, and which were accepted. Their answers are in the text."""
-        if not self._asked:
-            return
-        self._asked = False
-        self.worth.count(len(tokens), len(accepted), self._row_price)
-        add = self._tables.recycled.add
-        if len(accepted) < len(tokens):
-            for node, token in enumerate(tokens):
-                if node not in accepted:
-                    add(token, answers[node])
+        for node, token in enumerate(tokens):
+            if node not in accepted:
+                self._tables.recycled.add(token, answers[node])
 
     def _catch_up(self, text: Sequence[int]) -> bool:
         """Learn what was committed since; False while there is still more to learn."""
