@@ -605,7 +605,7 @@ def test_an_engine_with_its_own_drafter_says_how_to_give_it() -> None:
 
 
 async def test_a_verifier_that_drafts_says_the_same_in_fewer_passes() -> None:
-    """Emulated times make a step cheap beside a pass, whatever else this machine does."""
+    """How many fewer depends on the machine: the first round runs whatever a step takes."""
     text = "Once upon a time there was a little girl who"
     paces = PacingSection(pass_ms=40.0, draft_ms=1.0)
     sampled = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
@@ -613,6 +613,7 @@ async def test_a_verifier_that_drafts_says_the_same_in_fewer_passes() -> None:
     device = DraftSection("none")
     texts: dict[str, list[list[int]]] = {}
     passes: dict[str, int] = {}
+    accepted: dict[str, int] = {}
     for draft in ("", "bundled"):
         config = replace(_bundled(draft=draft), port=0, server_drafts=False, pacing=paces)
         async with serving(config=config) as (address, verifier):
@@ -622,6 +623,8 @@ async def test_a_verifier_that_drafts_says_the_same_in_fewer_passes() -> None:
                     for one in asked
                 ]
             passes[draft] = verifier.engine.passes
+            accepted[draft] = verifier.engine.draft_counts.model.accepted
     assert texts[""] == texts["bundled"]
     assert [len(one) for one in texts[""]] == [40, 40]
-    assert passes["bundled"] < 0.7 * passes[""]
+    assert accepted[""] == 0 < accepted["bundled"]
+    assert passes["bundled"] == passes[""] - accepted["bundled"]
