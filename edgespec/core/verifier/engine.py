@@ -514,6 +514,7 @@ class VerifyEngine:
             return False
         action = self._scheduler.draft(self.sessions, self.registry.ask_chain, now)
         if action is None:
+            self._look_after(now)  # who failed when it was asked leaves the line
             return False
         keys = [start.step.key for start in action.starts]
         self._round = DraftingRound(now, {key: self.sessions[key] for key in keys})

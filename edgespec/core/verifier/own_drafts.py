@@ -60,6 +60,8 @@ FIRST_RATE: Final = 0.7
 a draft that is always wrong is given up after twenty."""
 GUESSED_STEP_SHARE: Final = 0.1
 """A draft step is taken to last so much of a pass until one was timed."""
+LEAST_PASS_S: Final = 1e-6
+"""A clock may say that a pass took no time."""
 SURE_RATE: Final = 0.98
 """No chain is taken to be better than that: a longer one costs little, and a miss is dear."""
 
@@ -280,7 +282,7 @@ class DraftRound:
         self._running = [_Running(start) for start in action.starts]
         self._batch: list[_Running] = []
         self._tokens = action.others + sum(start.expected for start in action.starts)
-        self._time_s = action.times.pass_s
+        self._time_s = max(LEAST_PASS_S, action.times.pass_s)
         self._steps: list[tuple[int, float]] = []
 
     def next_step(self) -> list[DraftStep]:
