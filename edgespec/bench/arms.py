@@ -1,9 +1,11 @@
-"""The arms of a comparison: five settings of one machine.
+"""The arms of a comparison: settings of one machine.
 
 ``target-only`` is plain streaming; ``vanilla`` stop-and-wait split decoding at its best draft
 length; ``pearl`` pre-verify and post-verify with its adaptive draft length; ``windowed`` streams
 one chain of drafts; ``edgespec`` is what the agent does by default. The first needs no drafter,
-the next three wait for drafts as the literature has it.
+the next three wait for drafts as the literature has it. Where the verifier has a draft model of its
+own, ``server-draft`` is speculation there and no device's drafts, ``both`` is ``edgespec`` beside
+it.
 """
 
 from __future__ import annotations
@@ -28,10 +30,27 @@ class Arm(Enum):
     PEARL = "pearl"
     WINDOWED = "windowed"
     EDGESPEC = "edgespec"
+    SERVER_DRAFT = "server-draft"
+    BOTH = "both"
 
     @property
     def drafts(self) -> bool:
-        return self is not Arm.TARGET_ONLY
+        """Whether the device drafts."""
+        return self not in (Arm.TARGET_ONLY, Arm.SERVER_DRAFT)
+
+    @property
+    def on_server(self) -> bool:
+        """Whether the verifier drafts."""
+        return self in (Arm.SERVER_DRAFT, Arm.BOTH)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the device does what the agent does by default."""
+        return self in (Arm.EDGESPEC, Arm.BOTH)
+
+
+DEVICE_ARMS = tuple(arm for arm in Arm if not arm.on_server)
+"""Those that every verifier serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +65,9 @@ def arm_settings(
     arm: Arm, gamma: int | None = None, policy: DraftPolicy | None = None
 ) -> ArmSettings:
     """``gamma`` is the draft length of ``vanilla`` (None: adaptive), ``policy`` that of
-    ``edgespec`` (None: the agent's own default); others ignore them."""
+    ``edgespec`` and ``both`` (None: the agent's own default); others ignore them."""
     match arm:
-        case Arm.TARGET_ONLY:
+        case Arm.TARGET_ONLY | Arm.SERVER_DRAFT:
             return ArmSettings(named_policy(), RunAhead.ALWAYS)
         case Arm.VANILLA:
             return ArmSettings(FixedPolicy(gamma), RunAhead.NEVER)
@@ -56,7 +75,7 @@ def arm_settings(
             return ArmSettings(PearlPolicy(), RunAhead.NEVER)
         case Arm.WINDOWED:
             return ArmSettings(WindowedPolicy(width=1), RunAhead.NEVER)
-        case Arm.EDGESPEC:
+        case Arm.EDGESPEC | Arm.BOTH:
             return ArmSettings(policy or named_policy(), RunAhead.AUTO)
         case _:
             assert_never(arm)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from edgespec.bench.arms import Arm
+from edgespec.bench.arms import DEVICE_ARMS
 from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.profile_fit import (
     fit_errors,
@@ -79,7 +79,7 @@ from edgespec.wire.shaped import ShapedTransport, TrafficMeter
 
 DEFAULTS = BenchSettings()
 QUICK = replace(DEFAULTS, rtts_ms=(20.0, 100.0), repeats=2, prompt_limit=3, max_tokens=32)
-ALL_ARMS = ",".join(arm.value for arm in Arm)
+ALL_ARMS = ",".join(arm.value for arm in DEVICE_ARMS)
 _RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
 # What the wire takes by default, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768

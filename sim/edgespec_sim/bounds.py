@@ -38,6 +38,8 @@ THESE_DRAFTS = "any policy with these drafts"
 PERFECT_DRAFTS = "perfect drafts"
 # Of ``core.protocol.messages.Limits``.
 _MAX_NODES_PER_PASS = 64
+# Of ``core.verifier.own_drafts``.
+_LONGEST_CHAIN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,20 @@ def perfect_drafts_s(costs: Costs, *, run_ahead: bool = False) -> float:
     return max(min(costs.step_s, alone_s), full_s)
 
 
+def perfect_server_drafts_s(costs: Costs, server_step_s: float) -> float:
+    """Every guess of the verifier's own draft right: a pass and n steps before it bring n + 1
+    tokens, with the shortest or the longest chain best."""
+    whole_s = costs.pass_s + _LONGEST_CHAIN * server_step_s
+    return min(costs.pass_s, whole_s / (_LONGEST_CHAIN + 1))
+
+
+def both_perfect_s(costs: Costs, server_step_s: float) -> float:
+    """Each token is a guess of the device, S apart, or the verifier's: the rates add up."""
+    server_s = perfect_server_drafts_s(costs, server_step_s)
+    both_s = costs.step_s * server_s / max(costs.step_s + server_s, 1e-12)
+    return max(both_s, costs.pass_s / (_MAX_NODES_PER_PASS + 1))
+
+
 def lower_bounds(
     arm_name: str,
     *,
@@ -171,6 +187,7 @@ def lower_bounds(
     acceptance: float,
     runs: RunLengths | None = None,
     gamma: int | None = None,
+    server_step_s: float | None = None,
 ) -> dict[str, float]:
     """Bounds on the mean seconds per token of an arm (``edgespec/bench/arms.py``), by name.
 
@@ -190,6 +207,11 @@ def lower_bounds(
             if runs is not None and runs.shares:
                 found[THESE_DRAFTS] = any_policy_s(costs, acceptance, runs)
             return found
+        case Arm.SERVER_DRAFT | Arm.BOTH:
+            perfect_s = perfect_server_drafts_s if arm is Arm.SERVER_DRAFT else both_perfect_s
+            return (
+                {} if server_step_s is None else {PERFECT_DRAFTS: perfect_s(costs, server_step_s)}
+            )
         case Arm.VANILLA | Arm.PEARL | Arm.WINDOWED:
             found = {PERFECT_DRAFTS: perfect_drafts_s(costs, run_ahead=False)}
             if runs is None or runs.shares:

@@ -102,6 +102,9 @@ class GroupSummary:
     verifier_idle_j_per_token: float | None = None
     """Of verifiers that were powered and ran no pass, by what their passes took for these
     requests; None as above."""
+    guessed: int = 0
+    """Nodes that devices sent, and how many were accepted."""
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class Attainment:
 class VerifierSummary:
     name: str
     utilisation: float
-    """Share of the run in which a pass ran."""
+    """Share of the run in which a pass ran, or a step of its own draft model."""
     passes: int
     rows_per_pass: float
     sessions_per_pass: float
@@ -139,6 +142,13 @@ class VerifierSummary:
     """While it was powered and no pass ran; None where that power is not known."""
     idle_s: float | None = None
     """How long that was, of all its machines; None as ``idle_j``."""
+    busy_s: float = 0.0
+    """In which passes and draft steps ran, of all its machines and seeds."""
+    draft_s: float = 0.0
+    """Of it, in steps of its own draft model."""
+    guessed: int = 0
+    """Nodes of that model in passes, and how many were accepted."""
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +216,19 @@ class ArmSummary:
     """The 95 % interval of the mean TPOT, seconds; None as for ``speedup_interval``."""
     links: tuple[LinkLoad, ...] = ()
     """Those whose capacity is known."""
+
+    @property
+    def target_ms_per_token(self) -> float:
+        """Milliseconds of the verifiers' machines in passes, for each delivered token."""
+        return self._ms_per_token(sum(one.busy_s - one.draft_s for one in self.verifiers))
+
+    @property
+    def draft_ms_per_token(self) -> float:
+        """The same in steps of the verifiers' own draft models."""
+        return self._ms_per_token(sum(one.draft_s for one in self.verifiers))
+
+    def _ms_per_token(self, seconds: float) -> float:
+        return 1e3 * seconds / self.all.tokens if self.all.tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -414,8 +414,9 @@ class Compute(Protocol):
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         """Call ``done`` when a pass over these requests that starts now is over."""
 
-    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
-        """Call ``done`` when work of so many seconds that starts now is over."""
+    def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
+        """Call ``done`` when draft steps of so many seconds for these sessions, which start now,
+        are over."""
 
 
 class PassTime:
@@ -428,11 +429,38 @@ class PassTime:
         self.busy_s = 0.0
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
-        self.occupy(self._pass_s(requests), done)
+        self.draft((), self._pass_s(requests), done)
 
-    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
+    def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
         self.busy_s += seconds
         self._queue.after(seconds, done)
+
+
+class DraftedSequence:
+    """One session's cache in a verifier's own draft model. Prompt chunks, after which no guess is
+    wanted, are handed to the drafter with the step that wants one."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._cached = 0
+        self._chunks: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return self._cached + len(self._chunks)
+
+    def step(self, step: DraftStep) -> Candidate | None:
+        self.truncate(step.keep_length)
+        self._chunks += step.feed
+        if not step.guess:
+            return None
+        guesses = self._drafter.step(self._cached, self._chunks, 1)
+        self._cached, self._chunks = self.length, []
+        return guesses[0] if guesses else None
+
+    def truncate(self, length: int) -> None:
+        self._cached = min(self._cached, length)
+        del self._chunks[length - self._cached :]
 
 
 class DraftModel:
@@ -441,15 +469,14 @@ class DraftModel:
 
     def __init__(self, make: Callable[[], Drafter], step_s: Callable[[int], float]) -> None:
         self._make, self.step_s = make, step_s
-        self._sequences: dict[str, Drafter] = {}
-        self._lengths: dict[str, int] = {}
+        self._sequences: dict[str, DraftedSequence] = {}
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        self._sequences[key] = drafter = self._make()
-        self._lengths[key] = 0
+        drafter = self._make()
         drafter.begin(prompt_length, sampling)
+        self._sequences[key] = DraftedSequence(drafter)
 
     def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
         return [self._one(step) for step in batch]
@@ -458,12 +485,10 @@ class DraftModel:
         self._sequences.pop(key, None)
 
     def _one(self, step: DraftStep) -> Candidate | None:
-        drafter = self._sequences.get(step.key)
-        if drafter is None or step.keep_length > self._lengths[step.key]:
+        sequence = self._sequences.get(step.key)
+        if sequence is None or step.keep_length > sequence.length:
             return None
-        guesses = drafter.step(step.keep_length, step.feed, 1)
-        self._lengths[step.key] = step.keep_length + len(step.feed)
-        return guesses[0] if guesses and step.guess else None
+        return sequence.step(step)
 
 
 class SimulatedVerifier:
@@ -620,7 +645,8 @@ class SimulatedVerifier:
             if isinstance(error, AssertionError):
                 raise
             outcome = DraftsFailed(f"{type(error).__name__}: {error}")
-        self._compute.occupy(round_s, lambda: self._handle(outcome))
+        keys = [start.step.key for start in action.starts]
+        self._compute.draft(keys, round_s, lambda: self._handle(outcome))
 
     def _probe(self, request: PassRequest) -> None:
         why: str | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.bench.arms import Arm
+from edgespec.bench.arms import DEVICE_ARMS, Arm
 from edgespec.bench.measurement import (
     GAMMAS,
     Cell,
@@ -345,7 +345,10 @@ async def test_every_arm_gives_the_targets_own_tokens() -> None:
     runner = await run(SETTINGS, Table(), progress)
     assert progress.left == 0
     expected = [
-        (repeat, rtt_ms, arm.value) for repeat in (0, 1) for rtt_ms in (0.0, 5.0) for arm in Arm
+        (repeat, rtt_ms, arm.value)
+        for repeat in (0, 1)
+        for rtt_ms in (0.0, 5.0)
+        for arm in DEVICE_ARMS
     ]
     assert [where(row) for row in runner.rows] == expected
     assert [row["mismatches"] for row in runner.rows] == [0] * len(expected)

@@ -300,17 +300,18 @@ def plan(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_table_a_recommendation_its_reason_and_the_flags_to_copy() -> None:
-    result = call("plan", "link", "--rtt-ms", "5")
+    result = call("plan", "link", "--rtt-ms", "5", "--server-draft-ms", "0")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     (take,) = (line for line in lines if line.startswith("take: "))
     arm = take.removeprefix("take: ")
     assert lines[lines.index(take) + 1].startswith(f"{arm} is ")
     assert any(line.startswith("flags: ") for line in lines)
+    assert any(line.startswith("GPU, ms a token: target-only 25.") for line in lines)
 
 
 def test_run_ahead_wins_at_usual_round_trips() -> None:
-    found = plan()
+    found = plan("--server-draft-ms", "0")
     assert (found["take"], found["flags"]) == ("edgespec", "")
     assert found["arms"]["edgespec"]["speed_up"] > 1.25
     assert found["arms"]["vanilla"]["speed_up"] < 1.0
@@ -330,9 +331,18 @@ def test_run_ahead_wins_at_usual_round_trips() -> None:
 def test_where_drafting_does_not_pay_streaming_is_advised(
     arguments: tuple[str, ...], because: str
 ) -> None:
-    found = plan(*arguments)
+    found = plan(*arguments, "--server-draft-ms", "0")
     assert (found["take"], found["flags"]) == ("target-only", "--draft none")
     assert because in found["reason"]
+
+
+def test_a_server_that_drafts_is_weighed_as_well() -> None:
+    """A device 300 ms away can add nothing to it, and sends nodes in vain."""
+    found = plan("--rtt-ms", "300", "--draft-ms", "20")
+    assert (found["take"], found["flags"]) == ("server-draft", "--draft none")
+    assert found["arms"]["server-draft"]["speed_up"] > 1.8
+    assert found["arms"]["both"]["speed_up"] > 0.98 * found["arms"]["server-draft"]["speed_up"]
+    assert found["arms"]["server-draft"]["gpu_ms_per_token"] < 25.0
 
 
 def test_a_mistake_is_one_clear_line() -> None:

@@ -64,6 +64,7 @@ def play(seed: int) -> worlds.WorldResult:
 
 def draw_options(seed: int) -> worlds.WorldOptions:
     options = _with_server_drafts(_draw_options(seed), random.Random(f"server drafts of {seed}"))
+    options = _with_server_drafter(options, random.Random(f"server drafter of {seed}"))
     if seed < GOVERNED_FROM:
         return options
     return _with_conditions(options, random.Random(f"conditions of {seed}"))
@@ -89,6 +90,29 @@ def _with_server_drafts(options: worlds.WorldOptions, dice: random.Random) -> wo
     if options.credentials == (ANYBODY,) and dice.random() < 0.5:
         return replace(options, credentials=(Credential("a"),))
     return options
+
+
+def _with_server_drafter(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
+    """Half of the verifiers have a draft model of their own, as right as it comes; some have no
+    room for all sequences, some fail."""
+    if dice.random() >= 0.5:
+        return options
+    limits = options.engine_limits
+    text = limits.server_drafts and dice.random() < 0.5
+    options = replace(
+        options,
+        engine_limits=replace(limits, drafter=True, server_drafts=text),
+        server_drafter=dice.choice(DRAFTERS),
+        server_step_s=dice.choice((0.0, 0.0005, 0.0025, 0.01)),
+        pass_s=options.pass_s or dice.choice((0.0, 0.03)),
+    )
+    if options.quiet:
+        return options
+    return replace(
+        options,
+        refusal_chance=dice.choice((0.0, 0.05, 0.3)),
+        drafter_failure_chance=dice.choice((0.0, 0.0, 0.01, 0.05)),
+    )
 
 
 def _draw_options(seed: int) -> worlds.WorldOptions:
@@ -288,6 +312,9 @@ def _play_batch(seeds: tuple[int, int]) -> tuple[dict[str, int], list[str]]:
         counts["faults"] += result.faults
         counts["evictions"] += result.evictions
         counts["tokens not computed again"] += result.hit_tokens
+        counts["server's guesses"] += result.server_guesses
+        counts["of these right"] += result.server_accepted
+        counts["drafters off"] += result.drafters_off
     return counts, failed
 
 

@@ -12,6 +12,7 @@ import pytest
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError, dump_config, load_config
 from edgespec.core.device.goodput_policy import PolicyName
+from edgespec_sim.report.tables import drafts_rows
 from edgespec_sim.run_summary import RunSummary, read_summary
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.sections import CostSection, Scenario, bundled_scenarios, load_scenario
@@ -69,6 +70,64 @@ def test_other_sources_of_tokens(tokens: sc.TokensSection) -> None:
     summary = run(replace(SMALL, tokens=tokens, arms=(Arm.VANILLA, Arm.EDGESPEC), duration_s=4.0))
     assert all(arm.all.tokens > 50 and arm.all.mismatches == 0 for arm in summary.arms)
     assert ("tape" if tokens.source is sc.TokensFrom.TAPE else "toy") in summary.tokens_from
+
+
+DRAFTING = sc.VerifierSection(server_draft=sc.ServerDraftSection(ms=2.5))
+SERVED = replace(
+    SMALL,
+    duration_s=20.0,
+    arms=(Arm.TARGET_ONLY, Arm.SERVER_DRAFT, Arm.BOTH),
+    verifiers={"server": DRAFTING},
+)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        sc.TokensSection(acceptance=0.8),
+        sc.TokensSection(source=sc.TokensFrom.TAPE),
+        sc.TokensSection(source=sc.TokensFrom.TOY),
+    ],
+    ids=lambda tokens: str(tokens.source.value),
+)
+def test_a_server_that_drafts(tokens: sc.TokensSection) -> None:
+    """Prompts are longer than what its draft is fed at once, and it is counted what it did."""
+    work = replace(WORK, prompt_tokens=700)
+    devices = {"laptop": replace(SMALL.devices["laptop"], workload=work)}
+    summary = run(replace(SERVED, tokens=tokens, devices=devices))
+    plain, server, both = summary.arms
+    assert [row[0] for row in drafts_rows(summary)] == ["target-only", "server-draft", "both"]
+    assert drafts_rows(replace(summary, arms=(plain,))) == []
+    assert all(arm.all.tokens > 50 and arm.all.mismatches == 0 for arm in (plain, server, both))
+    assert plain.draft_ms_per_token == plain.verifiers[0].guessed == 0
+    for arm in (server, both):
+        (verifier,) = arm.verifiers
+        assert 0 < verifier.accepted < verifier.guessed
+        assert 0.0 < arm.draft_ms_per_token < arm.target_ms_per_token < plain.target_ms_per_token
+        assert arm.target_ms_per_token + arm.draft_ms_per_token < plain.target_ms_per_token
+    assert server.all.guessed == server.all.accepted == 0 < both.all.accepted < both.all.guessed
+
+
+def test_a_servers_draft_errs_where_it_likes() -> None:
+    """Of another acceptance than the devices' it changes no text, and is right as often as told."""
+    shares = []
+    for acceptance in (0.3, 0.9):
+        draft = sc.ServerDraftSection(acceptance=acceptance)
+        verifiers = {"server": sc.VerifierSection(server_draft=draft)}
+        arms = (Arm.SERVER_DRAFT,)
+        (arm,) = run(replace(SERVED, arms=arms, verifiers=verifiers, duration_s=20.0)).arms
+        assert arm.all.mismatches == 0
+        shares.append(arm.verifiers[0].accepted / arm.verifiers[0].guessed)
+    assert shares[0] + 0.2 < shares[1]
+
+
+def test_steps_of_a_servers_draft_are_paid_for() -> None:
+    """By the sessions that they are for: joules of requests add up to those of the machine."""
+    verifiers = {"server": replace(SERVED.verifiers["server"], busy_w=100.0)}
+    for arm in run(replace(SERVED, verifiers=verifiers)).arms:
+        joules = arm.verifiers[0].energy_j
+        assert joules is not None
+        assert arm.all.verifier_j_per_token == pytest.approx(joules / arm.all.tokens, rel=0.02)
 
 
 def test_a_scenario_says_by_what_its_devices_draft() -> None:
@@ -177,6 +236,8 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
     assert scenario.verifiers["verifier"].pass_time.ms == 25.0
     assert scenario.devices["laptop"].count == 1
     assert len(scenario.arms) == 5
+    drafts = load(tmp_path, BASE + "verifiers: {a: {server_draft: {}}}\n")
+    assert drafts.arms == tuple(Arm)
 
 
 @pytest.mark.parametrize("name", sorted(bundled_scenarios()))
@@ -205,6 +266,15 @@ def test_bundled_scenarios_load_and_survive_a_round_trip(name: str, tmp_path: Pa
         (BASE + "verifiers: {a: {count: 0}}\n", "count is 0, but must be in [1, 10000]"),
         (BASE + "verifiers: {a: {pass_time: {row_ms: 3}}}\n", "exactly one of ms, profile"),
         (BASE + "verifiers: {a: {pass_time: {ms: 1, profile: x}}}\n", "but names ms and profile"),
+        (BASE + "arms: [both]\n", "arms names both, but no verifier has a server_draft"),
+        (
+            BASE + "tokens: {source: toy}\nverifiers: {a: {server_draft: {acceptance: 0.5}}}\n",
+            "server_draft.acceptance is 0.5, but only tokens.source: process takes one",
+        ),
+        (
+            BASE + "verifiers: {a: {server_draft: {ms: -1}}}\n",
+            "ms is -1.0, but must be in [0.0, 60000.0]",
+        ),
         (BASE + "shards: 2\n", "but must divide by shards, 2"),
         (BASE.replace("{path: [wan]}", "{workload: {prompt_tokens: 0}}"), "which only a tape"),
     ],

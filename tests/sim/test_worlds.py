@@ -25,8 +25,9 @@ from edgespec.core.verifier.admission import SessionSlots
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames, _hash
 from edgespec.core.verifier.cache_keeper import CacheKeeper, PrefixSharing
 from edgespec.core.verifier.drafts import DraftInbox, ExactRule, PassTree, Walk
-from edgespec.core.verifier.engine import Containment, SessionRegistry
-from edgespec.core.verifier.served_drafts import TextDrafts
+from edgespec.core.verifier.engine import Containment, SessionRegistry, VerifyEngine
+from edgespec.core.verifier.own_drafts import ChainRecord
+from edgespec.core.verifier.served_drafts import ServedDrafts, TextDrafts
 from edgespec.core.verifier.session import VerifySession
 from tests.mutants import Mutants
 from tests.sim.faults.checks import CheckFailure, target_stream
@@ -61,6 +62,9 @@ def test_the_worlds_are_eventful() -> None:
     devices = [device for result in results for device in result.devices]
     assert sum(result.faults for result in results) > 400
     assert sum(result.hit_tokens for result in results) > 10_000
+    assert sum(result.server_guesses for result in results) > 300
+    assert sum(result.server_accepted for result in results) > 100
+    assert sum(result.drafters_off for result in results) > 2
     assert {device.expected.reason for device in devices} == {
         FinishReason.STOP,
         FinishReason.LENGTH,
@@ -217,7 +221,7 @@ def overlap_is_delivered_twice(read: Any, reader: CommitReader, commit: Any, now
     return read(reader, replace(commit, position=reader._prefix.length), now)
 
 
-@MUTANTS.of(DraftInbox, "receive", seeds=400)
+@MUTANTS.of(DraftInbox, "receive", seeds=600)
 def hash_is_not_matched(receive: Any, inbox: DraftInbox, draft: Any, now: float) -> Any:
     base = min(draft.base_position, inbox._prefix.length)
     return receive(inbox, replace(draft, base_hash=inbox._prefix.hash_at(base)), now)
@@ -491,6 +495,38 @@ def guesses_past_the_end(
 @MUTANTS.of(PassTree, "__init__", seeds=60)
 def nodes_beyond_the_room(init: Any, tree: PassTree, most: int) -> None:
     init(tree, most + 1)
+
+
+@MUTANTS.of(ChainRecord, "_missing", seeds=60)
+def draft_cache_is_off_by_one(missing: Any, chain: ChainRecord, text: Any) -> Any:
+    keep, feed = missing(chain, text)
+    return (keep + 1, feed[1:]) if len(feed) > 1 else (keep, feed)
+
+
+@MUTANTS.of(ChainRecord, "drafted", seeds=60)
+def refused_cache_is_trusted(drafted: Any, chain: ChainRecord, done: Any) -> None:
+    if done.fed is not None:
+        drafted(chain, done)
+
+
+@MUTANTS.of(ChainRecord, "judge", seeds=60)
+def chain_outlives_its_pass(judge: Any, chain: ChainRecord, committed: Any) -> None:
+    tokens, reaches = chain.tokens, chain._reaches
+    judge(chain, committed)
+    chain.tokens, chain._reaches = tokens, reaches
+
+
+@MUTANTS.of(ServedDrafts, "learn", seeds=60)
+def chain_counts_as_the_devices(learn: Any, *given: Any) -> int:
+    learn(*given)
+    return 0
+
+
+@MUTANTS.of(VerifyEngine, "_drafts_failed", seeds=200)
+def failed_round_never_ends(failed: Any, engine: VerifyEngine, why: str) -> None:
+    running = engine._round
+    failed(engine, why)
+    engine._round = running
 
 
 @MUTANTS.of(SessionSlots, "free", seeds=40)

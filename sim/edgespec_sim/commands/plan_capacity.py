@@ -50,7 +50,8 @@ from edgespec_sim.world.meters import RequestRecord
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.run import Job, check, clusters, p95
 
-_ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC)
+_ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC, Arm.SERVER_DRAFT, Arm.BOTH)
+"""The last two where the verifiers draft."""
 _MODEL: Final = "llama-3.1-70b-fp8"
 MOST_VERIFIERS: Final = 10_000
 # Devices of an open loop: so many that a request hardly ever finds its device busy.
@@ -474,7 +475,8 @@ def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
     rtt_s = max(network.view(group, 0, verifier).rtt_s for group in scenario.devices)
     steps = [law_of(one.draft, Operation.DRAFT_STEP, folder) for one in scenario.devices.values()]
     step_s = max(law.seconds(1) for law in steps)
-    passes = scenario.verifiers[question.kind].pass_time
+    section = scenario.verifiers[question.kind]
+    passes, draft = section.pass_time, section.server_draft
     law = law_of(passes, Operation.TARGET_PASS, folder)
     bounds = lower_bounds(
         arm.value,
@@ -482,6 +484,7 @@ def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
         step_s=step_s,
         pass_s=law.seconds(1),
         acceptance=scenario.tokens.acceptance or 0.7,
+        server_step_s=None if draft is None else draft.ms / 1e3,
     )
     name, bound_s = max(bounds.items(), key=lambda one: one[1])
     prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
@@ -562,10 +565,13 @@ def capacity(
         try:
             model, named = model_and_gpu(gpu)
             given = parse_settings(settings or ())
+            asked = scenario_for(scenario, given, users, model, named)
+            drafting = any(one.server_draft is not None for one in asked.verifiers.values())
+            arms = tuple(arm for arm in _ARMS if drafting or not arm.on_server)
             question = CapacityQuestion(
-                scenario_for(scenario, given, users, model, named),
+                asked,
                 SloSection(ttft_p95, tpot_p95),
-                load_scenario(scenario, given).arms if "arms" in given else _ARMS,
+                asked.arms if "arms" in given else arms,
                 scenario_path(scenario).parent,
                 rate,
             )
@@ -654,9 +660,20 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
         f"\n[bold]take:[/] {best.arm.value} on {best.candidate} {gpu.upper()} ({sure}),"
         f" ${best.candidate * price:.2f} an hour"
     )
+    if (saved := saved_verifiers(planner)) is not None:
+        dollars = f"${saved * price:.2f} an hour"
+        console.print(f"against plain streaming that saves {saved} {gpu.upper()}, {dollars}")
     console.print(f"${price:.2f} a GPU and hour: {GPUS[gpu].source}", style="dim", soft_wrap=True)
     passes = measured(question.scenario.verifiers[question.kind].pass_time)
     console.print(f"passes: {passes}", style="dim", soft_wrap=True)
+
+
+def saved_verifiers(planner: Planner) -> int | None:
+    """By the best arm against plain streaming; None where either is not known or none is saved."""
+    plain = next((one for one in planner.searches if one.arm is Arm.TARGET_ONLY), None)
+    if planner.best is None or plain is None or plain.never:
+        return None
+    return plain.candidate - planner.best.candidate or None
 
 
 def _row(arm: Arm, one: Observed, price: float) -> tuple[str, ...]:
@@ -689,6 +706,7 @@ def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, 
         "verifiers": best and best.candidate,
         "verifiers_interval": best and list(best.interval),
         "confirmed": best is not None and best.confirmed,
+        "saved_verifiers": saved_verifiers(planner),
         "cost_per_hour": best and round(best.candidate * gpu.price_per_hour, 4),
         "price": {"per_verifier_and_hour": gpu.price_per_hour, "source": gpu.source},
         "arms": [

@@ -1,8 +1,9 @@
 """``edgespec plan link``: which way of decoding suits a link, and why.
 
 Every arm plays a one-device scenario of it, as ``edgespec-sim run`` plays it. The fastest arm is
-advised, unless another one takes as long: then the one that sends the fewest nodes in vain. Two
-arms take as long when the interval of their ratio, world by world on the same dice, holds 1.
+advised, unless another one takes as long: then the one that takes the least time of the GPU, and
+of those that take as much of it the one that sends the fewest nodes in vain. Two arms take as long
+when the interval of their ratio, world by world on the same dice, holds 1.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from edgespec_sim.scenario.sections import (
     DeviceSection,
     LinkSection,
     Scenario,
+    ServerDraftSection,
     TokensSection,
     VerifierSection,
     WorkloadSection,
@@ -54,12 +56,23 @@ FLAGS: Final = {
     Arm.PEARL: "--set policy.name=pearl --set policy.width=1 --set policy.run_ahead=never",
     Arm.WINDOWED: "--set policy.name=windowed --set policy.width=1 --set policy.run_ahead=never",
     Arm.EDGESPEC: "",
+    Arm.SERVER_DRAFT: "--draft none",
+    Arm.BOTH: "",
 }
 """Of ``edgespec generate``, ``chat`` and ``serve``, for a device that decodes like that."""
 
 
-def link_scenario(rtt_ms: float, draft_ms: float, pass_ms: float, acceptance: float) -> Scenario:
-    """One device on that link. Raises ``ValueError``."""
+def link_scenario(
+    rtt_ms: float,
+    draft_ms: float,
+    pass_ms: float,
+    acceptance: float,
+    server_draft_ms: float = 0.0,
+) -> Scenario:
+    """One device on that link; ``server_draft_ms`` 0: its verifier does not draft. Raises
+    ``ValueError``."""
+    passes = CostSection(ms=pass_ms)
+    server_draft = ServerDraftSection(server_draft_ms) if server_draft_ms else None
     link = LinkSection(rtt_ms=rtt_ms)
     workload = WorkloadSection(prompt_tokens=32, output_tokens=128, think_s=0.5, start_within_s=0.0)
     return Scenario(
@@ -73,7 +86,7 @@ def link_scenario(rtt_ms: float, draft_ms: float, pass_ms: float, acceptance: fl
                 path=("link",), draft=CostSection(ms=draft_ms), workload=workload
             )
         },
-        verifiers={"verifier": VerifierSection(pass_time=CostSection(ms=pass_ms))},
+        verifiers={"verifier": VerifierSection(pass_time=passes, server_draft=server_draft)},
         message_ms=0.0,
     )
 
@@ -96,12 +109,19 @@ def advise(
     arms = {Arm(arm.arm): arm for arm in summary.arms if arm.speedup is not None}
     fastest = max(arms, key=lambda arm: arms[arm].speedup or 0.0)
     equal = [arm for arm in arms if _takes_as_long(totals[fastest], totals[arm])]
-    take = min(equal, key=lambda arm: (arms[arm].all.wasted_per_token, arm is not fastest))
+    most_ms = LEAST_GAIN * min(gpu_ms(arms[arm]) for arm in equal)
+    cheap = [arm for arm in equal if gpu_ms(arms[arm]) <= most_ms]
+    take = min(cheap, key=lambda arm: (arms[arm].all.wasted_per_token, arm is not fastest))
     if (arms[fastest].speedup or 0.0) < LEAST_GAIN:
         take = Arm.TARGET_ONLY
     if take is Arm.TARGET_ONLY:
         return LinkAdvice(take, _why_not(arms, fastest, costs, texts))
     return LinkAdvice(take, _why(arms, take, fastest))
+
+
+def gpu_ms(arm: ArmSummary) -> float:
+    """What a token takes of the verifier's machine, in passes and draft steps."""
+    return arm.target_ms_per_token + arm.draft_ms_per_token
 
 
 def _takes_as_long(fastest: Sequence[Total], arm: Sequence[Total]) -> bool:
@@ -117,6 +137,11 @@ def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm) -> str:
     if take is fastest:
         return said
     other = arms[fastest]
+    if gpu_ms(other) > LEAST_GAIN * gpu_ms(mine):
+        return (
+            f"{said} {fastest.value} ({other.speedup:.2f}) is not faster by more than chance, and"
+            f" takes {gpu_ms(other):.1f} ms of the GPU a token, not {gpu_ms(mine):.1f}."
+        )
     more, fewer = (one.all.wasted_per_token for one in (other, mine))
     return (
         f"{said} {fastest.value} ({other.speedup:.2f}) is not faster by more than chance, and sends"
@@ -127,6 +152,11 @@ def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm) -> str:
 def _why_not(
     arms: Mapping[Arm, ArmSummary], fastest: Arm, costs: Costs, texts: Sequence[Sequence[int]]
 ) -> str:
+    if fastest is Arm.SERVER_DRAFT:
+        return (
+            f"Drafting does not pay here: {fastest.value} is only {arms[fastest].speedup:.2f} times"
+            " as fast."
+        )
     least_s = any_policy_s(costs, 0.0, RunLengths.of_ranks(texts, DEFAULT_WIDTH).endless)
     if costs.step_s >= costs.pass_s:
         why = (
@@ -154,9 +184,16 @@ def link(
         float,
         typer.Option("--acceptance", help="Share of first guesses that are right, 0.01 to 0.99"),
     ] = 0.8,
+    server_draft_ms: Annotated[
+        float,
+        typer.Option(
+            "--server-draft-ms",
+            help="One step of the same draft on the server; 0: it does not draft",
+        ),
+    ] = 2.5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
 ) -> None:
-    """Say which way of decoding suits a link, and why.
+    """Say where drafting pays on a link, on the device, the server, both or neither, and why.
 
     Plays every way in virtual time, as `edgespec-sim run` would: nothing is connected or loaded.
     Seeds are played until every speed is known within 5 %, for half a minute at most. Jitter, loss
@@ -166,7 +203,7 @@ def link(
     """
     with reported():
         try:
-            scenario = link_scenario(rtt_ms, draft_ms, pass_ms, acceptance)
+            scenario = link_scenario(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         ask = Ask(1, _COUNT, seconds=_SECONDS)
@@ -189,6 +226,10 @@ def _show(summary: RunSummary, found: LinkAdvice) -> None:
     flags = FLAGS[found.take]
     typer.echo(f"take: {found.take.value}\n{found.reason}")
     typer.echo(f"flags: {flags}" if flags else "flags: none, it is the default")
+    if found.take.on_server:
+        typer.echo("on the server: edgespec verifier --draft DRAFT")
+    shown = [f"{arm.arm} {gpu_ms(arm):.1f}" for arm in summary.arms]
+    typer.echo(f"GPU, ms a token: {', '.join(shown)}")
 
 
 def _plain(summary: RunSummary, found: LinkAdvice) -> dict[str, Any]:
@@ -205,6 +246,7 @@ def _plain(summary: RunSummary, found: LinkAdvice) -> dict[str, Any]:
                 "wasted_per_token": arm.all.wasted_per_token,
                 "up_bytes_per_token": arm.all.up_bytes_per_token,
                 "bound_ms": 1e3 * max(arm.bounds.values()),
+                "gpu_ms_per_token": gpu_ms(arm),
             }
             for arm in summary.arms
         },

@@ -43,7 +43,7 @@ from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.report.page import first_question, first_questions
-from edgespec_sim.report.tables import seeds_played, speedup
+from edgespec_sim.report.tables import DRAFTS_HEADER, drafts_rows, seeds_played, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
@@ -172,7 +172,7 @@ def _task(point: Point, job: Job, ask: Ask) -> Task:
     if point.trace is None or job.shard or job.seed != ask.first:
         return Task(name, job)
     arms = point.scenario.arms
-    shown = Arm.EDGESPEC if Arm.EDGESPEC in arms else arms[-1]
+    shown = next((arm for arm in (Arm.BOTH, Arm.EDGESPEC) if arm in arms), arms[-1])
     if job.arm is shown:
         return Task(name, job, point.trace)
     return Task(name, job, first_question(point.trace.parent, job.arm.value), first=True)
@@ -372,6 +372,12 @@ def show(summary: RunSummary) -> None:
     service = service_table(summary)
     if service is not None:
         output().print(service)
+    drafts = drafts_rows(summary)
+    if drafts:
+        table = Table(*DRAFTS_HEADER, box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for row in drafts:
+            table.add_row(*row)
+        output().print(table)
     for note in summary.notes[:1]:
         if "peed-ups" in note:
             say(note)

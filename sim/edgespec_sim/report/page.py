@@ -70,6 +70,7 @@ def _more_tables(summary: RunSummary) -> list[tuple[str, str]]:
     found = (
         ("How requests ended", tables.requests_ended_table(summary)),
         ("Verifiers", tables.verifiers_table(summary)),
+        ("Drafts", tables.drafts_table(summary)),
         ("Links", tables.links_table(summary)),
         ("Groups", tables.groups_table(summary)),
     )

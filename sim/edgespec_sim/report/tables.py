@@ -92,7 +92,7 @@ _MEDIAN, _P95, _P99 = (QUANTILES.index(share) for share in (0.5, 0.95, 0.99))
 
 def is_ours(arm: str) -> bool:
     """The arm the product runs by default, and its variants (``edgespec, width 3``)."""
-    return arm.startswith(Arm.EDGESPEC.value)
+    return arm.startswith((Arm.EDGESPEC.value, Arm.BOTH.value))
 
 
 def table(
@@ -300,6 +300,45 @@ def verifiers_table(run: RunSummary) -> str:
     return (
         table(caption, (*header, "queue p50 ms", "queue p95 ms"), rows, ours, (1,)) if rows else ""
     )
+
+
+DRAFTS_HEADER: Final = (
+    "arm",
+    "device: nodes / token",
+    "accepted",
+    "server: nodes / token",
+    "accepted",
+    "draft ms / token",
+    "target ms / token",
+)
+
+
+def drafts_rows(run: RunSummary) -> list[tuple[str, ...]]:
+    """Who guessed how much, and what a token took of the verifiers' machines; none where no
+    verifier drafted."""
+    if not any(arm.draft_ms_per_token for arm in run.arms):
+        return []
+    rows = []
+    for arm in run.arms:
+        tokens = max(1, arm.all.tokens)
+        server = [sum(getattr(v, name) for v in arm.verifiers) for name in ("guessed", "accepted")]
+        cells = []
+        for guessed, accepted in ((arm.all.guessed, arm.all.accepted), server):
+            share = accepted / guessed if guessed else None
+            cells += [number(guessed / tokens), percent(share)]
+        times = number(arm.draft_ms_per_token), number(arm.target_ms_per_token)
+        rows.append((arm.arm, *cells, *times))
+    return rows
+
+
+def drafts_table(run: RunSummary) -> str:
+    """Empty where no verifier drafted."""
+    caption = (
+        "Who drafted: nodes that went into passes or to the verifier, and their accepted share; "
+        "milliseconds of the verifiers' machines in draft steps and in passes."
+    )
+    rows = drafts_rows(run)
+    return table(caption, DRAFTS_HEADER, rows, [is_ours(row[0]) for row in rows]) if rows else ""
 
 
 def links_table(run: RunSummary) -> str:

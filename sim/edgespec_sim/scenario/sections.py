@@ -17,6 +17,7 @@ from edgespec.core.protocol.checks import bounded
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
 from edgespec_sim.scenario.verifiers import RADIOS, Section, check_limits, limited
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
+from edgespec_sim.scenario.verifiers import ServerDraftSection as ServerDraftSection
 from edgespec_sim.scenario.verifiers import StagesSection as StagesSection
 from edgespec_sim.scenario.verifiers import VerifierSection as VerifierSection
 
@@ -431,6 +432,7 @@ class Scenario:
     slo: SloSection = field(default_factory=SloSection)
     tokens: TokensSection = field(default_factory=TokensSection)
     arms: tuple[Arm, ...] = tuple(Arm)
+    """All of them: those of a server's draft only where a verifier has one."""
     gamma: int | None = limited(None, 1, 32)
     """Draft length of the arm ``vanilla``; null: the best one by its own estimates."""
     association: str = "lowest-delay"
@@ -449,6 +451,7 @@ class Scenario:
             raise ValueError("devices is empty, but must name at least one group")
         if not self.verifiers:
             raise ValueError("verifiers is empty, but must name at least one")
+        self._check_server_drafts()
         if not self.arms or len(set(self.arms)) != len(self.arms):
             names = ", ".join(arm.value for arm in self.arms)
             raise ValueError(f"arms is [{names}], but must name each wanted one once")
@@ -485,6 +488,24 @@ class Scenario:
     def device_name(self, group: str, number: int) -> str:
         """Of the device of that group and number (from 0)."""
         return group if self.devices[group].count == 1 else f"{group}-{number + 1}"
+
+    def _check_server_drafts(self) -> None:
+        for name, section in self.verifiers.items():
+            draft = section.server_draft
+            if draft is None or draft.acceptance is None:
+                continue
+            if self.tokens.source is not TokensFrom.PROCESS:
+                raise ValueError(
+                    f"verifiers.{name}.server_draft.acceptance is {draft.acceptance:g}, but only"
+                    f" tokens.source: process takes one, and it is {self.tokens.source.value}"
+                )
+        if any(section.server_draft is not None for section in self.verifiers.values()):
+            return
+        if set(self.arms) == set(Arm):
+            object.__setattr__(self, "arms", tuple(one for one in self.arms if not one.on_server))
+        for arm in self.arms:
+            if arm.on_server:
+                raise ValueError(f"arms names {arm.value}, but no verifier has a server_draft")
 
     def _check_arrivals(self, arrivals: ArrivalsSection) -> None:
         if self.shards > 1:

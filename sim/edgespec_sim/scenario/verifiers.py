@@ -231,12 +231,31 @@ class StagesSection:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerDraftSection(Section):
+    """The verifier's own draft model, packed over its sessions, on the machine of its passes."""
+
+    ms: float = limited(2.5, 0.0, _MINUTE_MS)
+    """A step of one row."""
+    row_ms: float = limited(0.0, 0.0, _MINUTE_MS)
+    """More for each further row."""
+    acceptance: float | None = limited(None, 0.01, 0.99)
+    """process: mean share of its guesses that are right, at places of its own; null: it is the
+    devices' draft, and errs where they do."""
+
+    def step_s(self, rows: int) -> float:
+        return (self.ms + self.row_ms * (rows - 1)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
 class VerifierSection:
     count: int = limited(1, 1, 10_000)
     pass_time: CostSection = field(default_factory=lambda: CostSection(ms=25.0))
     path: tuple[str, ...] = ()
     """Links behind the devices' own: the way to this verifier's site."""
     stages: StagesSection | None = None
+    server_draft: ServerDraftSection | None = None
+    """null: the verifier does not draft, and the arms ``server-draft`` and ``both`` are not
+    played."""
     max_sessions: int = limited(64, 1, MAX_DEVICES)
     max_rows_per_pass: int = limited(1024, 1, 1 << 20)
     gpu_power: str = ""

@@ -461,11 +461,12 @@ _KEPT_SCRIPTS = 1024
 
 
 class ProcessSource(_ScriptedSource):
-    """``tokens.TokenSource`` over an ``AcceptanceLaw``; texts never end before ``max_tokens``."""
+    """``tokens.TokenSource`` over an ``AcceptanceLaw``; texts never end before ``max_tokens``.
+    ``errors`` numbers the stream from which the draft's ranks are drawn."""
 
-    def __init__(self, law: AcceptanceLaw, seed: int = 0) -> None:
+    def __init__(self, law: AcceptanceLaw, seed: int = 0, errors: int = 1) -> None:
         self.law = law
-        self._seed = seed
+        self._seed, self._errors = seed, errors
         super().__init__(
             ModelInfo("process", "process", VOCABULARY_SIZE, CONTEXT_LENGTH), law.width
         )
@@ -474,6 +475,10 @@ class ProcessSource(_ScriptedSource):
     @property
     def about(self) -> str:
         return f"acceptance process {self.law.origin}: {self.law.acceptance():.1%} accepted"
+
+    def drafting_at(self, acceptance: float) -> ProcessSource:
+        """The same texts, and a draft that errs elsewhere and is right so often."""
+        return ProcessSource(self.law.at(acceptance), self._seed, self._errors + 1)
 
     def request(self, number: int, prompt_length: int, max_tokens: int) -> Request:
         prompt = coded_prompt(number, prompt_length, VOCABULARY_SIZE)
@@ -491,10 +496,20 @@ class ProcessSource(_ScriptedSource):
 
     def _draw(self, number: int, length: int) -> Script:
         text, agreement = (
-            np.random.default_rng([self._seed, number, stream]) for stream in range(2)
+            np.random.default_rng([self._seed, number, stream]) for stream in (0, self._errors)
         )
         tokens = (text.random(length) * VOCABULARY_SIZE).astype(int).tolist()
         return Script(tokens, self.law.ranks(length, agreement))
+
+
+def drafter_of(source: TokenSource, acceptance: float | None) -> Callable[[], Drafter]:
+    """Makes drafts of a verifier: the devices' own, or one that is right so often, which only a
+    process has. Raises ``ValueError``."""
+    if acceptance is None:
+        return source.drafter
+    if not isinstance(source, ProcessSource):
+        raise ValueError(f"acceptance is {acceptance:g}, but only source: process takes one")
+    return source.drafting_at(acceptance).drafter
 
 
 # --- tokens from the toy model -----------------------------------------------------------------

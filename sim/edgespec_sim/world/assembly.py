@@ -168,6 +168,8 @@ class World:
         tracer: Tracer | None = None,
         traced: int = 0,
     ) -> None:
+        if not arm.on_server:
+            scenario = without_server_drafts(scenario)
         self.scenario, self.arm, self.surrounding = scenario, arm, surrounding
         self.queue = EventQueue()
         self.meters = Meters(scenario.duration_s, scenario.window_s)
@@ -316,7 +318,12 @@ class World:
         self._before = self._counters()
 
     def _counters(self) -> list[SiteCounters]:
-        return [hardware.counters for _, hardware in self.sites]
+        counted = []
+        for site, hardware in self.sites:
+            drafts = [one.model for one in site.draft_counts]
+            guessed, accepted = (sum(one.nodes for one in drafts), sum(o.accepted for o in drafts))
+            counted.append(replace(hardware.counters, guessed=guessed, accepted=accepted))
+        return counted
 
     def _drain(self) -> None:
         """Under the same load, until the requests that count have ended, or for so long."""
@@ -352,6 +359,7 @@ class World:
 
     def _verifier(self, index: int) -> VerifierSummary:
         site, hardware = self.sites[index]
+        assert not any(one.failures for one in site.draft_counts), "a draft model failed"
         before, after = self._before[index], self._after[index]
         passes, busy_s = after.passes - before.passes, after.busy_s - before.busy_s
         return VerifierSummary(
@@ -361,6 +369,10 @@ class World:
             rows_per_pass=(after.rows - before.rows) / passes if passes else 0.0,
             sessions_per_pass=(after.sessions - before.sessions) / passes if passes else 0.0,
             queue_s=self.meters.queue_s(site.name),
+            busy_s=busy_s,
+            draft_s=after.draft_s - before.draft_s,
+            guessed=after.guessed - before.guessed,
+            accepted=after.accepted - before.accepted,
         )
 
     def _powered(self, index: int) -> Powered:
@@ -379,6 +391,15 @@ def _seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def without_server_drafts(scenario: Scenario) -> Scenario:
+    """As the arms play it that are not of a server's draft."""
+    verifiers = {
+        name: replace(section, server_draft=None) for name, section in scenario.verifiers.items()
+    }
+    arms = tuple(arm for arm in scenario.arms if not arm.on_server) or (Arm.TARGET_ONLY,)
+    return replace(scenario, verifiers=verifiers, arms=arms)
 
 
 def shard_of(scenario: Scenario) -> Scenario:

@@ -205,6 +205,8 @@ class Meters:
             radiated_j_per_token=_mean_j([one.radiated_j for one in records], tokens),
             verifier_j_per_token=_mean_j([one.verifier_j for one in records], tokens),
             verifier_idle_j_per_token=_mean_j([one.verifier_idle_j for one in records], tokens),
+            guessed=int(total(lambda one: one.counters.sent)),
+            accepted=int(total(lambda one: one.counters.accepted)),
         )
 
 

@@ -73,6 +73,11 @@ def notes_of(scenario: Scenario) -> tuple[str, ...]:
         f"Passes of {name}: {measured(section.pass_time)}."
         for name, section in scenario.verifiers.items()
     ]
+    notes += [
+        f"Steps of {name}'s own draft: assumed ({draft.ms:g} ms); its memory is not counted."
+        for name, section in scenario.verifiers.items()
+        if (draft := section.server_draft) is not None
+    ]
     notes += [_energy_note(name, section) for name, section in scenario.devices.items()]
     notes += [
         _power_note(name, section)
@@ -224,6 +229,8 @@ LABELS = {
     Arm.PEARL: "pre-verify and post-verify (PEARL)",
     Arm.WINDOWED: "streamed drafts, waits for them",
     Arm.EDGESPEC: "ours: streamed drafts, width 2, run-ahead",
+    Arm.SERVER_DRAFT: "speculation on the server alone",
+    Arm.BOTH: "ours beside a draft on the server",
 }
 
 # Watches of a city's streams would be kept to its end; its laws are those of a household.
@@ -264,10 +271,11 @@ def play(
 
 def check(scenario: Scenario, folder: Path) -> None:
     """Raise whatever ``play`` would refuse the scenario for: a world is built as it would be
-    played, and thrown away, of an arm with drafts and of one without, as arms differ in nothing
-    else that can be refused. ``TraceError``, ``TapeError``, ``ProfileError``, ``ValueError``,
-    ``OSError``."""
-    for arm in {arm.drafts: arm for arm in reversed(scenario.arms)}.values():
+    played, and thrown away, of an arm with drafts and of one without, for each end, as arms differ
+    in nothing else that can be refused. ``TraceError``, ``TapeError``, ``ProfileError``,
+    ``ValueError``, ``OSError``."""
+    arms = {(arm.drafts, arm.on_server): arm for arm in reversed(scenario.arms)}
+    for arm in arms.values():
         _world(Job(scenario, arm, 0, 1, folder), None)
 
 
@@ -448,6 +456,10 @@ def _pooled_verifiers(
                 energy_j=_summed([one.energy_j for one in same]),
                 idle_j=_summed([one.idle_j for one in same]),
                 idle_s=_summed([one.idle_s for one in same]),
+                busy_s=sum(one.busy_s for one in same),
+                draft_s=sum(one.draft_s for one in same),
+                guessed=sum(one.guessed for one in same),
+                accepted=sum(one.accepted for one in same),
             )
         )
     return tuple(pooled)
@@ -472,6 +484,7 @@ def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[
         for section in scenario.devices.values()
     )
     pass_s = min(_least_pass_s(section, folder) for section in scenario.verifiers.values())
+    drafts = [section.server_draft for section in scenario.verifiers.values()]
     return lower_bounds(
         arm.value,
         rtt_s=rtt_s,
@@ -480,6 +493,7 @@ def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[
         acceptance=1.0 if acceptance is None else acceptance,
         runs=_runs(meters.ranks, arm),
         gamma=scenario.gamma,
+        server_step_s=min([one.ms / 1e3 for one in drafts if one is not None], default=None),
     )
 
 

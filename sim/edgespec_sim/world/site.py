@@ -24,6 +24,7 @@ from edgespec.core.protocol.sampling import noise_bits
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.served_drafts import ServedCounts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
@@ -31,9 +32,9 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection
 from edgespec_sim.scenario.verifiers import Operation, law_of, link_delays_s, straggling
-from edgespec_sim.sessions import Compute, SimulatedVerifier, Stream
+from edgespec_sim.sessions import Compute, DraftModel, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.relaxed_rule import rules_of
-from edgespec_sim.token_sources.source import TokenSource
+from edgespec_sim.token_sources.source import TokenSource, drafter_of
 from edgespec_sim.world.conservation import AuditedQueue, Slots
 from edgespec_sim.world.meters import RequestRecord
 
@@ -150,6 +151,11 @@ class SiteCounters:
     sessions: int = 0
     """Sessions in passes, summed."""
     busy_s: float = 0.0
+    draft_s: float = 0.0
+    """Of it, in steps of the verifier's own draft model."""
+    guessed: int = 0
+    """Nodes of that model in passes, and those that were accepted."""
+    accepted: int = 0
 
 
 class Machine:
@@ -184,31 +190,33 @@ class Machine:
         context = sum(request.cache_length for request in requests) if self.law.context_s else 0
         chance = self._dice.random() if self._dice else 0.5
         pass_s = self.law.seconds(rows, context, chance, len(requests))
-        start_s = max(self._queue.now, self._free_at_s)
-        self._free_at_s = start_s + pass_s
-        if self._audit is not None:
-            self._audit.add(start_s, self._free_at_s, pass_s)
         counters = self.counters
         counters.passes += 1
         counters.rows += rows
         counters.sessions += len(requests)
-        counters.busy_s += pass_s
         if self.pass_s_of is not None:
-            self._charge(self.pass_s_of, requests, pass_s)
-        self._queue.at(self._free_at_s, done)
+            rows_of = [max(1, len(one.feed) + len(one.tokens)) for one in requests]
+            self._charge([request.key for request in requests], rows_of, pass_s)
+        self._work(pass_s, done)
 
-    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
-        """Work that is no pass."""
+    def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
+        """Steps of the verifier's own draft model, for these sessions in equal parts."""
+        self.counters.draft_s += seconds
+        self._charge(keys, [1] * len(keys), seconds)
+        self._work(seconds, done)
+
+    def _work(self, seconds: float, done: Callable[[], None]) -> None:
         start_s = max(self._queue.now, self._free_at_s)
         self._free_at_s = start_s + seconds
+        if self._audit is not None:
+            self._audit.add(start_s, self._free_at_s, seconds)
         self.counters.busy_s += seconds
         self._queue.at(self._free_at_s, done)
 
-    @staticmethod
-    def _charge(taken_s: dict[str, float], requests: Sequence[PassRequest], pass_s: float) -> None:
-        rows = [max(1, len(request.feed) + len(request.tokens)) for request in requests]
-        for request, own in zip(requests, rows, strict=True):
-            taken_s[request.key] = taken_s.get(request.key, 0.0) + pass_s * own / sum(rows)
+    def _charge(self, keys: Sequence[str], rows: Sequence[int], seconds: float) -> None:
+        if (taken_s := self.pass_s_of) is not None:
+            for key, own in zip(keys, rows, strict=True):
+                taken_s[key] = taken_s.get(key, 0.0) + seconds * own / sum(rows)
 
     def _brought(self, request: PassRequest) -> int:
         """Rows of this request that are there already. The last position is computed where it is
@@ -243,6 +251,8 @@ class Site:
         self.pass_s, self._session_s = pass_s, session_s
         self._down_until_s = 0.0
         self._next = 0
+        self._ended: list[SimulatedVerifier] = []
+        """Before restarts."""
         self._servers = self._start()
 
     @property
@@ -252,6 +262,11 @@ class Site:
     @property
     def sessions(self) -> int:
         return sum(len(server.engine.sessions) for server in self._servers)
+
+    @property
+    def draft_counts(self) -> list[ServedCounts]:
+        """What the verifier's own draft model did, by engine."""
+        return [server.engine.draft_counts for server in (*self._ended, *self._servers)]
 
     @property
     def view(self) -> VerifierView:
@@ -277,6 +292,7 @@ class Site:
         self._down_until_s = max(self._down_until_s, self._queue.now + down_s)
         for server in self._servers:
             server.stop(_NOTICE_S)
+        self._ended += self._servers
         self._servers = self._start()
 
     def _start(self) -> tuple[SimulatedVerifier, ...]:
@@ -284,6 +300,7 @@ class Site:
         engine_limits = EngineLimits(
             max_sessions=max(1, self.section.max_sessions // slots),
             max_rows_per_pass=self.section.max_rows_per_pass,
+            drafter=self.section.server_draft is not None,
         )
         servers = []
         for number, compute in enumerate(self._computes):
@@ -291,9 +308,17 @@ class Site:
             engine = VerifyEngine(target.info, self._limits, engine_limits, rules_of(self._source))
             name = self.name if slots == 1 else f"{self.name}/{number}"
             servers.append(
-                SimulatedVerifier(self._queue, engine, target, compute, self._tracer, name)
+                SimulatedVerifier(
+                    self._queue, engine, target, compute, self._tracer, name, self._draft_model()
+                )
             )
         return tuple(servers)
+
+    def _draft_model(self) -> DraftModel | None:
+        section = self.section.server_draft
+        if section is None:
+            return None
+        return DraftModel(drafter_of(self._source, section.acceptance), section.step_s)
 
 
 LawOfShare = Callable[[float], TimeLaw]
@@ -386,9 +411,9 @@ class Stages:
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         self._on_node(0, self._losses, requests, done)
 
-    def occupy(self, seconds: float, done: Callable[[], None]) -> None:
-        """Work of the first node alone."""
-        self._nodes[0].occupy(seconds, done)
+    def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
+        """The draft model lies on the first node."""
+        self._nodes[0].draft(keys, seconds, done)
 
     def lose(self) -> None:
         """One node is gone (they are alike, so the last); a spare steps in, or the others do."""

@@ -309,7 +309,7 @@ class User:
         section, course = self.settings.section.conditions, self.settings.course
         if section is None or course is None:
             return None
-        if self.settings.arm is not Arm.EDGESPEC:
+        if not self.settings.arm.is_ours:
             return None
         governors = Governors(self._queue, section, course, self._drafter)
         self._drafter = governors.drafter
@@ -352,7 +352,7 @@ class User:
         self.handed, self._ready_s = Handed(), 0.0
         self.site = site = self._surroundings.choose(self)
         arm = self.settings.arm
-        policy = named_policy(section.policy) if arm is Arm.EDGESPEC else None
+        policy = named_policy(section.policy) if arm.is_ours else None
         settings = arm_settings(arm, self.settings.gamma, policy)
         governors = self.governors
         key = f"{self.name}#{self._asked}"

@@ -133,8 +133,10 @@ class PassCheck:
         records: Mapping[str, StreamRecord],
         limits: Limits,
         engine_limits: EngineLimits,
+        guessed: Collection[tuple[int, ...]] = (),
     ) -> None:
-        self._sessions, self._records = sessions, records
+        """``guessed``: texts that the verifier's own draft model guessed, and was fed for that."""
+        self._sessions, self._records, self._guessed = sessions, records, guessed
         self._limits, self._engine_limits = limits, engine_limits
 
     def check(self, batch: Sequence[PassRequest]) -> None:
@@ -174,13 +176,16 @@ class PassCheck:
         texts: Sequence[tuple[int, ...]],
         drafted: Collection[tuple[int, ...]],
     ) -> None:
-        """The verifier's own guesses: only where they may be, where the device has none, and where
-        they can still matter."""
+        """The verifier's own guesses: only where they may be, and where they can still matter."""
         key, session = request.key, self._sessions[request.key]
         if not request.served:
             return
-        require(self._engine_limits.server_drafts, f"{key}: guesses where none are allowed")
-        require(not request.drafted, f"{key}: guesses beside nodes of the device")
+        limits = self._engine_limits
+        if not limits.drafter:
+            require(limits.server_drafts, f"{key}: guesses where none are allowed")
+        elif not limits.server_drafts:
+            made = all(text in self._guessed for text in texts[request.drafted :])
+            require(made, f"{key}: a guess that the draft model has not made there")
         require(len(set(texts)) == len(texts), f"{key}: a guess is made twice")
         limit = self._limits.context_length
         end = min(session.prefix.prompt_length + session.request.sampling.max_tokens, limit)

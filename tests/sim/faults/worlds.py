@@ -3,14 +3,15 @@
 ``run_world(options, seed)`` plays the product's own sessions in virtual time until every device has
 its text. Links delay, jitter, repeat and break; the verifier restarts and loses all sessions;
 device processes are replaced by new ones that hold what was delivered; drafts are forged; passes,
-sequences and sessions fail; the cache is too small for all. None of that may change a token:
+sequences, sessions and the verifier's own drafts fail; the cache is too small for all. None of that
+may change a token:
 ``checks`` judges every step against the target's own stream, computed without any of it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -23,17 +24,25 @@ from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancell
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import SpeculationTree
-from edgespec.core.protocol.work import CacheShape, Candidate, PassRequest, PassResult
+from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import drafts
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.own_drafts import LONGEST_CHAIN
+from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.sessions import (
+    DraftModel,
+    PassTime,
+    SimulatedDevice,
+    SimulatedVerifier,
+    Stream,
+)
 from edgespec_sim.world.user import WindowedDrafter
 from tests.adversarial import WrappedDrafter
 from tests.sim.faults import checks
@@ -91,6 +100,13 @@ class WorldOptions:
     """Of passes with more than one session."""
     target_failure_chance: float = 0.0
     """Of each operation of the target, before it and after it."""
+    server_drafter: DrafterFactory | None = None
+    """The verifier's own draft model, where ``EngineLimits.drafter`` says that there is one."""
+    server_step_s: float = 0.0025
+    refusal_chance: float = 0.0
+    """Of each sequence in a step of that model: no room for it."""
+    drafter_failure_chance: float = 0.0
+    """Of each step of that model, which is then off for good."""
     session_failure_chance: float = 0.0
     """Of each time that a session's machine asks its acceptance rule or its run-ahead policy."""
 
@@ -107,6 +123,8 @@ class WorldOptions:
             self.batch_failure_chance,
             self.target_failure_chance,
             self.session_failure_chance,
+            self.refusal_chance,
+            self.drafter_failure_chance,
         )
         return not (self.cuts or self.replacements or self.restarts or any(chances))
 
@@ -133,6 +151,11 @@ class WorldResult:
     """Sessions that lost their cache to others, at the last verifier."""
     hit_tokens: int
     """Committed tokens that the last verifier found cached and did not compute."""
+    server_guesses: int = 0
+    """Nodes of the verifiers' own draft models in passes, and the accepted ones."""
+    server_accepted: int = 0
+    drafters_off: int = 0
+    """Verifiers whose draft model failed."""
 
 
 # Devices of random worlds that are short of memory, so that their governor has much to do.
@@ -251,6 +274,69 @@ class CheckedTarget(ToyTarget):
         self._break_down()
 
 
+class CheckedDraftModel(DraftModel):
+    """A verifier's draft model that knows what its caches must hold: the session's text, and what
+    it was fed behind it. ``break_down`` may raise; ``refuses`` says that there is no room."""
+
+    def __init__(
+        self,
+        make: Callable[[], Drafter],
+        step_s: Callable[[int], float],
+        texts: Mapping[str, VerifySession],
+        guessed: set[tuple[int, ...]],
+        refuses: Callable[[], bool],
+        break_down: Callable[[], None],
+    ) -> None:
+        super().__init__(make, step_s)
+        self._texts, self._guessed, self._refuses = texts, guessed, refuses
+        self._break_down = break_down
+        self._held: dict[str, list[int]] = {}
+        self._lost: set[str] = set()
+        """Sequences that were refused a part of a prompt, which nobody can tell from one that went
+        well before the next step."""
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        super().open(key, prompt_length, sampling, text)
+        self._held[key] = []
+        self._lost.discard(key)
+
+    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        self._break_down()
+        keys = {step.key for step in batch}
+        checks.require(0 < len(keys) == len(batch), "a draft step is empty, or has one twice")
+        guesses = super().step(batch)
+        self._break_down()
+        return guesses
+
+    def _one(self, step: DraftStep) -> Candidate | None:
+        key, held = step.key, self._held[step.key]
+        prefix = self._texts[key].prefix.tokens
+        kept, known = step.keep_length, len(held)
+        if kept > known and key in self._lost:
+            self._lost.discard(key)
+            return None
+        checks.require(kept <= known, f"{key}: the draft keeps {kept} of {known}")
+        held[kept:] = step.feed
+        shared = min(len(held), len(prefix))
+        fine = held[:shared] == prefix[:shared]
+        checks.require(fine, f"{key}: the draft's cache holds another text")
+        whole = not step.guess or len(held) >= len(prefix)
+        checks.require(whole, f"{key}: a guess is wanted behind {len(held)} of {len(prefix)}")
+        if self._refuses():
+            held.clear()
+            self._sequences[key].truncate(0)
+            if not step.guess:
+                self._lost.add(key)
+            return None
+        guess = super()._one(step)
+        if guess is not None:
+            text = (*held, guess.token)
+            self._guessed.update(text[:end] for end in range(len(prefix) + 1, len(text) + 1))
+        return guess
+
+
 @dataclass(frozen=True, slots=True)
 class FragileRule:
     """The exact rule, which may raise in the middle of a session's event."""
@@ -313,6 +399,7 @@ class _World:
         self.options, self.dice, self.queue = options, dice, EventQueue()
         self.records: dict[str, checks.StreamRecord] = {}
         self.targets: list[ToyTarget] = []
+        self.engines: list[VerifyEngine] = []
         self.faults = 0
         self.down_until_s = 0.0
         self.streams: list[Stream] = []
@@ -361,8 +448,29 @@ class _World:
             lambda kind: FragileRunAhead(drafts.run_ahead_policy(kind), fragile),
             contain=options.session_failure_chance > 0,
         )
-        target.check = checks.PassCheck(engine.sessions, self.records, options.limits, bounds)
-        return SimulatedVerifier(self.queue, engine, target, PassTime(self.queue, self._pass_s))
+        guessed: set[tuple[int, ...]] = set()
+        target.check = checks.PassCheck(
+            engine.sessions, self.records, options.limits, bounds, guessed
+        )
+        drafter = self._draft_model(engine, guessed)
+        compute = PassTime(self.queue, self._pass_s)
+        self.engines.append(engine)
+        return SimulatedVerifier(self.queue, engine, target, compute, drafter=drafter)
+
+    def _draft_model(
+        self, engine: VerifyEngine, guessed: set[tuple[int, ...]]
+    ) -> CheckedDraftModel | None:
+        options, make = self.options, self.options.server_drafter
+        if make is None:
+            return None
+        return CheckedDraftModel(
+            lambda: make(options.model),
+            lambda rows: options.server_step_s + options.row_s * rows,
+            engine.sessions,
+            guessed,
+            lambda: self._chance(options.refusal_chance),
+            self._breaking(options.drafter_failure_chance),
+        )
 
     def _pass_s(self, requests: tuple[PassRequest, ...]) -> float:
         rows = sum(request.row_count for request in requests)
@@ -544,8 +652,17 @@ class _World:
         passes = sum(target.passes for target in self.targets)
         rows = sum(target.rows for target in self.targets)
         keeper = self.server.engine.keeper
+        drafts = [engine.draft_counts for engine in self.engines]
         return WorldResult(
-            tuple(results), passes, rows, self.faults, keeper.evictions, keeper.prefix_hit_tokens
+            tuple(results),
+            passes,
+            rows,
+            self.faults,
+            keeper.evictions,
+            keeper.prefix_hit_tokens,
+            sum(one.model.nodes for one in drafts),
+            sum(one.model.accepted for one in drafts),
+            sum(one.failures for one in drafts),
         )
 
     def _longest_s(self) -> float:
@@ -555,6 +672,8 @@ class _World:
         count = len(self.devices)
         rtt_s = 2 * (options.delay_s + options.jitter_s)
         pass_s = options.pass_s + 10 * count * options.row_s
+        if options.server_drafter is not None:  # a round before each pass
+            pass_s += LONGEST_CHAIN * (options.server_step_s + count * options.row_s)
         token_s = 2 * rtt_s + (count + 3) * pass_s + 40 * options.step_s
         tokens = sum(len(expected.tokens) for expected in self.expected)
         prompts = sum(len(expected.prompt) for expected in self.expected)
