@@ -128,6 +128,8 @@ class TargetWorker:
         self._target, self._failed, self._drafter = target, failed, drafter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
         self._queued: list[SequenceWork] = []
+        self._draft_error: Exception | None = None
+        """What the drafter raised between rounds; the next round raises it."""
         self._last: asyncio.Future[Any] | None = None
         """What was handed to the thread last: when it is over, so is all before it."""
 
@@ -150,6 +152,7 @@ class TargetWorker:
             missing: set[str] = set()
             for item in queued:
                 failure = self._carry_out(item)
+                self._tell_drafter(item)
                 if isinstance(item, OpenSequence):
                     missing.discard(item.key)
                 if failure is not None:
@@ -171,6 +174,8 @@ class TargetWorker:
         assert drafter is not None
 
         def work() -> ee.DraftsDone:
+            if self._draft_error is not None:
+                raise self._draft_error
             drafting = DraftRound(action)
             while batch := drafting.next_step():
                 began_s = time.perf_counter()
@@ -183,7 +188,7 @@ class TargetWorker:
 
     def drop_drafter(self) -> None:
         """No round follows, and the memory of the draft model is given back."""
-        self._drafter = None
+        self._drafter = self._draft_error = None
 
     def probe(self, request: PassRequest) -> asyncio.Future[None]:
         """Open a sequence, run this one request, close it; the future has what went wrong."""
@@ -205,14 +210,10 @@ class TargetWorker:
                     self._target.open(key, prompt_length, sampling, text)
                     if adapter:
                         use_adapter(self._target, key, adapter)
-                    if self._drafter is not None:
-                        self._drafter.open(key, prompt_length, sampling, text)
                 case KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case CloseSequence(key):
                     self._target.close(key)
-                    if self._drafter is not None:
-                        self._drafter.close(key)
         except TargetLostError:
             raise  # Nobody's fault, and the end of all.
         except CapacityError as error:
@@ -221,6 +222,22 @@ class TargetWorker:
             _LOG.exception("%s of a session failed", type(item).__name__)
             return SequenceFailed(item.key, f"{type(error).__name__}: {error}")
         return None
+
+    def _tell_drafter(self, item: SequenceWork) -> None:
+        """What it raises ends no session: without it texts go on."""
+        drafter = self._drafter  # the event loop may drop it meanwhile
+        if drafter is None or self._draft_error is not None:
+            return
+        try:
+            match item:
+                case OpenSequence(key, prompt_length, sampling, text):
+                    drafter.open(key, prompt_length, sampling, text)
+                case CloseSequence(key):
+                    drafter.close(key)
+                case _:
+                    pass
+        except Exception as error:
+            self._draft_error = error
 
     async def close(self, within_s: float) -> bool:
         """Take no more work and wait for what was handed over; whether it was over by then. If not,

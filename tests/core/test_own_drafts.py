@@ -16,9 +16,12 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import own_drafts as od
+from edgespec.core.verifier.credential import ANYBODY
 from edgespec.core.verifier.drafts import PassTree, Source
 from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from tests.core.scenes import chain
+from tests.core.token_grammars import EOS, Automaton
 
 TOKENS = 120
 DRAFTS = ee.EngineLimits(drafter=True)
@@ -188,6 +191,37 @@ def test_a_draft_model_that_fails_ends_drafting_and_no_text() -> None:
     assert world.off == ["out of memory"]
     assert world.engine.draft_counts.failures == 1
     assert len(world.passes) == TOKENS
+
+
+def test_a_session_that_fails_before_a_round_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(ListDrafter(lambda at: True))
+    world.engine = VerifyEngine(ModelInfo("big", "", 50, 4096), Limits(), DRAFTS)
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("chosen to fail")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(od.ChainRecord, "begin", fails)
+        world.open(1)
+        world.run()
+        assert not world.engine.sessions
+    world.open(2)
+    world.run()
+    assert len(world.texts[2]) == TOKENS
+
+
+def test_no_chain_begins_behind_what_a_grammar_forbids() -> None:
+    grammar = Automaton(({5: 1}, {7: 2, 9: 2}, {3: 0}), frozenset())
+    sampling = SamplingParams(constraint=grammar.constraint())
+    request = Open("s", "", "", (1, 2), sampling=sampling)
+    for path, lawful in (((7, 3), (7, 3)), ((7, 8, 3), (7,)), ((3, 3), ())):
+        served = ServedDraftsMaker(text=False, model=True)(request, ANYBODY, (EOS,))
+        assert served is not None
+        tree = PassTree(9)
+        tree.add_chain(path, [0.99] * len(path), Source.DEVICE)
+        start = served.begin_chain(tree, [1, 2, 5], 9, 0.0)
+        assert start is not None
+        assert start.step.feed == (1, 2, 5, *lawful)
 
 
 def test_where_the_device_decides_nothing_is_drafted() -> None:

@@ -27,7 +27,13 @@ from edgespec.core.ports import DeviceStream, LinkError, TargetLostError, Verifi
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
+from edgespec.core.protocol.work import (
+    CacheShape,
+    Candidate,
+    DraftStep,
+    PassRequest,
+    PassResult,
+)
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.credential import ANYBODY, Credential
@@ -37,11 +43,12 @@ from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.constraint_desk import ConstraintDesk
 from edgespec.verifier.daemon import Backlog, Verifier
 from edgespec.verifier.targets.paced import PacedTarget
-from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.token_grammars import Automaton, AutomatonMatcher
 from tests.shell.live_verifier import ready, serving, start, toy_text
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
+from tests.shell.test_metrics import until
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
 PROMPT = (1, 2, 3)
@@ -84,7 +91,7 @@ async def running(
 ) -> AsyncIterator[tuple[Verifier, LoopbackTransport]]:
     """``wrap`` puts something in the place of the stream of that number."""
     target = target or ToyTarget(MODEL, cache=CACHE)
-    limits = ee.EngineLimits(cache=target.cache)
+    limits = ee.EngineLimits(cache=target.cache, drafter="drafter" in options)
     verifier = Verifier(target, m.Limits(context_length=256), limits, **options)
     streams = 0
 
@@ -144,6 +151,94 @@ async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> No
         assert fault.code is m.FaultCode.INTERNAL
         assert fault.code.retryable
         assert tokens == TEXT[: len(tokens)]
+        assert not verifier.broken.is_set()
+
+
+class FragileDraft(ToyServerDrafter):
+    """``fails(operation, key)`` raises or waits, where an operation is to."""
+
+    def __init__(self, fails: Callable[[str, str], None]) -> None:
+        super().__init__(MODEL, ToyTarget(MODEL).info)
+        self._fails = fails
+
+    def open(
+        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+    ) -> None:
+        self._fails("open", key)
+        super().open(key, prompt_length, sampling, text)
+
+    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        for step in batch:
+            self._fails("step", step.key)
+        return super().step(batch)
+
+    def close(self, key: str) -> None:
+        self._fails("close", key)
+        super().close(key)
+
+
+@pytest.mark.parametrize("operation", ["open", "step", "close"])
+async def test_a_draft_model_that_raises_ends_drafts_and_no_text(operation: str) -> None:
+    failed: list[str] = []
+
+    def fails(what: str, key: str) -> None:
+        if what == operation:
+            failed.append(key)
+            raise RuntimeError("chosen to fail")
+
+    async with running(drafter=FragileDraft(fails)) as (verifier, transport):
+        for keys in (("a", "b", "c"), ("d",)):
+            streams = [await _open(transport, key) for key in keys]
+            said = await asyncio.gather(*(_read(stream) for stream in streams))
+            assert said == [(TEXT, None)] * len(keys)
+        assert len(failed) == 1
+        assert verifier.engine.draft_counts.failures == 1
+        assert not verifier.broken.is_set()
+
+
+async def test_whatever_happens_to_sessions_in_a_round_the_texts_are_their_own() -> None:
+    """One is cancelled, one comes back, one is opened anew, one is new, one goes on."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def waits(what: str, key: str) -> None:
+        if what == "step" and not reached.is_set():
+            reached.set()
+            assert go_on.wait(60.0)
+
+    def asked(key: str, prompt: tuple[int, ...] = PROMPT) -> m.Open:
+        return m.Open(
+            *(key, "", "", prompt),
+            sampling=SAMPLING,
+            run_ahead=m.RunAhead.ALWAYS,
+            drafting=False,
+            session_secret=b"0123456789abcdef",
+        )
+
+    async def begin(request: m.Open) -> DeviceStream:
+        stream = await transport.connect()
+        await stream.send(request)
+        return stream
+
+    async with running(drafter=FragileDraft(waits)) as (verifier, transport):
+        streams = {key: await begin(asked(key)) for key in ("cancelled", "back", "anew", "on")}
+        await asyncio.to_thread(reached.wait, 60.0)
+        assert verifier.engine.running
+        await streams["cancelled"].send(m.Cancel())
+        await streams["back"].close()
+        back = await begin(asked("back"))
+        anew = await begin(asked("anew", (4, 5)))
+        late = await begin(asked("late"))
+        sessions = verifier.engine.sessions
+        await until(lambda: "late" in sessions and sessions["anew"].request.prompt == (4, 5))
+        go_on.set()
+        read = (_read(stream) for stream in (streams["on"], back, late))
+        assert await asyncio.gather(*read) == [(TEXT, None)] * 3
+        said: list[int] = []
+        while len(said) < SAMPLING.max_tokens:
+            message = await anew.receive()
+            said += message.tokens if isinstance(message, m.Commit) else ()
+        assert said == toy_text((4, 5), SAMPLING, MODEL)
+        assert verifier.engine.draft_counts.failures == 0
         assert not verifier.broken.is_set()
 
 

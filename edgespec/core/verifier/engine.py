@@ -113,8 +113,8 @@ class SessionRegistry:
         if displaced is not None:
             self.end(displaced, DISPLACED)
         rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
-        guesses = self.guesses(request, credential)
         model = self._model_of(request)
+        guesses = self.guesses(request, credential, model.eos_token_ids)
         self.sessions[key] = VerifySession(
             request, model, limits, rule, run_ahead, now, guesses, trees=self._trees
         )
@@ -425,6 +425,7 @@ class VerifyEngine:
         self._look_after(now)
         if not self.running and self.broken is None:
             if began_at is not None or not self._start_round(now):
+                self._look_after(now)  # who has failed at that is gone
                 self._start_batch(now, began_at)
             self._look_after(now)
         actions, registry.actions = tuple(registry.actions), []

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
+from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.messages import EXACT_RULE, DraftTotals, Open, RunAhead
 from edgespec.core.protocol.text_guesses import (
     BEHIND,
@@ -216,9 +218,17 @@ class ServedDrafts:
     """The sources of one session, each of which may be absent."""
 
     def __init__(
-        self, key: str, counts: ServedCounts, text: TextDrafts | None, chain: ChainRecord | None
+        self,
+        key: str,
+        counts: ServedCounts,
+        text: TextDrafts | None,
+        chain: ChainRecord | None,
+        grammar: ConstrainedText | None = None,
+        prompt_length: int = 0,
     ) -> None:
+        """``grammar``: what the text behind its prompt is held to."""
         self.text, self.chain = text, chain
+        self._grammar, self._prompt_length = grammar, prompt_length
         self._key, self._counts = key, counts
         self._proposal: Proposal | None = None
         """What the text offers for the next pass, once it was asked."""
@@ -241,8 +251,8 @@ class ServedDrafts:
             return None
         self._add_text(tree, text, depth, least_guess)
         nodes = tree.likeliest()
-        path = tuple([tree.tokens[node] for node in nodes])
-        reaches = [tree.reach[node] for node in nodes]
+        path = self._lawful(text, tuple([tree.tokens[node] for node in nodes]))
+        reaches = [tree.reach[node] for node in nodes[: len(path)]]
         return chain.begin(self._key, text, path, reaches, min(depth, tree.room))
 
     def drafted(self, chain: Chain, *, wanted: bool) -> None:
@@ -302,6 +312,18 @@ class ServedDrafts:
             self.chain.judge(committed, len(accepted) - own)
         return own
 
+    def _lawful(self, text: Sequence[int], path: tuple[int, ...]) -> tuple[int, ...]:
+        """As much of ``path`` as the grammar takes: behind what it forbids there is no guess, and a
+        model that is asked for one has to be fed its whole text again."""
+        if self._grammar is None or not path:
+            return path
+        output = text[self._prompt_length :]
+        try:
+            taken = self._grammar.follow([*output, *path])
+        except ConstraintError:
+            return ()
+        return path[: max(0, taken - len(output))]
+
     def _add_text(
         self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
     ) -> None:
@@ -330,9 +352,12 @@ class ServedDraftsMaker:
         self._chances = TextChances()
         self._greedy, self._sampled = ChainChances(), ChainChances()
 
-    def __call__(self, request: Open, credential: Credential) -> ServedDrafts | None:
+    def __call__(
+        self, request: Open, credential: Credential, end_tokens: Collection[int] = ()
+    ) -> ServedDrafts | None:
         """None without a source, and where the device decides what is in the tree: under a relaxed
-        rule, which may commit what it finds there, and where the verifier is to wait for drafts."""
+        rule, which may commit what it finds there, and where the verifier is to wait for drafts.
+        ``end_tokens`` are those of the session's model."""
         if request.rule != EXACT_RULE or request.run_ahead is RunAhead.NEVER:
             return None
         if not (self._text or self._model):
@@ -340,7 +365,12 @@ class ServedDraftsMaker:
         text = TextDrafts(self.of(credential), self._chances) if self._text else None
         chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy
         chain = ChainRecord(chances) if self._model else None
-        return ServedDrafts(request.session_id, self.counts, text, chain)
+        grammar, constraint = None, request.sampling.constraint
+        if constraint is not None and chain is not None:
+            with suppress(ConstraintError):  # a target that reads it itself needs no help of it
+                grammar = ConstrainedText(constraint, end_tokens)
+        prompt_length = len(request.prompt)
+        return ServedDrafts(request.session_id, self.counts, text, chain, grammar, prompt_length)
 
     def of(self, credential: Credential) -> TextTables:
         """The tables of the credential's name, or new ones for a session that showed no key."""

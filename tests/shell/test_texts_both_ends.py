@@ -1,0 +1,275 @@
+"""Whatever both ends draft, the text is the target's own: the bundled pair behind the real daemon.
+
+Oracle: the target by itself, one token a pass, without engine, daemon and drafts. Each *world* is a
+verifier with a draft model, small caches and many sessions at once; devices and draft model are
+right, wrong, late, failing or all of it by turns. ``DRILL_TEXTS`` says how many texts each of the
+ten rows has (five kinds of drafters, greedy and sampled); ``--log-cli-level INFO`` shows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+import torch
+
+from edgespec.config import AgentConfig, DraftSection, PolicyName, VerifierConfig
+from edgespec.config.verifier import LimitsSection
+from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.ports import MAX_CACHES, Cancelled, Drafter, TargetModel, never_cancelled
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
+from edgespec.core.protocol.messages import Limits, RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest
+from edgespec.core.verifier.engine import VerifyEngine
+from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.own_drafts import DraftTimes, RoundTimes
+from edgespec.core.verifier.row_price import RowPriceKeeper
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import load_drafter, load_tokenizer
+from edgespec.device.drafters.token_cache import twin_of
+from edgespec.models.grammar import device_reader, verifier_reader
+from edgespec.verifier.build import load_server_drafter, load_target
+from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.packed_drafter import DraftModel, PackedDrafter
+from tests.adversarial import WrappedDrafter
+from tests.present import present
+from tests.shell.loopback import LoopbackTransport
+from tests.shell.test_bundled_pair import PROMPTS
+from tests.shell.test_metrics import until
+
+LOG = logging.getLogger(__name__)
+TEXTS = int(os.environ.get("DRILL_TEXTS", "16"))
+AT_ONCE = 40
+SERVED = VerifierConfig(
+    draft="bundled", device="cpu", limits=LimitsSection(max_cached_tokens=2048, max_sessions=64)
+)
+FIELDS = {"n": {"type": "integer"}, "s": {"type": "string"}}
+OBJECT = {"type": "object", "properties": FIELDS, "required": ["n", "s"]}
+GRAMMARS = (
+    Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(OBJECT)),
+    Constraint(ConstraintKind.REGEX, "[a-z ]{10,60}"),
+)
+KINDS = ("right", "wrong", "late", "mixed", "failing")
+DEVICES = {kind: KINDS if kind == "mixed" else (kind,) for kind in KINDS}
+Case = tuple[list[int], SamplingParams]
+HASTY = ReconnectPolicy(first_s=0.01, longest_s=0.05, give_up_first_s=60.0, give_up_s=60.0)
+TEXT, READER = load_tokenizer("bundled"), verifier_reader("bundled")
+
+
+class Mood:
+    """What becomes of a drafter's guesses; one that fails does so after some steps."""
+
+    def __init__(self, kind: str, dice: random.Random) -> None:
+        self.kind, self.dice = kind, dice
+        self.begin()
+
+    def begin(self) -> None:
+        self._left = self.dice.randrange(10, 60) if self.kind == "failing" else 1 << 30
+
+    def of(self, found: Sequence[Candidate | None], size: int) -> list[Candidate | None]:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("out of memory")
+        if self.kind == "late":
+            threading.Event().wait(0.004)
+        return [None if one is None else self._one(one, size) for one in found]
+
+    def _one(self, guess: Candidate, size: int) -> Candidate | None:
+        kind = self.dice.choice(("right", "wrong", "")) if self.kind == "mixed" else self.kind
+        if kind == "wrong":
+            return Candidate(self.dice.randrange(size), guess.logprob)
+        return guess if kind else None
+
+
+class MoodyDrafter(WrappedDrafter):
+    def __init__(self, inner: Drafter, mood: Mood) -> None:
+        super().__init__(inner)
+        self._mood = mood
+
+    def twin(self) -> Drafter:
+        return MoodyDrafter(twin_of(self._inner), Mood(self._mood.kind, self._mood.dice))
+
+    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
+        self._mood.begin()
+        super().begin(prompt_length, sampling)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        found = super().step(keep_length, feed, width, cancelled)
+        guesses = self._mood.of(found, self.info.vocabulary_size)
+        return tuple({one.token: one for one in guesses if one is not None}.values())
+
+
+class MoodyServerDrafter(PackedDrafter):
+    def __init__(self, model: DraftModel, mood: Mood) -> None:
+        super().__init__(model)
+        self._mood = mood
+
+    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        return self._mood.of(super().step(batch), self.info.vocabulary_size)
+
+    def close_all(self) -> None:
+        for key in [*self._sequences]:
+            self.close(key)
+
+
+def law(dice: random.Random, greedy: bool) -> SamplingParams:
+    some: dict[str, Any] = {"max_tokens": dice.randrange(20, 29), "ignore_eos": dice.random() < 0.5}
+    if not greedy:
+        nucleus = dice.choice((True, False))
+        some |= {"temperature": 0.7 if nucleus else 1.0, "top_p": 0.9 if nucleus else 1.0}
+        some["seed"] = dice.getrandbits(40)
+    if dice.random() < 0.25:
+        some |= {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    if dice.random() < 0.2:
+        some["logit_bias"] = {dice.randrange(400): dice.uniform(-3.0, 3.0) for _ in range(9)}
+    if dice.random() < 0.2:
+        some["stop_token_ids"] = tuple(dice.sample(range(400), 12))
+    if dice.random() < 0.15:
+        some |= {"constraint": dice.choice(GRAMMARS), "ignore_eos": False}
+    return SamplingParams(**some)
+
+
+def alone(target: TargetModel, cases: Sequence[Case]) -> list[list[int]]:
+    """The oracle: all these texts, one token of each a pass."""
+    texts: list[list[int]] = [[] for _ in cases]
+    feeds = {at: tuple(prompt) for at, (prompt, _) in enumerate(cases)}
+    for at, (prompt, params) in enumerate(cases):
+        if params.constraint is not None:
+            params = replace(params, constraint=READER.read(params.constraint))
+        target.open(str(at), len(prompt), params)
+    cached = dict.fromkeys(feeds, 0)
+    while feeds:
+        batch = [PassRequest(str(at), cached[at], feed) for at, feed in feeds.items()]
+        for at, result in zip([*feeds], target.forward(batch), strict=True):
+            (token,), params = result.targets, cases[at][1]
+            texts[at].append(token)
+            cached[at] += len(feeds[at])
+            feeds[at] = (token,)
+            ends = token in target.info.eos_token_ids and not params.ignore_eos
+            if ends or token in params.stop_token_ids or len(texts[at]) == params.max_tokens:
+                del feeds[at]
+                target.close(str(at))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[tuple[TargetModel, DraftModel]]:
+    threads, target = torch.get_num_threads(), load_target(SERVED)
+    drafter = load_server_drafter(SERVED, target)
+    assert isinstance(drafter, PackedDrafter)
+    yield target, drafter._model
+    torch.set_num_threads(threads)
+
+
+async def play(
+    models: tuple[TargetModel, DraftModel], kind: str, dice: random.Random, cases: Sequence[Case]
+) -> tuple[list[list[int]], VerifyEngine]:
+    """The texts of one world."""
+    target, drafter = models[0], MoodyServerDrafter(models[1], Mood(kind, dice))
+    limits = EngineLimits(
+        cache=CacheShape(dice.choice((64, 128)), 16),
+        drafter=True,
+        server_drafts=dice.random() < 0.5,
+    )
+    verifier = Verifier(
+        target, Limits(context_length=256), limits, read_constraint=READER.read, drafter=drafter
+    )
+    transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
+    agents = [device(transport, one, dice) for one in (*DEVICES[kind], "")]
+
+    async def text(agent: Agent, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        return [t async for chunk in agent.generate(prompt, params) for t in chunk.tokens]
+
+    found = [
+        asyncio.create_task(text(agents[i % len(agents)], *case)) for i, case in enumerate(cases)
+    ]
+    if kind == "mixed":
+        await asyncio.wait(found, return_when=asyncio.FIRST_COMPLETED)
+        transport.cut()
+    texts = await asyncio.gather(*found)
+    for agent in agents:
+        await agent.close()
+    await until(lambda: not (verifier.engine.sessions or verifier.engine.running))
+    await verifier.stop()
+    drafter.close_all()
+    return texts, verifier.engine
+
+
+def device(transport: LoopbackTransport, kind: str, dice: random.Random) -> Agent:
+    """Of no ``kind``: one that only streams."""
+    drafter = None
+    if kind:
+        inner = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
+        drafter = MoodyDrafter(inner, Mood(kind, dice))
+    name = dice.choice((PolicyName.FIXED, PolicyName.WINDOWED))
+    options = AgentOptions(
+        policy=named_policy(name, 3) if name is PolicyName.FIXED else named_policy(name, width=2),
+        run_ahead=dice.choice((RunAhead.AUTO, RunAhead.ALWAYS)),
+        reconnect=HASTY,
+        draft_caches=MAX_CACHES,
+        text=TextTables(ngrams=True) if dice.random() < 0.5 else None,
+    )
+    read = device_reader("bundled") if dice.random() < 0.5 else None  # else drafts break grammars
+    return Agent(transport, drafter, TEXT.encode, TEXT.stream, options, read_constraint=read)
+
+
+def cases_of(greedy: bool) -> Iterator[list[Case]]:
+    """The same for every row, so that the oracle speaks once."""
+    dice = random.Random(greedy)
+    prompts = [TEXT.encode(prompt) for prompt in PROMPTS]
+    for first in range(0, TEXTS, AT_ONCE):
+        yield [
+            (
+                dice.choice(prompts) + dice.choices(range(400), k=dice.randrange(3)),
+                law(dice, greedy),
+            )
+            for _ in range(min(AT_ONCE, TEXTS - first))
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+async def test_no_text_differs(
+    models: tuple[TargetModel, DraftModel], greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and rows are made to seem cheap, so that all is drafted on any machine."""
+    cheap = RoundTimes(1.0, 0.05, 0.0, 0.0, 512)
+    monkeypatch.setattr(DraftTimes, "of", lambda *times: cheap)
+    monkeypatch.setattr(RowPriceKeeper, "least_chance", 0.02)
+    monkeypatch.setattr(RowPriceKeeper, "least_guess", 0.02)
+    dice, counts = random.Random(7), dict[str, Counter[str]]()
+    for cases in cases_of(greedy):
+        expected = alone(models[0], cases[: AT_ONCE // 2]) + alone(models[0], cases[AT_ONCE // 2 :])
+        for kind in KINDS:
+            texts, engine = await play(models, kind, dice, cases)
+            for mine, theirs, (prompt, params) in zip(texts, expected, cases, strict=True):
+                assert mine == theirs, (kind, prompt, params)
+            of = engine.draft_counts
+            counts.setdefault(kind, Counter()).update(
+                texts=len(texts), device=of.device.nodes, model=of.model.nodes, text=of.text.nodes
+            )
+            LOG.info("%s: %s", kind, dict(counts[kind]))
+    for count in counts.values():
+        assert min(count["device"], count["model"]) > 0
