@@ -425,7 +425,6 @@ class VerifyEngine:
         self._look_after(now)
         if not self.running and self.broken is None:
             if began_at is not None or not self._start_round(now):
-                self._look_after(now)  # who has failed at that is gone
                 self._start_batch(now, began_at)
             self._look_after(now)
         actions, registry.actions = tuple(registry.actions), []
