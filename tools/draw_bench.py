@@ -32,8 +32,11 @@ _ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
     Arm.VANILLA: ("stop-and-wait", "diamond", "#0072b2", "#62b0e8"),
     Arm.PEARL: ("PEARL, adaptive γ", "up", "#00805d", "#3fcf9f"),
     Arm.WINDOWED: ("windowed chain", "down", "#b0508c", "#e6a0c8"),
-    Arm.EDGESPEC: ("edgespec", "circle", "#c24e00", "#ff9d5c"),
+    Arm.EDGESPEC: ("edgespec, device alone", "bar", "#8a6a00", "#dfb84a"),
+    Arm.SERVER_DRAFT: ("the server alone", "plus", "#1b1f24", "#e8eaed"),
+    Arm.BOTH: ("edgespec, both", "circle", "#c24e00", "#ff9d5c"),
 }
+_OURS_LAST: Final = sorted(Arm, key=lambda arm: arm.is_ours)
 # Of a row, what the picture shows.
 _KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup", "interval")
 _SETTINGS: Final = frozenset(
@@ -51,6 +54,7 @@ _SETTINGS: Final = frozenset(
         "rtts_ms",
         "pass_ms",
         "draft_ms",
+        "server_draft_ms",
         "seed",
     )
 )
@@ -60,6 +64,8 @@ _SHAPES: Final[Mapping[str, str]] = {
     "diamond": "M0 -5.5L5.5 0L0 5.5L-5.5 0z",
     "up": "M0 -5.5L5 4H-5z",
     "down": "M0 5.5L5 -4H-5z",
+    "plus": "M-2 -6h4v4h4v4h-4v4h-4v-4h-4v-4h4z",
+    "bar": "M-6 -2.5h12v5h-12z",
     "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
 }
 _STYLE: Final = f"""
@@ -196,14 +202,13 @@ def _picture(curves: Sequence[Curve], caption: Sequence[str]) -> str:
     title = "Time per token by the link's round-trip time"
     body = [f'<text class="title" x="24" y="34">{title}</text>']
     body += _axes(scale, step_ms, rtts_ms)
-    ours_last = sorted(curves, key=lambda curve: curve.arm is Arm.EDGESPEC)
+    ours_last = sorted(curves, key=lambda curve: _OURS_LAST.index(curve.arm))
     for curve in ours_last:
         body += _band(curve, scale)
     for curve in ours_last:
         body += _curve(curve, scale)
-    for curve in curves:
-        if curve.arm is Arm.EDGESPEC:
-            body += _speedups(curve, curves, scale)
+    if ours_last[-1].arm.is_ours:
+        body += _speedups(ours_last[-1], curves, scale)
     body += _legend(curves, scale)
     below = _BOTTOM + 74
     for number, line in enumerate(caption):
@@ -260,7 +265,7 @@ def _band(curve: Curve, scale: _Scale) -> Iterator[str]:
 
 def _curve(curve: Curve, scale: _Scale) -> Iterator[str]:
     places = [(scale.x(p.rtt_ms), scale.y(p.token_ms)) for p in curve.points]
-    ours = curve.arm is Arm.EDGESPEC
+    ours = curve.arm.is_ours
     line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     yield (
         f'<path d="M{line}" fill="none" stroke="var(--{curve.arm.value})"'
@@ -302,7 +307,7 @@ def _legend(curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
         arm = Arm(name)
         yield _mark(arm, _RIGHT + 32, y - over)
         yield (
-            f'<text{_OURS if arm is Arm.EDGESPEC else ""} x="{_RIGHT + 44}"'
+            f'<text{_OURS if arm.is_ours else ""} x="{_RIGHT + 44}"'
             f' y="{y - over + 4.5:.1f}">{text(_ARMS[arm][0])}</text>'
         )
 

@@ -1,9 +1,10 @@
 """Draw one text with and without drafts as a moving SVG: ``python -m tools.draw_race RECORD``.
 
-``--record`` first makes the record: a verifier and, one after the other, two devices on this
-machine, all by the command line of a user, and the instant at which each token arrived. Nothing
-else goes into the picture. Where nothing moves (a printer, a reader who wants less motion) it shows
-the end of the race.
+``--record`` first makes the record: a verifier without drafts of its own and one that drafts, one
+after the other, and at each of them two devices, all on this machine and by the command line of a
+user; and the instant at which each token arrived. Nothing else goes into the picture. The first and
+the last arm are shown with their text, those between by how they come along. Where nothing moves (a
+printer, a reader who wants less motion) it shows the end of the race.
 """
 
 from __future__ import annotations
@@ -25,12 +26,19 @@ from edgespec.bench.prompts import DEFAULT_PROMPTS
 from edgespec.bench.report import machine
 from tools.svg import MONO, SANS, picture, text, write
 
-RTT_MS, PASS_MS, DRAFT_MS, TOKENS = 50, 25, 8, 64
+RTT_MS, PASS_MS, DRAFT_MS, SERVER_DRAFT_MS, TOKENS = 50, 25, 8, 2.5, 64
 # Of the bench's nine texts the one whose speed lies nearest to their mean.
 PROMPT: Final = "python-1"
-ARMS: Final = {"plain streaming": "none", "edgespec": "bundled"}
+# What drafts on the server and on the device, none or a model.
+ARMS: Final = {
+    "plain streaming": ("", "none"),
+    "edgespec, device alone": ("", "bundled"),
+    "the server alone": ("bundled", "none"),
+    "edgespec, both": ("bundled", "bundled"),
+}
 COLUMNS, PAUSE_S = 57, 3.0
-_CELL, _ROW, _MARGIN, _PANE, _TOP = 6.65, 18, 16, 412, 96
+_CELL, _ROW, _MARGIN, _PANE, _TOP, _STRIP = 6.65, 18, 16, 412, 96, 26
+_WIDE: Final = 3 * _MARGIN + 2 * _PANE
 # What a token was, and the class of its letters.
 _KINDS: Final = {"accepted": "a", "corrected": "c", "decoded": "", "prompt": "p"}
 _COLORS: Final = (
@@ -71,13 +79,29 @@ class Piece:
 def record() -> str:
     """Run the race, and say as JSON what happened."""
     prompt = next(one.text for one in DEFAULT_PROMPTS if one.name == PROMPT)
+    arms: dict[str, list[tuple[float, str, str]]] = {}
+    for on_server, some in groupby(ARMS.items(), key=lambda arm: arm[1][0]):
+        arms |= _run(on_server, {name: draft for name, (_, draft) in some}, prompt)
+    texts = {"".join(token[1] for token in tokens) for tokens in arms.values()}
+    assert len(texts) == 1, "drafts changed the text; that must never happen in canonical mode"
+    times = {"pass_ms": PASS_MS, "draft_ms": DRAFT_MS, "server_draft_ms": SERVER_DRAFT_MS}
+    settings = {"rtt_ms": RTT_MS, **times, "prompt_name": PROMPT}
+    about = {"finished_at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
+    content = {**about, "settings": settings, "prompt": prompt, "arms": arms}
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def _run(
+    on_server: str, drafts: Mapping[str, str], prompt: str
+) -> dict[str, list[tuple[float, str, str]]]:
+    """The devices that draft with these, by name, at one verifier that drafts with ``on_server``;
+    empty: it does not."""
     command = [sys.executable, "-m", "edgespec"]
+    pacing = {"pass_ms": PASS_MS, "draft_ms": SERVER_DRAFT_MS}
     with TemporaryDirectory() as folder:
         serving, asking = Path(folder) / "verifier.yaml", Path(folder) / "device.yaml"
-        # JSON is YAML.
-        serving.write_text(
-            json.dumps({"port": 0, "pacing": {"pass_ms": PASS_MS}, "server_drafts": False})
-        )
+        own = {"draft": on_server, "server_drafts": False}
+        serving.write_text(json.dumps({"port": 0, "pacing": pacing, **own}))  # JSON is YAML
         served = [*command, "verifier", "--config", str(serving)]
         verifier = subprocess.Popen(served, stdout=subprocess.PIPE, text=True)
         try:
@@ -93,16 +117,11 @@ def record() -> str:
             }
             asking.write_text(json.dumps(device))
             asked = [*command, "generate", prompt, "--json", "--config", str(asking), "--draft"]
-            arms = {name: _tokens([*asked, draft]) for name, draft in ARMS.items()}
+            _tokens([*asked, "none"])  # a fresh verifier is slow at first: not counted
+            return {name: _tokens([*asked, draft]) for name, draft in drafts.items()}
         finally:
             verifier.terminate()
             verifier.wait()
-    texts = {"".join(token[1] for token in tokens) for tokens in arms.values()}
-    assert len(texts) == 1, "drafts changed the text; that must never happen in canonical mode"
-    settings = {"rtt_ms": RTT_MS, "pass_ms": PASS_MS, "draft_ms": DRAFT_MS, "prompt_name": PROMPT}
-    about = {"finished_at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
-    content = {**about, "settings": settings, "prompt": prompt, "arms": arms}
-    return json.dumps(content, separators=(",", ":")) + "\n"
 
 
 def _tokens(arguments: Sequence[str]) -> list[tuple[float, str, str]]:
@@ -123,7 +142,7 @@ def draw(path: Path) -> str:
     """The picture of the record at ``path``."""
     content = json.loads(path.read_text(encoding="utf-8"))
     arms = {name: [Token(*token) for token in some] for name, some in content["arms"].items()}
-    slow, fast = arms.values()
+    slow, *_, fast = arms.values()
     caption = list(_caption(content, len(fast), [_each_ms(slow), _each_ms(fast)]))
     return _picture(content["prompt"], arms, caption)
 
@@ -135,69 +154,93 @@ def _each_ms(tokens: Sequence[Token]) -> float:
 def _caption(content: Mapping[str, Any], tokens: int, each_ms: Sequence[float]) -> Iterator[str]:
     settings, machine = content["settings"], content["machine"]
     yield (
-        "green: guessed by the device, and right · red: the guess was wrong, this is the target's"
-        " token · plain: the target alone"
+        "green: guessed by the device, and right · red: its guess was wrong, this is the target's"
+        " token · plain: the server"
     )
     yield (
         f"One text of {tokens} tokens ({settings['prompt_name']} of edgespec bench), in real time"
         f" from its first token; round trip {settings['rtt_ms']:g} ms."
         f" {each_ms[0] / each_ms[1]:.2f} times as fast."
     )
+    on_server = settings.get("server_draft_ms")
     yield (
         f"Bundled pair; a pass is made to take {settings['pass_ms']:g} ms and a draft step"
-        f" {settings['draft_ms']:g} ms. {machine['processor']}, {machine['cpu_count']} CPUs, load"
+        f" {settings['draft_ms']:g} ms" + (f", on the server {on_server:g} ms" if on_server else "")
+    )
+    yield (
+        f"{machine['processor']}, {machine['cpu_count']} CPUs, load"
         f" {machine['load_average']:.1f}; {content['finished_at'][:10]}"
     )
 
 
 def _picture(prompt: str, arms: Mapping[str, Sequence[Token]], caption: Sequence[str]) -> str:
     length_s = max(tokens[-1].at_s for tokens in arms.values()) + PAUSE_S
-    panes = {name: list(_pieces(prompt, tokens)) for name, tokens in arms.items()}
+    first, *between, last = arms
+    panes = {name: list(_pieces(prompt, arms[name])) for name in (first, last)}
     rows = 1 + max(piece.row for pieces in panes.values() for piece in pieces)
     bottom = _TOP + _ROW * rows + 8
-    slow_ms, fast_ms = map(_each_ms, arms.values())
+    slow_ms, fast_ms = _each_ms(arms[first]), _each_ms(arms[last])
     body: list[str] = []
     for number, (name, pieces) in enumerate(panes.items()):
         left = _MARGIN + number * (_PANE + _MARGIN)
         body += _pane(left, bottom, name, arms[name], length_s)
         body += _rows(pieces, left, length_s)
+    for name in between:
+        bottom += _STRIP
+        body += _strip(bottom, name, arms[name], length_s)
     y = bottom + 30
     for line in caption:
         body.append(f'<text class="soft" x="{_MARGIN}" y="{y}">{text(line)}</text>')
         y += _ROW
-    about = (
-        f"The same text twice: plain streaming takes {slow_ms:.1f} ms a token, edgespec"
-        f" {fast_ms:.1f}."
-    )
-    size = (3 * _MARGIN + 2 * _PANE, y)
+    others = "".join(f", {name} {_each_ms(arms[name]):.1f}" for name in between)
+    about = f"The same text: {first} takes {slow_ms:.1f} ms a token{others}, {last} {fast_ms:.1f}."
+    size = (_WIDE, y)
     return picture(size, "One text, with and without drafts", about, _STYLE, body, _COLORS)
+
+
+def _strip(y: float, name: str, tokens: Sequence[Token], length_s: float) -> Iterator[str]:
+    """One line: a name, a bar that grows with the text, and how long it took."""
+    left, wide = _MARGIN + 210, _WIDE - 2 * _MARGIN - 420
+    yield f'<text x="{_MARGIN}" y="{y}">{text(name)}</text>'
+    yield f'<rect x="{left}" y="{y - 8}" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
+    yield _bar(left, y - 8, wide, tokens, length_s)
+    yield _took(_WIDE - _MARGIN, y, tokens, length_s)
+
+
+def _bar(x: float, y: float, wide: float, tokens: Sequence[Token], length_s: float) -> str:
+    widths = {token.at_s: (index + 1) / len(tokens) * wide for index, token in enumerate(tokens)}
+    return (
+        f'<rect x="{x}" y="{y}" width="{wide}" height="6" rx="3" fill="var(--bar)">'
+        f"{_grows(widths, length_s)}</rect>"
+    )
+
+
+def _took(x: float, y: float, tokens: Sequence[Token], length_s: float) -> str:
+    """Shown once it is known."""
+    last = tokens[-1]
+    done = f"{_each_ms(tokens):.1f} ms a token, {last.at_s:.1f} s"
+    return (
+        f'<text class="big" x="{x}" y="{y}" text-anchor="end">{done}'
+        f'<animate attributeName="visibility" values="hidden;visible"'
+        f' keyTimes="0;{last.at_s / length_s:.3f}" calcMode="discrete" dur="{length_s:.2f}s"'
+        ' repeatCount="indefinite"/></text>'
+    )
 
 
 def _pane(
     left: float, bottom: float, name: str, tokens: Sequence[Token], length_s: float
 ) -> Iterator[str]:
     """Name, a bar that grows with the text, and how long it took once that is known."""
-    last, wide = tokens[-1], _PANE - 2 * _MARGIN
+    wide = _PANE - 2 * _MARGIN
     yield (
         f'<rect x="{left}" y="16" width="{_PANE}" height="{bottom - 16}" rx="6"'
         ' fill="var(--panel)" stroke="var(--line)"/>'
     )
     x = left + _MARGIN
     yield f'<text class="h" x="{x}" y="42">{text(name)}</text>'
-    done = f"{_each_ms(tokens):.1f} ms a token, {last.at_s:.1f} s"
-    end = left + _PANE - _MARGIN
-    yield (
-        f'<text class="big" x="{end}" y="42" text-anchor="end">{done}'
-        f'<animate attributeName="visibility" values="hidden;visible"'
-        f' keyTimes="0;{last.at_s / length_s:.3f}" calcMode="discrete" dur="{length_s:.2f}s"'
-        ' repeatCount="indefinite"/></text>'
-    )
+    yield _took(left + _PANE - _MARGIN, 42, tokens, length_s)
     yield f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--line)"/>'
-    widths = {token.at_s: (index + 1) / len(tokens) * wide for index, token in enumerate(tokens)}
-    yield (
-        f'<rect x="{x}" y="54" width="{wide}" height="6" rx="3" fill="var(--bar)">'
-        f"{_grows(widths, length_s)}</rect>"
-    )
+    yield _bar(x, 54, wide, tokens, length_s)
 
 
 def _pieces(prompt: str, tokens: Sequence[Token]) -> Iterator[Piece]:

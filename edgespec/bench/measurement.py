@@ -155,6 +155,7 @@ class Cell:
             "wasted_nodes": self._sum(lambda m: m.counters.wasted),
             "wasted_nodes_per_token": _ratio(self._sum(lambda m: m.counters.wasted), committed),
             "pass_ms_mean": _ratio(1e3 * sum(m.counters.verify_s for m in done), passes),
+            "server_ms_per_token": _ratio(1e3 * sum(m.counters.verify_s for m in done), committed),
             **self._bytes(committed),
             "reconnects": self._sum(lambda m: m.counters.reconnects),
             "mismatches": sum(mismatch_count(m.tokens, reference) for m, reference in pairs),
@@ -203,15 +204,39 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     """One row an arm and RTT, in order of first appearance: medians over the repeats, the sum of
     the mismatches, ``spread`` (lowest and highest repeat), and over the texts ``tpot_ms_mean`` and
     ``speedup`` (target-only's mean over the arm's own) with an ``interval`` of 95 % each."""
-    groups: dict[tuple[object, object], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["arm"], row["rtt_ms"]), []).append(row)
+    groups = _grouped(rows)
     texts = {key: _by_text(group) for key, group in groups.items()}
     summary = []
     for (arm, rtt_ms), group in groups.items():
         own, plain = texts[arm, rtt_ms], texts.get((Arm.TARGET_ONLY.value, rtt_ms), {})
         summary.append({**_summary(group), **_over_texts(own, plain)})
     return summary
+
+
+def beside(rows: Sequence[Row]) -> list[Row]:
+    """How ``both`` does beside each end alone: one row an RTT and end, with the ratio of the mean
+    times per token over the texts and its ``interval`` of 95 %."""
+    texts = {key: _by_text(group) for key, group in _grouped(rows).items()}
+    found: list[Row] = []
+    for (arm, rtt_ms), both in texts.items():
+        for end in (Arm.SERVER_DRAFT, Arm.EDGESPEC) if arm == Arm.BOTH.value else ():
+            alone = texts.get((end.value, rtt_ms), {})
+            same = [number for number in both if alone.get(number)]
+            if same:
+                upper, lower = [both[one] for one in same], [alone[one] for one in same]
+                ratio, interval = fmean(upper) / fmean(lower), ratio_interval(upper, lower)
+                found.append(
+                    {"rtt_ms": rtt_ms, "to": end.value, "ratio": ratio, "interval": list(interval)}
+                )
+    return found
+
+
+def _grouped(rows: Sequence[Row]) -> dict[tuple[object, object], list[Row]]:
+    """By arm and RTT, in order of first appearance."""
+    groups: dict[tuple[object, object], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["arm"], row["rtt_ms"]), []).append(row)
+    return groups
 
 
 def _by_text(group: Sequence[Row]) -> dict[int, float]:

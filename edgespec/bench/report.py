@@ -25,7 +25,7 @@ from rich.table import Table
 
 from edgespec import __version__
 from edgespec.bench.arms import Arm
-from edgespec.bench.measurement import GammaCost, Row, numbers, summarise
+from edgespec.bench.measurement import GammaCost, Row, beside, numbers, summarise
 from edgespec.bench.prompts import Workload
 from edgespec.bench.runner import BenchSettings
 from edgespec.config.files import replace_file
@@ -35,7 +35,7 @@ from edgespec.telemetry.match_tape import MatchTape
 _PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
 _COLUMNS = (
     *("TPOT ms", "p95", "TTFT ms", "speed"),
-    *("tok/pass", "accept", "wasted", "B up", "B down", "differ"),
+    *("tok/pass", "server ms", "accept", "wasted", "B up", "B down", "differ"),
 )
 
 # What a stream and its messages may add to an emulated pass.
@@ -48,6 +48,8 @@ class Subject:
 
     model: str
     draft: str
+    server_draft: str
+    """Of the verifier; empty: it has none."""
     target_name: str
     draft_name: str
     prompts: str
@@ -86,6 +88,7 @@ def document(
         },
         "results": list(rows),
         "summary": summarise(rows),
+        "beside": beside(rows),
     }
     if interrupted:
         result["interrupted"] = True
@@ -102,8 +105,9 @@ def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
     """One line an RTT and arm: TPOT and speed as means over the texts with intervals of 95 %, the
     others as medians over the repeats.
 
-    ``wasted`` is nodes a token, ``B up`` bytes a drafted token, ``B down`` bytes a committed one,
-    ``differ`` the mismatches.
+    ``server ms`` is time of the verifier a token, its own draft steps included, ``wasted`` nodes a
+    token, ``B up`` bytes a drafted token, ``B down`` bytes a committed one, ``differ`` the
+    mismatches.
     """
     title = f"time per token by round-trip time ({settings.timing})"
     table = Table(title=title, title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -129,10 +133,18 @@ def footer(content: Mapping[str, object]) -> Iterator[str]:
     if settings["vanilla_gamma"]:
         gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
         yield f"draft length of vanilla: {gammas}"
+    yield from _beside(content["beside"])
+    if own := content.get("server_drafts"):
+        assert isinstance(own, dict)
+        step_ms = own["model_us"] / 1e3 / max(1, own["model_steps"])
+        right = f"{own['model_accepted']} of {own['model_nodes']}"
+        yield f"the server's own drafts: {right} right, {step_ms:.2f} ms a step"
     prompts = _counted(len(settings["prompt_names"]), "prompt")
+    own = settings["server_draft"]
+    on_server = f", on the server {own}" if own else ""
     yield (
         f"target {settings['target_name'] or settings['model']}, draft "
-        f"{settings['draft_name'] or settings['draft']}; {prompts},"
+        f"{settings['draft_name'] or settings['draft']}{on_server}; {prompts},"
         f" {settings['max_tokens']} tokens, temperature {settings['temperature']:g},"
         f" seed {settings['seed']}, {_counted(settings['repeats'], 'repeat')}; {settings['timing']}"
     )
@@ -147,6 +159,18 @@ def footer(content: Mapping[str, object]) -> Iterator[str]:
     yield f"command: {content['command']}"
 
 
+def _beside(ratios: object) -> Iterator[str]:
+    """A line an end: the time per token of ``both`` over that of the end alone, at each RTT."""
+    assert isinstance(ratios, list)
+    for end in dict.fromkeys(row["to"] for row in ratios):
+        values = [
+            f"{_between(row, 'ratio', 2)} at {row['rtt_ms']:g} ms"
+            for row in sorted(ratios, key=lambda row: float(row["rtt_ms"]))
+            if row["to"] == end
+        ]
+        yield f"time per token, both over {end}: {', '.join(values)}"
+
+
 def _late(pass_ms: float, summary: object) -> str | None:
     """A line where plain streaming was slower than the emulated passes: the machine's own time is
     in all rows then, and hides a part of what drafts save."""
@@ -158,7 +182,7 @@ def _late(pass_ms: float, summary: object) -> str | None:
     return (
         f"late: with passes of {pass_ms:g} ms target-only took up to {slowest:.1f} ms a token; this"
         f" machine is too slow or too busy for them. Twice all times shows more: --pass-ms"
-        f" {2 * pass_ms:g}, --draft-ms and --rtt-ms likewise"
+        f" {2 * pass_ms:g}, and the other times likewise"
     )
 
 
@@ -215,6 +239,7 @@ def _cells(row: Row, *, first: bool) -> list[str]:
         _number(row["ttft_ms_p50"], 0),
         _between(row, "speedup", 2),
         _number(row["tokens_per_pass"], 2),
+        _number(row["server_ms_per_token"], 1),
         _number(row["acceptance"], 2) if row["drafted_nodes"] else "-",
         _number(row["wasted_nodes_per_token"], 2),
         _number(row["up_bytes_per_token"], 1) if row["drafted_nodes"] else "-",
@@ -225,10 +250,12 @@ def _cells(row: Row, *, first: bool) -> list[str]:
 
 def _between(row: Row, name: str, digits: int) -> str:
     interval = row["interval"]
-    assert isinstance(interval, dict)
-    if name not in interval:
-        return "-"
-    low, high = interval[name]
+    if isinstance(interval, dict):
+        if name not in interval:
+            return "-"
+        interval = interval[name]
+    assert isinstance(interval, list)
+    low, high = interval
     return f"{_number(row[name], digits)} ({low:.{digits}f}-{high:.{digits}f})"
 
 

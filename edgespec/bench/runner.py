@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from edgespec.bench.arms import DEVICE_ARMS, Arm, arm_settings
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import (
     GAMMAS,
     PROMPT_COUNT,
@@ -44,7 +44,7 @@ MAX_PACE_MS = 60_000.0
 class BenchSettings:
     """Raises ``ValueError`` naming the setting, the value and the limit."""
 
-    arms: tuple[Arm, ...] = DEVICE_ARMS
+    arms: tuple[Arm, ...] = tuple(Arm)
     rtts_ms: tuple[float, ...] = (2.0, 20.0, 50.0, 100.0, 200.0)
     repeats: int = 1
     prompt_limit: int = 9
@@ -56,6 +56,8 @@ class BenchSettings:
     """Emulated time of a target pass; 0 is as fast as the machine goes."""
     draft_ms: float = 8.0
     """The same for a draft step."""
+    server_draft_ms: float = 2.5
+    """The same for a step of the verifier's own draft model."""
 
     def __post_init__(self) -> None:
         for rtt_ms in self.rtts_ms:
@@ -65,6 +67,7 @@ class BenchSettings:
         bounded("max-tokens", self.max_tokens, 2, 1 << 20)
         bounded("pass-ms", self.pass_ms, 0.0, MAX_PACE_MS)
         bounded("draft-ms", self.draft_ms, 0.0, MAX_PACE_MS)
+        bounded("server-draft-ms", self.server_draft_ms, 0.0, MAX_PACE_MS)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -74,13 +77,21 @@ class BenchSettings:
 
     @property
     def emulated(self) -> bool:
-        return self.pass_ms > 0 or self.draft_ms > 0
+        on_server = self.server_draft_ms if self.drafts_on_server else 0.0
+        return self.pass_ms > 0 or self.draft_ms > 0 or on_server > 0
+
+    @property
+    def drafts_on_server(self) -> bool:
+        return any(arm.on_server for arm in self.arms)
 
     @property
     def timing(self) -> str:
         """What the times of a result are times of; belongs beside every one of them."""
         passes = f"target {self.pass_ms:g} ms a pass" if self.pass_ms else "target as fast as it is"
         steps = f"draft {self.draft_ms:g} ms a step" if self.draft_ms else "draft as fast as it is"
+        if self.drafts_on_server:
+            step_ms = self.server_draft_ms
+            steps += f", on the server {step_ms:g} ms" if step_ms else ", on the server as it is"
         return f"{'emulated' if self.emulated else 'real'} pass time: {passes}, {steps}"
 
 
@@ -114,11 +125,11 @@ def rotated(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
 
 
 def _arm(name: str) -> Arm:
-    for arm in DEVICE_ARMS:
-        if arm.value == name:
-            return arm
-    known = ", ".join(arm.value for arm in DEVICE_ARMS)
-    raise ValueError(f"arm {name!r} is unknown; there are {known}")
+    try:
+        return Arm(name)
+    except ValueError:
+        known = ", ".join(arm.value for arm in Arm)
+        raise ValueError(f"arm {name!r} is unknown; there are {known}") from None
 
 
 def _distinct(what: str, names: Sequence[str]) -> None:
@@ -141,9 +152,9 @@ class Station:
 
 
 class OpenStation(Protocol):
-    """Makes a station; the runner closes its agent."""
+    """Makes a station of an arm; the runner closes its agent."""
 
-    def __call__(self, options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station: ...
+    def __call__(self, arm: Arm, options: AgentOptions, *, rtt_ms: float) -> Station: ...
 
 
 class Progress(Protocol):
@@ -217,7 +228,8 @@ class BenchRunner:
 
     async def _collect_references(self) -> None:
         self._progress.say("reference: target-only, no link")
-        station = self._open_station(arm_options(Arm.TARGET_ONLY), drafts=False, rtt_ms=0.0)
+        arm = Arm.TARGET_ONLY
+        station = self._open_station(arm, arm_options(arm), rtt_ms=0.0)
         async with station.agent as agent:
             references = []
             for prompt in self._workload.prompts:
@@ -236,7 +248,7 @@ class BenchRunner:
     async def _try_gamma(self, gamma: int) -> None:
         options = arm_options(Arm.VANILLA, gamma)
         measurements = []
-        station = self._open_station(options, drafts=True, rtt_ms=0.0)
+        station = self._open_station(Arm.VANILLA, options, rtt_ms=0.0)
         async with station.agent as agent:
             for prompt in self._workload.prompts[:PROMPT_COUNT]:
                 measurements.append(await self._measure(agent, prompt))
@@ -246,7 +258,7 @@ class BenchRunner:
 
     def _station(self, arm: Arm, rtt_ms: float) -> Station:
         options = arm_options(arm, self.vanilla_gammas.get(rtt_ms))
-        return self._open_station(options, drafts=arm.drafts, rtt_ms=rtt_ms)
+        return self._open_station(arm, options, rtt_ms=rtt_ms)
 
     async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:
         """Connect the channel, touch the models: not counted."""

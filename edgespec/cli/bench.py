@@ -7,10 +7,11 @@ gRPC between them, for the bench with the delays of each round-trip time in turn
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from edgespec.bench.arms import DEVICE_ARMS
+from edgespec.bench.arms import DEVICE_ARMS, Arm
 from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.profile_fit import (
     fit_errors,
@@ -61,6 +62,7 @@ from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
 from edgespec.core.ports import Drafter, ModelInfo
+from edgespec.core.protocol.messages import DraftTotals, VerifierInfo
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
 from edgespec.device.build import (
     LOOKUP,
@@ -73,13 +75,15 @@ from edgespec.device.build import (
     text_tables,
     tokenizer_reference,
 )
+from edgespec.models.folders import BUNDLED
+from edgespec.models.toy import TOY
 from edgespec.telemetry.match_tape import write_tape
 from edgespec.telemetry.trace import TraceFile
 from edgespec.wire.shaped import ShapedTransport, TrafficMeter
 
 DEFAULTS = BenchSettings()
 QUICK = replace(DEFAULTS, rtts_ms=(20.0, 100.0), repeats=2, prompt_limit=3, max_tokens=32)
-ALL_ARMS = ",".join(arm.value for arm in DEVICE_ARMS)
+_ARM_NAMES = ", ".join(arm.value for arm in Arm)
 _RTTS = ",".join(f"{rtt_ms:g}" for rtt_ms in DEFAULTS.rtts_ms)
 # What the wire takes by default, whatever the context.
 _MAX_PROMPT_TOKENS = 32_768
@@ -92,7 +96,7 @@ def _option(panel: str, text: str, *names: str, default: object = None, **more: 
     return option(text + shown, *names, panel=panel, **more)
 
 
-_ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...")
+_ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...", default=_ARM_NAMES)
 _RTTS_MS = _option(_WHAT, "Round trips of the link", "--rtt-ms", metavar="MS,MS,...", default=_RTTS)
 _REPEATS = _option(_WHAT, "How many times to measure everything", default=DEFAULTS.repeats)
 _QUICK = _option(_WHAT, "Two minutes: less of everything", "--quick")
@@ -102,6 +106,12 @@ _TAPE = _option(
 )
 _MODEL = _option(_TEXT, "Target, as of a verifier", envvar="EDGESPEC_MODEL")
 _DRAFT = _option(_TEXT, "Draft, as of a device", envvar="EDGESPEC_DRAFT")
+_SERVER_DRAFT = _option(
+    _TEXT,
+    "Draft of the verifier, as its --draft; empty: no arm in which the server drafts",
+    metavar="MODEL",
+    default="bundled or toy as --draft is, else empty",
+)
 _PROMPTS = _option(
     _TEXT,
     "Built-in prompts of some 30 tokens or of 400 to 500, or a file of your own",
@@ -118,15 +128,19 @@ _DRAFT_MS = _option(
     "A draft step; 0: as fast as the machine goes",
     default=f"{DEFAULTS.draft_ms:g}; with --draft lookup 0",
 )
+_SERVER_DRAFT_MS = _option(
+    _TIMES, "A draft step on the server; 0: as fast as the machine goes", "--server-draft-ms"
+)
 
 
 def bench(
-    arms: Annotated[str, _ARMS] = ALL_ARMS,
+    arms: Annotated[str | None, _ARMS] = None,
     rtt_ms: Annotated[str | None, _RTTS_MS] = None,
     json: Annotated[Path | None, _JSON] = None,
     tape: Annotated[Path | None, _TAPE] = None,
     model: Annotated[str, _MODEL] = "bundled",
     draft: Annotated[str, _DRAFT] = "bundled",
+    server_draft: Annotated[str | None, _SERVER_DRAFT] = None,
     prompts: Annotated[str, _PROMPTS] = "short",
     limit: Annotated[int | None, _LIMIT] = None,
     chat: Annotated[bool, _CHAT] = False,
@@ -136,21 +150,25 @@ def bench(
     seed: Annotated[int, _SEED] = DEFAULTS.seed,
     pass_ms: Annotated[float, _PASS_MS] = DEFAULTS.pass_ms,
     draft_ms: Annotated[float | None, _DRAFT_MS] = None,
+    server_draft_ms: Annotated[float, _SERVER_DRAFT_MS] = DEFAULTS.server_draft_ms,
     quick: Annotated[bool, _QUICK] = False,
 ) -> None:
-    """Compare target-only streaming, split decoding and edgespec at several round-trip times.
+    """Compare target-only streaming, split decoding, a server that drafts itself (server-draft),
+    a device that does (edgespec), and both, at several round-trip times.
 
     All arms run the same code, link, models and prompts, in turns, and must give the same tokens.
     By default the times of passes and draft steps are emulated; the tokens are real.
     """
     if draft_ms is None:  # no emulated model stands behind what is looked up
         draft_ms = 0.0 if draft == LOOKUP else DEFAULTS.draft_ms
+    if server_draft is None:  # what a device drafts with may be a graph without weights
+        server_draft = draft if draft in (BUNDLED, TOY) else ""
     with reported():
         base = QUICK if quick else DEFAULTS
         try:
             settings = replace(
                 base,
-                arms=parse_arms(arms),
+                arms=_arms(arms, server_draft),
                 rtts_ms=base.rtts_ms if rtt_ms is None else parse_rtts_ms(rtt_ms),
                 repeats=base.repeats if repeats is None else repeats,
                 prompt_limit=base.prompt_limit if limit is None else limit,
@@ -159,14 +177,25 @@ def bench(
                 seed=seed,
                 pass_ms=pass_ms,
                 draft_ms=draft_ms,
+                server_draft_ms=server_draft_ms,
             )
             for option, path in (("json", json), ("record-tape", tape)):
                 _check_output(option, path)
-            whole = _Bench(settings, model, draft, prompts, chat, tape)
+            whole = _Bench(settings, model, draft, server_draft, prompts, chat, tape)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if status := whole.execute(json):
             raise typer.Exit(status)
+
+
+def _arms(asked: str | None, server_draft: str) -> tuple[Arm, ...]:
+    """Raises ``ValueError`` for those that the server would need a draft for."""
+    if asked is None:
+        return tuple(Arm) if server_draft else DEVICE_ARMS
+    arms = parse_arms(asked)
+    if not server_draft and (there := [arm.value for arm in arms if arm.on_server]):
+        raise ValueError(f"arms names {', '.join(there)}, which needs --server-draft MODEL")
+    return arms
 
 
 def _check_output(option: str, path: Path | None) -> None:
@@ -189,6 +218,7 @@ class _Bench:
         settings: BenchSettings,
         model: str,
         draft: str,
+        server_draft: str,
         prompts: str,
         chat: bool,
         tape_path: Path | None,
@@ -197,9 +227,11 @@ class _Bench:
         self._stderr = Console(stderr=True)
         self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
         self._prompts = _prompts(prompts)
-        self._subject = Subject(model, draft, "", "", _BUILT_IN_NAMES.get(prompts, prompts), chat)
+        named = _BUILT_IN_NAMES.get(prompts, prompts)
+        self._subject = Subject(model, draft, server_draft, "", "", named, chat)
         self._workload: Workload | None = None
         self._runner: BenchRunner | None = None
+        self._drafts: DraftTotals | None = None
 
     def execute(self, path: Path | None) -> int:
         """Run, print, write; the exit status."""
@@ -229,26 +261,27 @@ class _Bench:
         self, drafter: Drafter | None, tokenizer: PromptTokenizer, progress: BenchProgress
     ) -> None:
         settings = self._settings
-        pass_ms = f"{settings.pass_ms:g}"
-        arguments = ["--model", self._subject.model, "--pass-ms", pass_ms, PLAIN_STREAMING]
-        async with verifier_process(arguments) as (address, _):
-            info = await served(address)
+        async with self._verifiers() as (plain, drafting):
+            info = (await told_by(plain)).model
             self._workload = workload = self._choose(info, tokenizer)
             name = "" if drafter is None else drafter.info.name
             self._subject = replace(self._subject, target_name=info.name, draft_name=name)
 
-            def station(options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station:
+            def station(arm: Arm, options: AgentOptions, *, rtt_ms: float) -> Station:
                 meter = TrafficMeter()
                 up, down = link_models(LinkSection(rtt_ms=rtt_ms))
                 # Also without delay: all arms and links go through the same code.
+                address = drafting if arm.on_server else plain
                 transport = ShapedTransport(connect(address), up, down, meter=meter)
-                lent = None if drafter is None or not drafts else LentDrafter(drafter)
+                lent = LentDrafter(drafter) if drafter is not None and arm.drafts else None
                 encode, stream = tokenizer.encode, tokenizer.stream
                 options = replace(options, text=text_tables(self._config))
                 return Station(Agent(transport, lent, encode, stream, options), meter)
 
             self._runner = runner = BenchRunner(settings, workload, station, progress)
             await runner.run()
+            if drafting:
+                self._drafts = (await told_by(drafting)).drafts
             if self._tape_path is not None and drafter is not None:
                 about = tape_about(settings.sampling, self._subject.prompts)
                 texts, sampling = runner.references, settings.sampling
@@ -257,6 +290,21 @@ class _Bench:
                 )
                 write_tape(tape, self._tape_path)
                 self._say(tape_report(tape, runner.rows))
+
+    @contextlib.asynccontextmanager
+    async def _verifiers(self) -> AsyncIterator[tuple[str, str]]:
+        """Two of the same model; the second, whose address is empty if no arm needs it, drafts."""
+        settings, subject = self._settings, self._subject
+        pass_ms = f"{settings.pass_ms:g}"
+        arguments = ["--model", subject.model, "--pass-ms", pass_ms, PLAIN_STREAMING]
+        async with contextlib.AsyncExitStack() as stack:
+            plain, _ = await stack.enter_async_context(verifier_process(arguments))
+            drafting = ""
+            if settings.drafts_on_server:
+                step = f"--set=pacing.draft_ms={settings.server_draft_ms:g}"
+                arguments += ["--draft", subject.server_draft, step]
+                drafting, _ = await stack.enter_async_context(verifier_process(arguments))
+            yield plain, drafting
 
     def _choose(self, info: ModelInfo, tokenizer: PromptTokenizer) -> Workload:
         chat = self._subject.chat
@@ -292,11 +340,13 @@ class _Bench:
             runner.gamma_costs if runner else {},
             interrupted=interrupted,
         )
+        if self._drafts is not None:
+            content["server_drafts"] = asdict(self._drafts)
         if failure is not None:
             content["failure"] = failure
         if path is not None:
             write_json(path, content)
-        stdout = Console(width=None if sys.stdout.isatty() else 120)
+        stdout = Console(width=None if sys.stdout.isatty() else 140)
         if rows:
             stdout.print(summary_table(self._settings, rows))
         for line in footer(content):
@@ -313,11 +363,11 @@ class _Bench:
         self._stderr.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-async def served(address: str) -> ModelInfo:
-    """What the verifier there serves."""
+async def told_by(address: str) -> VerifierInfo:
+    """What the verifier there says of itself."""
     transport = connect(address)
     try:
-        return (await transport.info()).model
+        return await transport.info()
     finally:
         await transport.close()
 
@@ -395,7 +445,7 @@ async def _measure_costs(
                 encode, stream = tokenizer.encode, tokenizer.stream
                 return Agent(transport, lent, encode, stream, options, tracer=tracer)
 
-            context_length = (await served(address)).context_length
+            context_length = (await told_by(address)).model.context_length
             fits = min(context_length, drafter.info.context_length)
             await run_workloads(plan, text, fits, open_agent, progress)
 

@@ -52,7 +52,7 @@ def bench(milliseconds: dict[Arm, list[float]], rtts_ms: tuple[float, ...]) -> d
         for repeat in range(2)
     ]
     settings = replace(BenchSettings(), rtts_ms=rtts_ms, repeats=2)
-    subject = Subject("bundled", "bundled", f"big {EVIL}", "small", "built-in", False)
+    subject = Subject("bundled", "bundled", "bundled", f"big {EVIL}", "small", "built-in", False)
     workload = Workload(("story",), ((1, 2),), frozenset())
     argv = ("edgespec", "bench", "--json", f"{EVIL}.json")
     return document(argv, settings, subject, workload, rows, {20.0: 4}, {}, interrupted=False)
@@ -100,6 +100,20 @@ def test_a_race_shows_each_token_when_it_came(tmp_path: Path) -> None:
     assert [row["keyTimes"] for row in rows] == ["0;.031;.062", "0;.031"]
 
 
+def test_arms_between_the_first_and_the_last_are_a_bar_each(tmp_path: Path) -> None:
+    found = race()
+    slow, fast = found["arms"].values()
+    found["settings"]["server_draft_ms"] = 2.5
+    found["arms"] = {"plain": slow, "device": fast, "server": slow, "both": fast}
+    svg = draw_race.draw(write(tmp_path / "r.json", found))
+    texts = drawn(svg)
+    assert texts.count("50.0 ms a token, 0.1 s") == texts.count("100.0 ms a token, 0.2 s") == 2
+    assert {"plain", "device", "server", "both"} <= set(texts)
+    assert "on the server 2.5 ms" in " ".join(texts)
+    about = ElementTree.fromstring(svg).findtext(f"{SVG}desc") or ""
+    assert "plain takes 100.0 ms a token, device 50.0, server 100.0, both 50.0" in about
+
+
 def test_whatever_a_model_wrote_is_only_text(tmp_path: Path) -> None:
     assert EVIL + " one" in drawn(draw_race.draw(write(tmp_path / "r.json", race(EVIL))))
     assert text("\x00\x1b\x07") == "\N{REPLACEMENT CHARACTER}" * 3
@@ -118,12 +132,20 @@ def test_a_bench_is_drawn_from_its_file_alone(tmp_path: Path) -> None:
     # 26 / 12 and 28 / 14: the means of two texts.
     assert [one for one in texts if one.endswith("×")] == ["2.17×", "2.00×"]
     about = ElementTree.fromstring(svg).findtext(f"{SVG}desc") or ""
-    assert "edgespec: 12.0 at 20, 14.0 at 100" in about
+    assert "edgespec, device alone: 12.0 at 20, 14.0 at 100" in about
     caption = " ".join(texts)
     assert "1 prompt of 96 tokens and 2 repeats" in caption
     assert "differ from the target's own: 0 of 384" in caption
     assert "Draft length of stop-and-wait: 4 at 20 ms" in caption
     assert "edgespec bench --json" in caption
+
+
+def test_where_both_ends_draft_that_curve_has_the_speeds(tmp_path: Path) -> None:
+    arms = {Arm.TARGET_ONLY: [25.0], Arm.EDGESPEC: [11.0], Arm.SERVER_DRAFT: [8.0]}
+    svg = draw_bench.draw(write(tmp_path / "b.json", bench({**arms, Arm.BOTH: [7.0]}, (20.0,))))
+    texts = drawn(svg)
+    assert {"the server alone", "edgespec, both"} <= set(texts)
+    assert [one for one in texts if one.endswith("×")] == ["3.25×"]  # 26 / 8
 
 
 # --- the command, and what is committed -----------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.bench.arms import DEVICE_ARMS, Arm
+from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import (
     GAMMAS,
     Cell,
@@ -22,6 +22,7 @@ from edgespec.bench.measurement import (
     LentDrafter,
     Measurement,
     Row,
+    beside,
     gamma_cost,
     summarise,
 )
@@ -47,6 +48,7 @@ from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
@@ -54,7 +56,7 @@ from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.cost_profile import read_profile
 from edgespec.telemetry.match_tape import read_tape, walk_along
 from edgespec.verifier.daemon import Verifier
-from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from edgespec.wire.shaped import TrafficMeter
 from tests.present import present
 from tests.shell.live_verifier import call
@@ -141,6 +143,20 @@ def test_speeds_are_of_means_over_the_texts() -> None:
     assert (nothing["tpot_ms_mean"], nothing["interval"]) == (None, {})
 
 
+def test_both_ends_stand_beside_each_alone() -> None:
+    """The same two texts; a text that only one of the arms came to has no part."""
+
+    def row(arm: Arm, *tpots_ms: float | None) -> dict[str, object]:
+        return {**cell(arm).row(), "tpots_ms": list(tpots_ms)}
+
+    rows = [row(Arm.SERVER_DRAFT, 10.0, 20.0, 9.0), row(Arm.BOTH, 8.0, 22.0, None)]
+    assert beside(rows) == [
+        {"rtt_ms": 20.0, "to": "server-draft", "ratio": 1.0, "interval": [0.8, 1.1]}
+    ]
+    assert [one["to"] for one in beside([*rows, row(Arm.EDGESPEC, 8.0)])][1:] == ["edgespec"]
+    assert beside([row(Arm.EDGESPEC, 8.0), row(Arm.SERVER_DRAFT, 8.0)]) == []
+
+
 def test_a_draft_length_costs_its_requests_rounds() -> None:
     cost = present(gamma_cost([ONE, TWO]))
     assert (cost.rounds, cost.tokens) == (3, 4)
@@ -173,6 +189,7 @@ def test_lists_are_read_or_refused() -> None:
         ({"max_tokens": 1}, r"max-tokens is 1, but must be in \[2"),
         ({"pass_ms": 1e9}, r"pass-ms is 1000000000.0, but must be in \[0.0, 60000.0\]"),
         ({"draft_ms": -0.5}, "draft-ms is -0.5"),
+        ({"server_draft_ms": -1.0}, "server-draft-ms is -1"),
     ],
 )
 def test_settings_name_what_is_wrong(changes: dict[str, object], said: str) -> None:
@@ -181,7 +198,7 @@ def test_settings_name_what_is_wrong(changes: dict[str, object], said: str) -> N
 
 
 def test_the_document_is_complete_json(tmp_path: Path) -> None:
-    subject = Subject("bundled", "bundled", "t", "d", "built-in", False)
+    subject = Subject("bundled", "bundled", "bundled", "t", "d", "built-in", False)
     workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
     rows = [cell().row()]
     argv, costs = ("edgespec", "bench", "--json", "my file"), {4: GammaCost(1.5, 20, 60)}
@@ -303,18 +320,20 @@ class Table:
 
     def __init__(self, wrong_rtt_ms: float = -1.0) -> None:
         self.drafter = ToyDrafter(MODEL.perturbed(0.3), replace(toy_info(MODEL), vocabulary="toy"))
-        self.opened: list[tuple[AgentOptions, bool, float]] = []
+        self.opened: list[tuple[Arm, AgentOptions, float]] = []
         self.verifiers: list[Verifier] = []
         self._wrong_rtt_ms = wrong_rtt_ms
 
-    def __call__(self, options: AgentOptions, *, drafts: bool, rtt_ms: float) -> Station:
-        self.opened.append((options, drafts, rtt_ms))
+    def __call__(self, arm: Arm, options: AgentOptions, *, rtt_ms: float) -> Station:
+        self.opened.append((arm, options, rtt_ms))
         model = replace(MODEL, seed=9) if rtt_ms == self._wrong_rtt_ms else MODEL
-        verifier = Verifier(ToyTarget(model), Limits())
+        own = ToyServerDrafter(MODEL.perturbed(0.3), toy_info(MODEL)) if arm.on_server else None
+        limits = EngineLimits(server_drafts=False, drafter=arm.on_server)
+        verifier = Verifier(ToyTarget(model), Limits(), limits, drafter=own)
         self.verifiers.append(verifier)
         meter = TrafficMeter()
         transport = LoopbackTransport(verifier.serve, lambda: verifier.info, meter=meter)
-        drafter = LentDrafter(self.drafter) if drafts else None
+        drafter = LentDrafter(self.drafter) if arm.drafts else None
         tokenizer = ToyTokenizer()
         return Station(
             Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options), meter
@@ -345,10 +364,7 @@ async def test_every_arm_gives_the_targets_own_tokens() -> None:
     runner = await run(SETTINGS, Table(), progress)
     assert progress.left == 0
     expected = [
-        (repeat, rtt_ms, arm.value)
-        for repeat in (0, 1)
-        for rtt_ms in (0.0, 5.0)
-        for arm in DEVICE_ARMS
+        (repeat, rtt_ms, arm.value) for repeat in (0, 1) for rtt_ms in (0.0, 5.0) for arm in Arm
     ]
     assert [where(row) for row in runner.rows] == expected
     assert [row["mismatches"] for row in runner.rows] == [0] * len(expected)
@@ -356,10 +372,10 @@ async def test_every_arm_gives_the_targets_own_tokens() -> None:
     for row in runner.rows:
         assert row["requests"] == 3
         assert isinstance(row["tpot_ms_p50"], float)
-        if row["arm"] == "target-only":
+        if row["arm"] in ("target-only", "server-draft"):
             assert row["drafted_nodes"] == 0, row
-            assert row["tokens_per_pass"] == 1.0
-        elif row["arm"] != "edgespec" and row["rtt_ms"]:
+            assert row["tokens_per_pass"] == 1.0 or row["arm"] == "server-draft"
+        elif row["arm"] not in ("edgespec", "both") and row["rtt_ms"]:
             # Passes of no time make rows dear: only who would wait for a link is sure to draft.
             assert row["drafted_nodes"] != 0, row
 
@@ -369,7 +385,7 @@ async def test_stop_and_wait_runs_at_its_best_draft_length() -> None:
     runner = await run(replace(SETTINGS, repeats=1, arms=(Arm.VANILLA,)), table)
     assert set(runner.gamma_costs) == set(GAMMAS)
     assert set(runner.vanilla_gammas) == {0.0, 5.0}
-    measured = [options for options, _, rtt_ms in table.opened if rtt_ms == 5.0]
+    measured = [options for _, options, rtt_ms in table.opened if rtt_ms == 5.0]
     assert [getattr(options.policy, "gamma", None) for options in measured] == [
         runner.vanilla_gammas[5.0]
     ]
@@ -417,13 +433,19 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     done = call("bench", *TOY, *files, *size, "--pass-ms", 1, "--draft-ms", 0)
     assert done.exit_code == 0, done.output
     result = json.loads(out.read_text(encoding="utf-8"))
-    assert [row["mismatches"] for row in result["results"]] == [0] * 10
-    assert len(result["summary"]) == 10
+    assert [row["mismatches"] for row in result["results"]] == [0] * 14
+    assert len(result["summary"]) == 14
+    assert [(row["rtt_ms"], row["to"]) for row in result["beside"]] == [
+        (rtt_ms, end) for rtt_ms in (0, 1) for end in ("server-draft", "edgespec")
+    ]
     assert result["settings"]["prompt_names"] == ["prompts.jsonl:1", "prompts.jsonl:2"]
     assert "interrupted" not in result
     for said in ("emulated pass time", "those of target-only", "command:", "vanilla"):
         assert said in done.stdout
     assert "repeat 1 of 1, RTT 1 ms" in done.stderr
+    assert result["server_drafts"]["model_steps"] > 0
+    assert "both over server-draft: " in done.stdout
+    assert "the server's own drafts: " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -434,6 +456,7 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
         (("--prompts", "absent.jsonl"), 2, "absent.jsonl: no such file"),
         (("--json", ROOT), 2, "which is a folder"),
         (("--draft", "none"), 1, "target-only is the only arm there is"),
+        (("--arms", "both", "--server-draft", ""), 2, "arms names both, which needs --server-dr"),
         (
             ("--arms", "target-only", "--draft", "none", "--record-tape", "/nowhere"),
             1,
