@@ -289,7 +289,7 @@ def test_a_round_stops_near_the_best_length(rate: float, sessions: int) -> None:
     """Of guesses whose confidence says nothing; a little too soon, for those that miss."""
     chances = GuessChances()
     starts = tuple(
-        od.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, chances, 1.0)
+        od.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, 1, chances, 1.0)
         for n in range(sessions)
     )
     times = od.RoundTimes(0.025, 0.0025, 0.0, 1e-4, 512)

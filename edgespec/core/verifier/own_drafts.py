@@ -21,6 +21,9 @@ step, so the first step that does not pay ends the round. One session, passes of
 of a token. After seven steps it is 5.3 tokens in 42.5 ms: the next has to bring 0.41, and 0.88**8
 is 0.36.
 
+A prompt is read if the guesses behind it repay its rows within ``PAID_BACK_IN`` passes: on a full
+verifier, whose passes go to prompts, they do not.
+
 Chances come from what was counted (``estimators.GuessChances``): of a guess that is not made yet,
 how often this session's guesses were right; once it is made, how often guesses of that confidence
 were. They are kept for greedy and sampled texts apart, for all sessions together, and a session's
@@ -54,6 +57,8 @@ PROMPT_SHARE: Final = 0.25
 """Of the time of a pass, what a round spends on prompts, once the time of a row is known; at most
 ``MOST_PROMPT_ROWS``."""
 MOST_PROMPT_ROWS: Final = 4096
+PAID_BACK_IN: Final = 32
+"""Passes within which the guesses behind a prompt have to repay its feeding."""
 PROBE_EVERY: Final = 64
 FIRST_RATE: Final = 0.7
 """Guesses are taken to be right so often until some were judged, and so few trials count as much:
@@ -126,6 +131,7 @@ class ChainRecord:
             reach=(reaches[at - 1] if at else 1.0) * (1.0 - self._covered.get(0.0)),
             rate=rate,
             most=length,
+            missing=len(feed),
             chances=self._everybodys.by_confidence,
             expected=1.0 + sum(reaches),
         )
@@ -208,6 +214,8 @@ class ChainStart:
     """The chance that a guess behind that is right, before it is made."""
     most: int
     """Guesses at most."""
+    missing: int
+    """Tokens of its text that the model has not read."""
     chances: GuessChances
     expected: float
     """Tokens that it has of the pass without a chain."""
@@ -223,6 +231,8 @@ class RoundTimes:
     pass_row_s: float
     prompt_rows: int
     """How many tokens of prompts a round may feed."""
+    held_up: float = 1.0
+    """As of ``RowPriceKeeper``: prompts that wait for the target wait for the round too."""
 
 
 @statically_frozen
@@ -295,9 +305,15 @@ class DraftRound:
         if sum(one.gain for one in batch) <= len(batch) * cost * (1.0 + cost):
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # prompts are fed once a round, if guesses behind them will pay
-            cost = row + step / max(1, len(self._running))
-            feeding = [one for one in self._running if not one.step.guess]
-            batch += [one for one in feeding if one.gain > cost * (1.0 + cost) or self._probe]
+            # Prompts of the target that wait would wait for these rows as well.
+            cost = times.held_up * (row + step / max(1, len(self._running)))
+            fed = times.held_up * times.step_row_s * goodput / PAID_BACK_IN
+            batch += [
+                one
+                for one in self._running
+                if not one.step.guess
+                and (one.gain > cost * (1.0 + cost) + fed * one.start.missing or self._probe)
+            ]
         self._batch = batch
         return [one.step for one in batch]
 
@@ -357,16 +373,16 @@ class DraftTimes:
         """A pass was over in which the target's own speculator ran so many steps."""
         self._by_steps.add(draft_steps, took_s)
 
-    def of(self, pass_s: float, pass_row_s: float) -> RoundTimes:
+    def of(self, pass_s: float, pass_row_s: float, held_up: float = 1.0) -> RoundTimes:
         row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
         if row_s is None or base_s is None:
             step_s = self._step_s.get(GUESSED_STEP_SHARE * pass_s)
-            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, PROMPT_ROWS)
+            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, PROMPT_ROWS, held_up)
         row_s = max(0.0, row_s)
         rows = MOST_PROMPT_ROWS
         if row_s * rows > PROMPT_SHARE * pass_s:
             rows = max(PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
-        return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s, rows)
+        return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s, rows, held_up)
 
     @property
     def own_step_s(self) -> float | None:

@@ -66,6 +66,11 @@ class RowPriceKeeper:
         """Tokens that a session has of a pass, at least one."""
         return max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
 
+    @property
+    def held_up(self) -> float:
+        """How many sessions wait for the end of a pass, for each that decodes in it."""
+        return 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
+
     def note_line(self, decoding: int, prompts: int) -> None:
         """So many sessions stand in line for a pass: those that decode, and those with a prompt."""
         self._decoding.add(decoding)
@@ -100,8 +105,7 @@ class RowPriceKeeper:
         if row_s <= 0.0 or pass_s <= 0.0:
             return 0.0
         decode_s = max(pass_s - row_s * self._prompt_rows.get(0.0), _LEAST_DECODING * pass_s)
-        held_up = 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
-        cost = row_s * self._tokens.get(0.0) * held_up / decode_s
+        cost = row_s * self._tokens.get(0.0) * self.held_up / decode_s
         return cost * (1.0 + cost)
 
     @property
