@@ -63,12 +63,12 @@ def watch(report: Path) -> None:
         starts: deque[float] = deque(maxlen=_STARTS_KEPT)
         collecting = CollectorWatch()
 
-        def counted(requests: Any) -> Any:
+        def counted(requests: Any, draft_steps: int = 0) -> Any:
             if requests:
                 starts.append(time.monotonic())
             rows["fed"] += sum(len(request.feed) for request in requests)
             rows["drafted"] += sum(len(request.tokens) for request in requests)
-            return submit(requests)
+            return submit(requests, draft_steps)
 
         verifier._worker.submit = counted
 
