@@ -116,43 +116,6 @@ def toy_info(model: ToyModel) -> ModelInfo:
     )
 
 
-class RandomDrafter:
-    """``Drafter`` of uniformly random ids, a pure function of (seed, position): the guard against
-    acceptance rates that are tautologies. Its acceptance is about ``width / V``.
-
-    The hash key is the complement of the session's, so the guesses do not follow its noise.
-    """
-
-    def __init__(self, info: ModelInfo, seed: int = 0) -> None:
-        self._info = info
-        self._seed = seed
-        self._cache = TokenCache(info)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._cache.begin(prompt_length, sampling)
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        if cancelled():
-            raise StepCancelledError("a random step was cancelled before it began")
-        position = self._cache.advance(keep_length, feed)
-        logprob = -math.log(self._info.vocabulary_size)
-        ids = random_ids(self._seed, position, self._info.vocabulary_size)
-        return tuple(Candidate(token, logprob) for token in islice(ids, width))
-
-    def close(self) -> None:
-        self._cache.forget(0)
-
-
 class SilentDrafter:
     """``Drafter`` without a model, which never has a guess; the session may have some of its own,
     from the text."""
@@ -176,11 +139,30 @@ class SilentDrafter:
     ) -> tuple[Candidate, ...]:
         if cancelled():
             raise StepCancelledError("a step without a model was cancelled before it began")
-        self._cache.advance(keep_length, feed)
-        return ()
+        return self._guesses(self._cache.advance(keep_length, feed), width)
 
     def close(self) -> None:
         self._cache.forget(0)
+
+    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+        return ()
+
+
+class RandomDrafter(SilentDrafter):
+    """``Drafter`` of uniformly random ids, a pure function of (seed, position): the guard against
+    acceptance rates that are tautologies. Its acceptance is about ``width / V``.
+
+    The hash key is the complement of the session's, so the guesses do not follow its noise.
+    """
+
+    def __init__(self, info: ModelInfo, seed: int = 0) -> None:
+        super().__init__(info)
+        self._seed = seed
+
+    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+        logprob = -math.log(self._info.vocabulary_size)
+        ids = random_ids(self._seed, position, self._info.vocabulary_size)
+        return tuple(Candidate(token, logprob) for token in islice(ids, width))
 
 
 def random_ids(seed: int, position: int, vocabulary_size: int) -> Iterator[int]:

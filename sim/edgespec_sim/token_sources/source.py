@@ -12,6 +12,7 @@ names it, because an acceptance rate is only as good as its source.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -365,7 +366,7 @@ def tape_named(name: str, folder: Path = Path()) -> MatchTape:
         return read_tape(file)
 
 
-class _ScriptedSource:
+class _ScriptedSource(ABC):
     """What sources of scripts have in common: ``_find``, and a draft that knows so many ranks."""
 
     def __init__(self, info: ModelInfo, width: int) -> None:
@@ -384,8 +385,9 @@ class _ScriptedSource:
     def ranks(self, request: Request, count: int) -> Sequence[int]:
         return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
 
+    @abstractmethod
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:
-        raise NotImplementedError
+        """The text that the prompt names."""
 
 
 class TapeSource(_ScriptedSource):
