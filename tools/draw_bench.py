@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,8 +37,10 @@ _ARMS: Final[Mapping[Arm, tuple[str, str, str, str]]] = {
     Arm.BOTH: ("edgespec, both", "circle", "#c24e00", "#ff9d5c"),
 }
 _OURS_LAST: Final = sorted(Arm, key=lambda arm: arm.is_ours)
-# Of a row, what the picture shows.
-_KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup", "interval")
+# Of a row, what the picture shows, besides its interval.
+_KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup")
+# Of the rest, what a page shows: tables have it.
+_LEFT_OUT: Final = ("beside", "server_drafts")
 _SETTINGS: Final = frozenset(
     (
         "repeats",
@@ -60,13 +62,13 @@ _SETTINGS: Final = frozenset(
 )
 _OURS: Final = ' class="ours"'
 _SHAPES: Final[Mapping[str, str]] = {
-    "square": "M-4 -4h8v8h-8z",
-    "diamond": "M0 -5.5L5.5 0L0 5.5L-5.5 0z",
-    "up": "M0 -5.5L5 4H-5z",
-    "down": "M0 5.5L5 -4H-5z",
-    "plus": "M-2 -6h4v4h4v4h-4v4h-4v-4h-4v-4h4z",
-    "bar": "M-6 -2.5h12v5h-12z",
-    "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
+    "square": "m-4 -4h8v8h-8z",
+    "diamond": "m0 -5.5l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
+    "up": "m0 -5.5l5 9.5h-10z",
+    "down": "m0 5.5l5 -9.5h-10z",
+    "plus": "m-2 -6h4v4h4v4h-4v4h-4v-4h-4v-4h4z",
+    "bar": "m-6 -2.5h12v5h-12z",
+    "circle": "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
 }
 _STYLE: Final = f"""
 text {{ font: 13px {SANS}; fill: var(--ink); }}
@@ -136,12 +138,16 @@ def kept(content: Mapping[str, Any]) -> str:
     """What the picture says of a bench's result, as JSON with a row a line."""
     settings = {key: value for key, value in content["settings"].items() if key in _SETTINGS}
     tokens = sum(int(row["tokens"]) for row in content["results"])
-    summary = [{key: _rounded(row[key]) for key in _KEPT} for row in content["summary"]]
+    summary = [
+        {key: _rounded(row[key]) for key in _KEPT}
+        | {"interval": {"tpot_ms_mean": _rounded(row["interval"]["tpot_ms_mean"])}}
+        for row in content["summary"]
+    ]
     rest = {"settings": settings, "results": [{"tokens": tokens}]}
     parts = [
         f"{json.dumps(name)}: {_compact(value)}"
         for name, value in {**content, **rest}.items()
-        if name != "summary"
+        if name not in ("summary", *_LEFT_OUT)
     ]
     lines = ",\n ".join(_compact(row) for row in summary)
     return "{" + ",\n".join([*parts, f'"summary": [\n {lines}\n]']) + "}\n"
@@ -271,8 +277,7 @@ def _curve(curve: Curve, scale: _Scale) -> Iterator[str]:
         f'<path d="M{line}" fill="none" stroke="var(--{curve.arm.value})"'
         f' stroke-width="{3 if ours else 1.8}"/>'
     )
-    for x, y in places:
-        yield _mark(curve.arm, x, y)
+    yield _marks(curve.arm, places)
 
 
 def _speedups(ours: Curve, curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
@@ -305,18 +310,17 @@ def _legend(curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
     over = max(0.0, tops[-1] - _BOTTOM)
     for (_, name), y in zip(ends, tops, strict=True):
         arm = Arm(name)
-        yield _mark(arm, _RIGHT + 32, y - over)
+        yield _marks(arm, [(_RIGHT + 32, y - over)])
         yield (
             f'<text{_OURS if arm.is_ours else ""} x="{_RIGHT + 44}"'
             f' y="{y - over + 4.5:.1f}">{text(_ARMS[arm][0])}</text>'
         )
 
 
-def _mark(arm: Arm, x: float, y: float) -> str:
-    return (
-        f'<path d="{_SHAPES[_ARMS[arm][1]]}" transform="translate({x:.1f} {y:.1f})"'
-        f' fill="var(--{arm.value})" stroke="var(--paper)"/>'
-    )
+def _marks(arm: Arm, places: Iterable[tuple[float, float]]) -> str:
+    shape = _SHAPES[_ARMS[arm][1]]
+    path = "".join(f"M{x:.1f} {y:.1f}{shape}" for x, y in places)
+    return f'<path d="{path}" fill="var(--{arm.value})" stroke="var(--paper)"/>'
 
 
 def _step(highest: float) -> float:

@@ -41,6 +41,7 @@ _CELL, _ROW, _MARGIN, _PANE, _TOP, _STRIP = 6.65, 18, 16, 412, 96, 26
 _WIDE: Final = 3 * _MARGIN + 2 * _PANE
 # What a token was, and the class of its letters.
 _KINDS: Final = {"accepted": "a", "corrected": "c", "decoded": "", "prompt": "p"}
+_BAR_STEPS: Final = 20
 _COLORS: Final = (
     ("accepted", "#1a7f37", "#57c76a"),
     ("corrected", "#cf222e", "#ff7b72"),
@@ -79,21 +80,28 @@ class Piece:
 def record() -> str:
     """Run the race, and say as JSON what happened."""
     prompt = next(one.text for one in DEFAULT_PROMPTS if one.name == PROMPT)
-    arms: dict[str, list[tuple[float, str, str]]] = {}
+    arms: dict[str, list[Token]] = {}
     for on_server, some in groupby(ARMS.items(), key=lambda arm: arm[1][0]):
         arms |= _run(on_server, {name: draft for name, (_, draft) in some}, prompt)
-    texts = {"".join(token[1] for token in tokens) for tokens in arms.values()}
+    texts = {tuple(token.text for token in tokens) for tokens in arms.values()}
     assert len(texts) == 1, "drafts changed the text; that must never happen in canonical mode"
     times = {"pass_ms": PASS_MS, "draft_ms": DRAFT_MS, "server_draft_ms": SERVER_DRAFT_MS}
     settings = {"rtt_ms": RTT_MS, **times, "prompt_name": PROMPT}
     about = {"finished_at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
-    content = {**about, "settings": settings, "prompt": prompt, "arms": arms}
+    content = {
+        **{**about, "settings": settings, "prompt": prompt, "tokens": texts.pop()},
+        "arms": {name: _instants(tokens) for name, tokens in arms.items()},
+    }
     return json.dumps(content, separators=(",", ":")) + "\n"
 
 
-def _run(
-    on_server: str, drafts: Mapping[str, str], prompt: str
-) -> dict[str, list[tuple[float, str, str]]]:
+def _instants(tokens: Sequence[Token]) -> dict[str, object]:
+    """What an arm has of its own: milliseconds, and of each kind the first letter."""
+    at_ms = [round(token.at_s * 1e3) for token in tokens]
+    return {"at_ms": at_ms, "kinds": "".join(token.kind[0] for token in tokens)}
+
+
+def _run(on_server: str, drafts: Mapping[str, str], prompt: str) -> dict[str, list[Token]]:
     """The devices that draft with these, by name, at one verifier that drafts with ``on_server``;
     empty: it does not."""
     command = [sys.executable, "-m", "edgespec"]
@@ -124,7 +132,7 @@ def _run(
             verifier.wait()
 
 
-def _tokens(arguments: Sequence[str]) -> list[tuple[float, str, str]]:
+def _tokens(arguments: Sequence[str]) -> list[Token]:
     device = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert device.stdout is not None
     began_s: float | None = None
@@ -133,7 +141,7 @@ def _tokens(arguments: Sequence[str]) -> list[tuple[float, str, str]]:
         now_s = time.monotonic()
         for piece in json.loads(line)["pieces"]:
             began_s = now_s if began_s is None else began_s
-            tokens.append((round(now_s - began_s, 4), piece["text"], piece["kind"]))
+            tokens.append(Token(now_s - began_s, piece["text"], piece["kind"]))
     assert device.wait() == 0, f"{' '.join(arguments)} failed"
     return tokens
 
@@ -141,7 +149,16 @@ def _tokens(arguments: Sequence[str]) -> list[tuple[float, str, str]]:
 def draw(path: Path) -> str:
     """The picture of the record at ``path``."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    arms = {name: [Token(*token) for token in some] for name, some in content["arms"].items()}
+    kinds = {kind[0]: kind for kind in _KINDS}
+    arms = {
+        name: [
+            Token(at_ms / 1e3, written, kinds[kind])
+            for at_ms, written, kind in zip(
+                arm["at_ms"], content["tokens"], arm["kinds"], strict=True
+            )
+        ]
+        for name, arm in content["arms"].items()
+    }
     slow, *_, fast = arms.values()
     caption = list(_caption(content, len(fast), [_each_ms(slow), _each_ms(fast)]))
     return _picture(content["prompt"], arms, caption)
@@ -208,7 +225,12 @@ def _strip(y: float, name: str, tokens: Sequence[Token], length_s: float) -> Ite
 
 
 def _bar(x: float, y: float, wide: float, tokens: Sequence[Token], length_s: float) -> str:
-    widths = {token.at_s: (index + 1) / len(tokens) * wide for index, token in enumerate(tokens)}
+    every = {token.at_s: (index + 1) / len(tokens) for index, token in enumerate(tokens)}
+    shown = 0.0
+    widths: dict[float, float] = {}
+    for at_s, share in every.items():
+        if not widths or share >= min(1.0, shown + 1 / _BAR_STEPS):
+            shown, widths[at_s] = share, share * wide
     return (
         f'<rect x="{x}" y="{y}" width="{wide}" height="6" rx="3" fill="var(--bar)">'
         f"{_grows(widths, length_s)}</rect>"

@@ -29,13 +29,14 @@ EVIL = "</text><script>&\"'"
 
 def race(prompt: str = "def f", kind: str = "accepted") -> dict[str, Any]:
     """A record of two texts of four tokens, the second twice as fast."""
-    plain = [(0.0, " one", "decoded"), (0.1, "\n two", "decoded"), (0.2, " three", "decoded")]
-    fast = [(0.0, " one", "decoded"), (0.1, "\n two", kind), (0.1, " three", "corrected")]
+    plain = {"at_ms": [0, 100, 200], "kinds": "ddd"}
+    fast = {"at_ms": [0, 100, 100], "kinds": f"d{kind[0]}c"}
     return {
         "finished_at": "2026-11-22T15:00:35+00:00",
         "machine": {"processor": f"Xeon {EVIL}", "cpu_count": 2, "load_average": 0.5},
         "settings": {"rtt_ms": 50, "pass_ms": 25, "draft_ms": 8, "prompt_name": "python-1"},
         "prompt": prompt,
+        "tokens": [" one", "\n two", " three"],
         "arms": {"plain streaming": plain, "edgespec": fast},
     }
 
