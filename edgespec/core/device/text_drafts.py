@@ -21,13 +21,7 @@ from typing import Final
 
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.device.policy import DraftView
-from edgespec.core.protocol.text_guesses import (
-    LONGEST,
-    PromptLookup,
-    TextTables,
-    named_tokens,
-    pair_of,
-)
+from edgespec.core.protocol.text_guesses import Guess, TextReader, TextTables
 from edgespec.core.protocol.tree import NOT_NAMED, ROOT, UNRANKED, Node, SpeculationTree
 
 LEAST_CHANCE: Final = 0.03
@@ -41,65 +35,53 @@ class TextDrafts:
     def __init__(
         self, tree: SpeculationTree, tables: TextTables, estimates: DraftEstimates
     ) -> None:
-        self._tree, self._tables, self._guesses = tree, tables, estimates.guesses
-        self._lookup = PromptLookup()
+        self._tree, self._guesses = tree, estimates.guesses
+        self._reader = TextReader(tables, self._guesses.text)
 
     def learn(self) -> None:
         """Judge guesses by the tokens committed since, then remember those."""
-        lookup, prefix, note = self._lookup, self._tree.prefix, self._guesses.text.note
-        tokens = prefix.tokens
+        lookup, prefix = self._reader.lookup, self._tree.prefix
         if lookup.known < prefix.prompt_length:
-            lookup.load(tokens, prefix.prompt_length)
-        for at in range(max(2, lookup.known), prefix.length):
-            match = tokens[lookup.position] if lookup.length else -1
-            for cell, token, _ in self._named(tokens[at - 2], tokens[at - 1], match, lookup.length):
-                note(cell, token == tokens[at])
-            self._tables.enter(tokens, at)
-            lookup.add(tokens)
+            lookup.load(prefix.tokens, prefix.prompt_length)
+        self._reader.learn(prefix.tokens)
 
     def grow(self, view: DraftView) -> None:
         """Add the guesses that are worth a row as the tree and the verifier are now."""
-        tree, lookup, tokens = self._tree, self._lookup, self._tree.prefix.tokens
+        tree, reader, tokens = self._tree, self._reader, self._tree.prefix.tokens
         end, settled, least_paying = len(tokens), view.settled_position, view.row_chance
-        if end < 2 or lookup.known < end:
+        if end < 2 or reader.lookup.known < end:
             return
         room = min(view.room // 2, MOST_NODES - sum(n.rank < 0 for n in tree.nodes.values()))
         # Likeliest first, then oldest: chance, count, chance in its pass, node, the position behind
-        # it, the last two tokens there, where their match goes on, and how long it is.
-        count, place = 0, (ROOT, end, tokens[-2], tokens[-1], lookup.position, lookup.length)
-        heap = [(-1.0, 0, 1.0, *place)]
+        # it, and the place there.
+        count = 0
+        heap = [(-1.0, 0, 1.0, ROOT, end, reader.end(tokens))]
         while heap:
-            chance, _, in_pass, parent, position, before, last, goes_on, length = heappop(heap)
-            if goes_on >= end:  # in its own tail, or it is not known yet
-                goes_on = lookup.place(pair_of(before, last))
-                length = 0 if goes_on < 0 else max(2, length)
-            length = min(length, LONGEST)
-            match = tokens[goes_on] if length else -1
+            chance, _, in_pass, parent, position, place = heappop(heap)
+            named, place = reader.guesses(tokens, place)
             children = tree.children(parent)
             if position < view.end:
-                named = self._named(before, last, match, length)
                 room -= self._add(children, parent, named, -chance, room)
             for child in children:
                 its = chance * child.chance
                 pays = in_pass if position < settled else in_pass * child.chance
                 if -its >= LEAST_CHANCE and pays >= least_paying:
                     count += 1
-                    on = (goes_on + 1, length + 1) if child.token == match else (end, 0)
-                    place = (child.id, position + 1, last, child.token, *on)
-                    heappush(heap, (its, count, pays, *place))
+                    behind = reader.behind(tokens, place, child.token)
+                    heappush(heap, (its, count, pays, child.id, position + 1, behind))
 
     def _add(
         self,
         children: Sequence[Node],
         parent: int,
-        named: list[list[int]],
+        named: Sequence[Guess],
         chance: float,
         room: int,
     ) -> int:
         """What of ``named`` is worth it becomes children of ``parent``; how many are new."""
         before, guesses, tree = len(children), self._guesses, self._tree
         asked = any(child.rank != UNRANKED for child in children)
-        for cell, token, _ in named:
+        for cell, token in named:
             same = next((child for child in children if child.token == token), None)
             its = guesses.opposed(cell) if asked and same is None else guesses.text.of[cell]
             if same is not None:
@@ -110,8 +92,3 @@ class TextDrafts:
                 node, base = tree.last_id + 1, tree.prefix.length
                 tree.grow(node, parent, token, base, UNRANKED, 0.0, its, cell)
         return len(children) - before
-
-    def _named(self, before: int, last: int, match: int, length: int) -> list[list[int]]:
-        ngrams = self._tables.ngrams
-        pair, after = pair_of(before, last), None if ngrams is None else ngrams.after
-        return named_tokens(pair, last, match, length, 0, after, self._tables.recycled.after)

@@ -9,10 +9,9 @@ Theory of operation. Three sources name tokens for the next position, the surest
     recycled   what followed the last token alone, and what the target said after guesses that were
                wrong (Token Recycling, Luo et al., ACL 2025)
 
-Each named token is a guess of a *cell*: its source and the length of its match, its rank among the
-guesses for the position, and its place, which is the end of the text or behind another guess, where
-the next one mostly is right too. Wherever the text came by, the guesses for the next token are
-compared with it, and their cells count: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials +
+Each named token is a guess of a *cell*: its source, the length of its match and its rank among the
+guesses for the position. With each committed token the guesses for its position are compared, made
+or not, and their cells count: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials +
 ``PRIOR_WEIGHT``), where hits and trials lose a share 1 - ``MEMORY`` at each trial of the cell.
 
 Bounds: an index of ``MOST_PAIRS`` entries of about 170 bytes, begun anew when it is full; tables of
@@ -22,7 +21,7 @@ Bounds: an index of ``MOST_PAIRS`` entries of about 170 bytes, begun anew when i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from edgespec.core.protocol.estimators import DecayedRate
@@ -38,19 +37,11 @@ RANKS: Final = 2
 MATCH_CELLS: Final = tuple(kind * RANKS for kind in (0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4))
 NGRAM_CELL: Final = 5 * RANKS
 RECYCLED_CELL: Final = 6 * RANKS
-BEHIND: Final = 7 * RANKS
-"""Added to a cell for a place behind a guess."""
 
 # What the bundled target's texts gave on code and summaries (docs/measurements.md): first guesses
 # by kind, and what is left for the second.
-_PRIORS: Final = (
-    ((0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3), (1.0, 0.5)),
-    ((0.6, 0.7, 0.8, 0.85, 0.95, 0.25, 0.3), (1.0, 0.25)),
-)
-
-
 _FIRST: Final = tuple(
-    rate * share for rates, shares in _PRIORS for rate in rates for share in shares
+    rate * share for rate in (0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3) for share in (1.0, 0.5)
 )
 
 
@@ -199,30 +190,78 @@ class PromptLookup:
 
 # --- guesses --------------------------------------------------------------------------------
 
-After = Callable[[int], Sequence[int]]
+Guess = tuple[int, int]
+"""Cell and token."""
+Place = tuple[int, int, int, int]
+"""Where guesses may stand: the two tokens before it, the position where their match in the text
+goes on, and how long that match is; 0: there is none."""
 
 
-def named_tokens(
-    pair: int, last: int, match: int, length: int, place: int, ngrams: After | None, recycled: After
-) -> list[list[int]]:
-    """At most ``RANKS`` guesses for one position, [cell, token, -1] each, in the order of their
-    sources. ``pair`` and ``last`` lead there; a match of ``length`` goes on with ``match``, -1 for
-    none; ``place`` is 0 or ``BEHIND``."""
-    named = [[place + MATCH_CELLS[length], match, -1]] if length else []
-    rank, most, other = place + len(named), place + RANKS, -1
-    if ngrams is not None:
-        for token in ngrams(pair):
-            if token != match:
-                named.append([rank + NGRAM_CELL, token, -1])
-                rank += 1
-                if rank == most:
-                    return named
-                if other < 0:
+SURE: Final = 6
+"""Beside a match that is so long nothing else is guessed."""
+
+
+class TextReader:
+    """Reads one text as it grows; ``tables`` outlive it and are its user's own."""
+
+    def __init__(self, tables: TextTables, chances: TextChances) -> None:
+        self.lookup = PromptLookup()
+        self._tables, self._chances = tables, chances
+        self._recycled = tables.recycled.after
+        self._ngrams = None if tables.ngrams is None else tables.ngrams.after
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Judge guesses by the tokens that came since, then remember those."""
+        lookup, note = self.lookup, self._chances.note
+        for at in range(lookup.known, len(tokens)):
+            if at >= 2:
+                match = tokens[lookup.position] if lookup.length else -1
+                for cell, token in self._named(
+                    tokens[at - 2], tokens[at - 1], match, lookup.length
+                ):
+                    note(cell, token == tokens[at])
+                self._tables.enter(tokens, at)
+            lookup.add(tokens)
+
+    def end(self, tokens: Sequence[int]) -> Place:
+        """The place behind the text, which has two tokens or more, all of them learned."""
+        return tokens[-2], tokens[-1], self.lookup.position, self.lookup.length
+
+    def guesses(self, tokens: Sequence[int], place: Place) -> tuple[list[Guess], Place]:
+        """At most ``RANKS`` guesses for the place, the surest source first, and the place with its
+        match looked up again if it had come to the end of the text."""
+        before, last, position, length = place
+        if position >= len(tokens):  # in its own tail, or it is not known yet
+            position = self.lookup.place(pair_of(before, last))
+            length = 0 if position < 0 else max(2, length)
+        length = min(length, LONGEST)
+        match = tokens[position] if length else -1
+        return self._named(before, last, match, length), (before, last, position, length)
+
+    def behind(self, tokens: Sequence[int], place: Place, token: int) -> Place:
+        """The place behind a token that stands at ``place``, as ``guesses`` returned it."""
+        _, last, position, length = place
+        if length and tokens[position] == token:
+            return last, token, position + 1, length + 1
+        return last, token, len(tokens), 0
+
+    def _named(self, before: int, last: int, match: int, length: int) -> list[Guess]:
+        named = [(MATCH_CELLS[length], match)] if length else []
+        if length >= SURE:
+            return named
+        rank, other = len(named), -1
+        if self._ngrams is not None:
+            for token in self._ngrams(pair_of(before, last)):
+                if token != match:
+                    named.append((rank + NGRAM_CELL, token))
+                    rank += 1
+                    if rank == RANKS:
+                        return named
                     other = token
-    for token in recycled(last):
-        if token not in (match, other):
-            named.append([rank + RECYCLED_CELL, token, -1])
-            rank += 1
-            if rank == most:
-                return named
-    return named
+        for token in self._recycled(last):
+            if token not in (match, other):
+                named.append((rank + RECYCLED_CELL, token))
+                rank += 1
+                if rank == RANKS:
+                    return named
+        return named

@@ -8,8 +8,6 @@ device. All nodes of a pass are one tree, in which equal tokens behind one node 
 
 **The text's tree.** The likeliest guess of all places becomes the next node, and the tables are
 asked behind it, until no guess is worth its row; a node's chance is the product along its path.
-Where a match reaches the end of the text, which is where a loop bites its own tail, the pair of
-tokens is looked up again. Beside a match of ``SURE`` tokens nothing else is named.
 
 **The price.** No node's chance is below ``least_chance``, what a row costs on the target, nor below
 ``LEAST_CHANCE``. What is named is judged whether it was worth a row or not, so the chances of a
@@ -31,16 +29,7 @@ from typing import Final
 
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.messages import EXACT_RULE, DraftTotals, Open, RunAhead
-from edgespec.core.protocol.text_guesses import (
-    BEHIND,
-    LONGEST,
-    MATCH_CELLS,
-    PromptLookup,
-    TextChances,
-    TextTables,
-    named_tokens,
-    pair_of,
-)
+from edgespec.core.protocol.text_guesses import Place, TextChances, TextReader, TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.drafts import PassTree, Source
@@ -51,7 +40,7 @@ MOST_OWNERS: Final = 32
 MOST_NODES: Final = 15
 """With the token that is fed a tile of 16 rows, which CPUs compute at the price of one row
 (``targets/row_tiles.py``)."""
-LEAST_CHANCE: Final = 0.1
+LEAST_CHANCE: Final = 0.08
 LOADED_PER_PASS: Final = 1024
 """About a quarter of a millisecond."""
 _ENTERED_PER_PASS: Final = 32
@@ -59,34 +48,15 @@ _ENTERED_PER_PASS: Final = 32
 
 # --- the tree --------------------------------------------------------------------------------
 
-SURE: Final = 6
-Guess = list[int]
-"""Cell, token, and the node it became; -1: it was not worth its row."""
-
 
 @dataclass(slots=True, eq=False)
 class Proposal:
     """Nodes as in ``PassRequest``: node i hangs on node ``parents[i]``, or on the end of the text
     for -1."""
 
-    position: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
-    guesses: list[list[Guess]] = field(default_factory=list)
-    """All that was named at the end of the text, then behind each node."""
-
-    def score(self, text: Sequence[int], chances: TextChances) -> None:
-        """The text has grown: count which guesses it confirms, as far as it came by."""
-        place, at, end = 0, self.position, len(text)
-        while at < end and place >= 0:
-            token, here, place = text[at], self.guesses[place], -1
-            for cell, guess, node in here:
-                hit = guess == token
-                chances.note(cell, hit)
-                if hit and node >= 0:
-                    place = node + 1
-            at += 1
 
 
 # --- the sources of a session ------------------------------------------------------------------
@@ -96,20 +66,15 @@ class TextDrafts:
     """Guesses from the text for one session, and what they learned."""
 
     def __init__(self, tables: TextTables, everybodys: TextChances | None = None) -> None:
-        self.lookup = PromptLookup()
         self.chances = TextChances(everybodys)
-        self._tables, self._recycled = tables, tables.recycled.after
-        self._ngrams = None if tables.ngrams is None else tables.ngrams.after
-        self._last: Proposal | None = None
+        self._tables, self.reader = tables, TextReader(tables, self.chances)
 
     def propose(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
         """Guesses behind ``text``, the committed tokens: at most ``room`` nodes, none deeper than
         ``depth``. Empty: there are none worth their rows."""
         if room <= 0 or depth <= 0 or not self._catch_up(text):
             return Proposal()
-        least = max(least_chance, LEAST_CHANCE)
-        self._last = self._grow(text, min(room, MOST_NODES), depth, least)
-        return self._last
+        return self._grow(text, min(room, MOST_NODES), depth, max(least_chance, LEAST_CHANCE))
 
     def learn(
         self, tokens: Sequence[int], answers: Sequence[int], accepted: Collection[int]
@@ -122,60 +87,37 @@ class TextDrafts:
 
     def _catch_up(self, text: Sequence[int]) -> bool:
         """Learn what was committed since; False while there is still more to learn."""
-        lookup, end = self.lookup, len(text)
-        if self._last is not None:
-            self._last.score(text, self.chances)
-            self._last = None
-        start = end - _ENTERED_PER_PASS
+        lookup, start = self.reader.lookup, len(text) - _ENTERED_PER_PASS
         if lookup.known < start:
             lookup.load(text, min(start, lookup.known + LOADED_PER_PASS))
             if lookup.known < start:
                 return False
-        for at in range(lookup.known, end):
-            if at >= 2:
-                self._tables.enter(text, at)
-            lookup.add(text)
-        return end >= 2
+        self.reader.learn(text)
+        return len(text) >= 2
 
     def _grow(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
         """At most ``room`` nodes, none deeper than ``depth`` or less likely than
         ``least_chance``. The text has two tokens or more, all of them indexed."""
-        lookup, end = self.lookup, len(text)
-        proposal = Proposal(end)
-        tokens, parents, chances = proposal.tokens, proposal.parents, proposal.chances
-        # Likeliest first, then oldest: chance, count, parent, guess, token before it, match, depth.
-        heap: list[tuple[float, int, int, Guess, int, int, int, int]] = []
-        node, chance, before, last, level, count = -1, 1.0, text[end - 2], text[end - 1], 0, 0
-        position, length = lookup.position, lookup.length
+        reader, chances, proposal, count = self.reader, self.chances.of, Proposal(), 0
+        # Likeliest first, then oldest: chance, count, parent, token, the place behind it, depth.
+        heap: list[tuple[float, int, int, int, Place, int]] = []
+        node, chance, place, level = -1, 1.0, reader.end(text), 0
         while True:
-            match = text[position] if length else -1
-            here = self._named(before, last, match, length, BEHIND if level else 0)
-            proposal.guesses.append(here)
             if level < depth:
-                for guess in here:
-                    its = chance * self.chances.of[guess[0]]
+                named, place = reader.guesses(text, place)
+                for cell, token in named:
+                    its = chance * chances[cell]
                     if its >= least_chance:
                         count += 1
-                        goes_on = (position + 1, length + 1) if guess[1] == match else (end, 2)
-                        heappush(heap, (-its, count, node, guess, last, *goes_on, level + 1))
-            if not heap or len(tokens) >= room:
+                        behind = reader.behind(text, place, token)
+                        heappush(heap, (-its, count, node, token, behind, level + 1))
+            if not heap or len(proposal.tokens) >= room:
                 return proposal
-            chance, _, parent, guess, before, position, length, level = heappop(heap)
-            chance, last, node = -chance, guess[1], len(tokens)
-            guess[2] = node
-            tokens.append(last)
-            parents.append(parent)
-            chances.append(chance)
-            if position >= end:
-                position = lookup.place(pair_of(before, last))
-                length = 0 if position < 0 else length
-            length = min(length, LONGEST)
-
-    def _named(self, before: int, last: int, match: int, length: int, place: int) -> list[Guess]:
-        if length >= SURE:
-            return [[place + MATCH_CELLS[length], match, -1]]
-        pair = before << 32 | last
-        return named_tokens(pair, last, match, length, place, self._ngrams, self._recycled)
+            chance, _, parent, token, place, level = heappop(heap)
+            chance, node = -chance, len(proposal.tokens)
+            proposal.tokens.append(token)
+            proposal.parents.append(parent)
+            proposal.chances.append(chance)
 
 
 @dataclass(slots=True)
