@@ -51,6 +51,31 @@ def test_the_life_of_a_token_names_what_there_is() -> None:
             assert re.search(rf"^class {name}\b", source, re.MULTILINE), (path, name)
 
 
+PAGES = (
+    *ROOT.glob("*.md"),
+    *(p for d in ("docs", "deploy", "benchmarks") for p in (ROOT / d).rglob("*.md")),
+)
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+def test_links_lead_to_pages_and_headings_that_there_are() -> None:
+    broken = []
+    for source in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", source.read_text(encoding="utf-8")):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = source.parent / path if path else source
+            if not target.exists() or (anchor and anchor not in _anchors(target)):
+                broken.append(f"{source.relative_to(ROOT)}: {link}")
+    assert not broken
+
+
 GENERATED = ROOT / "edgespec" / "wire" / "pb"
 
 

@@ -264,8 +264,13 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
             left_out[address] = why
     if not fits:
         lines = [f"none of {len(left_out)} verifiers can be used"]
-        lines += [f"  {address}: {why}" for address, why in left_out.items()]
-        raise SetupError("\n".join([*lines, "  start one:   edgespec verifier"]))
+        lines += [
+            f"  {address}: {why.removeprefix(f'verifier at {address}: ')}"
+            for address, why in left_out.items()
+        ]
+        lines += ["  start one:   edgespec verifier"]
+        lines += ["  or say where they are: --verifier HOST:PORT, or EDGESPEC_VERIFIER"]
+        raise SetupError("\n".join(lines))
     if left_out:
         say("left out: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
     policy = config.association

@@ -41,8 +41,8 @@ class EndpointSection:
     port: int = ENDPOINT_PORT
     """Port to listen at. 0 is any free one; the ready line names it."""
     key_file: str = ""
-    """File of the key that clients must show. ``EDGESPEC_ENDPOINT_KEY`` in the environment wins
-    over it; empty asks for none."""
+    """File that holds the key that clients must show. ``EDGESPEC_ENDPOINT_KEY`` in the environment
+    wins over it; empty asks for none."""
     insecure: bool = False
     """Listen beyond this machine without a key."""
     allow_origins: tuple[str, ...] = ()
@@ -216,8 +216,8 @@ class AgentConfig:
     """The device: where the verifier is, what drafts, what the text shall be like."""
 
     verifier: str | tuple[str, ...] = DEFAULT_ADDRESS
-    """Where the verifier is. Of several, ``association`` chooses one, and the text goes
-    on at another when it fails."""
+    """Where the verifier is, or several of them. Of several, ``association`` chooses one, and the
+    text goes on at another when it fails."""
     model: str = ""
     """Ask for this target or adapter by name. Empty takes what the verifier serves."""
     tokenizer: str = ""
@@ -235,7 +235,8 @@ class AgentConfig:
     answers), or ``rendezvous`` (each conversation has one of its own)."""
     tls: DeviceTlsSection = field(default_factory=DeviceTlsSection)
     api_key_file: str = ""
-    """File of the key for the verifier. ``EDGESPEC_API_KEY`` in the environment wins over it."""
+    """File that holds the key for the verifier. ``EDGESPEC_API_KEY`` in the environment wins over
+    it."""
     insecure: bool = False
     """Send the key even where it can be read on its way."""
     endpoint: EndpointSection = field(default_factory=EndpointSection)

@@ -88,11 +88,17 @@ class LimitsSection:
     or of ``none``. With ``all``, the time to the first token tells a device whether somebody else
     has sent the same beginning lately."""
     max_nodes_outstanding: int = 128
+    """Draft nodes of a session that wait for their verdict."""
     max_nodes_per_pass: int = 64
+    """Of these, how many one pass takes."""
     max_unreceived: int = 256
+    """Committed tokens that a device has not acknowledged; then its session waits."""
     max_rows_per_pass: int = 1024
+    """Rows of a pass, prompts included."""
     max_rows_per_session: int = 512
+    """Of these, what one session may have."""
     lease_s: float = 30.0
+    """For so long a session whose link is lost is kept."""
     stall_s: float = 20.0
     """A device that acknowledges nothing for so long counts as gone."""
     shared_message_rate: float = 500.0
@@ -109,7 +115,7 @@ class LimitsSection:
         bounded("stall_s", self.stall_s, 1.0, 3600.0)
         bounded("max_cached_tokens", self.max_cached_tokens, 1, 1 << 30)
         if self.kv_budget:
-            parse_budget(self.kv_budget)
+            parse_budget(self.kv_budget, "kv_budget")
         if self.gpu_memory_utilization is not None:
             bounded("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
             if self.kv_budget:

@@ -274,9 +274,9 @@ counter requests_finished_total{reason} totals.ended Texts that ended
 counter prompt_tokens_total totals.prompt_tokens Prompt tokens of the texts begun
 counter generation_tokens_total totals.tokens Tokens that users were given
 counter corrected_tokens_total totals.corrected Of these, where a draft sent was wrong
-gauge tokens_per_second tokens_per_s Tokens a second of all texts, over the last seconds
+gauge tokens_per_second tokens_per_s Tokens a second of all texts, over the last five seconds
 counter draft_steps_total totals.steps Draft steps that ended well
-counter draft_failures_total totals.draft_failures Texts whose draft model failed
+counter draft_failures_total totals.draft_failures Texts that lost their drafts to a failure
 counter spec_decode_num_draft_tokens_total totals.sent Draft nodes sent
 counter spec_decode_num_accepted_tokens_total totals.accepted Draft nodes that became tokens
 counter stale_nodes_total totals.stale Draft nodes that the verifier dropped when they came
@@ -285,8 +285,8 @@ counter first_choice_hits_total totals.hits Of these, those that its first choic
 counter passes_total totals.passes The verifier's passes for these texts, as far as it told
 counter reconnects_total totals.reconnects Streams that were lost and tried again
 gauge drafting_worth drafting.worth 1: drafts pay for their rows now; 0: they rest
-gauge row_price drafting.least_chance The least chance that pays, by the verifier; 0: any does
-gauge verifier_up{verifier} up 1: the verifier serves or is ready
+gauge row_price drafting.least_chance The least chance that pays for a row; 0: any does
+gauge verifier_up{verifier} up 1: it serves, or answered when it was last asked
 gauge rtt_seconds{verifier} rtts_s Round trip to the verifier
 gauge pass_seconds{verifier} passes_s Length of the verifier's passes
 gauge memory_resident_bytes memory.resident_bytes Resident memory of the process

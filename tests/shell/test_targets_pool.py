@@ -265,7 +265,7 @@ def test_settings_become_a_budget_or_none() -> None:
     assert (share.kv, share.gpu_share) == (None, 0.8)
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is 0\.8, but only one of them"):
         LimitsSection(kv_budget="1GiB", gpu_memory_utilization=0.8)
-    with pytest.raises(ValueError, match="memory budget is '4': it lacks a unit"):
+    with pytest.raises(ValueError, match="kv_budget is '4': it lacks a unit"):
         LimitsSection(kv_budget="4")
 
 

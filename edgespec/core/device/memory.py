@@ -73,28 +73,28 @@ class MemoryBudget:
         return machine.resident + int(AUTO_SHARE * machine.available)
 
 
-def parse_budget(text: str) -> MemoryBudget:
-    """``600MiB``, ``600 MB``, ``25%`` or ``auto``. Raises ``ValueError`` naming the text and what
-    it must be."""
+def parse_budget(text: str, name: str = "memory_budget") -> MemoryBudget:
+    """``600MiB``, ``600 MB``, ``25%`` or ``auto``. Raises ``ValueError`` naming the setting, the
+    text and what it must be."""
     if text == AUTO:
         return MemoryBudget(text)
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         hint = ": it lacks a unit" if re.fullmatch(r"[0-9.]+", text.strip()) else ""
-        raise ValueError(f"memory budget is {text!r}{hint}, but {_FORM}")
+        raise ValueError(f"{name} is {text!r}{hint}, but {_FORM}")
     number, unit = float(found[1]), found[2]
     if unit == "%":
         if not 0.0 < number <= 100.0:
-            raise ValueError(f"memory budget is {text!r}, but a share must be in (0%, 100%]")
+            raise ValueError(f"{name} is {text!r}, but a share must be in (0%, 100%]")
         return MemoryBudget(text, share=number / 100.0)
     factor = _UNITS.get(unit.lower())
     if factor is None:
         raise ValueError(
-            f"memory budget is {text!r}: unknown unit {unit!r}; known are B, KB, MB, GB (powers of"
+            f"{name} is {text!r}: unknown unit {unit!r}; known are B, KB, MB, GB (powers of"
             " 1000), KiB, MiB, GiB (powers of 1024) and %"
         )
     if not 1 <= number * factor <= _MOST_BYTES:
-        raise ValueError(f"memory budget is {text!r}, but must be in [1B, {_MOST_BYTES >> 30}GiB]")
+        raise ValueError(f"{name} is {text!r}, but must be in [1B, {_MOST_BYTES >> 30}GiB]")
     return MemoryBudget(text, bytes=int(number * factor))
 
 

@@ -131,7 +131,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's own end token, for measurements."""
     constraint: Constraint | None = None
-    """Whatever holds the text to a grammar. Its end ends the text."""
+    """Hold the text to a schema or a grammar: ``{kind: json_schema, text: ...}``."""
 
     def __post_init__(self) -> None:
         bounded("temperature", self.temperature, 0.0, 100.0)
