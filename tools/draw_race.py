@@ -299,14 +299,17 @@ def _rows(pieces: Sequence[Piece], left: float, length_s: float) -> Iterator[str
             named = f' class="{_KINDS[kind]}"' if _KINDS[kind] else ""
             characters = "".join(piece.characters for piece in alike)
             parts.append(f"<tspan{named}>{text(characters)}</tspan>")
-        name = f"r{left:.0f}-{row}"
+        covered = ""
+        if grows := _grows(widths, length_s):
+            name = f"r{left:.0f}-{row}"
+            covered = f' clip-path="url(#{name})"'
+            yield (
+                f'<clipPath id="{name}"><rect x="{x}" y="{y - _ROW + 4}" width="{shown:.1f}"'
+                f' height="{_ROW}">{grows}</rect></clipPath>'
+            )
         yield (
-            f'<clipPath id="{name}"><rect x="{x}" y="{y - _ROW + 4}" width="{shown:.1f}"'
-            f' height="{_ROW}">{_grows(widths, length_s)}</rect></clipPath>'
-        )
-        yield (
-            f'<text class="t" x="{x}" y="{y}" textLength="{shown:.1f}"'
-            f' clip-path="url(#{name})">{"".join(parts)}</text>'
+            f'<text class="t" x="{x}" y="{y}" textLength="{shown:.1f}"{covered}>'
+            f"{''.join(parts)}</text>"
         )
 
 

@@ -26,8 +26,8 @@ COLORS: Final[tuple[tuple[str, str, str], ...]] = (
 
 
 def text(value: str) -> str:
-    """``value`` as XML text or attribute, without characters that XML or a reader cannot take."""
-    return escape(printable(value), {'"': "&quot;"})
+    """``value`` between two tags, without characters that XML or a reader cannot take."""
+    return escape(printable(value))
 
 
 def picture(
