@@ -83,6 +83,7 @@ _TAKE_FILE: Final = ("/save", "/load")
 _KEYS: Final = (
     "Enter sends; Alt-Enter, Ctrl-J or a \\ at the end of a line begins another line",
     "Ctrl-C ends a reply and keeps what came of it; Ctrl-D leaves",
+    "Up, Down and Ctrl-R find earlier messages; Tab completes; Ctrl-X Ctrl-E opens $EDITOR",
     "// at the beginning sends a message that begins with a slash",
 )
 
