@@ -18,7 +18,12 @@ from typing import Final, Protocol, assert_never
 
 from edgespec.core.association.policies import conversation_named, conversation_of
 from edgespec.core.device.commit_reader import largest_id
-from edgespec.core.device.estimates import DraftEstimates, Learned, LearnedByModel, RowPrice
+from edgespec.core.device.estimates import (
+    DraftEstimates,
+    Learned,
+    LearnedByModel,
+    VerifierEstimates,
+)
 from edgespec.core.device.events import (
     Deliver,
     DraftCounters,
@@ -268,8 +273,7 @@ class Agent:
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Reasons of a failed drafter that the user has heard of."""
-        self.price = RowPrice()
-        """What the verifier last said that a draft node costs."""
+        self.verifier = VerifierEstimates()
         self._learned = LearnedByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
@@ -420,7 +424,7 @@ class Agent:
             context_length,
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
-            price=self.price,
+            verifier=self.verifier,
             learned=self._learned.of(model),
             text=self.options.text,
         )

@@ -186,7 +186,7 @@ class StatusSource:
         session = None if notes is None else notes.session
         found = draft_worth(
             agent.options.policy,
-            agent.price,
+            agent.verifier.price,
             None if session is None else session.estimates,
             None if session is None else session.counters,
         )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from edgespec.core.device import estimates as est
 from edgespec.core.device import goodput_policy
+from edgespec.core.device.events import Start, StartStep
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -26,9 +27,11 @@ from edgespec.core.device.policy import (
     WindowedPolicy,
     best_gamma,
 )
+from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.estimators import GuessChances
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
+from tests.core.draft_scripts import RECONNECT, REQUEST
 
 CHAIN = (0, 1, 2, 3)
 
@@ -336,3 +339,27 @@ def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
     learned.of("one more")
     assert learned.of("a0") is found[0]
     assert learned.of("a1") is not found[1]
+
+
+def test_a_text_begins_with_what_the_one_before_found_out() -> None:
+    """A verifier whose commits have six tokens every 45 ms is past a draft of 8 ms a step. Nothing
+    is known of the first; of the second everything, also that the draft is often right."""
+    known, learned = est.VerifierEstimates(), est.Learned()
+    steps = []
+    for _ in range(2):
+        session = DraftSession(
+            REQUEST, goodput_policy.GoodputPolicy(), RECONNECT, 1000, 0, 0, known, learned
+        )
+        actions = session.handle(Start(), 0.0)
+        steps.append(any(isinstance(action, StartStep) for action in actions))
+        for estimate, value in (
+            (session.estimates.step_s, 0.008),
+            (session.estimates.rtt_s, 0.02),
+            (session.estimates.pass_s, 0.045),
+            (session.estimates.commit_s, 0.045),
+            (session.estimates.own_tokens, 6.0),
+        ):
+            estimate.add(value)
+        for _ in range(40):
+            session.estimates.acceptance.add(0)
+    assert steps == [True, False]

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from edgespec.core.device.estimates import RowPrice
+from edgespec.core.device.estimates import RowPrice, VerifierEstimates
 from edgespec.core.device.events import DraftAction, Start, StartStep
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
@@ -51,7 +51,9 @@ def resting(width: int = 2) -> DraftSession:
 
 
 def fresh(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAction, ...]]:
-    session = DraftSession(REQUEST, WindowedPolicy(width), RECONNECT, 1000, price=price)
+    session = DraftSession(
+        REQUEST, WindowedPolicy(width), RECONNECT, 1000, verifier=VerifierEstimates(price)
+    )
     return session, session.handle(Start(), 0.0)
 
 
@@ -67,9 +69,9 @@ def test_no_node_is_drafted_below_the_price() -> None:
 def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
     """A round trip of 200 ms, passes of 25 ms and steps of 8 ms: nine passes begin before a draft
     arrives, (8 + 200) / 25 rounded up, so nine tokens are settled; behind them 0.7 ** 3 < 0.4."""
-    price = RowPrice(0.4)
+    known = VerifierEstimates(RowPrice(0.4))
     session = DraftSession(
-        REQUEST, WindowedPolicy(1, least_chance=0.0), RECONNECT, 1000, 0, 0, price
+        REQUEST, WindowedPolicy(1, least_chance=0.0), RECONNECT, 1000, 0, 0, known
     )
     estimates, actions = session.estimates, session.handle(Start(), 0.0)
     estimates.rtt_s.add(0.2)

@@ -66,7 +66,9 @@ async def test_counts_are_those_of_the_generations() -> None:
             counters.append(agent.stats.counters)
         found = source.snapshot()
         stats = present(agent.stats)
-        verdict = draft_worth(agent.options.policy, agent.price, stats.estimates, stats.counters)
+        verdict = draft_worth(
+            agent.options.policy, agent.verifier.price, stats.estimates, stats.counters
+        )
     totals = found.totals
     assert (totals.generations, totals.finished, totals.failed, totals.cancelled) == (2, 2, 0, 0)
     assert totals.tokens == 2 * COUNT == sum(one.committed for one in counters)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
-from edgespec.core.device.estimates import DraftEstimates, Learned, RowPrice
+from edgespec.core.device.estimates import DraftEstimates, Learned, VerifierEstimates
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
 from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
@@ -100,11 +100,11 @@ class CommitReader:
         self,
         tree: SpeculationTree,
         outbox: DraftOutbox,
-        price: RowPrice,
+        verifier: VerifierEstimates,
         learned: Learned,
         sampling: SamplingParams,
     ) -> None:
-        self.estimates = DraftEstimates(price=price, guesses=learned.guesses(sampling))
+        self.estimates = DraftEstimates.of(verifier, learned.guesses(sampling))
         self.counters = DraftCounters()
         self.max_unreceived = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox

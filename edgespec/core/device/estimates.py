@@ -1,11 +1,12 @@
 """What a device measures and learns: its link, its steps, the verifier's passes, its draft.
 
-What it learns of its draft outlives a generation (``Learned``); all else is of one stream.
+What it learns of its draft and of a verifier outlives a generation (``Learned``,
+``VerifierEstimates``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from edgespec.core.protocol.estimators import (
@@ -35,6 +36,8 @@ class DraftChances:
         """Of those that it named too."""
         self.text = TextChances()
         """Of what the text names, whatever the draft says of it."""
+        self.acceptance = AcceptanceEstimator()
+        """Of the draft's choices by their rank alone."""
         self._opposed = [DecayedRate(MEMORY, PRIOR_WEIGHT) for _ in self.text.of]
 
     def opposed(self, cell: int) -> float:
@@ -96,8 +99,7 @@ class LearnedByModel:
 
 @dataclass(slots=True)
 class RowPrice:
-    """What the verifier last said that a draft node costs. It outlives a generation: hand the same
-    one to the next ``DraftSession`` with this verifier."""
+    """What the verifier last said that a draft node costs."""
 
     least_chance: float = 0.0
     """A node that is less likely to be right does not pay for its row."""
@@ -111,11 +113,12 @@ class RowPrice:
 
 
 @dataclass(slots=True)
-class DraftEstimates:
-    """The device's view of its world. All times are seconds, and unknown until first measured."""
+class VerifierEstimates:
+    """One verifier and the way to it. It outlives a generation: hand the same one to the next
+    ``DraftSession`` with this verifier. All times are seconds, and unknown until first measured."""
 
+    price: RowPrice = field(default_factory=RowPrice)
     rtt_s: MovingAverage = field(default_factory=MovingAverage)
-    step_s: MovingAverage = field(default_factory=MovingAverage)
     pass_s: MovingAverage = field(default_factory=MovingAverage)
     commit_s: MovingAverage = field(default_factory=MovingAverage)
     """From one commit to the next, as they arrive."""
@@ -125,7 +128,22 @@ class DraftEstimates:
     guessed itself."""
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """What one more draft node adds to a pass."""
-    price: RowPrice = field(default_factory=RowPrice)
-    acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
+
+
+@dataclass(slots=True)
+class DraftEstimates(VerifierEstimates):
+    """The device's view of its world."""
+
+    step_s: MovingAverage = field(default_factory=MovingAverage)
     guesses: DraftChances = field(default_factory=DraftChances)
     """How often guesses of a rank and a confidence are right."""
+
+    @classmethod
+    def of(cls, verifier: VerifierEstimates, guesses: DraftChances) -> DraftEstimates:
+        """Learning goes on in both."""
+        known = {one.name: getattr(verifier, one.name) for one in fields(verifier)}
+        return cls(**known, guesses=guesses)
+
+    @property
+    def acceptance(self) -> AcceptanceEstimator:
+        return self.guesses.acceptance

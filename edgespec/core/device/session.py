@@ -21,7 +21,7 @@ from typing import assert_never
 
 from edgespec.core.device import events as ev
 from edgespec.core.device.commit_reader import CommitBounds, CommitReader, DraftOutbox
-from edgespec.core.device.estimates import Learned, RowPrice
+from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, DraftView
 from edgespec.core.device.text_drafts import TextDrafts
@@ -49,9 +49,9 @@ _LIMITS_BEFORE_OPENED = Limits(max_nodes_outstanding=16)
 
 class DraftSession:
     """One generation. ``vocabulary_size`` bounds the ids that a verifier may commit; 0 where it is
-    not known. ``price`` is what this verifier last asked for a row; the session keeps it up.
-    ``learned``, kept up as well, is what generations before this one found out; ``text``, what the
-    user's texts have said, where guesses are to come from them too."""
+    not known. ``verifier`` and ``learned`` are what generations before this one found out, of this
+    verifier and of the draft; the session keeps them up. ``text``, what the user's texts have said,
+    where guesses are to come from them too."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class DraftSession:
         draft_context_length: int,
         jitter_seed: int = 0,
         vocabulary_size: int = 0,
-        price: RowPrice | None = None,
+        verifier: VerifierEstimates | None = None,
         learned: Learned | None = None,
         text: TextTables | None = None,
     ) -> None:
@@ -74,8 +74,8 @@ class DraftSession:
         self._bounds = CommitBounds.of(request, vocabulary_size)
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
-        price, learned = price or RowPrice(), learned or Learned()
-        self._reader = CommitReader(self.tree, self._outbox, price, learned, request.sampling)
+        verifier, learned = verifier or VerifierEstimates(), learned or Learned()
+        self._reader = CommitReader(self.tree, self._outbox, verifier, learned, request.sampling)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self._text = None if text is None else TextDrafts(self.tree, text, self.estimates)
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)

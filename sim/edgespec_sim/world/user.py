@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.core.device.estimates import Learned, RowPrice
+from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
@@ -287,7 +287,7 @@ class User:
         self._cost_dice = random.Random(f"{seed}/cost") if len(settings.step.spread) > 1 else None
         self._drafter: Drafter = settings.source.drafter()
         self.governors = self._make_governors()
-        self._prices: dict[str, RowPrice] = {}
+        self._verifiers: dict[str, VerifierEstimates] = {}
         """What each verifier last asked for a row."""
         self._learned = Learned()
         self.asked_s = 0.0
@@ -373,7 +373,7 @@ class User:
             self.settings.reconnect,
             _DRAFT_CONTEXT,
             jitter_seed=self.number,
-            price=self._prices.setdefault(site.name, RowPrice()),
+            verifier=self._verifiers.setdefault(site.name, VerifierEstimates()),
             learned=self._learned,
         )
         tracer = self._surroundings.tracer(self)
