@@ -75,6 +75,21 @@ def test_a_tree_has_the_masks_of_its_paths(automaton: Automaton, data: st.DataOb
             assert mask == alone.mask()
 
 
+@given(automata(), st.lists(st.integers(0, 7), max_size=6), st.integers(0, 5))
+def test_forced_tokens_are_those_without_a_choice(
+    automaton: Automaton, output: list[int], most: int
+) -> None:
+    text = co.ConstrainedText(automaton.constraint(), (EOS,))
+    expected: list[int] = []
+    lawful = all(t in automaton.allowed(output[:at]) - {EOS} for at, t in enumerate(output))
+    while lawful and len(expected) < most:
+        allowed = automaton.allowed([*output, *expected])
+        if len(allowed) > 1 or EOS in allowed:
+            break
+        expected += allowed
+    assert text.forced(output, most) == expected
+
+
 def test_a_text_is_followed_token_by_token_and_not_from_its_start() -> None:
     loop = Automaton(({1: 0, 2: 0},), frozenset({0}))
     text = co.ConstrainedText(loop.constraint(), (EOS,))

@@ -210,11 +210,11 @@ def test_a_session_that_fails_before_a_round_ends_alone(monkeypatch: pytest.Monk
     assert len(world.texts[2]) == TOKENS
 
 
-def test_no_chain_begins_behind_what_a_grammar_forbids() -> None:
+def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forbids() -> None:
     grammar = Automaton(({5: 1}, {7: 2, 9: 2}, {3: 0}), frozenset())
     sampling = SamplingParams(constraint=grammar.constraint())
     request = Open("s", "", "", (1, 2), sampling=sampling)
-    for path, lawful in (((7, 3), (7, 3)), ((7, 8, 3), (7,)), ((3, 3), ())):
+    for path, lawful in (((7, 3), (7, 3, 5)), ((7, 8, 3), (7, 3, 5)), ((3, 3), ())):
         served = ServedDraftsMaker(text=False, model=True)(request, ANYBODY, (EOS,))
         assert served is not None
         tree = PassTree(9)
@@ -222,6 +222,30 @@ def test_no_chain_begins_behind_what_a_grammar_forbids() -> None:
         start = served.begin_chain(tree, [1, 2, 5], 9, 0.0)
         assert start is not None
         assert start.step.feed == (1, 2, 5, *lawful)
+
+
+def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter() -> None:
+    """Not behind a path that is too unlikely, nor deeper than the text can go."""
+    grammar = Automaton(({5: 1}, {7: 2, 9: 2}, {3: 3}, {4: 4}, {}), frozenset())
+    sampling = SamplingParams(constraint=grammar.constraint())
+    request = Open("s", "", "", (1, 2), sampling=sampling)
+    for text, path, depth, least, found in (
+        ([], (), 9, 0.4, (5,)),
+        ([5], (), 9, 0.4, ()),
+        ([5, 7], (), 9, 0.4, (3, 4)),
+        ([5, 7], (), 1, 0.4, (3,)),
+        ([5], (9,), 9, 0.4, (9, 3, 4)),
+        ([5], (9,), 9, 0.6, (9,)),
+        ([], (9,), 9, 0.6, (9, 5)),
+        ([5, 7, 3, 4], (), 9, 0.4, ()),
+    ):
+        served = ServedDraftsMaker()(request, ANYBODY, (EOS,))
+        assert served is not None
+        tree, own = PassTree(9), len(path)
+        tree.add_chain(path, [0.5] * own, Source.DEVICE)
+        served.fill(tree, [1, 2, *text], depth, 0.0, least)
+        assert tuple(tree.tokens) == found, (text, path)
+        assert tree.sources[own:] == [Source.TEXT] * (len(found) - own)
 
 
 def test_where_the_device_decides_nothing_is_drafted() -> None:

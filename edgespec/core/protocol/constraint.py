@@ -128,6 +128,20 @@ class ConstrainedText:
             return len(taken) + 1
         return len(taken)
 
+    def forced(self, output: Sequence[int], most: int) -> list[int]:
+        """The tokens behind ``output`` about which the grammar leaves no choice, ``most`` of them
+        at most; an end token is none of them."""
+        found: list[int] = []
+        taken = self.follow(output) == len(output)
+        while taken and len(found) < most:
+            bits = int.from_bytes(self.mask() or b"", "little")
+            token = bits.bit_length() - 1
+            if bits & (bits - 1) or token < 0 or token in self._end_tokens:
+                break
+            found.append(token)
+            taken = self.follow([*output, *found]) == len(output) + len(found)
+        return found
+
     def mask(self) -> bytes | None:
         """What may come behind the text that was followed last; None: it has no place in the
         grammar, or has ended."""

@@ -6,6 +6,9 @@ likeliest nodes that are there, or behind the end of the text. Guesses from the 
 (``core/protocol/text_guesses.py``) cost no model; they ride in a pass that has no node of the
 device. All nodes of a pass are one tree, in which equal tokens behind one node are one node.
 
+**What is forced.** Where a grammar leaves no choice about the next tokens, they are nodes of every
+pass, behind the likeliest path: they cost a row each and no draft step.
+
 **The text's tree.** The likeliest guess of all places becomes the next node, and the tables are
 asked behind it, until no guess is worth its row; a node's chance is the product along its path.
 
@@ -192,9 +195,9 @@ class ServedDrafts:
         if chain is None or chain.tokens:
             return None
         self._add_text(tree, text, depth, least_guess)
-        nodes = tree.likeliest()
-        path = self._lawful(text, tuple([tree.tokens[node] for node in nodes]))
-        reaches = [tree.reach[node] for node in nodes[: len(path)]]
+        nodes = self._add_forced(tree, text, depth, least_guess)
+        path = tuple([tree.tokens[node] for node in nodes])
+        reaches = [tree.reach[node] for node in nodes]
         return chain.begin(self._key, text, path, reaches, min(depth, tree.room))
 
     def drafted(self, chain: Chain, *, wanted: bool) -> None:
@@ -223,6 +226,7 @@ class ServedDrafts:
             tokens, reaches = self.chain.worth(least_chance)
             tree.add_chain(tokens[:depth], reaches[:depth], Source.MODEL)
         self._add_text(tree, text, depth, least_guess)
+        self._add_forced(tree, text, depth, least_guess)
 
     def note_sent(self, tree: PassTree) -> None:
         """The pass has these nodes."""
@@ -254,17 +258,30 @@ class ServedDrafts:
             self.chain.judge(committed, len(accepted) - own)
         return own
 
-    def _lawful(self, text: Sequence[int], path: tuple[int, ...]) -> tuple[int, ...]:
-        """As much of ``path`` as the grammar takes: behind what it forbids there is no guess, and a
-        model that is asked for one has to be fed its whole text again."""
-        if self._grammar is None or not path:
-            return path
+    def _add_forced(
+        self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
+    ) -> list[int]:
+        """The nodes of the likeliest path, as far as the grammar takes it: behind what it forbids
+        there is no guess, and a model that is asked for one has to be fed its whole text again.
+        Behind them comes what the grammar leaves no choice about."""
+        nodes = tree.likeliest()
+        if self._grammar is None:
+            return nodes
         output = text[self._prompt_length :]
+        path = [*output, *[tree.tokens[node] for node in nodes]]
         try:
-            taken = self._grammar.follow([*output, *path])
+            taken = self._grammar.follow(path)
+            del nodes[max(0, taken - len(output)) :]
+            reach = tree.reach[nodes[-1]] if nodes else 1.0
+            room = min(depth - len(nodes), tree.room) if reach >= least_guess else 0
+            forced = self._grammar.forced(path[: len(output) + len(nodes)], room)
         except ConstraintError:
-            return ()
-        return path[: max(0, taken - len(output))]
+            return []
+        for token in forced:
+            node = tree.add(nodes[-1] if nodes else -1, token, reach, Source.TEXT)
+            assert node is not None
+            nodes.append(node)
+        return nodes
 
     def _add_text(
         self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
@@ -308,7 +325,7 @@ class ServedDraftsMaker:
         chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy
         chain = ChainRecord(chances) if self._model else None
         grammar, constraint = None, request.sampling.constraint
-        if constraint is not None and chain is not None:
+        if constraint is not None:
             with suppress(ConstraintError):  # a target that reads it itself needs no help of it
                 grammar = ConstrainedText(constraint, end_tokens)
         prompt_length = len(request.prompt)
