@@ -65,7 +65,7 @@ class World:
         self.engine = VerifyEngine(ModelInfo("big", "", 50, 4096), Limits(), limits, contain=False)
         self.texts: dict[int, list[int]] = {}
         self.passes: list[tuple[PassRequest, ...]] = []
-        self.fails = False
+        self.fails, self.step_s = False, 0.0025
         self.off: list[str] = []
         self.guesses: tuple[int, ...] = ()
         self.asked: list[int] = []
@@ -105,8 +105,8 @@ class World:
             return ee.DraftsFailed("out of memory")
         drafting = od.DraftRound(action)
         while batch := drafting.next_step():
-            drafting.take(self.drafter.step(batch), 0.0025)
-            self.now += 0.0025
+            drafting.take(self.drafter.step(batch), self.step_s)
+            self.now += self.step_s
         return drafting.done()
 
     def _pass(self, requests: tuple[PassRequest, ...]) -> ee.BatchDone:
@@ -159,6 +159,19 @@ def test_a_draft_that_is_always_wrong_is_given_up_and_tried_again() -> None:
         world.open(stream)
         world.check()
     assert len(world.passes) - before < 5 * TOKENS * 0.6
+
+
+def test_a_step_that_is_longer_than_a_pass_is_tried_as_much_more_seldom() -> None:
+    """Passes of 25 ms, steps of 100: after 4 * ``PROBE_EVERY`` passes, not after each of them."""
+    world = World(ListDrafter(lambda at: True))
+    world.step_s = 0.1
+    for stream in range(1, 10):
+        world.open(stream)
+        world.check()
+        if stream == 1:  # the first round did not know how long a step is
+            first, before = world.drafter.steps, len(world.passes)
+    tries, passes = world.drafter.steps - first, len(world.passes) - before
+    assert 1 <= tries <= 2 * (1 + passes // (4 * od.PROBE_EVERY))  # a prompt is a step of its own
 
 
 def test_many_sessions_share_the_steps_and_a_long_prompt_is_fed_apart() -> None:

@@ -28,7 +28,8 @@ Chances come from what was counted (``estimators.GuessChances``): of a guess tha
 how often this session's guesses were right; once it is made, how often guesses of that confidence
 were. They are kept for greedy and sampled texts apart, for all sessions together, and a session's
 own rate begins at everybody's. Where nothing pays, one step in ``PROBE_EVERY`` passes is run all
-the same, so that it is noticed when that changes.
+the same, so that it is noticed when that changes; a step that is longer than a pass as much more
+seldom.
 
 A target that speculates by itself (vLLM) proposes a chain behind each pass instead; the same sum
 chooses its length beforehand, by the mean chance alone.

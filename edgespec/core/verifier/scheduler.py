@@ -29,6 +29,7 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
 from edgespec.core.verifier.own_drafts import (
+    LEAST_PASS_S,
     PROBE_EVERY,
     ChainStart,
     DraftRound,
@@ -339,7 +340,8 @@ class PassScheduler:
                 prompt_rows -= len(start.step.feed)
             starts.append(start)
         action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
-        if starts and not DraftRound(action).next_step() and self._undrafted >= PROBE_EVERY:
+        due = self._undrafted >= PROBE_EVERY * max(1.0, times.step_s / max(pass_s, LEAST_PASS_S))
+        if due and starts and not DraftRound(action).next_step():
             shortest = min(starts, key=lambda start: len(start.step.feed))
             action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
         self._undrafted += 1
