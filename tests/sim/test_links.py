@@ -324,6 +324,20 @@ def test_the_issues_own_figure() -> None:
     assert 0.0005 < statistics.fmean(delays_s) - ONE_WAY_S < 0.002
 
 
+def test_packets_that_leave_at_one_instant_left_one_after_the_other() -> None:
+    """With a message every half round trip an answer comes as the next message leaves, and what was
+    lost goes again behind that one; the answer to that one says nothing of it yet."""
+    gap_s, queue = 1 / 32, EventQueue()
+    up = LinkModel(LinkSettings(one_way_s=gap_s, loss=0.01, seed=1))
+    down = LinkModel(LinkSettings(one_way_s=gap_s))
+    connection = TcpConnection(queue, [up], [down])
+    for number in range(2000):
+        queue.at(number * gap_s, lambda: connection.up.send(SMALL, lambda: None))
+    queue.run(math.inf)
+    assert connection.device.lost > 15
+    assert connection.device.sender.retransmissions == connection.device.lost
+
+
 MESSAGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40_000)), max_size=25)
 
 

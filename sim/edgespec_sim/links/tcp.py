@@ -46,6 +46,8 @@ class Segment:
     end: int
     sent_s: float
     """The last time."""
+    order: int
+    """Of that sending, among all: packets may leave at one and the same time."""
     retransmitted: bool = False
     sacked: bool = False
     lost: bool = False
@@ -319,7 +321,7 @@ class TcpSender:
         self._backoff = 1.0
         self._last_sent_s = -math.inf
         # RACK: the latest-sent packet that has arrived.
-        self._rack_sent_s, self._rack_end, self._rack_rtt_s = -math.inf, 0, 0.0
+        self._sent, self._rack_order, self._rack_rtt_s = 0, 0, 0.0
         self._probe_end: int | None = None
         self._probe_repeats = False
         self._outgoing: list[tuple[int, int]] = []
@@ -409,9 +411,8 @@ class TcpSender:
         rtt_s = now_s - segment.sent_s
         if segment.retransmitted and rtt_s < self.round_trips.least_s:
             return  # it was the first copy that arrived
-        if (segment.sent_s, segment.end) > (self._rack_sent_s, self._rack_end):
-            self._rack_sent_s, self._rack_end = segment.sent_s, segment.end
-            self._rack_rtt_s = rtt_s
+        if segment.order > self._rack_order:
+            self._rack_order, self._rack_rtt_s = segment.order, rtt_s
 
     def _find_losses(self, now_s: float) -> bool:
         """Call lost what RACK says; sets the timer for what it is not sure of yet."""
@@ -421,8 +422,7 @@ class TcpSender:
         if self._state is _State.OPEN and sacked < DUPLICATES:
             patience_s = min(trips.least_s / 4.0, trips.smoothed_s)
         for segment in self._segments:
-            sent = (segment.sent_s, segment.end)
-            if segment.sacked or segment.lost or sent > (self._rack_sent_s, self._rack_end):
+            if segment.sacked or segment.lost or segment.order > self._rack_order:
                 continue
             left_s = self._rack_rtt_s + patience_s - (now_s - segment.sent_s)
             if left_s <= 1e-9:
@@ -497,7 +497,7 @@ class TcpSender:
         again = self._state is _State.LOSS
         for index, segment in enumerate(self._segments):
             overdue = self._rack_rtt_s - (now_s - segment.sent_s) <= 0.0
-            before = (segment.sent_s, segment.end) <= (self._rack_sent_s, self._rack_end)
+            before = segment.order <= self._rack_order
             if not segment.sacked and (index == 0 or (overdue and before)):
                 segment.lost = True
         self.window.collapse(self.in_flight, again=again)
@@ -533,17 +533,19 @@ class TcpSender:
 
     def _send_new(self, now_s: float) -> None:
         end = min(self._written, self._next + SEGMENT_BYTES)
-        segment = Segment(self._next, end, now_s)
+        segment = Segment(self._next, end, now_s, 0)
         self._next = end
         self._segments.append(segment)
         self._out(now_s, segment)
 
     def _again(self, now_s: float, segment: Segment) -> None:
         self.retransmissions += 1
-        segment.sent_s, segment.retransmitted, segment.lost = now_s, True, False
+        segment.retransmitted, segment.lost = True, False
         self._out(now_s, segment)
 
     def _out(self, now_s: float, segment: Segment) -> None:
+        self._sent += 1
+        segment.sent_s, segment.order = now_s, self._sent
         self._last_sent_s = now_s
         reducing = self._state is _State.RECOVERY
         timeout_s = self.round_trips.timeout_s
