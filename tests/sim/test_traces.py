@@ -105,6 +105,16 @@ def test_cicv5g_is_read_by_position(tmp_path: Path) -> None:
     assert list(trace.outages_s[0]) == pytest.approx([0.15, 2.15])
 
 
+def test_what_a_car_does_not_measure_costs_nothing(tmp_path: Path) -> None:
+    """Cells are a space apart, so an empty one leaves two; rows and header may end after the
+    delay."""
+    rows = ("1000 1017 17 1.0 2.0 3.0 0.0  18 -94 ", "1050  23 1.0", "1100 1129 29")
+    trace = read(tmp_path, "pub_time(ms) sub_time(ms) delay(ms)\n" + "\n".join(rows) + "\n")
+    assert trace.rtt_s == (0.017, 0.023, 0.029)
+    aligned = "pub_time  sub_time  delay\n1000      1017      17\n1050      1073      23\n"
+    assert read(tmp_path, aligned).rtt_s == (0.017, 0.023)
+
+
 STARLINK_HEAD = (
     "@timestamp,dish_status.state,dish_status.pop_ping_latency_ms,"
     "dish_status.pop_ping_drop_rate,dish_status.uplink_throughput_bps\n"
@@ -130,6 +140,19 @@ def test_lost_seconds_of_a_dish_are_an_outage(tmp_path: Path) -> None:
     assert trace.loss == (0.0, 0.25, 0.0)
     assert trace.outages_s == ((2.0, 4.0),)
     assert trace.up_bits_per_s is None  # what was carried is not what could be
+
+
+def test_a_dish_need_not_say_more_than_its_latency(tmp_path: Path) -> None:
+    head = "@timestamp,power,dish_status.pop_ping_latency_ms\n"
+    times = [f"2025-01-01T00:00:0{second}+00:00" for second in range(4)]
+    rows = zip(times, ("3,30", "", ",50", '"a, b",60'), strict=True)
+    trace = read(tmp_path, head + "".join(f"{time},{cells}\n" for time, cells in rows))
+    assert trace.rtt_s == (0.03, 0.05, 0.06)
+    assert trace.loss is None
+    assert trace.outages_s == ((1.0, 2.0),)
+    # A share of pings that is not known is none, and the state a usual one.
+    row = f"{times[0]},,30,,\n"
+    assert read(tmp_path, STARLINK_HEAD + row).loss == (0.0,)
 
 
 # --- packet-delivery files --------------------------------------------------------------------
@@ -167,7 +190,33 @@ def test_a_delivery_file_becomes_steps_and_outages(tmp_path: Path) -> None:
     assert list(trace.outages_s[0]) == pytest.approx([0.2, 2.1])
 
 
-# --- matrices ---------------------------------------------------------------------------------
+def test_a_pair_of_delivery_files_is_one_trace(tmp_path: Path) -> None:
+    """Whichever is named; by hand: 100 ms windows, the shorter file ends it, either way's outage
+    is both's. A file alone goes the way that its name says."""
+    (tmp_path / "lte.up").write_text("".join(f"{ms}\n" for ms in (100, 200, 2300, 2400)))
+    down_ms = (50, 100, 200, *range(300, 3000, 50))
+    (tmp_path / "lte.down").write_text("".join(f"{ms}\n" for ms in down_ms))
+    pair = read_trace(tmp_path / "lte.down")
+    assert pair == read_trace(tmp_path / "lte.up")
+    assert pair.name == "lte.up and lte.down"
+    assert pair.duration_s == 2.4
+    assert np.array(pair.outages_s) == pytest.approx(np.array([[0.2, 2.2]]))
+    assert pair.up_bits_per_s is not None
+    assert pair.down_bits_per_s is not None
+    ways = zip(pair.up_bits_per_s, pair.down_bits_per_s, strict=True)
+    at = dict(zip(pair.time_s, ways, strict=True))
+    assert at[0.0] == pytest.approx((120e3, 240e3))
+    assert at[0.1] == pytest.approx((120e3, 120e3))
+    assert at[max(at)] == pytest.approx((120e3, 240e3))
+    (tmp_path / "lte.up").unlink()
+    alone = read_trace(tmp_path / "lte.down")
+    assert alone.up_bits_per_s is None
+    assert alone.down_bits_per_s is not None
+    (tmp_path / "lte.up").write_text("time_s,rtt_ms\n0,10\n")
+    with pytest.raises(
+        TraceError, match=r"lte\.up:1: expected a packet-delivery file as lte\.down"
+    ):
+        read_trace(tmp_path / "lte.down")
 
 
 # --- the plain format -------------------------------------------------------------------------
@@ -184,6 +233,11 @@ def test_plain_columns_are_optional(tmp_path: Path) -> None:
     assert trace.loss == (0.0, 0.5)
     assert trace.down_bits_per_s == (5e6, 8e6)
     assert trace.duration_s == 9.0
+    # An empty cell is as in the row before, and one before the first as that.
+    trace = read(tmp_path, "time_s,rtt_ms,loss,up_mbps,down_mbps\n0,10,,,\n1,10,1,5\n2,10,,,\n")
+    assert trace.outages_s == ((1.0, 3.0),)
+    assert trace.up_bits_per_s == (5e6,) * 3
+    assert trace.down_bits_per_s is None
 
 
 @st.composite
@@ -250,23 +304,27 @@ def test_the_plain_format_goes_round(
         ("time_s,rtt_ms\n0,10\n0,11\n", ":3: expected a time_s after 0"),
         ("time_s,rtt_ms\n0,10\n1,x\n", ":3: expected rtt_ms as a number"),
         ("time_s,rtt_ms\n0,10\n1,-1\n", ":3: expected rtt_ms finite and at least 0"),
-        ("time_s,rtt_ms\n0,10\n1\n2,3\n", r":3: expected 2 columns \(time_s,rtt_ms\)"),
+        ("time_s,rtt_ms\n0,10\n1\n2,3\n", ":3: expected rtt_ms as a number, found '1'"),
+        ("time_s,rtt_ms\n0,10\n1,2,3\n", ":3: expected at most 2 columns"),
         ("time_s,rtt_ms,loss\n0,10,2\n", r":2: expected a loss in \[0, 1\]"),
         ("time_s,rtt_ms,up_mbps\n0,10,0\n", ":2: expected up_mbps above 0"),
         ("# duration_s=1\ntime_s,rtt_ms\n0,1\n5,1\n", "lasts 1.0 s, but its last row is at 5.0"),
         ("epoch,values\n5,1\n4,1\n", ":3: expected an epoch not before 5"),
-        ("epoch,values\n5,1,2\n", ":2: expected epoch seconds and RTT"),
-        ("5\n4\n", ":2: expected a time not before 5 ms"),
+        ("epoch,values\n5,1,2\n", ":2: expected at most 2 columns"),
+        ("5\n4\n", ":1: expected the beginning of a .*: round trips need their times beside them"),
+        ("5.5\n6.5\n", ": round trips need their times beside them, time_s,rtt_ms, found '5.5'"),
+        ("5\n" * 300 + "4\n", r":301: expected a time not before 5 ms, .* \(read as mahimahi\)"),
         ("5\n6\nx\n" * 9, ":1: expected the beginning of a known format"),
         ("0\n0\n", "lasts 0 ms"),
-        ("5\n" * 30 + "9" * 5000 + "\n", ":31: expected a time in whole ms"),
+        ("5\n" * 300 + "9" * 5000 + "\n", ":301: expected a time in whole ms"),
         (reply(1, stamp="[nan] "), r":1: expected \[epoch seconds\]"),
         (reply(1, stamp="[0001-01-01] "), r":1: expected \[epoch seconds\]"),
-        ("pub_time x\n1 2 3\n", ":2: expected at least 10 columns"),
+        ("pub_time x\n1 2\n", r":2: expected the delay in ms as a number, .* \(read as cicv5g\)"),
+        ("pub_time x\n1 2  3\n", ":2: expected the delay in ms as a number"),
         (STARLINK_HEAD + "now,CONNECTED,1,0,0\n", ":2: expected a time in ISO 8601"),
-        (STARLINK_HEAD + "now,CONNECTED\n", ":2: expected 5 columns"),
-        (STARLINK_HEAD.replace(".state", ".\rstate"), r":1: expected a header in CSV \("),
-        (STARLINK_HEAD.rstrip() + ',"' + "x" * 200_000 + '"\n', r":1: expected a header in CSV \("),
+        (STARLINK_HEAD + "now,CONNECTED,1,0,0,0\n", ":2: expected at most 5 columns"),
+        (STARLINK_HEAD.replace(".state", ".\rstate"), r":1: expected a table in CSV \("),
+        (STARLINK_HEAD.rstrip() + ',"' + "x" * 200_000 + '"\n', r":1: expected a table in CSV \("),
         (reply(1) + "[yesterday] " + reply(2), r":2: expected \[epoch seconds\]"),
     ],
 )

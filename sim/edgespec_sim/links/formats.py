@@ -1,7 +1,8 @@
 """Reading a trace of any known format into a ``NetworkTrace``.
 
-The format is told by the content, never by the file's name. Every error is a ``TraceError`` that
-names the file, the line and what was expected there.
+The format is told by the content; a name's end says only which way a packet-delivery file goes.
+Every error is a ``TraceError`` that names the file, the line, what was expected there and the
+format that the file was taken for. What a trace does not need may be missing: columns, and cells.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from edgespec_sim.links.network_trace import MAX_ROWS, NetworkTrace, TraceError
+import numpy as np
+
+from edgespec_sim.links.network_trace import (
+    MAX_ROWS,
+    NetworkTrace,
+    TraceError,
+    in_outage,
+    values_at,
+)
 
 # --- a trace file as bounded lines, and errors that say where in it ----------------------------
 
@@ -43,7 +52,8 @@ class TraceText:
 
     def error(self, number: int, expected: str) -> TraceError:
         line = self.lines[number - 1] if 1 <= number <= len(self.lines) else ""
-        return TraceError(f"{self.path}:{number}: expected {expected}, found {line[:80]!r}")
+        found = f"{self.path}:{number}: expected {expected}, found {line[:80]!r}"
+        return TraceError(f"{found} (read as {self.source})" if self.source else found)
 
     def number(self, number: int, text: str, what: str, low: float = 0.0) -> float:
         """``text`` of line ``number`` as a finite number of at least ``low``."""
@@ -62,18 +72,24 @@ class TraceText:
         return TraceError(f"{self.path}: holds no measurement")
 
 
-def _rows(
-    text: TraceText, columns: int, what: str, separator: str | None = ","
-) -> Iterator[tuple[int, list[str]]]:
-    """Number and fields of each line behind the header, ``columns`` at least, or it is an error
-    that says ``what`` was expected. A last line that may be cut is left out."""
-    for number, line in enumerate(text.lines[1:], start=2):
-        if text.may_be_cut(number):
-            return
-        fields = line.split(separator)
-        if len(fields) < columns or (separator and len(fields) > columns):
-            raise text.error(number, what)
-        yield number, fields
+def _table(text: TraceText, header: int = 1) -> Iterator[tuple[int, dict[str, str]]]:
+    """Number of each line behind line ``header``, and its cells by column. A row may end early, but
+    not go on beyond the header; a last line that may be cut is left out."""
+    lines = csv.reader(text.lines[header - 1 :])
+    columns: list[str] = []
+    try:
+        for number, cells in ((header - 1 + lines.line_num, cells) for cells in lines):
+            if not columns:
+                columns = cells
+            elif text.may_be_cut(number):
+                return
+            elif len(cells) > len(columns):
+                raise text.error(number, f"at most {len(columns)} columns")
+            else:
+                yield number, dict(zip(columns, cells, strict=False))
+    except csv.Error as error:
+        number = header - 1 + lines.line_num
+        raise text.error(number, f"a table in CSV ({error})") from None
 
 
 def _usual_step_s(times_s: Sequence[float]) -> float:
@@ -107,6 +123,7 @@ def _stamp_s(text: TraceText, number: int, stamp: str, expected: str) -> float:
 # row holds until the next one. A ``loss`` of 1 is an outage until the next row below 1; its other
 # values stand all the same. ``# duration_s=...`` before the header says how long the last row
 # holds, otherwise it does for as long as the one before it. Other lines with ``#`` are comments.
+# An empty cell of an optional column is as in the row before.
 # A last line without a line end may be cut and is then left out.
 
 
@@ -121,27 +138,27 @@ def is_plain(head: str) -> bool:
 
 
 def read_plain(text: TraceText) -> NetworkTrace:
-    columns: list[str] = []
-    rows: list[dict[str, float]] = []
     duration_s: float | None = None
-    for number, line in enumerate(text.lines, start=1):
+    header = 1 + next(n for n, line in enumerate(text.lines) if not line.startswith("#"))
+    for number, line in enumerate(text.lines[:header], start=1):
         if line.startswith(_DURATION):
             duration_s = text.number(number, line[len(_DURATION) :], "duration_s")
-        elif line.startswith("#"):
-            continue
-        elif not columns:
-            columns = line.split(",")
-            if columns[:2] != [*_REQUIRED] or len({*columns} & {*_KNOWN}) != len(columns):
-                raise text.error(number, "the header time_s,rtt_ms[,loss,up_mbps,down_mbps]")
-        elif not text.may_be_cut(number):
-            rows.append(_plain_row(text, number, columns, rows[-1]["time_s"] if rows else None))
+    columns = text.lines[header - 1].split(",")
+    if columns[:2] != [*_REQUIRED] or len({*columns} & {*_KNOWN}) != len(columns):
+        raise text.error(header, "the header time_s,rtt_ms[,loss,up_mbps,down_mbps]")
+    rows: list[dict[str, float]] = []
+    for number, cells in _table(text, header):
+        if not cells.get("time_s", "#").startswith("#"):
+            rows.append(_plain_row(text, number, cells, rows[-1] if rows else {}))
     if not rows:
         raise text.no_rows()
 
     def column(name: str, scale: float) -> tuple[float, ...] | None:
-        return tuple(row[name] * scale for row in rows) if name in columns else None
+        """A cell that says nothing is that of the row before, or the first one that says it."""
+        first = next((row[name] for row in rows if name in row), None)
+        return None if first is None else tuple(row.get(name, first) * scale for row in rows)
 
-    times_s = tuple(row["time_s"] for row in rows)
+    times_s = column("time_s", 1.0) or ()
     if duration_s is None:
         duration_s = times_s[-1] + (times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0)
     loss = column("loss", 1.0)
@@ -159,22 +176,22 @@ def read_plain(text: TraceText) -> NetworkTrace:
 
 
 def _plain_row(
-    text: TraceText, number: int, columns: list[str], before_s: float | None
+    text: TraceText, number: int, cells: dict[str, str], before: dict[str, float]
 ) -> dict[str, float]:
-    fields = text.lines[number - 1].split(",")
-    if len(fields) != len(columns):
-        raise text.error(number, f"{len(columns)} columns ({','.join(columns)})")
-    row = {n: text.number(number, value, n) for n, value in zip(columns, fields, strict=True)}
-    if before_s is None and row["time_s"] != 0.0:
+    for name in _REQUIRED:
+        if not cells.get(name):
+            raise text.error(number, f"{name} as a number")
+    row = {n: text.number(number, value, n) for n, value in cells.items() if value}
+    if not before and row["time_s"] != 0.0:
         raise text.error(number, "the first time_s to be 0")
-    if before_s is not None and row["time_s"] <= before_s:
-        raise text.error(number, f"a time_s after {before_s:g}")
+    if before and row["time_s"] <= before["time_s"]:
+        raise text.error(number, f"a time_s after {before['time_s']:g}")
     if row.get("loss", 0.0) > 1.0:
         raise text.error(number, "a loss in [0, 1], 1 for an outage")
     for name in ("up_mbps", "down_mbps"):
         if row.get(name) == 0.0:
             raise text.error(number, f"{name} above 0 (an outage is a loss of 1)")
-    return row
+    return {**before, **row}
 
 
 def write_plain(trace: NetworkTrace) -> str:
@@ -209,7 +226,7 @@ def write_plain(trace: NetworkTrace) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- cSV of round-trip times, ``epoch,values`` -------------------------------------------------
+# --- CSV of round-trip times, ``epoch,values`` -------------------------------------------------
 # epoch in seconds, RTT in ms (Jitterbug's format).
 # Several samples may share an epoch: they are spread evenly over the usual step between epochs,
 # or up to the next epoch where that comes sooner, in their order. Lost probes have no row, so
@@ -222,12 +239,12 @@ _HEADER: Final = "epoch,values"
 def read_rtt_csv(text: TraceText) -> NetworkTrace:
     samples: dict[float, list[float]] = {}
     latest_s = 0.0
-    for number, fields in _rows(text, 2, "epoch seconds and RTT in ms, separated by a comma"):
-        epoch_s = text.number(number, fields[0], "the epoch in seconds")
+    for number, cells in _table(text):
+        epoch_s = text.number(number, cells.get("epoch", ""), "the epoch in seconds")
         if samples and epoch_s < latest_s:
             raise text.error(number, f"an epoch not before {latest_s:g}")
         latest_s = epoch_s
-        rtt_s = text.number(number, fields[1], "the RTT in ms") / 1000.0
+        rtt_s = text.number(number, cells.get("values", ""), "the RTT in ms") / 1000.0
         samples.setdefault(epoch_s, []).append(rtt_s)
     if not samples:
         raise text.no_rows()
@@ -443,13 +460,13 @@ def _stamped_s(text: TraceText, number: int, stamp: str) -> float:
     return _stamp_s(text, number, stamp, expected)
 
 
-# --- fjordLink's CSV of a Starlink dish --------------------------------------------------------
+# --- FjordLink's CSV of a Starlink dish --------------------------------------------------------
 # a row a second with the state that the dish reports.
-# Read are the time, the state, the ping latency to the point of presence and the share of pings
-# dropped. The throughput columns are what was carried, not what could be, so there is no
-# capacity. A second counts as lost when all its pings were, when it has no latency or when the
-# dish was not ``CONNECTED``: a run of such seconds is an outage. The dish reports ``OBSTRUCTED``
-# while some pings still pass; such a second keeps its latency.
+# Read are the time and the ping latency to the point of presence and, where they are there, the
+# state and the share of pings dropped. The throughput columns are what was carried, not what could
+# be, so there is no capacity. A second counts as lost when all its pings were, when it has no
+# latency or when the dish was not ``CONNECTED``: a run of such seconds is an outage. The dish
+# reports ``OBSTRUCTED`` while some pings still pass; such a second keeps its latency.
 
 
 _TIME: Final = "@timestamp"
@@ -460,29 +477,25 @@ _CARRYING: Final = ("CONNECTED", "OBSTRUCTED")
 
 
 def is_starlink(head: str) -> bool:
-    return head.startswith(_TIME + ",") and _LATENCY in head.partition("\n")[0]
+    return head.startswith(_TIME + ",") and _LATENCY in head.partition("\n")[0].split(",")
 
 
 def read_starlink(text: TraceText) -> NetworkTrace:
-    try:
-        columns = next(csv.reader(text.lines[:1]))
-    except csv.Error as error:
-        raise text.error(1, f"a header in CSV ({error})") from None
-    missing = [name for name in (_TIME, _STATE, _LATENCY, _DROP) if name not in columns]
-    if missing:
-        raise text.error(1, f"a column {missing[0]}")
     times_s: list[float] = []
     up: list[bool] = []
     rows: list[tuple[float, float, float]] = []
-    for number, fields in _rows(text, len(columns), f"{len(columns)} columns"):
-        row = dict(zip(columns, fields, strict=True))
-        time_s = _stamp_s(text, number, row[_TIME], "a time in ISO 8601")
+    drops = False
+    for number, cells in _table(text):
+        drops |= _DROP in cells
+        time_s = _stamp_s(text, number, cells.get(_TIME, ""), "a time in ISO 8601")
         if times_s and time_s <= times_s[-1]:
             raise text.error(number, "a time after that of the row before")
-        loss = text.number(number, row[_DROP] or "1", "the share of pings dropped")
-        rtt_s = text.number(number, row[_LATENCY] or "0", "the latency in ms") / 1000.0
+        latency = cells.get(_LATENCY, "")
+        loss = text.number(number, cells.get(_DROP) or "0", "the share of pings dropped")
+        rtt_s = text.number(number, latency or "0", "the latency in ms") / 1000.0
         times_s.append(time_s)
-        up.append(row[_STATE] in _CARRYING and row[_LATENCY] != "" and loss < 1.0)
+        carries = (cells.get(_STATE) or _CARRYING[0]) in _CARRYING
+        up.append(carries and latency != "" and loss < 1.0)
         if up[-1]:
             rows.append((time_s - times_s[0], rtt_s, loss))
     if not rows:
@@ -495,29 +508,31 @@ def read_starlink(text: TraceText) -> NetworkTrace:
         (0.0, *(time_s for time_s, _, _ in rows[1:])),
         tuple(rtt_s for _, rtt_s, _ in rows),
         end_s,
-        loss=tuple(loss for _, _, loss in rows),
+        loss=tuple(loss for _, _, loss in rows) if drops else None,
         outages_s=_outages(times_s, end_s, (not one for one in up)),
     )
 
 
-# --- cICV5G's logs -----------------------------------------------------------------------------
+# --- CICV5G's logs -----------------------------------------------------------------------------
 # one application message a row, from a car to a server and back.
-# Columns are separated by spaces and told by position, because the header's spelling varies
+# Columns are separated by a space each and told by position, because the header's spelling varies
 # between files: time published and time received (ms since the epoch), delay (ms), then pose and
-# radio. The delay includes in-order delivery. Lost messages have no row; a gap of at least
-# ``OUTAGE_S`` in the times published is an outage, shorter ones are the publisher's own pauses.
-
-
-_MIN_COLUMNS: Final = 10
+# radio, which are not read and need not be there. The delay includes in-order delivery. Lost
+# messages have no row; a gap of at least ``OUTAGE_S`` in the times published is an outage, shorter
+# ones are the publisher's own pauses.
 
 
 def read_cicv5g(text: TraceText) -> NetworkTrace:
     rows: list[tuple[float, float]] = []
-    for number, fields in _rows(text, _MIN_COLUMNS, f"at least {_MIN_COLUMNS} columns", None):
-        published_ms = text.number(number, fields[0], "pub_time in ms")
+    separator = None if "  " in text.lines[0].strip() else " "  # a table that was aligned
+    for number, line in enumerate(text.lines[1:], start=2):
+        if text.may_be_cut(number):
+            break
+        published, _, delay = (*line.split(separator)[:3], "", "", "")[:3]
+        published_ms = text.number(number, published, "pub_time in ms")
         if rows and published_ms <= rows[-1][0]:
             raise text.error(number, f"a pub_time after {rows[-1][0]:.0f}")
-        rows.append((published_ms, text.number(number, fields[2], "the delay in ms")))
+        rows.append((published_ms, text.number(number, delay, "the delay in ms")))
     if not rows:
         raise text.no_rows()
     steps_ms = [later[0] - earlier[0] for earlier, later in itertools.pairwise(rows)]
@@ -532,14 +547,16 @@ def read_cicv5g(text: TraceText) -> NetworkTrace:
     return from_probes(text, probes, step_s, counts_loss=False)
 
 
-# --- mahimahi's packet-delivery files ----------------------------------------------------------
+# --- Mahimahi's packet-delivery files ----------------------------------------------------------
 # a line is a time in ms at which 1500 bytes may leave. Theory of operation (Netravali et al.,
 # USENIX ATC 2015). Times do not decrease, repeat when several packets may leave, and the file
 # starts over at its last time. Opportunities are counted in windows of ``CAPACITY_WINDOW_S``, which
 # gives capacity in steps. Windows without any are joined to the next one that has some, so the
-# bytes are conserved; ``OUTAGE_S`` or more of them are an outage. A file knows one direction and no
-# delay: it is the up column, with an RTT of 0. A last line without a line end counts, as Mahimahi's
-# own reader has it.
+# bytes are conserved; ``OUTAGE_S`` or more of them are an outage. A file knows no delay (an RTT of
+# 0) and one direction: down where its name ends so, and else up. ``NAME.up`` and ``NAME.down``
+# side by side are one trace, whichever is named, as long as the shorter one; where one way is out
+# both are, as no answer passes. A last line without a line end counts, as Mahimahi's own reader has
+# it.
 
 
 PACKET_BITS: Final = 1500 * 8
@@ -547,13 +564,50 @@ CAPACITY_WINDOW_S: Final = 0.1
 _WHOLE_MS: Final = re.compile(r"[0-9]{1,15}")
 
 
+_OTHER_WAY: Final = {".up": ".down", ".down": ".up"}
+
+
 def is_mahimahi(head: str) -> bool:
-    lines = head.split("\n")[:20]
-    return bool(lines[0]) and all(_WHOLE_MS.fullmatch(line) or not line for line in lines)
+    """Round trips in whole ms are a column of numbers too, but go down again."""
+    lines = head.split("\n")
+    if not lines[0] or not all(_WHOLE_MS.fullmatch(line) or not line for line in lines):
+        return False
+    times_ms = [int(line) for line in lines if line]
+    return times_ms == sorted(times_ms)
 
 
 def read_mahimahi(text: TraceText) -> NetworkTrace:
-    counts: dict[int, int] = {}
+    partner = text.path.with_suffix(_OTHER_WAY.get(text.path.suffix, text.path.suffix))
+    one = _one_way(text)
+    if partner == text.path or not partner.is_file():
+        return one
+    other = _opened(partner)
+    if other.source != text.source:
+        raise other.error(1, f"a packet-delivery file as {text.name} is")
+    way = _one_way(other)
+    return _both_ways(one, way) if one.up_bits_per_s else _both_ways(way, one)
+
+
+def _both_ways(up: NetworkTrace, down: NetworkTrace) -> NetworkTrace:
+    end_s = min(up.duration_s, down.duration_s)
+    edges_s = {edge_s for way in (up, down) for outage in way.outages_s for edge_s in outage}
+    times_s = [time_s for time_s in sorted({*up.time_s, *down.time_s, *edges_s}) if time_s < end_s]
+    grid = np.array(times_s)
+    out = in_outage(up, grid) | in_outage(down, grid)
+    return NetworkTrace(
+        f"{up.name} and {down.name}",
+        up.source,
+        tuple(times_s),
+        (0.0,) * len(times_s),
+        end_s,
+        up_bits_per_s=tuple(values_at(up, up.up_bits_per_s or (), grid).tolist()),
+        down_bits_per_s=tuple(values_at(down, down.down_bits_per_s or (), grid).tolist()),
+        outages_s=_outages(times_s, end_s, out.tolist()),
+    )
+
+
+def _one_way(text: TraceText) -> NetworkTrace:
+    counts: Counter[int] = Counter()
     previous_ms = 0
     for number, line in enumerate(text.lines, start=1):
         if not _WHOLE_MS.fullmatch(line.strip()):
@@ -563,20 +617,16 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
             raise text.error(number, f"a time not before {previous_ms} ms")
         previous_ms = time_ms
         # What leaves at the very end of a window leaves in it: the last time ends the last one.
-        window = max(math.ceil(time_ms / (CAPACITY_WINDOW_S * 1000.0)) - 1, 0)
-        counts[window] = counts.get(window, 0) + 1
+        counts[max(math.ceil(time_ms / (CAPACITY_WINDOW_S * 1000.0)) - 1, 0)] += 1
     if previous_ms == 0:
         raise TraceError(f"{text.path}: lasts 0 ms, but must last longer")
-    duration_s = previous_ms / 1000.0
+    duration_s, free_s = previous_ms / 1000.0, 0.0
     times_s: list[float] = []
     rates: list[float] = []
     outages_s: list[tuple[float, float]] = []
-    free_s = 0.0
     for window, count in sorted(counts.items()):
-        start_s, end_s = (
-            window * CAPACITY_WINDOW_S,
-            min((window + 1) * CAPACITY_WINDOW_S, duration_s),
-        )
+        start_s = window * CAPACITY_WINDOW_S
+        end_s = min((window + 1) * CAPACITY_WINDOW_S, duration_s)
         if start_s - free_s >= OUTAGE_S - 1e-9:
             outages_s.append((free_s, start_s))
             free_s = start_s
@@ -586,13 +636,15 @@ def read_mahimahi(text: TraceText) -> NetworkTrace:
     if len(times_s) > MAX_ROWS:
         raise TraceError(f"{text.path}: {len(times_s)} windows, but at most {MAX_ROWS} go")
     times_s[0] = 0.0
+    down = text.path.suffix == ".down"
     return NetworkTrace(
         text.name,
         text.source,
         tuple(times_s),
         (0.0,) * len(times_s),
         duration_s,
-        up_bits_per_s=tuple(rates),
+        up_bits_per_s=None if down else tuple(rates),
+        down_bits_per_s=tuple(rates) if down else None,
         outages_s=tuple(outages_s),
     )
 
@@ -606,12 +658,23 @@ FORMATS: Final[dict[str, tuple[Callable[[str], bool], Callable[[TraceText], Netw
     "mahimahi": (is_mahimahi, read_mahimahi),
 }
 
-# What is looked at to tell the format.
-_HEAD_CHARACTERS: Final = 8192
+# What is looked at to tell the format: so many lines, so much of each.
+_HEAD_LINES, _HEAD_CHARACTERS = 200, 4096
 
 
 def read_trace(path: Path) -> NetworkTrace:
     """The trace in a file, whose format its content tells. Raises ``TraceError``."""
+    text = _opened(path)
+    if not text.source:
+        known = f"the beginning of a known format ({', '.join(FORMATS)})"
+        if re.fullmatch(r"[0-9.]+", text.lines[0]):
+            known += ": round trips need their times beside them, time_s,rtt_ms"
+        raise text.error(1, known)
+    return FORMATS[text.source][1](text)
+
+
+def _opened(path: Path) -> TraceText:
+    """Its ``source`` is empty where no format begins like that. Raises ``TraceError``."""
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise TraceError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} go")
@@ -626,11 +689,9 @@ def read_trace(path: Path) -> NetworkTrace:
     lines = tuple(line.rstrip("\r") for line in content.split("\n"))
     ends_cut = lines[-1] != ""
     lines = lines if ends_cut else lines[:-1]
-    head = "\n".join(lines[:200])[:_HEAD_CHARACTERS]
+    head = "\n".join(line[:_HEAD_CHARACTERS] for line in lines[:_HEAD_LINES])
     format = next((known for known, (sniff, _) in FORMATS.items() if sniff(head)), "")
     text = TraceText(path, format, lines, ends_cut)
     if not any(lines):
         raise text.no_rows()
-    if not format:
-        raise text.error(1, f"the beginning of a known format ({', '.join(FORMATS)})")
-    return FORMATS[format][1](text)
+    return text

@@ -221,11 +221,17 @@ class TraceLinks:
             down_capacity=_capacity(trace, trace.down_bits_per_s),
         )
 
-    def queues(self, offset_s: float = 0.0) -> tuple[SharedQueue, SharedQueue]:
-        """Up and down, of the trace's capacity; without limit where that was not measured."""
+    def queues(
+        self, offset_s: float = 0.0, others: tuple[SharedQueue, SharedQueue] | None = None
+    ) -> tuple[SharedQueue, SharedQueue]:
+        """Up and down, of the trace's capacity; that of ``others``, or without limit, where it was
+        not measured."""
+        capacities = (self.up_capacity, self.down_capacity)
         up, down = (
-            SharedQueue() if capacity is None else SharedQueue(capacity, offset_s=offset_s)
-            for capacity in (self.up_capacity, self.down_capacity)
+            other if capacity is None else SharedQueue(capacity, offset_s=offset_s)
+            for capacity, other in zip(
+                capacities, others or (SharedQueue(), SharedQueue()), strict=True
+            )
         )
         return up, down
 

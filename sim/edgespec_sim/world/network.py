@@ -190,13 +190,12 @@ class LinkInstances:
 
     def _make_queues(self, key: int) -> Queues:
         section, seed = self.section, number_of(f"{self._seed}/queue/{key}")
-        if self._traced is not None and self._traced.up_capacity is not None:
-            return self._traced.queues(self._offset_s(key))
         make = _audited_queue if self._audited else _queue
-        return (
+        queues = (
             make(section.up_mbps * 1e6, section.cross_up, seed),
             make(section.down_mbps * 1e6, section.cross_down, seed + 1),
         )
+        return self._traced.queues(self._offset_s(key), queues) if self._traced else queues
 
     def _offset_s(self, number: int) -> float:
         return self.section.trace_spread_s * number
@@ -212,7 +211,8 @@ class LinkInstances:
         with the share of other people's traffic. None where the capacity has no limit (unless the
         trace measured it), or nobody sent."""
         section, queues = self.section, tuple(self._queues.values())
-        measured = self._traced is not None and self._traced.up_capacity is not None
+        traced = self._traced
+        measured = traced is not None and (traced.up_capacity or traced.down_capacity) is not None
         if not queues or (not measured and min(section.up_mbps, section.down_mbps) == math.inf):
             return None
         up, down = (
