@@ -262,6 +262,26 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter() -> None:
         assert tree.sources[own:] == [Source.TEXT] * (len(found) - own)
 
 
+def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
+    """The same limit, and what comes after it changes nothing any more."""
+    limits = ee.EngineLimits(drafter=True, stuck_pass_s=30.0)
+    engine = VerifyEngine(ModelInfo("big", "", 50, 4096), Limits(), limits, contain=False)
+    request = Open("s", "", "", (3, 10), sampling=SamplingParams(max_tokens=TOKENS))
+    engine.handle(ee.StreamOpened(1, request), 0.0)
+    actions = engine.handle(ee.BatchDone((PassResult("s", (token_at(2),)),)), 0.025)
+    (drafts,) = _only(actions, ee.RunDrafts)
+    now = 0.025
+    while not engine.broken:
+        assert now < 40.0
+        assert engine.deadline is not None
+        now = engine.deadline
+        actions = engine.handle(ee.Poll(), now)
+    assert now >= 30.0
+    assert _only(actions, ee.GiveUp)
+    assert _only(actions, ee.SendTo)  # the device hears of it
+    assert engine.handle(od.DraftRound(drafts).done(), now) == ()
+
+
 def test_where_the_device_decides_nothing_is_drafted() -> None:
     world = World(ListDrafter(lambda at: True))
     world.open(1, run_ahead=RunAhead.NEVER)

@@ -246,6 +246,42 @@ async def test_whatever_happens_to_sessions_in_a_round_the_texts_are_their_own()
         assert not verifier.broken.is_set()
 
 
+@pytest.mark.parametrize("ending", ["stop", "revoke"])
+async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(ending: str) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def waits(what: str, key: str) -> None:
+        if what == "step" and not reached.is_set():
+            reached.set()
+            assert go_on.wait(60.0)
+
+    async with running(drafter=FragileDraft(waits)) as (verifier, transport):
+        stream = await _open(transport, "a")
+        await asyncio.to_thread(reached.wait, 60.0)
+        if ending == "revoke":
+            assert verifier.revoke([""]) == 1
+            stopping = None
+        else:
+            stopping = asyncio.create_task(verifier.stop())
+        said, fault = await _read(stream)
+        assert said == TEXT[: len(said)]
+        assert fault is not None
+        assert (
+            fault.code
+            is {
+                "stop": m.FaultCode.SHUTTING_DOWN,
+                "revoke": m.FaultCode.UNAUTHENTICATED,
+            }[ending]
+        )
+        go_on.set()
+        if stopping is not None:
+            await stopping
+        else:
+            assert await _read(await _open(transport, "b")) == (TEXT, None)
+        assert verifier.why_broken is None
+        assert verifier.engine.draft_counts.failures == 0
+
+
 @pytest.mark.parametrize(
     ("operation", "error"),
     [
