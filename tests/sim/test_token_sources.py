@@ -2,14 +2,15 @@
 
 Oracle: ``expected`` of the source beside a plain decoding of its own target, one token a pass; the
 ranks of a walk beside those of the script. Of the acceptance process: statistics of the tape that
-it is fitted to; a coin of the same mean, tried beside it, must fail. Of match tapes: the same
-world played with the toy models themselves, whose tokens, times, kinds, passes, rows and counters
-must be identical; a tape with one wrong rank must not be. Policies that go by a draft's confidences
-are an exception: those off the text are on no tape.
+it is fitted to, and Bayes' rule; a coin of the same mean, tried beside it, must fail. Of match
+tapes: the same world played with the toy models themselves, whose tokens, times, kinds, passes,
+rows and counters must be identical; a tape with one wrong rank must not be. Policies that go by a
+draft's confidences are an exception: those off the text are on no tape.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -257,6 +258,67 @@ def test_a_law_moves_to_a_mean(acceptance: float) -> None:
     texts = [law.ranks(400, np.random.default_rng([9, i])) for i in range(600)]
     assert share(texts, 0) == pytest.approx(acceptance, abs=0.015)
     assert share(texts, 1) == pytest.approx(law.acceptance(1), abs=0.01)
+
+
+Told = Sequence[tuple[int, float]]
+"""Of places: the rank, and the probability that the draft gave its first choice."""
+
+
+def told_by_tape(name: str) -> Told:
+    texts = tape_named(name).generations
+    return [(r, math.exp(p)) for g in texts for r, p in zip(g.ranks, g.logprobs, strict=True)]
+
+
+def told_by(law: AcceptanceLaw, texts: int = 400) -> Told:
+    dice = [[np.random.default_rng([7, i, j]) for j in range(2)] for i in range(texts)]
+    drawn = [law.text(160, *pair) for pair in dice]
+    return [(r, math.exp(p)) for d in drawn for r, p in zip(d.ranks, d.logprobs, strict=True)]
+
+
+def right_by_bin(told: Told) -> list[tuple[float, float]]:
+    """Of each fifth of confidence: the share of places in it, and of those that are right."""
+    bins = [[rank == 0 for rank, sure in told if int(4.999 * sure) == n] for n in range(5)]
+    return [(len(one) / len(told), sum(one) / len(one)) for one in bins]
+
+
+@pytest.mark.parametrize("name", TAPES)
+def test_confidences_are_as_often_right_as_on_the_tape(name: str) -> None:
+    """Fifths of a tape have 200 to 1,400 places: two standard errors of a share are 0.07."""
+    taped, drawn = right_by_bin(told_by_tape(name)), right_by_bin(told_by(law_of(name)))
+    assert np.array(drawn) == pytest.approx(np.array(taped), abs=0.07)
+    assert taped[0][1] < taped[-1][1] - 0.3, "they tell right from wrong"
+    kinds = [(MISS, -0.5, -1.5), (0, -0.1, -3.0), (1, -0.7, -0.8)]
+    ranks, first, second = zip(*kinds, strict=True)
+    named = TapedGeneration("t", (1,), (1,) * 3, ranks, first, second)
+    law = fit(MatchTape("t", "d", 2, (named,)))
+    drawn_once = law.text(300, np.random.default_rng(1), np.random.default_rng(2))
+    assert {*zip(*drawn_once, strict=True)} == {*kinds}, "first and second belong together"
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.55, 0.9])
+def test_a_law_moved_to_a_mean_keeps_what_confidences_tell(acceptance: float) -> None:
+    """Oracle: Bayes. A draft of one state holds right choices for 0.9 three times in four and for
+    0.3 else, wrong ones the other way round."""
+    high, low = (math.log(0.9), math.log(0.05)), (math.log(0.3), math.log(0.2))
+    right, wrong = (high,) * 3 + (low,), (low,) * 3 + (high,)
+    kinds = tuple(one * 50 for one in (right, wrong, wrong))
+    law = replace(coin(0.7), thoughts=kinds * 3).at(acceptance)
+    told = told_by(law)
+    for sure, odds in ((0.9, 3.0), (0.3, 1 / 3)):
+        hits = [rank == 0 for rank, one in told if one == pytest.approx(sure)]
+        expected = odds * acceptance / (odds * acceptance + 1 - acceptance)
+        assert sum(hits) / len(hits) == pytest.approx(expected, abs=0.015)
+    assert sum(rank == 0 for rank, _ in told) / len(told) == pytest.approx(acceptance, abs=0.01)
+
+
+def test_a_tape_without_confidences_gives_a_law_without() -> None:
+    tape = tape_named("bundled-greedy")
+    bare = [replace(one, logprobs=(), second_logprobs=()) for one in tape.generations]
+    law = fit(replace(tape, generations=tuple(bare)))
+    assert replace(law_of("bundled-greedy"), thoughts=()) == law
+    drawn = law.text(9, np.random.default_rng(1), np.random.default_rng(2))
+    assert (drawn.logprobs, drawn.second_logprobs) == ([], [])
+    assert drawn.ranks == law_of("bundled-greedy").ranks(9, np.random.default_rng(1))
 
 
 def test_a_fit_finds_a_planted_law() -> None:

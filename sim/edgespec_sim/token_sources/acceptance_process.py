@@ -9,6 +9,11 @@ the first position and those right after a miss. At every position the state sta
 from a Beta distribution for each text. A coin with the same mean makes long drafts look better
 than they are: its misses never come together.
 
+What the draft thinks of its first two choices is drawn for each position from those of the tape at
+places of the same kind: the same state (or right after a miss), and the first choice right, the
+second, or neither. So a law moved to another mean keeps how well confidences tell right from wrong,
+and how often a guess of some confidence is right follows by Bayes' rule.
+
 ``fit`` finds the law of a tape by expectation maximisation (a hidden Markov model with shared
 emissions: Rabiner 1989; the chance to stay is split from the chance to be drawn into the same
 state, as usual for such mixtures), from fixed starting values: equal tapes give equal laws.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +35,21 @@ _LEAST_CHANCE = 1e-4
 # A Beta this concentrated is a constant for all purposes; wider than uniform is not believed.
 _LEAST_CONCENTRATION, _MOST_CONCENTRATION = 0.5, 200.0
 Floats = NDArray[np.float64]
+Thought = tuple[float, float]
+"""Log-probabilities of a draft's first and second choice."""
+_AFTER_MISS: Final = 2
+_OUTCOMES: Final = 3
+"""The first choice was right, the second, or neither."""
+_THOUGHTS: Final = 200
+"""That a law keeps of each kind of place: so many quantiles."""
+
+
+class DrawnText(NamedTuple):
+    """As in ``TapedGeneration``."""
+
+    ranks: list[int]
+    logprobs: list[float]
+    second_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +68,9 @@ class AcceptanceLaw:
     """Chance that a state stays without being drawn anew; 0: independent positions."""
     origin: str
     """What it was fitted to or made from, for reports."""
+    thoughts: tuple[tuple[Thought, ...], ...] = ()
+    """``_THOUGHTS`` for each kind of place: easy, hard and after a miss, each by ``_OUTCOMES``.
+    None: the draft says nothing of its choices."""
 
     def __post_init__(self) -> None:
         sets = (("easy", self.easy), ("hard", self.hard), ("after_miss", self.after_miss))
@@ -99,6 +123,22 @@ class AcceptanceLaw:
 
     def ranks(self, count: int, dice: np.random.Generator) -> list[int]:
         """Of the first ``count`` tokens of one text; a longer draw from equal dice begins alike."""
+        return self._ranks_and_kinds(count, dice)[0]
+
+    def text(
+        self, count: int, dice: np.random.Generator, thinking: np.random.Generator
+    ) -> DrawnText:
+        """``ranks``, and from dice of its own what the draft thinks at each place."""
+        ranks, kinds = self._ranks_and_kinds(count, dice)
+        if not self.thoughts:
+            return DrawnText(ranks, [], [])
+        places = thinking.integers(_THOUGHTS, size=count).tolist()
+        picked = [self.thoughts[kind][at] for kind, at in zip(kinds, places, strict=True)]
+        return DrawnText(ranks, [one for one, _ in picked], [one for _, one in picked])
+
+    def _ranks_and_kinds(
+        self, count: int, dice: np.random.Generator
+    ) -> tuple[list[int], list[int]]:
         share = dice.beta(self.share_alpha, self.share_beta)
         draws = dice.random((count, 3))
         fresh = draws[:, 0] >= self.persistence
@@ -109,11 +149,13 @@ class AcceptanceLaw:
         easy = (draws[:, 1] < share)[last]
         usual = np.where(easy, _rank_at(self.easy, draws[:, 2]), _rank_at(self.hard, draws[:, 2]))
         unsure = _rank_at(self.after_miss, draws[:, 2])
-        ranks, width, rank = [], self.width, MISS
-        for one, other in zip(usual.tolist(), unsure.tolist(), strict=True):
+        ranks, kinds, width, rank = [], [], self.width, MISS
+        for one, other, hard in zip(usual.tolist(), unsure.tolist(), ~easy, strict=True):
+            place = _AFTER_MISS if rank else int(hard)
             rank = other if rank else one
             ranks.append(rank if rank < width else MISS)
-        return ranks
+            kinds.append(_OUTCOMES * place + min(rank, _OUTCOMES - 1))
+        return ranks, kinds
 
     def _shifted(self, log_odds: float) -> AcceptanceLaw:
         sets = (_shift(chances, log_odds) for chances in (self.easy, self.hard, self.after_miss))
@@ -138,10 +180,36 @@ def fit(tape: MatchTape) -> AcceptanceLaw:
         share_beta=beta,
         persistence=hidden.persistence,
         origin=f"fitted to {tape.draft} drafting for {tape.target}",
+        thoughts=_thoughts(tape, hidden.places),
     )
     # The mean of the law is that of the tape, whatever the moments of the shares left over.
     mean = min(max(tape.acceptance(), 0.001), 0.999)
     return replace(law.at(mean), origin=law.origin)
+
+
+def _thoughts(tape: MatchTape, places: Floats) -> tuple[tuple[Thought, ...], ...]:
+    """Of each kind of place, by quantiles of the first choice's; none where the tape has none
+    somewhere. ``places``: how far each position is easy, hard and after a miss."""
+    texts = tape.generations
+    if not all(text.logprobs and text.second_logprobs for text in texts):
+        return ()
+    found = [
+        (first, second, rank if 0 <= rank < _OUTCOMES else _OUTCOMES - 1)
+        for text in texts
+        for first, second, rank in zip(text.logprobs, text.second_logprobs, text.ranks, strict=True)
+    ]
+    order = sorted(range(len(found)), key=lambda at: found[at])
+    outcomes = np.array([found[at][2] for at in order])
+    quantiles = (np.arange(_THOUGHTS) + 0.5) / _THOUGHTS
+    kinds = []
+    for place in places[order].T:
+        for outcome in range(_OUTCOMES):
+            # What a tape never has of a kind, it takes from wherever the outcome was the same.
+            weights = (outcomes == outcome) * (place + 1e-6) + 1e-12
+            reached = np.cumsum(weights) / weights.sum()
+            picked = [found[order[at]] for at in np.searchsorted(reached, quantiles)]
+            kinds.append(tuple((first, second) for first, second, _ in picked))
+    return tuple(kinds)
 
 
 class _Hidden:
@@ -168,6 +236,8 @@ class _Hidden:
         self.chances /= self.chances.sum(axis=1, keepdims=True)
         self.shares: Floats = np.full(len(texts), 0.5)
         self.persistence = 0.7
+        self.places: Floats = np.zeros((0, 3))
+        """How far each position, text after text, is easy, hard and after a miss."""
 
     def improve(self) -> None:
         """One round of expectation and maximisation."""
@@ -203,6 +273,9 @@ class _Hidden:
         return forward
 
     def _maximise(self, weights: Floats, fresh: Floats, stayed: Floats) -> None:
+        missed = ~self._telling[:, None, :] * 1.0
+        places = np.concatenate([weights * (1 - missed), missed], axis=1)
+        self.places = places.transpose(2, 0, 1)[self._live.T]
         for state in range(2):
             counts = np.bincount(
                 self._symbols.ravel(),

@@ -497,11 +497,12 @@ class ProcessSource(_ScriptedSource):
         return script
 
     def _draw(self, number: int, length: int) -> Script:
-        text, agreement = (
-            np.random.default_rng([self._seed, number, stream]) for stream in (0, self._errors)
+        text, agreement, thinking = (
+            np.random.default_rng([self._seed, number, *stream])
+            for stream in ((0,), (self._errors,), (self._errors, 1))
         )
         tokens = (text.random(length) * VOCABULARY_SIZE).astype(int).tolist()
-        return Script(tokens, self.law.ranks(length, agreement))
+        return Script(tokens, *self.law.text(length, agreement, thinking))
 
 
 def drafter_of(source: TokenSource, acceptance: float | None) -> Callable[[], Drafter]:
