@@ -18,6 +18,8 @@ from edgespec.telemetry.trace import made
 from edgespec_sim.replication import quantile
 
 FORMAT: Final = "edgespec-run"
+LOSSY: Final = "LOSSY"
+"""Beside every figure of an arm whose output is not the target's own."""
 VERSION: Final = 2
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
@@ -216,6 +218,13 @@ class ArmSummary:
     """The 95 % interval of the mean TPOT, seconds; None as for ``speedup_interval``."""
     links: tuple[LinkLoad, ...] = ()
     """Those whose capacity is known."""
+    lossy: bool = False
+    """A relaxed rule: its output is not the target's own."""
+
+    @property
+    def name(self) -> str:
+        """As it is shown, with ``LOSSY`` beside it where it is."""
+        return f"{self.arm} {LOSSY}" if self.lossy else self.arm
 
     @property
     def target_ms_per_token(self) -> float:
@@ -250,6 +259,12 @@ class RunSummary:
     """Versions, machine, command."""
     seeds: int = 1
     """How many were played, ``seed`` the first of them."""
+
+    @property
+    def marked_name(self) -> str:
+        """For titles: says first that an arm is lossy."""
+        lossy = [arm.arm for arm in self.arms if arm.lossy]
+        return f"{LOSSY} ({', '.join(lossy)}): {self.name}" if lossy else self.name
 
     def to_json(self) -> str:
         data = {"format": FORMAT, "version": VERSION, **asdict(self)}

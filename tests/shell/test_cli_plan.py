@@ -19,7 +19,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.bench.arms import Arm
-from edgespec.config.loading import ConfigError
 from edgespec_sim.bounds import Costs
 from edgespec_sim.commands import plan_capacity, plan_link
 from edgespec_sim.commands import play as player
@@ -35,7 +34,7 @@ from edgespec_sim.commands.plan_capacity import (
     sessions_that_fit,
     why_never,
 )
-from edgespec_sim.commands.plan_link import FLAGS, LinkAdvice, advise, link_scenario
+from edgespec_sim.commands.plan_link import FLAGS, SCENARIO, LinkAdvice, advise, link_settings
 from edgespec_sim.commands.play import (
     Ask,
     Point,
@@ -111,7 +110,7 @@ def test_events_have_the_last_word(truth_ms: float, proposal_ms: float) -> None:
         for number in new:
             search.observed[number] = observed(number, truth_ms / number)
     right = math.ceil(truth_ms / 30.0)
-    assert (search.candidate, search.interval, search.confirmed) == (right, (right, right), True)
+    assert (search.candidate, search.interval, search.unplayed) == (right, (right, right), [])
     assert {right, right - 1} - {0} <= set(search.observed)
     assert len(search.observed) <= 18
 
@@ -148,16 +147,23 @@ def test_a_fixed_pass_takes_one_verifier_and_every_round_has_seeds_of_its_own() 
     planner.search(math.inf)
     (search,) = planner.searches
     assert planner.best is search
-    assert (search.candidate, search.interval, search.confirmed) == (1, (1, 1), True)
+    assert (search.candidate, search.interval, search.unplayed) == (1, (1, 1), [])
     assert search.observed[1].tpot_p95_s[0] == pytest.approx(0.020, rel=0.2)
     assert seeds[-1] == [1, 2], "two worlds at once, no seed twice"
 
 
-def test_without_time_nothing_is_confirmed() -> None:
+def test_without_time_the_answer_says_what_was_not_played(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A round that the time ends is not used: the quick worlds of it would be first."""
-    planner = Planner(question(tpot_p95_ms=30.0), played)
+    asked = question(tpot_p95_ms=30.0)
+    planner = Planner(asked, played)
     planner.search(0.0, now_s=lambda: 1.0)
-    assert not planner.searches[0].confirmed
+    assert planner.searches[0].unplayed == [1]
+    plan_capacity._show(asked, planner, "h200")
+    said = capsys.readouterr().out
+    assert "target-only: 1 H200 not played by events: the time was up" in said
+    assert "on 1 H200 (small worlds propose it, no events were played)" in said
 
     def late(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
         if until_s < math.inf:
@@ -180,6 +186,23 @@ def test_what_forbids_an_objective_is_named() -> None:
     assert "take a round trip each" in why
     crowded = why_never(replace(asked, rate=500.0), Arm.TARGET_ONLY, alone)
     assert "verifiers are too few for this load" in crowded
+
+
+def test_what_events_say_goes_before_a_mere_proposal() -> None:
+    planner = Planner(
+        replace(question(tpot_p95_ms=30.0), arms=(Arm.TARGET_ONLY, Arm.EDGESPEC)), played
+    )
+    plain, ours = planner.searches
+    plain.proposed = {2: True, 1: False}
+    ours.proposed = {1: True}
+    plain.observed = {2: observed(2, 20.0), 1: observed(1, 40.0)}
+    assert (planner.best, ours.unplayed, plan_capacity.saved_verifiers(planner)) == (
+        plain,
+        [1],
+        None,
+    )
+    ours.observed = {1: observed(1, 20.0)}
+    assert (planner.best, ours.unplayed, plan_capacity.saved_verifiers(planner)) == (ours, [], 1)
 
 
 def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
@@ -345,9 +368,24 @@ def test_a_server_that_drafts_is_weighed_as_well() -> None:
     assert found["arms"]["server-draft"]["gpu_ms_per_token"] < 25.0
 
 
+def test_a_run_of_the_world_that_is_named_says_the_same(tmp_path: Path) -> None:
+    arguments = ("--rtt-ms", "30", "--acceptance", "0.7")
+    found = plan(*arguments)
+    program, *words = found["run"].split()
+    assert (program, found["seeds"]) == ("edgespec-sim", 1)
+    result = CliRunner().invoke(sim, [*words, "--seed", "1", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    run = {arm.arm: arm for arm in read_summary(tmp_path / "summary.json").arms}
+    assert {name: one["speed_up"] for name, one in found["arms"].items()} == {
+        name: arm.speedup for name, arm in run.items()
+    }
+    fastest = max(run, key=lambda name: run[name].speedup or 0.0)
+    assert found["take"] == fastest or "not faster by more than chance" in found["reason"]
+
+
 def test_a_mistake_is_one_clear_line() -> None:
     result = call("plan", "link", "--acceptance", "1.5")
-    message = "error: acceptance is 1.5, but must be in [0.01, 0.99]\n"
+    message = "error: command line: tokens.acceptance is 1.5, but must be in [0.01, 0.99]\n"
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", message)
 
 
@@ -356,7 +394,7 @@ def test_a_mistake_is_one_clear_line() -> None:
 
 @cache
 def _summary() -> RunSummary:
-    scenario = link_scenario(5.0, 8.0, 25.0, 0.8)
+    scenario = load_scenario(SCENARIO, link_settings(5.0, 8.0, 25.0, 0.8))
     point = Point("link", replace(scenario, duration_s=5.0), Path())
     play_seeds([point], ask := Ask(1, 1), 1, quiet=True)
     return summary_of(point, ask)
@@ -388,5 +426,3 @@ def test_of_arms_that_take_as_long_the_one_with_fewer_wasted_nodes_is_taken() ->
 
 def test_flags_are_an_agents() -> None:
     assert set(FLAGS) == set(Arm)
-    with pytest.raises((ValueError, ConfigError), match="rtt_ms is -1"):
-        link_scenario(-1.0, 8.0, 25.0, 0.8)

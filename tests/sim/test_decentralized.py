@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import re
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,10 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpened
 from edgespec.verifier.targets.toy import ToyTarget
+from edgespec_sim.commands.play import show
 from edgespec_sim.links.network_trace import TraceError
+from edgespec_sim.report.page import render
+from edgespec_sim.report.sweep_page import render_sweep
 from edgespec_sim.run_summary import RunSummary
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.verifiers import link_delays_s
@@ -269,12 +273,31 @@ def test_the_relaxed_rule_is_faster_lossy_and_says_so(temperature: float) -> Non
     strict, loose = exact["vanilla"], relaxed["vanilla"]
     assert strict.all.mismatches == 0
     assert loose.all.mismatches is None
+    assert (loose.name, strict.name) == ("vanilla LOSSY", "vanilla")
     assert "LOSSY" in loose.label
-    assert "LOSSY" not in strict.label + relaxed["target-only"].label
+    assert "LOSSY" not in strict.label + relaxed["target-only"].label + relaxed["target-only"].name
     assert relaxed["target-only"].all.mismatches == 0
     assert loose.all.tokens_per_pass > 1.1 * strict.all.tokens_per_pass
     (note,) = [note for note in summary(lossy(0.3)).notes if "LOSSY" in note]
     assert "vanilla tolerates drafts from 0.3" in note
+
+
+def test_lossy_stands_beside_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the terminal, and in a page's first line and wherever it names the arm."""
+    loose, strict = summary(lossy(0.3)), summary(lossy(None))
+    pages = render(loose), render_sweep([({"x": 1}, strict), ({"x": 2}, loose)])
+    for page, first in zip(pages, ("<h1>LOSSY (vanilla): ", "<h1>LOSSY: "), strict=True):
+        assert first in page
+    show(loose)
+    told = capsys.readouterr()
+    assert "LOSSY (vanilla): " in told.out.splitlines()[0]
+    assert "LOSSY: vanilla tolerates" in told.err
+    for text in (told.out, re.sub(r"<details>.*?</details>", "", pages[0], flags=re.DOTALL)):
+        named = re.findall(r"vanilla(.{0,7})", text)
+        assert named
+        assert all(rest.startswith((" LOSSY", ")", " tolera")) for rest in named), named
+    show(strict)
+    assert "LOSSY" not in render(strict) + "".join(capsys.readouterr())
 
 
 def test_a_verifier_follows_its_rule_and_no_other() -> None:

@@ -31,6 +31,7 @@ from edgespec.config import ConfigError
 from edgespec_sim.bounds import lower_bounds
 from edgespec_sim.commands.play import Task, Workers, default_processes, parse_settings
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.run_summary import LOSSY
 from edgespec_sim.scenario.sections import (
     MAX_DEVICES,
     ArrivalKind,
@@ -48,7 +49,7 @@ from edgespec_sim.scenario.verifiers import MODELS, Operation, law_of, measured
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.meters import RequestRecord
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.run import Job, check, clusters, p95
+from edgespec_sim.world.run import Job, check, clusters, is_lossy, p95
 
 _ARMS: Final = (Arm.TARGET_ONLY, Arm.EDGESPEC, Arm.SERVER_DRAFT, Arm.BOTH)
 """The last two where the verifiers draft."""
@@ -370,10 +371,10 @@ class Search:
         return new or [one for one in near if not self.observed[one].meets.decided]
 
     @property
-    def confirmed(self) -> bool:
-        """Events say that so many meet the objectives and one less does not."""
-        found = self.candidate
-        return found in self.observed and (found == 1 or found - 1 in self.observed)
+    def unplayed(self) -> list[int]:
+        """Of the candidate and one less, those of which no event says anything."""
+        near = () if self.never else (self.candidate - 1, self.candidate)
+        return [one for one in near if one >= 1 and one not in self.observed]
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -447,11 +448,13 @@ class Planner:
 
     @property
     def best(self) -> Search | None:
-        """Fewest verifiers; of equal ones the least time a token."""
+        """Fewest verifiers that events were played with; of equal ones the least time a token. A
+        mere proposal only where there is nothing else."""
 
-        def cost(one: Search) -> tuple[int, float]:
+        def cost(one: Search) -> tuple[bool, int, float]:
             mine = one.observed.get(one.candidate)
-            return one.candidate, math.inf if mine is None else mine.tpot_p95_s[0]
+            tpot_s = math.inf if mine is None else mine.tpot_p95_s[0]
+            return mine is None, one.candidate, tpot_s
 
         possible = [one for one in self.searches if not one.never]
         return min(possible, key=cost, default=None)
@@ -641,23 +644,28 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
     for search in planner.searches:
         for number, one in sorted(search.observed.items()):
             taken = search is best and number == search.candidate
-            table.add_row(*_row(search.arm, one, price), style="bold" if taken else None)
+            cells = _row(_named(question, search.arm), one, price)
+            table.add_row(*cells, style="bold" if taken else None)
     console.print(table)
     console.print("all by events; in brackets: 95 % intervals", style="dim")
     for search in planner.searches:
+        name = _named(question, search.arm)
         if search.alone is not None and search.never:
             why = why_never(question, search.arm, search.alone)
-            console.print(f"\n{search.arm.value}: {why}", soft_wrap=True)
-        elif not search.confirmed:
-            late = "not confirmed: the time was up; --max-seconds gives it more"
-            console.print(f"\n{search.arm.value}: {late}", soft_wrap=True)
+            console.print(f"\n{name}: {why}", soft_wrap=True)
+        elif search.unplayed:
+            late = f"{' and '.join(map(str, search.unplayed))} {gpu.upper()} not played by events"
+            why = "the time was up; --max-seconds gives it more"
+            console.print(f"\n{name}: {late}: {why}", soft_wrap=True)
     if best is None:
         console.print("\n[bold]take:[/] nothing: no number of verifiers meets the objectives")
         return
     low, high = best.interval
     sure = f"95 %: {low}" if low == high else f"95 %: {low} to {high}"
+    if best.candidate in best.unplayed:
+        sure = "small worlds propose it, no events were played"
     console.print(
-        f"\n[bold]take:[/] {best.arm.value} on {best.candidate} {gpu.upper()} ({sure}),"
+        f"\n[bold]take:[/] {_named(question, best.arm)} on {best.candidate} {gpu.upper()} ({sure}),"
         f" ${best.candidate * price:.2f} an hour"
     )
     if (saved := saved_verifiers(planner)) is not None:
@@ -669,17 +677,23 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
 
 
 def saved_verifiers(planner: Planner) -> int | None:
-    """By the best arm against plain streaming; None where either is not known or none is saved."""
+    """By the best arm against plain streaming; None where events were not played with the number
+    of either, or none is saved."""
     plain = next((one for one in planner.searches if one.arm is Arm.TARGET_ONLY), None)
-    if planner.best is None or plain is None or plain.never:
+    best = planner.best
+    if best is None or plain is None or plain.never or best.unplayed or plain.unplayed:
         return None
-    return plain.candidate - planner.best.candidate or None
+    return plain.candidate - best.candidate or None
 
 
-def _row(arm: Arm, one: Observed, price: float) -> tuple[str, ...]:
+def _named(question: CapacityQuestion, arm: Arm) -> str:
+    return f"{arm.value} {LOSSY}" if is_lossy(question.scenario, arm) else arm.value
+
+
+def _row(name: str, one: Observed, price: float) -> tuple[str, ...]:
     part = "" if one.played == one.verifiers else f" at {one.played} of them"
     return (
-        arm.value,
+        name,
         str(one.verifiers),
         _triple(one.ttft_p95_s, 0),
         _triple(one.tpot_p95_s, 1),
@@ -705,7 +719,7 @@ def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, 
         "take": best and best.arm.value,
         "verifiers": best and best.candidate,
         "verifiers_interval": best and list(best.interval),
-        "confirmed": best is not None and best.confirmed,
+        "confirmed": best is not None and not best.unplayed,
         "saved_verifiers": saved_verifiers(planner),
         "cost_per_hour": best and round(best.candidate * gpu.price_per_hour, 4),
         "price": {"per_verifier_and_hour": gpu.price_per_hour, "source": gpu.source},
@@ -713,7 +727,9 @@ def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, 
             {
                 "arm": one.arm.value,
                 "verifiers": None if one.never else one.candidate,
-                "confirmed": not one.never and one.confirmed,
+                "lossy": is_lossy(question.scenario, one.arm),
+                "confirmed": not one.never and not one.unplayed,
+                "not_played": one.unplayed,
                 "why": why_never(question, one.arm, one.alone) if one.never and one.alone else "",
                 "events": [_plain_observed(one.observed[n]) for n in sorted(one.observed)],
             }

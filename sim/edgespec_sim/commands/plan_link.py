@@ -1,9 +1,10 @@
 """``edgespec plan link``: which way of decoding suits a link, and why.
 
-Every arm plays a one-device scenario of it, as ``edgespec-sim run`` plays it. The fastest arm is
-advised, unless another one takes as long: then the one that takes the least time of the GPU, and
-of those that take as much of it the one that sends the fewest nodes in vain. Two arms take as long
-when the interval of their ratio, world by world on the same dice, holds 1.
+Every arm plays the bundled scenario ``single-device`` with the link's settings, as ``edgespec-sim
+run`` plays it; the call that does is printed. The fastest arm is advised, unless another one takes
+as long: then the one that takes the least time of the GPU, and of those that take as much of it the
+one that sends the fewest nodes in vain. Two arms take as long when the interval of their ratio,
+world by world on the same dice, holds 1.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import reported
-from edgespec.config import ConfigError
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec_sim.bounds import Costs, RunLengths, any_policy_s
 from edgespec_sim.commands.play import (
@@ -31,17 +30,9 @@ from edgespec_sim.commands.play import (
 )
 from edgespec_sim.replication import Total, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
-from edgespec_sim.scenario.sections import (
-    CostSection,
-    DeviceSection,
-    LinkSection,
-    Scenario,
-    ServerDraftSection,
-    TokensSection,
-    VerifierSection,
-    WorkloadSection,
-)
+from edgespec_sim.scenario.sections import load_scenario, scenario_path
 
+SCENARIO: Final = "single-device"
 LEAST_GAIN: Final = 1.03
 """An arm this much faster than plain streaming is worth the effort of drafting."""
 _AS_GOOD: Final = 1.02
@@ -62,33 +53,21 @@ FLAGS: Final = {
 """Of ``edgespec generate``, ``chat`` and ``serve``, for a device that decodes like that."""
 
 
-def link_scenario(
-    rtt_ms: float,
-    draft_ms: float,
-    pass_ms: float,
-    acceptance: float,
-    server_draft_ms: float = 0.0,
-) -> Scenario:
-    """One device on that link; ``server_draft_ms`` 0: its verifier does not draft. Raises
-    ``ValueError``."""
-    passes = CostSection(ms=pass_ms)
-    server_draft = ServerDraftSection(server_draft_ms) if server_draft_ms else None
-    link = LinkSection(rtt_ms=rtt_ms)
-    workload = WorkloadSection(prompt_tokens=32, output_tokens=128, think_s=0.5, start_within_s=0.0)
-    return Scenario(
-        name="link",
-        about="One device on one link.",
-        duration_s=30.0,
-        tokens=TokensSection(acceptance=acceptance),
-        links={"link": link},
-        devices={
-            "device": DeviceSection(
-                path=("link",), draft=CostSection(ms=draft_ms), workload=workload
-            )
-        },
-        verifiers={"verifier": VerifierSection(pass_time=passes, server_draft=server_draft)},
-        message_ms=0.0,
-    )
+def link_settings(
+    rtt_ms: float, draft_ms: float, pass_ms: float, acceptance: float, server_draft_ms: float = 0.0
+) -> dict[str, float]:
+    """Keys of ``SCENARIO`` for one device on that link; ``server_draft_ms`` 0: its verifier does
+    not draft."""
+    settings = {
+        "links.internet.rtt_ms": rtt_ms,
+        "devices.laptop.draft.ms": draft_ms,
+        "verifiers.server.pass_time.ms": pass_ms,
+        "tokens.acceptance": acceptance,
+        "duration_s": 30.0,
+    }
+    if server_draft_ms:
+        settings["verifiers.server.server_draft.ms"] = server_draft_ms
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +181,10 @@ def link(
     [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]
     """
     with reported():
-        try:
-            scenario = link_scenario(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        settings = link_settings(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
+        scenario = load_scenario(SCENARIO, settings)
         ask = Ask(1, _COUNT, seconds=_SECONDS)
-        point = Point("link", scenario, Path())
+        point = Point("link", scenario, scenario_path(SCENARIO).parent)
         play_seeds([point], ask, default_processes(), quiet=as_json)
         worlds = {arm: [o for one, o in point.outcomes if one is arm] for arm in scenario.arms}
         totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
@@ -215,10 +192,13 @@ def link(
         costs = Costs(rtt_ms / 1e3, draft_ms / 1e3, pass_ms / 1e3)
         summary = summary_of(point, ask)
         found = advise(summary, totals, costs, texts)
+    sets = " ".join(f"--set {key}={value:.12g}" for key, value in settings.items())
+    same = f"edgespec-sim run {SCENARIO} {sets}"
     if as_json:
-        typer.echo(json.dumps(_plain(summary, found), indent=2))
+        typer.echo(json.dumps(_plain(summary, found, same), indent=2))
     else:
         _show(summary, found)
+        typer.echo(f"the same world: {same}")
 
 
 def _show(summary: RunSummary, found: LinkAdvice) -> None:
@@ -232,8 +212,9 @@ def _show(summary: RunSummary, found: LinkAdvice) -> None:
     typer.echo(f"GPU, ms a token: {', '.join(shown)}")
 
 
-def _plain(summary: RunSummary, found: LinkAdvice) -> dict[str, Any]:
+def _plain(summary: RunSummary, found: LinkAdvice, same: str) -> dict[str, Any]:
     return {
+        "run": same,
         "settings": summary.settings["yaml"],
         "source": summary.tokens_from,
         "seeds": summary.seeds,

@@ -44,7 +44,7 @@ from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.report.page import first_question, first_questions
 from edgespec_sim.report.tables import DRAFTS_HEADER, drafts_rows, seeds_played, speedup
-from edgespec_sim.run_summary import ArmSummary, RunSummary, Spread
+from edgespec_sim.run_summary import LOSSY, ArmSummary, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, check, jobs_of, play, summarise, widest
@@ -258,7 +258,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, object]:
 
 def arms_table(summary: RunSummary) -> Table:
     table = Table(
-        title=f"{summary.name}, {seeds_played(summary)}: {summary.tokens_from}",
+        title=f"{summary.marked_name}, {seeds_played(summary)}: {summary.tokens_from}",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
@@ -314,7 +314,7 @@ def service_table(summary: RunSummary) -> Table | None:
     for arm, found in judged:
         low, high = found.share_interval
         table.add_row(
-            arm.arm,
+            arm.name,
             _ms(arm.all.ttft_s, 2),
             _p95(arm.all.ttft_s, found.ttft_p95_interval),
             _ms(arm.all.tpot_s, 2),
@@ -342,7 +342,7 @@ def _cells(arm: ArmSummary) -> tuple[str, ...]:
     busy = [one.utilisation for one in arm.verifiers]
     mismatches = "–" if whole.mismatches is None else str(whole.mismatches)
     return (
-        arm.arm,
+        arm.name,
         _ms(whole.ttft_s, 2),
         "–" if whole.tpot_s is None else f"{1e3 * whole.tpot_s.mean:.1f}",
         _ms(whole.tpot_s, 4),
@@ -378,8 +378,8 @@ def show(summary: RunSummary) -> None:
         for row in drafts:
             table.add_row(*row)
         output().print(table)
-    for note in summary.notes[:1]:
-        if "peed-ups" in note:
+    for index, note in enumerate(summary.notes):
+        if note.startswith(LOSSY) or (index == 0 and "peed-ups" in note):
             say(note)
 
 

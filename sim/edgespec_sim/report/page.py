@@ -33,7 +33,8 @@ def render(
 ) -> str:
     """One HTML file without outside references; ``firsts`` are the arms' timelines of the same
     question."""
-    page = Document(f"{summary.name or 'run'}: {'simulated' if summary.simulated else 'real'} run")
+    kind = "simulated" if summary.simulated else "real"
+    page = Document(f"{summary.marked_name or 'run'}: {kind} run")
     page.paragraph(asked(summary), "asked")
     page.paragraph(headline(summary), "headline")
     for figure in (_lanes(timeline, firsts or {}), plots.pace_plot(summary)):
@@ -79,7 +80,7 @@ def _more_tables(summary: RunSummary) -> list[tuple[str, str]]:
 
 def asked(summary: RunSummary) -> str:
     """What the run was to find out, in plain text."""
-    arms = [arm.arm for arm in summary.arms]
+    arms = [arm.name for arm in summary.arms]
     about = f"{summary.about} " if summary.about else ""
     if len(arms) < 2:
         return f"{about}Asked: how fast is {arms[0]} here?" if arms else about
@@ -99,13 +100,13 @@ def headline(summary: RunSummary) -> str:
     what = f"{tables.milliseconds(spread.mean)} ms a token in the mean"
     if base is None or len(timed) == 1:
         begins = f", the first after {tables.duration(first.median)}" if first else ""
-        return f"{arm.arm}: {what}{begins}, {_per_pass(arm)} tokens a pass."
+        return f"{arm.name}: {what}{begins}, {_per_pass(arm)} tokens a pass."
     if arm is base:
         return f"Nothing here is faster than target-only streaming: {what}. {_of_ours(summary)}"
     against = tables.milliseconds(base.all.tpot_s.mean) if base.all.tpot_s else tables.MISSING
     ours = " (ours)" if tables.is_ours(arm.arm) else ""
     told = (
-        f"{arm.arm}{ours} is {tables.times(_speedup(arm, base))} as fast as target-only "
+        f"{arm.name}{ours} is {tables.times(_speedup(arm, base))} as fast as target-only "
         f"streaming{_sure(summary, arm)}: {what} against {against} ms, with {_per_pass(arm)} tokens"
         " a pass."
     )
@@ -135,7 +136,7 @@ def _speedup(arm: ArmSummary, base: ArmSummary) -> float | None:
 
 def _of_ours(summary: RunSummary) -> str:
     parts = [
-        f"{arm.arm} (ours) takes {tables.milliseconds(arm.all.tpot_s.mean)} ms"
+        f"{arm.name} (ours) takes {tables.milliseconds(arm.all.tpot_s.mean)} ms"
         + (f", {tables.speedup(arm)}" if arm.speedup is not None else "")
         for arm in summary.arms
         if tables.is_ours(arm.arm) and arm.all.tpot_s is not None
@@ -320,7 +321,7 @@ def _firsts(run: RunSummary, timeline: Timeline | None, folder: Path) -> dict[st
     firsts = {}
     for arm in run.arms:
         if arm.arm in found:
-            firsts[arm.arm] = _laid_out([found[arm.arm]], Clocks.SHARED)
+            firsts[arm.name] = _laid_out([found[arm.arm]], Clocks.SHARED)
         elif timeline is not None:
-            firsts[arm.arm] = timeline
+            firsts[arm.name] = timeline
     return firsts if len(found) + 1 == len(run.arms) else {}

@@ -110,7 +110,7 @@ def pace_plot(run: RunSummary) -> Figure | None:
         showlegend=True,
     )
     said = ", ".join(
-        f"{arm.arm} {1e3 * arm.all.tpot_s.mean:.3g} ms in the mean"
+        f"{arm.name} {1e3 * arm.all.tpot_s.mean:.3g} ms in the mean"
         for arm, _ in lines
         if arm.all.tpot_s is not None
     )
@@ -126,7 +126,7 @@ def _caption(run: RunSummary, bound: tuple[ArmSummary, float] | None, *, cut: bo
     if run.seeds > 1:
         text += f" Bands: 95 % intervals over {run.seeds:,} seeds."
     if bound is not None:
-        text += f" Dotted: what {bound[0].arm} cannot go below."
+        text += f" Dotted: what {bound[0].name} cannot go below."
     return f"{text} Higher peaks are cut off." if cut else text
 
 
@@ -158,11 +158,11 @@ def _pace_line(arm: ArmSummary, series: Pace, color: str, duration_s: float) -> 
         "type": "scatter",
         "mode": "lines+markers",  # or a step with tokens between two without would not show
         "marker": {"size": 4},
-        "name": label(arm.arm),
+        "name": label(arm.name),
         "x": [_middle(series, step) for step in range(len(series.values))],
         "y": [None if value is None else round(value, 4) for value in series.values],
         "line": {"color": color, "width": 3 if is_ours(arm.arm) or base else 1.5},
-        "hovertemplate": f"{label(arm.arm)}: %{{y:.3g}} ms at %{{x:.3g}} s<extra></extra>",
+        "hovertemplate": f"{label(arm.name)}: %{{y:.3g}} ms at %{{x:.3g}} s<extra></extra>",
     }
 
 
@@ -178,7 +178,7 @@ def _pace_limit(arm: ArmSummary, bound_s: float, color: str, duration_s: float) 
     return {
         "type": "scatter",
         "mode": "lines",
-        "name": label(f"bound of {arm.arm}"),
+        "name": label(f"bound of {arm.name}"),
         "x": [0.0, duration_s],
         "y": [1e3 * bound_s, 1e3 * bound_s],
         "line": {"color": color, "width": 2, "dash": "dot"},

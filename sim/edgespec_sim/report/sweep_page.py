@@ -55,7 +55,7 @@ def answer(points: Points) -> str:
         return "No point has two arms with a time per token, so nothing is compared."
     counts: dict[str, list[bool]] = {}
     for _, win in wins:
-        counts.setdefault(win.arm.arm, []).append(win.sure)
+        counts.setdefault(win.arm.name, []).append(win.sure)
     parts = [
         f"{arm}{' (ours)' if is_ours(arm) else ''} is fastest at {len(sures)} of {len(wins)} points"
         f" ({sum(sures)} of them surely)"
@@ -74,7 +74,8 @@ def answer(points: Points) -> str:
     ends = [f"{speedup(arm)} at {_where(varied)}" for _, varied, arm in (least, most)]
     known = least[2].speedup_interval is not None and most[2].speedup_interval is not None
     sure = "95 % intervals" if known else "nobody knows how sure that is: play more seeds"
-    return f"{told} Against target-only ours goes from {ends[0]} to {ends[1]} ({sure})."
+    lossy = " (LOSSY)" if least[2].lossy or most[2].lossy else ""
+    return f"{told} Against target-only ours{lossy} goes from {ends[0]} to {ends[1]} ({sure})."
 
 
 def _where(varied: Mapping[str, Any]) -> str:
@@ -119,7 +120,8 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
     if not points:
         raise ValueError("a sweep without points: there is nothing to draw")
     keys = list(points[0][0])
-    page = Document(f"{title}: sweep")
+    lossy = "LOSSY: " if any(arm.lossy for _, run in points for arm in run.arms) else ""
+    page = Document(f"{lossy}{title}: sweep")
     asked = f"Asked: which way of decoding is fastest where, over {_over(keys)}?"
     page.paragraph(f"{points[0][1].about} {asked}".strip(), "asked")
     page.paragraph(answer(points), "headline")
@@ -187,7 +189,7 @@ def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure
 
 
 def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -> Figure:
-    arms = list(dict.fromkeys(arm.arm for _, run in points for arm in run.arms))
+    arms = list(dict.fromkeys(arm.name for _, run in points for arm in run.arms))
     paint = colors(arms)
     xs: list[Any] = [_plain(varied[x_key]) if x_key else 0 for varied, _ in points]
     if _numeric(xs):
@@ -199,7 +201,7 @@ def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -
             (label(x) if isinstance(x, str) else x, value, metric.ends(arm))
             for x, (_, run) in zip(xs, points, strict=True)
             for arm in run.arms
-            if arm.arm == name and (value := metric.value(arm)) is not None
+            if arm.name == name and (value := metric.value(arm)) is not None
         ]
         if not mine:
             continue
@@ -261,7 +263,7 @@ def _table(points: Points, keys: Sequence[str]) -> str:
             rows.append(
                 (
                     *values,
-                    arm.arm,
+                    arm.name,
                     milliseconds(None if tpot is None else tpot.mean),
                     milliseconds(None if tpot is None else tpot.p95),
                     milliseconds(None if ttft is None else ttft.median),

@@ -196,7 +196,7 @@ def _a_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
 
 def _named(arm: ArmSummary) -> str:
     ours = " (ours)" if is_ours(arm.arm) else ""
-    return f"{arm.arm}{ours}\n{arm.label}"
+    return f"{arm.name}{ours}\n{arm.label}"
 
 
 def _times(group: GroupSummary) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ def requests_ended_table(run: RunSummary) -> str:
         columns["memory less"] = lambda group: count(group.memory_tightened)
         columns["memory more"] = lambda group: count(group.memory_loosened)
         caption += " Memory: what the draft may hold, by its budget."
-    rows = [(arm.arm, *(of(arm.all) for of in columns.values())) for arm in run.arms]
+    rows = [(arm.name, *(of(arm.all) for of in columns.values())) for arm in run.arms]
     return table(caption, ("arm", *columns), rows, [is_ours(arm.arm) for arm in run.arms])
 
 
@@ -265,7 +265,7 @@ def groups_table(run: RunSummary) -> str:
         for arm in run.arms:
             if (group := arm.groups.get(name)) is not None:
                 ended = (count(group.requests), count(group.failed))
-                rows.append((name, arm.arm, *ended, *_times(group), *_work(group)))
+                rows.append((name, arm.name, *ended, *_times(group), *_work(group)))
                 ours.append(is_ours(arm.arm))
     return table("Groups of devices.", header, rows, ours, texts=(1,)) if rows else ""
 
@@ -289,7 +289,7 @@ def verifiers_table(run: RunSummary) -> str:
             sizes = (number(one.rows_per_pass), number(one.sessions_per_pass))
             queue_s = None if arm.all.acceptance is None else one.queue_s
             rows.append(
-                (one.name, arm.arm, *load, *sizes, _ms(queue_s, _MEDIAN), _ms(queue_s, _P95))
+                (one.name, arm.name, *load, *sizes, _ms(queue_s, _MEDIAN), _ms(queue_s, _P95))
             )
             ours.append(is_ours(arm.arm))
     more = f" {left:,} less busy ones are left out." if left else ""
@@ -327,7 +327,7 @@ def drafts_rows(run: RunSummary) -> list[tuple[str, ...]]:
             share = accepted / guessed if guessed else None
             cells += [number(guessed / tokens), percent(share)]
         times = number(arm.draft_ms_per_token), number(arm.target_ms_per_token)
-        rows.append((arm.arm, *cells, *times))
+        rows.append((arm.name, *cells, *times))
     return rows
 
 
@@ -344,7 +344,7 @@ def drafts_table(run: RunSummary) -> str:
 def links_table(run: RunSummary) -> str:
     """Empty where no link's capacity is known."""
     rows = [
-        (one.name, arm.arm, percent(one.up), percent(one.down))
+        (one.name, arm.name, percent(one.up), percent(one.down))
         for arm in run.arms
         for one in sorted(arm.links, key=lambda one: -max(one.up, one.down))[:ROWS_SHOWN]
     ]

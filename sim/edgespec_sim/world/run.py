@@ -31,6 +31,7 @@ from edgespec_sim.replication import (
     speedup,
 )
 from edgespec_sim.run_summary import (
+    LOSSY,
     ArmSummary,
     Attainment,
     LinkLoad,
@@ -122,7 +123,7 @@ def losses_of(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) 
             changed, tokens = (sum(column) for column in zip(*counts, strict=True))
             share = changed / tokens if tokens else 0.0
             notes.append(
-                f"LOSSY: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
+                f"{LOSSY}: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
                 f" the best token's probability on; {share:.1%} of its tokens are"
                 " not the target's."
             )
@@ -410,7 +411,8 @@ def _arm_summary(
         verifiers = _pooled_verifiers([one for o in outcomes for one in o.verifiers], meters, seeds)
     return ArmSummary(
         arm=arm.value,
-        label=f"{LABELS[arm]}, LOSSY" if is_lossy(scenario, arm) else LABELS[arm],
+        label=f"{LABELS[arm]}, {LOSSY}" if is_lossy(scenario, arm) else LABELS[arm],
+        lossy=is_lossy(scenario, arm),
         all=meters.whole(),
         groups=meters.groups(),
         verifiers=verifiers,
