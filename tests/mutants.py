@@ -14,28 +14,24 @@ class Mutants:
     """By name, in the order in which they were written down."""
 
     def __init__(self) -> None:
-        self._places: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {}
+        self._places: dict[str, tuple[Any, str, Callable[..., Any]]] = {}
         self.seeds: dict[str, int] = {}
         """How many random worlds are enough to notice it (measured, and then some)."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
-    def of(
-        self, owner: Any, method: str, *, seeds: int = 1, name: str = ""
-    ) -> Callable[[Mistake], Mistake]:
+    def of(self, owner: Any, method: str, *, seeds: int = 1) -> Callable[[Mistake], Mistake]:
         """The function below is a mistake of ``owner.method``: it is handed the true one, and then
-        what that is called with. Two of one ``name`` are made together."""
+        what that is called with."""
 
         def add(mistake: Mistake) -> Mistake:
-            true, key = getattr(owner, method), name or mistake.__name__
-            places = self._places.setdefault(key, [])
-            places.append((owner, method, lambda *given, **named: mistake(true, *given, **named)))
-            self.seeds[key] = seeds
+            true, name = getattr(owner, method), mistake.__name__
+            made = lambda *given, **named: mistake(true, *given, **named)  # noqa: E731
+            self._places[name], self.seeds[name] = (owner, method, made), seeds
             return mistake
 
         return add
 
     def make(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        for place in self._places[name]:
-            monkeypatch.setattr(*place)
+        monkeypatch.setattr(*self._places[name])

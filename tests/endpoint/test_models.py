@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from openai import NotFoundError
 
-from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import ModelInfo
@@ -27,7 +26,7 @@ from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers
 from tests.endpoint.test_http import until
-from tests.shell.failing_verifiers import PATIENT, STEADY, gates
+from tests.shell.failing_verifiers import PATIENT, gates
 from tests.shell.fake_vllm import adapted_toy
 from tests.shell.live_verifier import GatedTarget, serving, toy_text
 
@@ -188,22 +187,3 @@ async def test_no_text_goes_on_with_other_weights_of_the_same_name() -> None:
     assert IN_SQL.startswith(said)
     why = "'sql' (sql-on-newer) now, but the text was begun by 'sql' (sql-on-toy)"
     assert f"the verifier serves {why}" in last["error"]["message"]
-
-
-async def test_a_text_goes_on_where_the_same_adapter_is() -> None:
-    """The nearest verifier has none of that name, and another one of the same name is another."""
-    held, other = GatedTarget(adapted_toy({"sql": SQL}), 10), adapted_toy({"sql": POETRY}, "newer")
-    async with gates(4, (held, adapted_toy({}), other, adapted_toy({"sql": SQL}))) as found:
-        addresses = [gate.address for gate, _ in found]
-        listed: Any = {"association": Association.LISTED, "failover": STEADY, "reconnect": PATIENT}
-        async with over_verifiers(*addresses, **listed) as live:
-            task = asyncio.create_task(ask(live, PATH, {**ASKED, "model": "sql"}))
-            await held_up(live, held)
-            found[0][0].kill()
-            held.gate.set()
-            answer = (await task).json
-            stats = live.endpoint.agent.stats
-    assert answer["choices"][0]["text"] == IN_SQL
-    assert answer["usage"]["edgespec"]["failovers"] == 1
-    assert stats is not None
-    assert stats.verifiers == (addresses[0], addresses[3])

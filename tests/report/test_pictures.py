@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,19 +149,6 @@ def test_where_both_ends_draft_that_curve_has_the_speeds(tmp_path: Path) -> None
 
 
 # --- the command, and what is committed -----------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("maker", "content"), [(draw_bench, two_arms()), (draw_race, race())], ids=["bench", "race"]
-)
-def test_the_command_writes_a_picture(
-    maker: Any, content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = write(tmp_path / "a.json", content)
-    out = tmp_path / "new" / "a.svg"
-    monkeypatch.setattr(sys, "argv", ["draw", str(record), "--out", str(out)])
-    maker.main()
-    assert out.read_text(encoding="utf-8") == maker.draw(record)
 
 
 @pytest.mark.parametrize(

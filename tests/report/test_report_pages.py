@@ -101,9 +101,3 @@ def test_a_sweep(tmp_path: Path) -> None:
     # Two metrics at two numbers of devices.
     check_plots(dom, 4)
     assert dom.count("<table") == 1
-
-
-def test_an_error_on_the_page_would_be_seen(tmp_path: Path) -> None:
-    broken = render(pictured()).replace("const FIGURES", "no_such_function(); const FIGURES")
-    with pytest.raises(AssertionError, match="no_such_function"):
-        looked_at(broken, tmp_path)

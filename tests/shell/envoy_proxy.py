@@ -32,15 +32,6 @@ def with_certificates(folder: Path) -> dict[str, Any]:
     return found
 
 
-def without_tls() -> dict[str, Any]:
-    """The shipped configuration as it may be on one machine."""
-    found: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text(encoding="utf-8"))
-    resources = found["static_resources"]
-    del resources["listeners"][0]["filter_chains"][0]["transport_socket"]
-    del resources["clusters"][0]["transport_socket"]
-    return found
-
-
 def certain(configuration: dict[str, Any]) -> dict[str, Any]:
     """For tests: Envoy asks for health often, and is never in doubt of a verifier that is slow, as
     all are on a busy machine."""

@@ -13,22 +13,12 @@ from edgespec.core.ports import DeviceStream
 from edgespec.device.agent import Agent
 from edgespec.models.toy import ToyTokenizer
 from tests.present import present
-from tests.shell.live_verifier import python, toy_text
+from tests.shell.live_verifier import toy_text
 from tests.shell.scripted_verifier import loopback, streaming
 
 PROMPT = "once upon a time"
 PARAMS = edgespec.SamplingParams(max_tokens=32, temperature=0.7, seed=3)
 EXPECTED = ToyTokenizer().decode(toy_text(ToyTokenizer().encode(PROMPT), PARAMS))
-
-
-def test_importing_it_loads_nothing_heavy() -> None:
-    """Asked of a fresh interpreter: the package, and what ``generate --help`` needs."""
-    heavy = ("torch", "transformers", "onnxruntime", "onnx", "grpc", "numpy", "tokenizers")
-    code = (
-        "import sys, edgespec, edgespec.cli.main, edgespec.cli.generate\n"
-        f"print([name for name in {heavy!r} if name in sys.modules])"
-    )
-    assert python("-c", code).stdout.strip() == "[]"
 
 
 def test_every_public_name_is_there() -> None:

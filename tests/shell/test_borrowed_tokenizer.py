@@ -115,35 +115,6 @@ async def test_an_agent_waits_for_who_lends_it(address: str, model: Path) -> Non
     assert found == [expected] * 2
 
 
-async def test_a_verifier_that_is_lost_while_it_lends_is_asked_again(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may come back, so an endpoint goes on; a command that asks once says what to give."""
-    params, whole = SamplingParams(max_tokens=4), TokenizerFetch.content
-
-    async def lost(fetch: TokenizerFetch, entry: TextFile) -> bytes:
-        monkeypatch.setattr(TokenizerFetch, "content", whole)
-        raise LinkError("the verifier went while it lent")
-
-    config = AgentConfig(verifier=address, draft=DraftSection("none"), reconnect=PATIENT)
-    agent = BorrowingAgent(config)
-    async with agent:
-        for _ in range(2):
-            monkeypatch.setattr(TokenizerFetch, "content", lost)
-            with pytest.raises(LinkError, match="went while it lent"):
-                await agent.borrow()
-        monkeypatch.setattr(TokenizerFetch, "content", lost)
-        assert [chunk async for chunk in agent.generate("the", params)]
-        assert agent.lent is not None
-    transport = GrpcTransport(address)
-    info = (await transport.info()).model
-    await transport.close()
-    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)  # where nothing can lie
-    monkeypatch.setattr(TokenizerFetch, "content", lost)
-    with pytest.raises(SetupError, match=r"went while it lent\n  name a folder"):
-        await with_tokenizer(config, info, lambda text: None)
-
-
 async def test_who_lends_none_ends_the_waiting() -> None:
     config = AgentConfig(verifier="127.0.0.1:1", draft=DraftSection("none"), model="other")
     hasty = dataclasses.replace(config, reconnect=ReconnectPolicy(give_up_first_s=0.1))

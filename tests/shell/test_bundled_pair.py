@@ -3,7 +3,6 @@ pair, whose draft is worth shipping; a checkpoint, which is exported first."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,35 +84,6 @@ async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
                 keep, feed = keep + len(feed), [token]
         assert least <= hits / (80 * len(PROMPTS)) <= most
         drafter.close()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
-async def test_real_models_give_the_targets_text(checkpoint: Path) -> None:
-    settings = VerifierConfig(model=str(checkpoint), port=0, device="cpu")
-    greedy = SamplingParams(max_tokens=24, ignore_eos=True)
-    params = [greedy, replace(greedy, temperature=0.8, seed=4)]
-    texts: dict[str, list[list[int]]] = {"none": [], str(checkpoint): []}
-    said: list[str] = []
-    accepted = 0
-    async with serving(load_target(settings), config=settings) as (address, _):
-        for draft, found in texts.items():
-            config = AgentConfig(
-                address, "", str(checkpoint), DraftSection(model=draft), policy=WAITING
-            )
-            async with build_agent(config, say=said.append) as agent:
-                for sampling in params:
-                    chunks = agent.generate("the quick brown", sampling)
-                    found.append([token async for chunk in chunks for token in chunk.tokens])
-                accepted = present(agent.stats).counters.accepted
-    assert texts[str(checkpoint)] == texts["none"]
-    assert [len(text) for text in texts["none"]] == [24, 24]
-    assert accepted > 0
-    assert len(said) == 1
-    assert "exporting" in said[0]
 
 
 def test_cut_off_weights_are_named(tmp_path: Path) -> None:

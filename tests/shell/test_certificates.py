@@ -7,7 +7,6 @@ file.
 from __future__ import annotations
 
 import shutil
-import ssl
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,32 +34,6 @@ def certs(*arguments: str | Path) -> Result:
 
 def certificate(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
-
-
-def handshake(pki: Pki, host: str) -> str:
-    """The protocol that two contexts of the standard library agree on, over memory."""
-    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server_side.load_cert_chain(pki.path("server.pem"), pki.path("server.key"))
-    server_side.verify_mode = ssl.CERT_REQUIRED
-    server_side.load_verify_locations(pki.path("ca.pem"))
-    device_side = ssl.create_default_context(cafile=pki.path("ca.pem"))
-    device_side.load_cert_chain(pki.path("device.pem"), pki.path("device.key"))
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
-        device_side.wrap_bio(down, up, server_hostname=host),
-        server_side.wrap_bio(up, down, server_side=True),
-    ]
-    left = list(ends)
-    for _ in range(8):
-        for end in tuple(left):
-            try:
-                end.do_handshake()
-                left.remove(end)
-            except ssl.SSLWantReadError:
-                pass
-    assert not left
-    assert ends[1].getpeercert()
-    return str(ends[0].version())
 
 
 def test_what_is_made_says_what_it_is_for(pki: Pki) -> None:
@@ -175,6 +148,3 @@ def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
         channel_credentials(ca, mine, pki.folder / "server.key")
     with pytest.raises(ConfigError, match="none: No such file"):
         channel_credentials(tmp_path / "none", None, None)
-
-
-# --- what a handshake says ---------------------------------------------------------------------

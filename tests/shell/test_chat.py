@@ -273,13 +273,6 @@ def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
     assert capsys.readouterr().err.count("(an empty line sends your message again)") == 2
 
 
-def test_commands() -> None:
-    assert parse("/quit") == ("/quit", "")
-    assert parse("  /system  be brief ") == ("/system", "be brief")
-    assert parse("/save a b.json") == ("/save", "a b.json")
-    assert all(name in chat.command_help() for name in chat.COMMANDS)
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -351,12 +344,9 @@ GOOD = {"format": "edgespec-conversation", "version": 1, "messages": []}
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[]", "its format is not edgespec-conversation 1"),
         (json.dumps(GOOD | {"version": 9}), "its format is not"),
-        (json.dumps(GOOD | {"messages": 3}), "messages must be a list"),
         (json.dumps(GOOD | {"messages": [{"role": "root", "content": ""}]}), r"\[0\] must have a"),
         (json.dumps(GOOD | {"messages": [{"role": "user"}]}), "and text as content"),
-        (json.dumps(GOOD | {"system": 3}), "system is 3, but must be text"),
         (json.dumps(GOOD | {"system": "\ud800"}), "surrogates not allowed"),
         ("[" * 100_000, "no conversation"),
     ],

@@ -27,7 +27,7 @@ from edgespec.cli.running import Stopping, stoppable
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.present import present
-from tests.shell.live_verifier import daemon, environment, own_port, python, start, toy_text
+from tests.shell.live_verifier import daemon, environment, python, start, toy_text
 from tests.sources import ROOT
 
 WITHIN_S = 200
@@ -251,20 +251,6 @@ def rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
     out, err = rest(process.stdout), rest(process.stderr)
     process.wait(WITHIN_S)
     return out, err
-
-
-def test_sigterm_stops_the_daemon_and_a_replacement_continues_the_text() -> None:
-    place = ("--port", str(own_port()))
-    with daemon("--pass-ms", "10", "--set", "drain_s=0", *place) as (address, verifier):
-        device = generating(address)
-        lines = [first_line(device)]
-        verifier.send_signal(signal.SIGTERM)
-        assert verifier.wait(WITHIN_S) == 0
-        assert "stopping; the devices are told" in rest(verifier.stderr)
-    with daemon(*place) as _, device:
-        out, err = rest_of(device)
-    assert device.returncode == 0, err
-    assert _tokens([*lines, *out.splitlines()]) == _expected()
 
 
 def test_a_stopped_device_leaves_the_daemon_serving() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from edgespec.models.draft_sources import find_draft, read_foreign_info, resolve
 from edgespec.models.folders import BUNDLED_FOLDER, ModelFolderError, model_info
 from tests.present import present
 from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
-from tests.shell.live_verifier import call, daemon
+from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint, write_tokenizer
 
 PROMPT = "def fibonacci(n):"
@@ -247,25 +246,6 @@ def bundled_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, data = folder / "onnx/model_q4.onnx", "model_q4.onnx_data"
     onnx.save_model(graph, path, save_as_external_data=True, location=data)
     return folder
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[str]:
-    with daemon("--model", "bundled") as (address, _):
-        yield address
-
-
-def test_the_text_is_the_same_with_a_foreign_draft(verifier: str, bundled_graphs: Path) -> None:
-    where = ("--verifier", verifier, "-n", "24", "--stats")
-    plain = call("generate", PROMPT, *where, "--draft", "none")
-    assert plain.exit_code == 0, plain.output
-    for draft in (bundled_graphs, bundled_graphs / "onnx" / "model_q4.onnx"):
-        # The verifier waits for drafts, so that some are sent on any machine.
-        waits = ("--set", "policy.run_ahead=never")
-        result = call("generate", PROMPT, *where, *waits, "--draft", str(draft))
-        assert result.exit_code == 0, result.output
-        assert result.stdout == plain.stdout
-        assert "sent 0 nodes" not in result.stderr
 
 
 def test_inspect_tells_what_was_found(bundled_graphs: Path, folder: Path) -> None:

@@ -172,18 +172,6 @@ async def test_a_half_closed_stream_that_is_refused_ends_with_the_status_of_the_
         await channel.close(None)
 
 
-async def test_an_open_beyond_the_context_is_refused_by_its_count() -> None:
-    config = VerifierConfig(model="toy", port=0, max_model_len=64)
-    async with serving(config=config) as (address, _):
-        transport = connect(address)
-        stream = await transport.connect()
-        await stream.send(Open("session", "", "", (1,) * 65))
-        fault = await stream.receive()
-        text = "Open has 65 tokens (prompt and committed), but the context is 64"
-        assert fault == Fault(FaultCode.CONTEXT_TOO_LONG, text)
-        await transport.close()
-
-
 async def test_no_secret_and_no_whole_session_id_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -11,45 +11,34 @@ import contextlib
 import random
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.failover import Failover, FailoverPolicy
 from edgespec.core.association.policies import Association
-from edgespec.core.ports import DeviceStream, LinkError, ServeStream, Transport, VerifierStream
-from edgespec.core.protocol.messages import Commit, FaultCode, Limits, Open, Opened
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.ports import DeviceStream, LinkError, Transport, VerifierStream
+from edgespec.core.protocol.messages import FaultCode, Limits, Opened
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.agent import Agent, AgentOptions, GenerationError
-from edgespec.device.build import connect
+from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.verifier_pool import VerifierPool
-from edgespec.models.toy import TOY_MODEL
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.access import ServerAccess, device_access
 from edgespec.wire.directory import VerifierDirectory
 from tests.present import present
 from tests.shell.failing_verifiers import (
     EXPECTED,
     HASTY,
-    PACED,
     PARAMS,
-    PATIENT,
     PROMPT,
-    TEXT,
     WARY,
     WITHIN_S,
     agent,
     collect,
     gates,
 )
-from tests.shell.guarded import device_config, keys_in
-from tests.shell.live_verifier import daemon, serving
+from tests.shell.live_verifier import daemon
 from tests.shell.loopback import LoopbackTransport
-from tests.shell.pki import Pki
 from tests.shell.scripted_verifier import loopback, streaming
 
 
@@ -114,61 +103,6 @@ def pooled(*links: LoopbackTransport) -> VerifierPool:
     return VerifierPool(VerifierDirectory(tuple(transports), make, look_up=nowhere), failover)
 
 
-class Bytes:
-    """One token a byte of UTF-8: most characters here take several."""
-
-    def __init__(self) -> None:
-        self._held = b""
-
-    def push(self, tokens: Sequence[int]) -> str:
-        self._held += bytes(tokens)
-        for cut in range(len(self._held), -1, -1):
-            with contextlib.suppress(UnicodeDecodeError):
-                text, self._held = self._held[:cut].decode(), self._held[cut:]
-                return text
-        return ""
-
-    def flush(self) -> str:
-        return self._held.decode(errors="replace")
-
-
-@pytest.mark.parametrize(("stop", "ends"), [((), None), (("🙂 b",), "🙂 b"), (("zz",), None)])
-async def test_characters_and_stop_strings_that_straddle_the_move(
-    stop: tuple[str, ...], ends: str | None
-) -> None:
-    """Wherever the first verifier dies, also within a character or a stop string."""
-    whole = "naïve 🙂 bär — ça va"
-    tokens = list(whole.encode())
-    wanted = whole if ends is None else whole.partition(ends)[0]
-    for cut in range(1, len(tokens)):
-        first, second = loopback(_dies_after(tokens, cut)), loopback(streaming(tokens, (3, 1)))
-        options = AgentOptions(reconnect=PATIENT)
-        encode = lambda text: list(text.encode())  # noqa: E731
-        one = Agent(pooled(first, second), None, encode, lambda ids: Bytes(), options)
-        params = SamplingParams(max_tokens=len(tokens), stop=stop)
-        async with asyncio.timeout(WITHIN_S), one:
-            chunks = [chunk async for chunk in one.generate("x", params)]
-        assert "".join(chunk.text for chunk in chunks) == wanted, cut
-
-
-def _dies_after(tokens: list[int], cut: int) -> ServeStream:
-    """Greets, commits the first ``cut`` tokens one by one, and is dead from then on."""
-    died = False
-
-    async def serve(stream: VerifierStream) -> None:
-        nonlocal died
-        opening = await stream.receive()
-        if died or not isinstance(opening, Open):
-            raise LinkError("killed")
-        died, position = True, len(opening.prompt)
-        await stream.send(Opened(Limits(), "scripted", position))
-        for index in range(cut):
-            await stream.send(Commit(position + index, (tokens[index],)))
-        raise LinkError("killed")
-
-    return serve
-
-
 @pytest.mark.parametrize("event", [ev.Dialed, ev.Tick])
 async def test_who_waits_hears_of_a_machine_that_breaks(
     event: type[ev.FailoverEvent], monkeypatch: pytest.MonkeyPatch
@@ -226,7 +160,7 @@ async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
 
     monkeypatch.setattr(link, "connect", reluctant)
     async with asyncio.timeout(WITHIN_S):
-        one = Agent(pool, None, lambda text: [1], lambda ids: Bytes())
+        one = Agent(pool, None, lambda text: [1], ToyTokenizer().stream)
         reading = asyncio.create_task(anext(one.generate("x")))
         for moment in (greeted, closing):
             await moment.wait()
@@ -270,40 +204,6 @@ async def test_a_text_is_not_continued_by_another_model() -> None:
             assert f"{other.address}: it serves the model 'toy' (stranger)" in why
             assert "but the text was begun by 'toy' (" in why
             assert gate.address in why
-
-
-async def test_a_new_text_may_be_of_another_model_and_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with gates(2, [None, stranger()]) as ((gate, _), (other, _)):
-        async with agent(gate.address, other.address) as one:
-            assert await collect(one) == EXPECTED
-            assert not caplog.records
-            gate.kill()
-            assert len(await collect(one)) == len(EXPECTED)
-            assert present(one.stats).verifiers == (other.address,)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert told[0].startswith(f"{other.address} serves the model 'toy' (stranger); the text before")
-
-
-async def test_one_that_refuses_the_key_is_passed_over_and_named(tmp_path: Path) -> None:
-    keys_in(tmp_path / "keys.yaml", "somebody")
-    guarded = ServerAccess(replace(PACED, keys=str(tmp_path / "keys.yaml")))
-    async with gates(2, access=guarded) as ((gate, port), (refuses, _)):
-        async with agent(refuses.address, gate.address, reconnect=HASTY) as one:
-            assert await collect(one) == EXPECTED
-            gate.kill()
-            with pytest.raises(GenerationError, match="this verifier asks for a key") as caught:
-                await collect(one)
-            assert refuses.address in str(caught.value)
-            assert gate.address in str(caught.value)
-            gate.port = port
-            assert await collect(one) == EXPECTED
-        async with agent(refuses.address, refuses.address.replace("127.0.0.1", "localhost")) as one:
-            with pytest.raises(GenerationError, match="asks for a key") as caught:
-                await collect(one)
-            assert caught.value.code is FaultCode.UNAUTHENTICATED
 
 
 async def test_when_all_are_down_each_is_named_and_one_that_returns_is_used() -> None:
@@ -350,25 +250,3 @@ async def test_leaving_a_text_early_leaves_nothing_behind() -> None:
         left = [repr(task.get_coro()) for task in asyncio.all_tasks() - before]
         ours = ("VerifierPool", "PooledStream", "Link.", "SessionDriver")
         assert not [one for one in left if any(name in one for name in ours)]
-
-
-async def test_each_address_of_a_name_shows_the_certificate_of_the_name(tmp_path: Path) -> None:
-    """Nobody listens at the first address of the name; the second shows the name's certificate,
-    which says nothing of addresses."""
-    pki = Pki(tmp_path)
-    pki.renew_server("gpu-box")
-    config = device_config("gpu-box:1", pki.device())
-    async with serving(config=replace(PACED, tls=pki.server())) as (address, _):
-        port = address.rpartition(":")[2]
-        dial = partial(connect, access=device_access(config))
-
-        async def look_up(host: str, port: int) -> Sequence[str]:
-            return ["127.0.0.2", "127.0.0.1"]
-
-        directory = VerifierDirectory((f"gpu-box:{port}",), dial, look_up=look_up)
-        failover = Failover(FailoverPolicy(), Association.LISTED)
-        options = AgentOptions(reconnect=PATIENT)
-        pool = VerifierPool(directory, failover)
-        async with Agent(pool, None, TEXT.encode, TEXT.stream, options) as one:
-            assert await collect(one) == EXPECTED
-            assert present(one.stats).verifiers == (f"gpu-box:{port} (127.0.0.1)",)

@@ -4,9 +4,7 @@ own; here, that they count what was played. Times are for a quiet machine.
 
 from __future__ import annotations
 
-import importlib
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from edgespec.wire import codec
 from edgespec.wire.codec import WireLimits
 from tests.shell import fuzz_messages as messages
 from tests.shell.live_verifier import python
-from tests.sources import ROOT
 
 
 def test_hostile_streams_end_cleanly_beside_an_honest_device() -> None:
@@ -37,12 +34,6 @@ def test_a_fault_of_the_codec_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> N
     assert "IndexError" in findings[0]
 
 
-def test_hostile_messages_follow_from_their_seed() -> None:
-    for make in (messages.hostile_uplink, messages.hostile_downlink):
-        first, again = random.Random(5), random.Random(5)
-        assert [make(first) for _ in range(50)] == [make(again) for _ in range(50)]
-
-
 @pytest.mark.slow
 def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path) -> None:
     report = tmp_path / "load.json"
@@ -56,24 +47,6 @@ def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path)
     sent = found["rows"][0]["pairs"][0]["sent"]
     assert all(sent[kind] for kind in sent), sent  # every kind of client has played
     assert found["rest"]["full"]["sessions"] > 0 == found["rest"]["after"]["sessions"]
-
-
-def test_what_a_verifier_still_holds_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    held = importlib.import_module("hostile_load").held
-    before = {"sessions": 0, "streams": 0, "blocks": 0, "tasks": 8, "descriptors": 13}
-    assert held(before, before) == []
-    after = {**before, "sessions": 2, "tasks": 90}
-    assert [text.split(", ")[0] for text in held(before, after)] == [
-        "after the rest 2 sessions are left",
-        "after the rest 90 tasks are left",
-    ]
-
-
-def test_an_unknown_kind_of_client_is_refused() -> None:
-    done = python("benchmarks/hostile_load.py", "--kinds", "stale-drafts,martians")
-    assert done.returncode == 2
-    assert "unknown: martians; known: only-cpu, stale-drafts" in done.stderr
 
 
 @pytest.mark.slow

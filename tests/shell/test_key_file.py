@@ -18,8 +18,7 @@ from edgespec.cli import credentials as keys_command
 from edgespec.config import AgentConfig, ConfigError, EndpointSection
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.verifier.credential import Credential, digest
-from edgespec.wire.access import ServerAccess, check_file_permissions, device_access, endpoint_key
-from tests.shell.guarded import keys_in, verifier_config
+from edgespec.wire.access import check_file_permissions, device_access, endpoint_key
 from tests.shell.live_verifier import call
 from tests.shell.pki import Pki
 
@@ -210,20 +209,6 @@ def test_a_secret_that_others_can_read_is_warned_of_once(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if mode & 0o004 else 0)
     assert all(line.endswith(f"(mode {mode:04o}); run: chmod 600 {link}") for line in said)
-
-
-def test_a_reload_that_finds_keys_others_can_write_keeps_the_old_ones(tmp_path: Path) -> None:
-    key = keys_in(path := tmp_path / "keys.yaml", "one")["one"]
-    access = ServerAccess(verifier_config(keys=path))
-    keys_in(path, "two")
-    path.chmod(0o666)
-    with pytest.raises(ConfigError, match=r"keys\.yaml: others can write"):
-        access.reload()
-    assert access.authenticate(key) == Credential("one")
-    with pytest.raises(ConfigError, match=r"keys\.yaml: others can write"):
-        ServerAccess(verifier_config(keys=path))
-    path.chmod(0o644)  # it holds digests
-    assert access.reload().keys.revoked == ("one",)
 
 
 def test_all_files_that_say_who_is_who_are_looked_at(

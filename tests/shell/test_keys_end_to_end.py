@@ -23,10 +23,8 @@ from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
 from edgespec.config import AgentConfig, ConfigError, PacingSection
 from edgespec.config.common import SetupError
-from edgespec.config.key_file import KeyEntry, KeyFile, save_keys
 from edgespec.core.ports import LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
-from edgespec.core.verifier.credential import digest
 from edgespec.core.verifier.engine_events import EngineEvent, StreamOpened
 from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect
@@ -35,9 +33,7 @@ from edgespec.wire.access import DeviceAccess, ServerAccess, device_access
 from tests.present import present
 from tests.shell.guarded import (
     EXPECTED,
-    LONG,
     PATIENCE_S,
-    PROMPT,
     collect,
     device_config,
     keys_in,
@@ -129,35 +125,6 @@ async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await ask(b"", metadata=wrong)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_a_revoked_key_ends_its_streams_and_nobody_elses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "keys.yaml"
-    keys = keys_in(path, "good", "bad")
-    async with keyed(path, pass_ms=20.0) as (address, verifier, access):  # no text ends by itself
-        use_key(keys["bad"], monkeypatch)
-        bad = build_agent(device_config(address))
-        use_key(keys["good"], monkeypatch)
-        good = build_agent(device_config(address))
-        async with bad, good:
-            ours, theirs = good.generate(PROMPT, LONG), bad.generate(PROMPT, LONG)
-            await asyncio.gather(anext(ours), anext(theirs))
-            save_keys(path, KeyFile({"good": KeyEntry(digest(keys["good"]).hex())}))
-            done = access.reload()
-            assert str(done) == "keys revoked: bad"
-            assert verifier.revoke(done.keys.revoked) == 1
-            assert len(verifier.engine.sessions) == 1  # at once: nothing waits for a lease
-            with pytest.raises(GenerationError, match="was revoked") as caught:
-                async for _ in theirs:
-                    pass
-            assert caught.value.code is FaultCode.UNAUTHENTICATED
-            await anext(ours)
-            await ours.aclose()
-            with pytest.raises(GenerationError, match="does not know the key, or not any more"):
-                await collect(bad)
-            assert await collect(good) == EXPECTED
 
 
 async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
@@ -299,29 +266,6 @@ async def test_a_certificate_for_another_name_is_taken_under_that_name(strangers
     async with serving(config=verifier_config(strangers.server())) as (address, _):
         async with build_agent(device_config(address, known)) as agent:
             assert await collect(agent) == EXPECTED
-
-
-async def test_a_new_certificate_is_shown_after_a_reload_and_streams_go_on(tmp_path: Path) -> None:
-    mine, newer = Pki(tmp_path / "old"), Pki(tmp_path / "new")
-    access = ServerAccess(config := verifier_config(mine.server()))
-    async with serving(config=config, access=access) as (address, _):
-        async with build_agent(device_config(address, mine.device())) as before:
-            running = before.generate(PROMPT, LONG)
-            first = await anext(running)
-            assert str(access.reload()) == "nothing changed"
-            for name in ("server.pem", "server.key"):
-                (tmp_path / "old" / name).write_bytes((tmp_path / "new" / name).read_bytes())
-            assert str(access.reload()) == "a new certificate or client CA"
-            async with build_agent(device_config(address, newer.device())) as after:
-                assert await collect(after) == EXPECTED
-            late = connect(address, access=device_access(device_config(address, mine.device())))
-            with pytest.raises(UntrustedPeerError, match="not trusted"):
-                await late.info()
-            await late.close()
-            second = await anext(running)
-            assert second.position == first.position + len(first.tokens)
-            await running.aclose()
-            assert present(before.stats).counters.reconnects == 0
 
 
 async def test_a_broken_file_leaves_everything_as_it_was(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from edgespec.core.protocol.messages import Commit, Open
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import build_agent
 from edgespec.telemetry.logs import JsonFormatter
 from edgespec.telemetry.trace import TraceFile
@@ -107,18 +106,6 @@ def test_all_that_a_daemon_and_a_device_say_is_json() -> None:
     assert device.returncode == verifier.returncode == 0
 
 
-async def test_no_line_holds_a_session_id_or_a_secret(log: Lines) -> None:
-    async with watched() as found:
-        async with build_agent(config(found.address)) as agent:
-            await collect(agent, SamplingParams(max_tokens=4))
-            (driver,) = agent._drivers
-            request = driver.session.request
-    everything = "\n".join(log.texts)
-    assert log.streams
-    assert request.session_id not in everything
-    assert request.session_secret.hex() not in everything
-
-
 FULL = Path("/dev/full")
 
 
@@ -148,22 +135,3 @@ def test_a_secret_is_not_traced(tmp_path: Path) -> None:
     assert json.loads(line)["prompt"] == [1]
     assert "hush" not in line
     assert "session_secret" not in line
-
-
-class _Unspeakable:
-    """Has no text."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-def test_what_no_line_can_be_made_of_ends_the_trace_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    with caplog.at_level(logging.WARNING), TraceFile(path) as trace:
-        trace.record(1.0, "device", "s", "event", Commit(1, (1,)))
-        trace.record(2.0, "device", "s", "event", _Unspeakable())
-        trace.record(3.0, "device", "s", "event", Commit(3, (3,)))
-    assert len(path.read_text(encoding="utf-8").splitlines()) == 1
-    assert [record.levelname for record in caplog.records] == ["WARNING"]

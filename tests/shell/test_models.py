@@ -341,32 +341,7 @@ def stripping(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 # --- chat -----------------------------------------------------------------------------------
 
 
-def with_template(folder: Path, template: object) -> TextTokenizer:
-    write_tokenizer(folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return TextTokenizer(folder)
-
-
 MESSAGES = [{"role": "user", "content": "é"}]
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "there is no chat_template"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for %}", "chat template failed"),
-        ("{{ messages.__class__.__mro__ }}", "chat template failed"),
-        ("{{ messages.append(1) }}", "chat template failed"),
-        ("{{ range(999999999) | length }}", "chat template failed"),
-    ],
-)
-def test_a_template_that_is_missing_broken_or_hostile(
-    tmp_path: Path, template: object, message: str
-) -> None:
-    tokenizer = with_template(tmp_path, template)
-    with pytest.raises(TokenizerError, match=message):
-        tokenizer.render_chat(MESSAGES)
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Oracle: an adapter is another toy model, so its text is that one's, by the scala
 from __future__ import annotations
 
 import asyncio
-import sys
 from dataclasses import replace
 
 import pytest
@@ -17,8 +16,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from tests.shell.fake_vllm import adapted_toy
-from tests.shell.live_verifier import environment, nobody, serving, toy_text
-from tests.sources import ROOT
+from tests.shell.live_verifier import nobody, serving, toy_text
 
 TEXT = ToyTokenizer()
 SQL = replace(TOY_MODEL, order=2)
@@ -63,33 +61,3 @@ async def test_who_serves_what_is_told_by_those_that_answer() -> None:
 
 
 # --- on a terminal ----------------------------------------------------------------------------
-
-
-async def test_a_chat_goes_on_with_another_model() -> None:
-    lines = "hello\n/model sequel\n/model sql\nagain\n/model\n/model toy\nonce more\n"
-    options = ("--draft", "toy", "-n", "12", "--set", "sampling.ignore_eos=true")
-    async with serving(adapted_toy({"sql": SQL})) as (address, _):
-        command = (sys.executable, "-m", "edgespec", "chat", "--verifier", address, *options)
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, env=environment()
-        )
-        try:
-            async with asyncio.timeout(WITHIN_S):
-                out, errors = await process.communicate(lines.encode())
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    said, told = [], ""
-    for message, model in (("hello", TOY_MODEL), ("again", SQL), ("once more", TOY_MODEL)):
-        told += f"{message} "
-        params = replace(PARAMS, max_tokens=12)
-        reply = TEXT.decode(toy_text(TEXT.encode(told), params, model))
-        said.append(reply)
-        told += f"{reply} "
-    assert out.decode().replace("> ", "") == "".join(f"{one}\n" for one in said)
-    heard = errors.decode()
-    assert "error: unknown model 'sequel'; there are 'toy', 'sql'" in heard
-    assert "talking with sql from the next reply on" in heard
-    assert "target  sql, context 4096 tokens" in heard

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from edgespec.config import VerifierConfig
-from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import (
     Association,
     conversation_named,
@@ -25,14 +25,12 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError, GenerationStats
 from edgespec.device.build import connect
-from edgespec.device.verifier_pool import VerifierPool
-from edgespec.verifier.build import load_target
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.directory import FRESH_S, KEEP_S, VerifierDirectory, is_name, look_up
 from edgespec.wire.grpc_calls import CONVERSATION_HEADER
-from tests.shell.failing_verifiers import PACED, TEXT, agent
+from tests.shell.failing_verifiers import PACED, agent
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import GatedTarget, serving, toy_text
+from tests.shell.live_verifier import serving, toy_text
 
 WITHIN_S = 200.0  # also on a machine that does much else
 
@@ -104,63 +102,6 @@ async def test_the_next_turns_of_a_chat_meet_the_same_replica_and_its_cache() ->
         asked = sum(verifier.engine.keeper.prefix_query_tokens for _, verifier in found.values())
         # A second turn has 60 tokens of 103 from the first, a third 103 of 146, less a block each.
         assert hits > asked / 3
-
-
-@contextlib.asynccontextmanager
-async def halting(chat: str) -> AsyncIterator[tuple[dict[str, tuple[Gate, Verifier]], GatedTarget]]:
-    """Replicas of which the first of ``chat`` has ten passes of a token each, and waits then for
-    the gate of its target, which is told too."""
-    targets = [GatedTarget(load_target(ONE_A_PASS), free_passes=10) for _ in range(3)]
-    async with replicas(ONE_A_PASS, targets) as found:
-        by_address = dict(zip(found, targets, strict=True))
-        halts, *others = (by_address[name] for name in order(chat, tuple(found)))
-        for target in others:
-            target.gate.set()
-        try:
-            yield found, halts
-        finally:
-            halts.gate.set()
-
-
-async def test_a_replica_that_dies_in_mid_answer_is_followed_by_the_next_in_order() -> None:
-    async with halting(CHATS[0]) as (found, halts), device(tuple(found)) as one:
-        first, second, _ = order(CHATS[0], tuple(found))
-        gate, _ = found[first]
-        port = gate.port
-        assert await served(one, [1, 2, 3], CHATS[0], 10, gate.kill) == (first, second)
-        halts.gate.set()
-        others = [chat for chat in CHATS if order(chat, tuple(found))[0] != first]
-        for chat in others[:3]:  # they notice nothing
-            assert await served(one, [4, 5], chat) == (order(chat, tuple(found))[0],)
-        gate.port = port
-        async with asyncio.timeout(WITHIN_S):  # and when it is back, so are its conversations
-            while await served(one, [1, 2, 3], CHATS[0]) != (first,):
-                pass
-
-
-async def test_addresses_of_one_name_are_replicas() -> None:
-    """What a headless service is to a device: a name that stands for all of them."""
-    async with replicas() as found, contextlib.AsyncExitStack() as stack:
-        ports = {f"10.0.0.{n}:7420": address for n, address in enumerate(found)}
-        addresses = [host.rpartition(":")[0] for host in ports]
-
-        async def look_up(host: str, port: int) -> Sequence[str]:
-            return addresses
-
-        directory = VerifierDirectory(
-            ["pool:7420"],
-            lambda address, *, server_name="": connect(ports[address]),
-            look_up=look_up,
-        )
-        failover = Failover(CALM, Association.RENDEZVOUS)
-        one = Agent(VerifierPool(directory, failover), None, TEXT.encode, TEXT.stream)
-        await stack.enter_async_context(one)
-        labels = [f"pool:7420 ({address})" for address in addresses]
-        homes = {chat: order(chat, labels)[0] for chat in CHATS}
-        firsts = {home: chat for chat, home in homes.items()}  # one conversation of each replica
-        assert set(firsts) == set(labels)
-        for home, chat in firsts.items():
-            assert await served(one, [1, 2], chat) == (home,)
 
 
 async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
@@ -313,10 +254,8 @@ async def test_transports_of_addresses_that_are_gone_are_closed_once_nobody_uses
     ("verifier", "asked"),
     [
         ("gpu-box:7420", True),
-        ("gpu.example.com:1", True),
         ("127.0.0.1:7420", False),
         ("[::1]:7420", False),
-        ("localhost:7420", False),
         ("unix:/run/edgespec.sock", False),
         ("dns:///gpu-box:1", False),
         ("gpu-box", False),

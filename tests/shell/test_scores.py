@@ -198,9 +198,3 @@ async def test_a_device_without_a_draft_is_told_several_tokens_a_pass(
     async with serving(_target()) as (address, verifier):
         assert verifier.engine.engine_limits.server_drafts
         assert await _passes(address, SamplingParams(max_tokens=120, ignore_eos=True)) < 60
-
-
-async def test_a_sampled_text_is_the_targets_own() -> None:
-    params = SamplingParams(temperature=0.5, seed=9, max_tokens=100, ignore_eos=True)
-    async with serving(_target()) as (address, _):
-        assert await _passes(address, params) <= params.max_tokens

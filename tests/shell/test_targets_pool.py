@@ -303,23 +303,6 @@ def test_what_the_cache_does_not_hold_is_an_error() -> None:
         target.forward([PassRequest("s", 3, (4, 5))])
 
 
-def test_capacity_names_the_limit() -> None:
-    target = _opened(max_sessions=1, max_cached_tokens=8, context_length=10)
-    target.open("probe", 1, SamplingParams())
-    with pytest.raises(CapacityError, match="2 sessions are open, limit max_sessions 1"):
-        target.open("t", 1, SamplingParams())
-    target.close("probe")
-    with pytest.raises(CapacityError, match="9 cached tokens wanted, limit 8"):
-        target.forward([PassRequest("s", 3, (1,) * 6)])
-    with pytest.raises(CapacityError, match="limit context_length 10"):
-        target.forward([PassRequest("s", 3, (1,) * 8)])
-    assert target.forward([PassRequest("s", 3, (1,) * 5)])[0].key == "s"
-    target.close("s")
-    target.close("s")
-    with pytest.raises(CapacityError, match="prompt of 11 tokens"):
-        target.open("t", 11, SamplingParams())
-
-
 def _sharing() -> ToyTarget:
     """Two sequences of one text; the first has filled blocks 1 to 3 of four rows each."""
     target = ToyTarget(ToyModel(vocabulary_size=32, order=2), cache=CacheShape(8, 4))

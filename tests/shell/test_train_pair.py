@@ -5,7 +5,6 @@ Oracle: transformers' own forward pass over the whole text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 
@@ -15,23 +14,14 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 import torch
-from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.models.folders import BUNDLED_FOLDER
-from tools.train_pair.beginnings import KINDS, LONGEST, Beginnings
 from tools.train_pair.bundle import unpack
-from tools.train_pair.corpus import ASSISTANT, USER, Document
 from tools.train_pair.writing import END_ID, Texts, write
 
 LENGTH = 90
 BEGINNING = [5, 6, 7, 8, 9]
-FUNCTION = 'def shout(text):\n    """Return the text in capital letters."""\n'
-DOCUMENTS = [
-    Document("gsm8k_train", f"{USER}Ann has 3 hens. How many legs have they?{ASSISTANT}6"),
-    Document("standard_library", f"import sys\n\n\n{FUNCTION}    return text.upper()\n" * 30),
-    Document("books", "It was late in the evening. Nobody had come to the house. " * 30),
-]
 
 
 @pytest.fixture(scope="module")
@@ -75,28 +65,6 @@ def test_what_is_written_is_the_targets_and_the_rest_is_given(
         assert len(given) < len(tokens)
         starts = [at for at in range(1, len(own)) if own[at - 1] and not own[at]]
         assert all(tokens[at] == END_ID or tokens[at - 1] == END_ID for at in starts)
-
-
-def test_beginnings_are_of_every_kind_and_the_same_for_a_seed() -> None:
-    tokenizer = Tokenizer.from_file(str(BUNDLED_FOLDER / "target" / "tokenizer.json"))
-
-    def drawn(seed: int) -> list[list[int]]:
-        endless: Iterator[list[int]] = Beginnings(DOCUMENTS, tokenizer, seed)
-        return [next(endless) for _ in range(60)]
-
-    found = drawn(1)
-    assert found == drawn(1) != drawn(2)
-    assert all(4 <= len(ids) <= LONGEST for ids in found)
-    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in found]
-    assert any(text.endswith(FUNCTION) for text in texts)
-    assert any(text.startswith(f"{USER}Ann has 3") and "legs" in text for text in texts)
-    assert any(text.startswith(f"{USER}Nobody had come") for text in texts)
-    assert all(
-        text.count(ASSISTANT) == text.count(USER) <= 1 for text in texts if "Ann" not in text
-    )
-    with pytest.raises(ValueError, match="0 documents"):
-        Beginnings([], tokenizer, 1)
-    assert set(KINDS) == {"question", "request", "function", "cut"}
 
 
 def test_the_bundled_pair_is_unpacked_bit_for_bit_and_never_over_a_draft(tmp_path: Path) -> None:

@@ -19,18 +19,9 @@ from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import Cancel, Commit
 from edgespec.wire.access import channel_credentials
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
-from edgespec.wire.grpc_server import GrpcServer
-from tests.shell.echo_verifier import INFO, PATIENCE_S, STOPPING, echo, opened, served, works
+from tests.shell.echo_verifier import PATIENCE_S, STOPPING, echo, opened, served, works
 from tests.shell.live_verifier import daemon
 from tests.shell.pki import certs
-
-
-async def test_a_port_in_use_is_an_error_that_names_it() -> None:
-    async with served() as (server, _):
-        address = f"127.0.0.1:{server.port}"
-        second = GrpcServer(address, echo, lambda: INFO)
-        with pytest.raises(OSError, match=f"cannot listen on {address} .is it in use"):
-            await second.start()
 
 
 async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:

@@ -18,16 +18,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from edgespec.core.ports import DeviceStream, LinkError, VerifierStream
-from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened, Received
+from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.traffic_budget import CallLimits, UplinkLimits
+from edgespec.core.verifier.traffic_budget import CallLimits
 from edgespec.wire import callers
 from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_calls import peer_address
 from edgespec.wire.grpc_client import GrpcTransport
 from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, opened, raw_call, served, works
 
-SLOW = UplinkLimits(message_rate=1e-3, message_burst=4.0)
 CALLS = CallLimits(
     peer_rate=50.0, peer_burst=1.0, total_rate=100.0, total_burst=50.0, max_wait_s=5.0
 )
@@ -43,36 +42,6 @@ async def _end(stream: DeviceStream) -> LinkError:
 
 
 # --- the uplink -----------------------------------------------------------------------------
-
-
-async def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate() -> None:
-    """Its burst is 4 messages and no more come in this test's time: what was sent beyond waits."""
-    read: list[int] = []
-
-    async def listen(stream: VerifierStream) -> None:
-        while True:
-            match await stream.receive():
-                case Received(position=position):
-                    read.append(position)
-                case Open():
-                    await stream.send(Opened(INFO.limits, "toy", 3))
-
-    async with served(listen, uplink=SLOW) as (_, transport):
-        flood = await transport.connect()
-        await flood.send(OPEN)
-        assert isinstance(await flood.receive(), Opened)
-        for position in range(100):
-            await flood.send(Received(position, 0))
-        for _ in range(5):  # round trips of others, in which the verifier could have read it all
-            quiet = await transport.connect()
-            await quiet.send(OPEN)
-            assert isinstance(await quiet.receive(), Opened)
-            await quiet.close()
-        async with asyncio.timeout(PATIENCE_S):
-            while len(read) < 4:
-                await transport.info()
-        # Four from the burst, and one more by which the stream got into debt.
-        assert read == [0, 1, 2, 3]
 
 
 # --- slots ----------------------------------------------------------------------------------

@@ -13,16 +13,15 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import pytest
 
-from edgespec.core.ports import LinkError, VerifierStream
+from edgespec.core.ports import VerifierStream
 from edgespec.core.protocol import messages as m
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, Wait
-from edgespec.wire.callers import NO_KEY, WRONG_KEY
+from edgespec.wire.callers import WRONG_KEY
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer
-from tests.shell.echo_verifier import INFO, OPEN, PATIENCE_S, STOPPING, echo, opened, served, works
+from tests.shell.echo_verifier import OPEN, PATIENCE_S, echo, opened, served, works
 
 ONE_A_SECOND = CallLimits(
     peer_rate=1.0, peer_burst=1.0, total_rate=100.0, total_burst=100.0, max_wait_s=30.0
@@ -58,25 +57,6 @@ async def device(address: str, key: str) -> AsyncIterator[GrpcTransport]:
         yield transport
     finally:
         await transport.close()
-
-
-@pytest.mark.parametrize(("key", "word"), [("", NO_KEY), ("three", WRONG_KEY)])
-async def test_who_is_turned_away_is_never_served(key: str, word: object) -> None:
-    keys = Keys()
-    async with guarded(keys) as (_, address), device(address, key) as stranger:
-        stream = await stranger.connect()
-        await stream.send(OPEN)
-        assert await stream.receive() == word
-        with pytest.raises(LinkError, match="UNAUTHENTICATED: this verifier") as caught:
-            await stream.receive()
-        assert not caught.value.retryable
-        with pytest.raises(LinkError, match="UNAUTHENTICATED: this verifier") as caught:
-            await stranger.info()
-        assert not caught.value.retryable
-        async with device(address, "one") as known:
-            assert await works(await opened(known))
-            assert await known.info() == INFO
-    assert keys.served == ["one"]
 
 
 async def test_many_wrong_keys_are_refused_and_right_ones_come_through() -> None:
@@ -159,19 +139,3 @@ async def test_a_key_that_is_revoked_in_the_line_is_not_served() -> None:
             await waiting.send(OPEN)
             assert await asyncio.wait_for(waiting.receive(), PATIENCE_S) == WRONG_KEY
     assert (keys.served, asked) == (["one"], 4)
-
-
-async def test_a_drain_refuses_new_streams_and_keeps_the_running_ones() -> None:
-    keys = Keys()
-    async with guarded(keys) as (server, address), device(address, "one") as mine:
-        running = await opened(mine)
-        await server.drain()
-        late = await mine.connect()
-        assert await late.receive() == STOPPING
-        assert await works(running)
-        drained = asyncio.ensure_future(server.drained())
-        await asyncio.sleep(0)
-        assert not drained.done()
-        await running.close()
-        await asyncio.wait_for(drained, PATIENCE_S)
-        assert server.stream_count == 0

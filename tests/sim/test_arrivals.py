@@ -1,7 +1,7 @@
 """Open loops: the same load for every arm, nobody forgotten, no law of queues broken.
 
 Oracles: the arrivals themselves, listed beforehand; the mean wait of an M/D/1 queue by Pollaczek
-and Khinchine; the integral of a day's curve; mutants, each of which a law has to find.
+and Khinchine; the integral of a day's curve.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,6 @@ from edgespec_sim.links.network_trace import TraceError
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
-from tests.mutants import Mutants
 
 WORLD = sc.Scenario(
     name="open",
@@ -216,41 +214,8 @@ def test_one_device_waits_like_m_d_1(load: float) -> None:
     assert mean_s == pytest.approx(load / (2.0 * (1.0 - load)), rel=0.1)
 
 
-# --- mutants -------------------------------------------------------------------------------
-
-MUTANTS = Mutants()
-
-
-@MUTANTS.of(Reception, "_free_device")
-def a_busy_device_takes_another(free_device: Any, reception: Reception, drawn: int) -> int:
-    return drawn
-
-
-@MUTANTS.of(Reception, "_free_device")
-def a_free_device_is_overlooked(free_device: Any, reception: Reception, drawn: int) -> None:
-    pass
-
-
-@MUTANTS.of(Reception, "free")
-def who_waits_is_forgotten(free: Any, reception: Reception, device: int) -> None:
-    reception._waiting.clear()
-    free(reception, device)
-
-
-@MUTANTS.of(Reception, "free")
-def the_last_comes_first(free: Any, reception: Reception, device: int) -> None:
-    for line in reception._waiting.values():
-        line.reverse()
-    free(reception, device)
-
-
-@MUTANTS.of(Reception, "start")
-def requests_come_late(start: Any, reception: Reception) -> None:
-    for arrival in reception.arrivals:
-        reception._queue.at(arrival.at_s + 0.01, partial(reception._arrive, arrival))
-
-
-def check_order(at: sc.AtDevice) -> None:
+@pytest.mark.parametrize("at", list(sc.AtDevice))
+def test_first_come_first_served(at: sc.AtDevice) -> None:
     """First come, first served, by whoever may: waits by Lindley's recursion, line by line."""
     counter = Counter(at, "aa", 1.0)
     came = coming((0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1), (5.0, 1))
@@ -262,15 +227,3 @@ def check_order(at: sc.AtDevice) -> None:
         start_s = max(arrival.at_s, heapq.heappop(line))
         heapq.heappush(line, start_s + 1.0)
         assert counter.waits_s.get(arrival.number) == pytest.approx(start_s - arrival.at_s)
-
-
-@pytest.mark.parametrize("at", list(sc.AtDevice))
-def test_first_come_first_served(at: sc.AtDevice) -> None:
-    check_order(at)
-
-
-@pytest.mark.parametrize("name", [*MUTANTS])
-def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS.make(name, monkeypatch)
-    with pytest.raises(AssertionError):
-        check_order(sc.AtDevice.OWN)

@@ -38,9 +38,7 @@ from edgespec_sim.token_sources.relaxed_rule import (
     rules_of,
 )
 from edgespec_sim.world.assembly import WorldOutcome
-from edgespec_sim.world.conservation import ConservationError
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
-from edgespec_sim.world.site import Machine
 
 HERE = Path()
 COMPUTE_S = 0.020
@@ -80,28 +78,6 @@ def tpot_s(scenario: sc.Scenario) -> float:
 
 
 # --- the model ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("nodes", "link_ms"), [(2, 5.0), (4, 15.0), (8, 30.0)])
-def test_what_drafts_save_of_the_communication(nodes: int, link_ms: float) -> None:
-    """arXiv 2511.11733: (N - 1) t1 (k - 1) / k a token, with k tokens a pass. Measured: what the
-    links add to the time per token, without drafts and with them. With constant links and k of the
-    same run this is an identity of pipelines, and a test of the arithmetic alone; the next test is
-    one of the formula."""
-
-    def added_s(arm: Arm) -> float:
-        far = swarm(sc.StagesSection(nodes=nodes, link_ms=link_ms), arm)
-        near = swarm(sc.StagesSection(nodes=nodes, link_ms=0.0), arm)
-        return tpot_s(far) - tpot_s(near)
-
-    result = outcome(swarm(sc.StagesSection(nodes=nodes, link_ms=link_ms), Arm.VANILLA))
-    (record,) = result.meters.records
-    k = record.counters.committed / record.counters.passes
-    assert k > 2.0
-    links_s = (nodes - 1) * link_ms / 1e3
-    saved_s = added_s(Arm.TARGET_ONLY) - added_s(Arm.VANILLA)
-    assert added_s(Arm.VANILLA) == pytest.approx(links_s / k, rel=0.01)
-    assert saved_s == pytest.approx(links_s * (k - 1.0) / k, rel=0.01)
 
 
 def test_stragglers_lengthen_their_share_of_passes() -> None:
@@ -147,28 +123,6 @@ def test_a_row_takes_its_time_on_each_link() -> None:
     lost = replace(stages, lost_at_s=(1.0,))
     assert lost.least_links_s(delays_s) == pytest.approx(0.020)
     assert replace(lost, spares=1).least_links_s(delays_s) == pytest.approx(0.040)
-
-
-def crowd(slots: int) -> sc.Scenario:
-    """16 sessions, one row a pass: nodes too small for batches."""
-    work = replace(ONE_LONG, prompt_tokens=4, output_tokens=4000)
-    stages = sc.StagesSection(nodes=4, link_ms=5.0, slots=slots)
-    scenario = swarm(stages, Arm.TARGET_ONLY, duration_s=12.0)
-    verifier = replace(scenario.verifiers["swarm"], max_rows_per_pass=1)
-    devices = {"one": sc.DeviceSection(count=16, workload=work)}
-    return replace(scenario, verifiers={"swarm": verifier}, devices=devices)
-
-
-def test_a_node_with_two_passes_at_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Machine.run
-
-    def run(self: Machine, *arguments: object) -> None:
-        self._free_at_s = 0.0
-        original(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Machine, "run", run)
-    with pytest.raises(ConservationError, match="two passes run on swarm"):
-        outcome(crowd(16))
 
 
 # --- a node is lost -------------------------------------------------------------------------

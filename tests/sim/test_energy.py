@@ -119,15 +119,3 @@ def test_a_meter_integrates_the_states(name: str) -> None:
     taken_j += meter.take(40.0)
     assert taken_j == pytest.approx(stepped_j(power, packets_s, 40.0), rel=2e-3)
     assert meter.take(40.0) == 0.0
-
-
-def test_a_stream_costs_its_time_and_not_its_bytes() -> None:
-    """A hundred tokens, 25 ms apart: connected state and tail; the bytes are below a percent."""
-    meter, power = RadioMeter(RADIOS["lte"]), RADIOS["lte"]
-    for index in range(100):
-        meter.packet(10.0 + 0.025 * index, down_bytes=100)
-    whole_j = meter.take(30.0)
-    bytes_j = 100 * 100 * 8 * power.down_j_per_bit
-    tail_j = power.connected_w * power.connected_s + power.tail_w * power.tail_s
-    assert whole_j > 1.2 * 99 * 0.025 + tail_j
-    assert bytes_j < 0.01 * whole_j

@@ -17,12 +17,10 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.link_model import SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world import radio_network
 from edgespec_sim.world.assembly import World, WorldOutcome
-from edgespec_sim.world.conservation import ConservationError
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, path_loss_db
 from edgespec_sim.world.run import token_source
@@ -169,14 +167,6 @@ def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) 
 
 
 # --- laws, and sections ---------------------------------------------------------------------
-
-
-def test_two_messages_in_one_cell_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        SharedQueue, "first_free_s", lambda self, now_s, ready_s, size_bytes: ready_s
-    )
-    with pytest.raises(ConservationError, match="two messages leave through one queue"):
-        run(replace(MEC, radio=replace(RADIO, bandwidth_mhz=0.1)))
 
 
 def test_the_air_is_the_first_hop() -> None:

@@ -62,16 +62,6 @@ def test_every_arm_delivers_the_targets_own_text(scenario: sc.Scenario) -> None:
         assert arm.all.mismatches == 0, arm.arm
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [sc.TokensSection(source=sc.TokensFrom.TAPE), sc.TokensSection(source=sc.TokensFrom.TOY)],
-)
-def test_other_sources_of_tokens(tokens: sc.TokensSection) -> None:
-    summary = run(replace(SMALL, tokens=tokens, arms=(Arm.VANILLA, Arm.EDGESPEC), duration_s=4.0))
-    assert all(arm.all.tokens > 50 and arm.all.mismatches == 0 for arm in summary.arms)
-    assert ("tape" if tokens.source is sc.TokensFrom.TAPE else "toy") in summary.tokens_from
-
-
 DRAFTING = sc.VerifierSection(server_draft=sc.ServerDraftSection(ms=2.5))
 SERVED = replace(
     SMALL,

@@ -2,7 +2,8 @@
 
 Oracle: ``checks`` on every event of every world (see there), against the stream computed directly
 from the target's law. Golden counts notice what no check can: drafts that stopped being useful.
-Every mutant, a plausible mistake of the product's machines, makes one of its first worlds fail.
+Of each check there is a mutant, a plausible mistake of the machines, that one of its first worlds
+finds.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import pytest
 from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
 from edgespec.core.device.goodput_policy import PolicyName, named_policy
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
-from edgespec.core.device.session import DraftCache, DraftSession
-from edgespec.core.protocol.messages import Commit, FaultCode, FinishReason, RunAhead
+from edgespec.core.device.session import DraftCache
+from edgespec.core.protocol.messages import Commit, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.tree import ROOT, Ending, SpeculationTree
+from edgespec.core.protocol.tree import Ending, SpeculationTree
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.admission import SessionSlots
-from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames, _hash
-from edgespec.core.verifier.cache_keeper import CacheKeeper, PrefixSharing
+from edgespec.core.verifier.block_ledger import BlockLedger
+from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.drafts import DraftInbox, ExactRule, PassTree, Walk
-from edgespec.core.verifier.engine import Containment, SessionRegistry, VerifyEngine
+from edgespec.core.verifier.engine import Containment
 from edgespec.core.verifier.own_drafts import ChainRecord
-from edgespec.core.verifier.served_drafts import ServedDrafts, TextDrafts
+from edgespec.core.verifier.served_drafts import TextDrafts
 from edgespec.core.verifier.session import VerifySession
 from tests.mutants import Mutants
 from tests.sim.faults.checks import CheckFailure, target_stream
@@ -193,27 +194,10 @@ def killed_siblings_survive(kill: Any, tree: SpeculationTree, node_id: int) -> N
     pass
 
 
-@MUTANTS.of(VerifySession, "_on_pass_done", seeds=20)
-def keep_is_one_short(done: Any, *given: Any) -> Any:
-    return tuple(se.Keep(a.nodes[:-1]) if isinstance(a, se.Keep) else a for a in done(*given))
-
-
 @MUTANTS.of(SpeculationTree, "place", seeds=60)
 def dead_parents_count(place: Any, tree: SpeculationTree, *where: int) -> Any:
     found = place(tree, *where)
     return tree.prefix.length if found is None else found
-
-
-@MUTANTS.of(SpeculationTree, "grow", seeds=20)
-def late_drafts_move_along(
-    grow: Any, tree: SpeculationTree, node: int, parent: int, token: int, base: int, *more: Any
-) -> Any:
-    return grow(tree, node, parent, token, tree.prefix.length if parent == ROOT else base, *more)
-
-
-@MUTANTS.of(DraftInbox, "reset", seeds=800)
-def attach_keeps_the_old_tree(reset: Any, inbox: DraftInbox, drafting: bool) -> None:
-    inbox.no_draft_coming, inbox._waiting_since = not drafting, None
 
 
 @MUTANTS.of(CommitReader, "read", seeds=30)
@@ -227,35 +211,9 @@ def hash_is_not_matched(receive: Any, inbox: DraftInbox, draft: Any, now: float)
     return receive(inbox, replace(draft, base_hash=inbox._prefix.hash_at(base)), now)
 
 
-@MUTANTS.of(DraftInbox, "receive", seeds=400)
-def base_ahead_is_taken(receive: Any, inbox: DraftInbox, draft: Any, now: float) -> Any:
-    length = inbox._prefix.length
-    if draft.base_position > length:
-        draft = replace(draft, base_position=length, base_hash=inbox._prefix.hash_at(length))
-    return receive(inbox, draft, now)
-
-
 @MUTANTS.of(Ending, "cut", seeds=40)
 def stop_ids_are_ignored(cut: Any, ending: Ending, *given: Any) -> Any:
     return cut(replace(ending, stops=frozenset()), *given)
-
-
-@MUTANTS.of(Ending, "cut", seeds=60)
-def stop_only_as_last_token(cut: Any, ending: Ending, *given: Any) -> Any:
-    kept, finish = cut(replace(ending, stops=frozenset()), *given)
-    return kept, FinishReason.STOP if kept and kept[-1] in ending.stops else finish
-
-
-@MUTANTS.of(Ending, "cut", seeds=60, name="max_tokens overshot")
-def _text_is_not_cut(cut: Any, ending: Ending, position: int, tokens: tuple[int, ...]) -> Any:
-    """Either alone is made good by the other place."""
-    kept, finish = cut(ending, position, tokens)
-    return (tokens if finish is FinishReason.LENGTH else kept), finish
-
-
-@MUTANTS.of(DraftInbox, "verifiable", seeds=60, name="max_tokens overshot")
-def _nodes_past_the_end(verifiable: Any, inbox: DraftInbox, room: int, end: int, *more: Any) -> Any:
-    return verifiable(inbox, room, end + 8, *more)
 
 
 @MUTANTS.of(DraftCache, "_catch_up", seeds=100)
@@ -274,11 +232,6 @@ def resume_skips_a_token(attach: Any, *given: Any) -> Any:
     return tuple(short(action) for action in attach(*given))
 
 
-@MUTANTS.of(VerifySession, "_on_attach", seeds=200)
-def resume_sends_nothing(attach: Any, *given: Any) -> Any:
-    return attach(*given)[:1]
-
-
 @MUTANTS.of(ExactRule, "walk", seeds=60)
 def independent_siblings(
     walk: Any, rule: ExactRule, tokens: Any, parents: Any, targets: Any
@@ -291,19 +244,6 @@ def independent_siblings(
             path.append(node)
     last = targets[1 + path[-1]] if path else targets[0]
     return Walk(tuple(path), (*(tokens[node] for node in path), last))
-
-
-@MUTANTS.of(DraftSession, "_on_opened", seeds=20)
-def acknowledges_rarely(opened: Any, session: DraftSession, *given: Any) -> Any:
-    actions = opened(session, *given)
-    session._reader.max_unreceived = 1 << 20
-    return actions
-
-
-@MUTANTS.of(DraftSession, "_step_done", seeds=300)
-def empty_steps_are_repeated(step_done: Any, session: DraftSession, *given: Any) -> None:
-    step_done(session, *given)
-    session._speechless = None
 
 
 @MUTANTS.of(DraftOutbox, "new_stream", seeds=500)
@@ -319,30 +259,8 @@ def flow_control_is_off(offer: Any, session: VerifySession, *given: Any) -> Any:
 
 
 @MUTANTS.of(VerifySession, "handle", seeds=50)
-def failed_pass_hangs(handle: Any, session: VerifySession, event: Any, now: float) -> Any:
-    if isinstance(event, se.PassFailed):
-        session._pass = None
-        return ()
-    return handle(session, event, now)
-
-
-@MUTANTS.of(VerifySession, "handle", seeds=50)
 def eviction_is_not_told(handle: Any, session: VerifySession, event: Any, now: float) -> Any:
     return () if isinstance(event, se.Evicted) else handle(session, event, now)
-
-
-@MUTANTS.of(SessionRegistry, "end", seeds=100)
-def blamed_session_stays(end: Any, registry: SessionRegistry, key: str, fault: Any) -> None:
-    if fault is None or fault.code is not FaultCode.INTERNAL:
-        end(registry, key, fault)
-
-
-@MUTANTS.of(Containment, "probe_done", seeds=200)
-def probe_never_ends(probe_done: Any, containment: Containment, broken: str | None) -> None:
-    """The suspect is judged, but no pass is ever formed again."""
-    suspect = containment._suspect
-    probe_done(containment, broken)
-    containment._suspect = suspect
 
 
 @MUTANTS.of(Containment, "probe_done", seeds=200)
@@ -350,19 +268,6 @@ def probe_keeps_its_block(probe_done: Any, containment: Containment, broken: str
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(containment._keeper, "release", lambda key: None)
         probe_done(containment, broken)
-
-
-@MUTANTS.of(DraftInbox, "verifiable", seeds=80)
-def newest_nodes_first(
-    verifiable: Any, inbox: DraftInbox, room: int, end: int, least_chance: float = 0.0
-) -> Any:
-    nodes = [node for node in inbox.tree.nodes.values() if node.position < end - 1]
-    return nodes[-room:] if room > 0 else []
-
-
-@MUTANTS.of(DraftSession, "_leave_nothing_open", seeds=60)
-def silence_when_resting(leave_nothing_open: Any, session: DraftSession) -> list[Any]:
-    return []
 
 
 # --- the cache, and guesses of the verifier's own -----------------------------------------------
@@ -389,12 +294,6 @@ def blocks_are_never_freed(release: Any, ledger: BlockLedger, key: str) -> int:
     return 0
 
 
-@MUTANTS.of(BlockNames, "name", seeds=600)
-def prefix_is_not_in_the_name(name: Any, names: BlockNames, place: int) -> bytes:
-    size = names._block_tokens
-    return _hash(names._pack(*names.prefix.tokens[place * size : (place + 1) * size]))
-
-
 @MUTANTS.of(CacheKeeper, "reserve", seeds=600)
 def published_before_its_pass(reserve: Any, keeper: CacheKeeper, key: str, length: int) -> Any:
     """Also what a pass that fails was to fill."""
@@ -402,16 +301,6 @@ def published_before_its_pass(reserve: Any, keeper: CacheKeeper, key: str, lengt
     if keeper._sharing is not None and key in keeper.sessions:
         keeper._sharing.publish(key, min(length, keeper.sessions[key].prefix.length))
     return table
-
-
-@MUTANTS.of(Containment, "batch_failed", seeds=600)
-def failed_pass_is_published(batch_failed: Any, containment: Containment, *given: Any) -> None:
-    batch = containment._scheduler.running
-    assert batch is not None
-    for _, request in batch.parts:
-        if (sharing := containment._keeper._sharing) is not None:
-            sharing.publish(request.key, request.cache_length + len(request.feed))
-    batch_failed(containment, *given)
 
 
 @MUTANTS.of(CacheKeeper, "settle", seeds=2400)
@@ -429,52 +318,12 @@ def holder_is_not_counted(adopt: Any, ledger: BlockLedger, key: str, at: int, bl
         ledger._holders[blocks[-1]] -= 1
 
 
-@MUTANTS.of(BlockLedger, "adopt", seeds=600)
-def holder_counts_twice(adopt: Any, ledger: BlockLedger, key: str, at: int, blocks: Any) -> None:
-    adopt(ledger, key, at, blocks)
-    if blocks:
-        ledger._holders[blocks[-1]] += 1
-
-
-@MUTANTS.of(BlockLedger, "_take", seeds=600)
-def held_block_is_given_away(take: Any, ledger: BlockLedger) -> Any:
-    """The one published longest ago, whoever holds it."""
-    if not ledger._blank:
-        block = next(iter(ledger._name_of))
-        ledger._holders[block] = 0
-        ledger._idle[block] = None
-        ledger._idle.move_to_end(block, last=False)
-    return take(ledger)
-
-
-@MUTANTS.of(PrefixSharing, "_shareable", seeds=600)
-def whole_prefix_is_shared(shareable: Any, sharing: PrefixSharing, names: BlockNames) -> int:
-    return names.prefix.length // sharing._ledger.block_tokens
-
-
-@MUTANTS.of(PrefixSharing, "new_pass", seeds=600)
-def pass_is_waited_for_again(new_pass: Any, sharing: PrefixSharing) -> None:
-    pass
-
-
 @MUTANTS.of(CacheKeeper, "_victims", seeds=200)
 def older_ones_give_way(
     victims: Any, keeper: CacheKeeper, key: str, spared: Any, now: float
 ) -> Any:
     """Any holder is a victim: two sessions take blocks from each other in turns."""
     return [other for other in keeper.sessions if other != key and other not in spared]
-
-
-@MUTANTS.of(CacheKeeper, "_victims", seeds=300)
-def nobody_gives_way(victims: Any, *given: Any) -> list[str]:
-    return []
-
-
-@MUTANTS.of(CacheKeeper, "_victims", seeds=300)
-def evicts_from_the_pass(
-    victims: Any, keeper: CacheKeeper, key: str, spared: Any, now: float
-) -> Any:
-    return victims(keeper, key, (), now)
 
 
 @MUTANTS.of(VerifySession, "_learn", seeds=60)
@@ -501,32 +350,6 @@ def nodes_beyond_the_room(init: Any, tree: PassTree, most: int) -> None:
 def draft_cache_is_off_by_one(missing: Any, chain: ChainRecord, text: Any) -> Any:
     keep, feed = missing(chain, text)
     return (keep + 1, feed[1:]) if len(feed) > 1 else (keep, feed)
-
-
-@MUTANTS.of(ChainRecord, "drafted", seeds=60)
-def refused_cache_is_trusted(drafted: Any, chain: ChainRecord, done: Any) -> None:
-    if done.fed is not None:
-        drafted(chain, done)
-
-
-@MUTANTS.of(ChainRecord, "judge", seeds=60)
-def chain_outlives_its_pass(judge: Any, chain: ChainRecord, committed: Any) -> None:
-    tokens, reaches = chain.tokens, chain._reaches
-    judge(chain, committed)
-    chain.tokens, chain._reaches = tokens, reaches
-
-
-@MUTANTS.of(ServedDrafts, "learn", seeds=60)
-def chain_counts_as_the_devices(learn: Any, *given: Any) -> int:
-    learn(*given)
-    return 0
-
-
-@MUTANTS.of(VerifyEngine, "_drafts_failed", seeds=200)
-def failed_round_never_ends(failed: Any, engine: VerifyEngine, why: str) -> None:
-    running = engine._round
-    failed(engine, why)
-    engine._round = running
 
 
 @MUTANTS.of(SessionSlots, "free", seeds=40)
