@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from load_processes import Verifier, kill, line_of, start, tell
+from raw_http2 import RawCall
 from watched_verifier import answer
 
 from edgespec.bench.report import machine, versions
@@ -45,7 +46,6 @@ from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL
 from edgespec.wire.codec import encode_uplink
 from edgespec.wire.pb import speculation_pb2 as pb
-from tests.shell.raw_http2 import RawCall
 
 EMULATED = "emulated-devices"
 """As the first argument: this process plays them."""

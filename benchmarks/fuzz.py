@@ -28,6 +28,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import psutil
+from hostile_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
 
 from edgespec.bench.report import machine, versions
 from edgespec.config import AgentConfig, DraftSection, LimitsSection, VerifierConfig, dump_config
@@ -37,7 +38,6 @@ from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
 from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_client import GrpcTransport
-from tests.shell.fuzz_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
 from tests.shell.gate import Gate
 
 CONTEXT_LENGTH, LEASE_S = 256, 1.0

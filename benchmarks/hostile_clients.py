@@ -27,13 +27,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from hostile_messages import hostile_uplink
 
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.wire.codec import WireLimits, decode_downlink, encode_uplink
 from edgespec.wire.grpc_calls import KEY_HEADER, KEY_SCHEME
-from tests.shell.fuzz_messages import hostile_uplink
 from tests.shell.gate import Gate
 
 SERVICE = "/edgespec.v1.Verifier/"

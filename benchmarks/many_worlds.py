@@ -1,0 +1,72 @@
+"""Random worlds by the hundred thousand: does every device get its target's own text?
+
+    PYTHONPATH=.:sim python benchmarks/many_worlds.py --worlds 200000
+
+A world that fails is named with the line that plays it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from multiprocessing import Pool
+
+from tests.sim.random_worlds import REPLAY, play
+
+BATCH = 50
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plays many worlds on several cores; names each that fails, and how to play it again."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first world")
+    parser.add_argument("--worlds", type=int, default=2000, help="how many seeds from there on")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    args = parser.parse_args(argv)
+    logging.disable(logging.CRITICAL)  # what worlds inject is logged by the product, by thousands
+    batches = range(args.first, args.first + args.worlds, BATCH)
+    last = args.first + args.worlds
+    begun, played, told = time.monotonic(), Counter[str](), 0
+    failures = 0
+    with Pool(args.jobs) as pool:
+        jobs = [(first, min(first + BATCH, last)) for first in batches]
+        for counts, failed in pool.imap_unordered(_play_batch, jobs):
+            played.update(counts)
+            failures += len(failed)
+            for line in failed:
+                print(line, flush=True)
+            if played["worlds"] * 20 // args.worlds > told or played["worlds"] == args.worlds:
+                told = played["worlds"] * 20 // args.worlds
+                seconds = time.monotonic() - begun
+                print(f"{seconds:6.0f} s, {failures} failures in {dict(played)}", flush=True)
+    return 1 if failures else 0
+
+
+def _play_batch(seeds: tuple[int, int]) -> tuple[dict[str, int], list[str]]:
+    counts, failed = Counter[str](), []
+    for seed in range(*seeds):
+        counts["worlds"] += 1
+        try:
+            result = play(seed)
+        except Exception as error:
+            failed.append(f"world {seed}: {error!r}; {REPLAY.format(seed=seed)}")
+            continue
+        counts["devices"] += len(result.devices)
+        counts["tokens"] += sum(len(device.expected.tokens) for device in result.devices)
+        counts["passes"] += result.passes
+        counts["faults"] += result.faults
+        counts["evictions"] += result.evictions
+        counts["tokens not computed again"] += result.hit_tokens
+        counts["server's guesses"] += result.server_guesses
+        counts["of these right"] += result.server_accepted
+        counts["drafters off"] += result.drafters_off
+    return counts, failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
