@@ -29,7 +29,8 @@ from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, toy_text
 from tests.shell.pki import NAMES, Pki
 
-WITHIN_S = 25.0  # also on a machine that does much else
+WITHIN_S = 240.0
+"""Ends a test that hangs; a busy machine takes its time to find homes at all three verifiers."""
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 # A token a pass, so that a text is under way after ten of them. All devices have Envoy's address.
 ONE_A_PASS = replace(PACED, server_drafts=False, limits=LimitsSection(peer_share=1.0))
