@@ -159,20 +159,6 @@ def test_csv_is_what_a_csv_reader_reads() -> None:
     assert {row["rtt_ms"] for row in swept} == {"10", "40", "160"}
 
 
-def test_the_time_per_token_has_bands_a_base_and_a_bound() -> None:
-    figure = present(pace_plot(pictured()))
-    bands = [trace for trace in figure.data if trace.get("fill") == "toself"]
-    lines = {trace["name"]: trace for trace in figure.data if "name" in trace}
-    assert len(bands) == 2
-    assert lines["target-only"]["y"][3] is None, "nothing came in that step"
-    assert lines["target-only"]["x"][0] == 5.0, "the middle of a step"
-    bound = max(pictured().arms[1].bounds.values())
-    assert lines["bound of edgespec"]["y"] == [1e3 * bound] * 2
-    assert lines["bound of edgespec"]["line"]["dash"] == "dot"
-    assert "95 % intervals over 4 seeds" in figure.caption
-    assert pace_plot(five_arms()) is None, "a real run, or an old one"
-
-
 def test_one_question_is_drawn_for_each_arm_from_its_asking() -> None:
     sessions = {arm: next(iter(sessions_of(one).values())) for arm, one in asked_alike().items()}
     figure = present(lanes_plot(sessions, "The same question"))

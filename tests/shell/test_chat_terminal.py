@@ -89,19 +89,6 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -
     assert expected("hello ")[: len(reply)] == reply[:COUNT]
 
 
-def test_without_color_a_reply_is_plain_and_without_history_nothing_is_kept(
-    address: str, tmp_path: Path
-) -> None:
-    command = chat(address, tmp_path, "--no-history")
-    with on_terminal(*command, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1") as terminal:
-        terminal.until(address)
-        terminal.type("hello\r")
-        terminal.until(expected("hello "))
-        assert left(terminal) == 0
-        assert "\x1b[2m" not in terminal.said
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("typing", [True, False])
 def test_sigterm_leaves_the_terminal_as_it_was(address: str, tmp_path: Path, typing: bool) -> None:
     command = chat(address, tmp_path, count=3000)

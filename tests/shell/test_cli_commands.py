@@ -255,11 +255,3 @@ def test_the_doctor_says_whether_texts_are_exact_here() -> None:
     found = checks.exactness()
     assert found.state is State.GOOD
     assert "the bundled target runs in float32 as canonical (row tiles of " in found.finding
-
-
-def test_help_teaches() -> None:
-    shown = call("--help").stdout
-    for command in ("demo", "verifier", "generate", "chat", "doctor", "export"):
-        assert command in shown
-        assert "Exit codes" in call(command, "--help").stdout
-    assert call("--version").stdout.startswith("edgespec ")

@@ -201,12 +201,6 @@ def _unknown(words: list[str]) -> list[str]:
     return [word for word in given if word not in known]
 
 
-def test_a_wrong_word_is_found() -> None:
-    assert _unknown(["verifier", "--prot=7420", "--port=7420"]) == ["--prot"]
-    assert _unknown(["listen"]) == ["listen"]
-    assert _unknown(["doctor", "--probe", "5", "--verifier", "127.0.0.1:7420"]) == []
-
-
 # --- images -------------------------------------------------------------------------------------
 
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))

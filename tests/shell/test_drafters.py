@@ -46,7 +46,6 @@ from edgespec.device.drafters.toy import (
     RandomDrafter,
     SilentDrafter,
     ToyDrafter,
-    toy_info,
 )
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
@@ -283,20 +282,6 @@ def test_twins_keep_their_texts_apart(kind: str, drafter_of: Callable[[str], Dra
 
 
 # --- drafters that are no help ---------------------------------------------------------------
-
-
-def test_random_guesses_are_right_as_often_as_chance() -> None:
-    law, guesser = ToyDrafter(MODEL), RandomDrafter(toy_info(MODEL))
-    params = SamplingParams(temperature=1.0, seed=0)
-    law.begin(1, params)
-    guesser.begin(1, params)
-    feed, hits, length = [1], 0, 2000
-    for position in range(length):
-        (right,) = law.step(position, feed, 1)
-        (guess,) = guesser.step(position, feed, 1)
-        hits += guess.token == right.token
-        feed = [right.token]
-    assert hits / length == pytest.approx(1 / 20, abs=0.02)
 
 
 def test_a_paced_step_takes_its_time_in_total() -> None:

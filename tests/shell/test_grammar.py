@@ -3,7 +3,6 @@ and ``re``, and a few lines that check a value against a schema."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -46,7 +45,6 @@ from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
 from tests.present import present
-from tests.shell.failing_verifiers import agent, gates
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of
 from tests.shell.live_verifier import environment
 from tests.shell.loopback import LoopbackTransport
@@ -456,28 +454,3 @@ async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None
     await stream.close()
     await transport.close()
     await verifier.stop()
-
-
-REGEX = Constraint(ConstraintKind.REGEX, "([a-z]{3} ){9}[0-9]{4}")
-
-
-async def test_a_text_goes_on_at_another_verifier_where_its_grammar_stands() -> None:
-    """Oracle: the text of a verifier that nobody kills."""
-    params = SamplingParams(max_tokens=200, temperature=0.8, seed=3, constraint=REGEX)
-
-    async def collect(one: Agent, at: Mapping[int, Any] | None = None) -> str:
-        text, todo = "", dict(at or {})
-        async with asyncio.timeout(60.0):
-            async for chunk in one.generate("once", params):
-                text += chunk.text
-                for count in [count for count in todo if count <= len(text)]:
-                    todo.pop(count)()
-        return text
-
-    async with gates(2) as ((gate, _), (other, _)):
-        async with agent(other.address) as one:
-            expected = await collect(one)
-        assert re.fullmatch(REGEX.text, expected)
-        async with agent(gate.address, other.address) as one:
-            assert await collect(one, {17: gate.kill}) == expected
-            assert present(one.stats).verifiers == (gate.address, other.address)

@@ -29,7 +29,7 @@ from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent, connect
 from edgespec.telemetry import metrics_server
 from edgespec.telemetry.agent_status import VerifierStatus
-from edgespec.telemetry.metric_table import Histogram, Kind
+from edgespec.telemetry.metric_table import Kind
 from edgespec.telemetry.metrics_server import METRICS, PREFIX, MetricsServer
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord, Watch
 from edgespec.verifier.build import load_target
@@ -268,14 +268,6 @@ def test_callers_that_ask_a_byte_at_a_time_are_hung_up_on(
 PROMPT = (1, 2, 3)
 
 
-def test_a_histogram_counts_up_to_and_including_its_bounds() -> None:
-    found = Histogram((1.0, 2.0))
-    for value, times in ((0.5, 1), (1.0, 2), (1.5, 3), (9.0, 4)):
-        found.add(value, times)
-    assert found.cumulative == [3, 6, 10]
-    assert found.total == 0.5 + 2 * 1.0 + 3 * 1.5 + 4 * 9.0
-
-
 class Scene:
     """One stream and its meter."""
 
@@ -345,10 +337,3 @@ def test_a_failed_pass_has_no_length() -> None:
     scene.meter.observe(ee.BatchDone(()), (), 15.0)
     assert (sum(scene.meter.pass_s.counts), scene.meter.pass_s.total) == (1, 3.0)
     assert scene.meter.failed_passes == 1
-
-
-def test_streams_that_are_behind_count_at_every_pass_that_finds_them_so() -> None:
-    scene = Scene()
-    for behind in ((), (3, 7), (7,)):
-        scene.meter.observe(ee.BatchDone((), behind=behind), (), 1.0)
-    assert scene.meter.late_streams == 3

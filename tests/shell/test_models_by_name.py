@@ -1,4 +1,4 @@
-"""Each text names its model: the Python API, `edgespec chat`.
+"""Each text names its model, by the Python API.
 
 Oracle: an adapter is another toy model, so its text is that one's, by the scalar specification.
 """
@@ -58,6 +58,3 @@ async def test_who_serves_what_is_told_by_those_that_answer() -> None:
             async with edgespec.connect(addresses, draft="toy") as agent:
                 with pytest.raises(edgespec.GenerationError, match="no verifier answers: "):
                     await agent.models()
-
-
-# --- on a terminal ----------------------------------------------------------------------------

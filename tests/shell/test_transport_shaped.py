@@ -13,7 +13,7 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
 from edgespec.core.protocol import messages as m
 from edgespec.wire.codec import payload_bytes
-from edgespec.wire.shaped import Pipe, ShapedTransport, ThreadPacer, TrafficMeter
+from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
 from tests.shell.loopback import LoopbackTransport
 
 INFO = m.VerifierInfo(ModelInfo("toy", "v1", 32000, 4096), m.Limits(), 3, 8)
@@ -224,14 +224,3 @@ async def test_the_pacer_wakes_in_the_order_of_the_moments_and_never_early(
     assert not any(thread.name == "pacer" for thread in left)
     with pytest.raises(RuntimeError, match="the pacer is closed"):
         await pacer.wait_until(pacer.now() + 1.0)
-
-
-async def test_a_pipe_ends_after_the_data_that_came_before() -> None:
-    pipe: Pipe[int] = Pipe(4)
-    await pipe.put(1)
-    pipe.end("first reason", retryable=False)
-    pipe.end("second reason")
-    assert await pipe.get() == 1
-    with pytest.raises(LinkError, match="first reason") as caught:
-        await pipe.get()
-    assert not caught.value.retryable

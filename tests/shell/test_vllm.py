@@ -44,7 +44,6 @@ from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import score_token
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.engines.vllm import core as core_module
@@ -372,20 +371,6 @@ def test_texts_are_right_behind_steps_that_failed(seed: int, params: SamplingPar
     assert engine.texts == {}
 
 
-def test_an_engine_that_cannot_be_emptied_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeVllm()
-    session = Session(fake_target(engine), "a", GREEDY, _right)
-
-    def fail(*_: object) -> None:
-        raise TargetLostError("gone")
-
-    monkeypatch.setattr(engine, "reset", fail)
-    monkeypatch.setattr(engine, "run", lambda *_: 1 // 0)
-    with pytest.raises(TargetLostError, match="gone"):
-        session.target.forward([session.request()])
-    session.target.close("a")
-
-
 def test_an_engine_without_room_is_not_asked_for_ever() -> None:
     session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, _right)
     with pytest.raises(CapacityError, match=r"no room for 1 sessions: nothing came of \d+ steps"):
@@ -541,32 +526,6 @@ def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     other = served_adapters(replace(base, fingerprint="others-float32"), found)
     marks = {base.fingerprint, one.fingerprint, three.fingerprint, other[0].fingerprint}
     assert len(marks) == 4
-
-
-@PARAMS
-async def test_devices_get_the_texts_of_the_adapter_they_name(params: SamplingParams) -> None:
-    """Device drafts are trees; the passes hold chains, no longer than allowed."""
-    own = {"": toy_text(PROMPT, params), "sql": toy_text(PROMPT, params, SQL)}
-    assert own[""] != own["sql"]
-    engine = FakeVllm(0.1)
-    engine.adapters["sql"] = SQL
-    target = fake_target(engine)
-    async with serving(target) as (address, verifier):
-        assert verifier.engine.limits.max_nodes_per_pass == target.pass_shape.max_nodes
-
-        async def text(name: str, draft: str) -> list[int]:
-            options = config(address, draft, width=2)
-            async with build_agent(replace(options, model=name)) as agent:
-                return tokens(await collect(agent, params, PROMPT_TEXT))
-
-        asked = [(name, draft) for name in ("", "toy", "sql") for draft in ("none", "toy")]
-        texts = await asyncio.gather(*(text(*one) for one in asked))
-        for (name, draft), found in zip(asked, texts, strict=True):
-            assert found == own["sql" if name == "sql" else ""], (name, draft)
-        with pytest.raises(GenerationError, match="'sequel'; this verifier serves 'toy', 'sql'"):
-            await text("sequel", "none")
-    assert engine.texts == {}
-    assert max(len(one.drafts) for step in engine.steps for one in step.values()) > 0
 
 
 def test_the_adapters_of_a_verifier_are_bounded() -> None:

@@ -9,7 +9,7 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter, TargetModel
-from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open, RunAhead
+from edgespec.core.protocol.messages import Limits, Open, RunAhead
 from edgespec.core.verifier import drafts
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
@@ -32,13 +32,12 @@ def alone(
     pass_s: float,
     *,
     stream: Callable[[EventQueue, Path, Path], Stream] = Stream,
-    rule: drafts.AcceptanceRule = drafts.ExactRule(),  # noqa: B008 # frozen
     run_ahead: Callable[[RunAhead], drafts.RunAheadPolicy] = drafts.run_ahead_policy,
 ) -> SimulatedDevice:
     """The device of the only session of a verifier, when all is over."""
     queue = EventQueue()
-    limits, rules = Limits(context_length=_CONTEXT_LENGTH), {EXACT_RULE: rule}
-    engine = VerifyEngine(target.info, limits, EngineLimits(), rules, run_ahead)
+    limits = Limits(context_length=_CONTEXT_LENGTH)
+    engine = VerifyEngine(target.info, limits, EngineLimits(), run_ahead=run_ahead)
     verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: pass_s))
     session = DraftSession(opened, policy, ReconnectPolicy(), drafter.info.context_length)
 

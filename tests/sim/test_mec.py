@@ -1,8 +1,8 @@
 """Moving devices, base stations, shared air, phones that change cells and control their power.
 
 Oracles: Shannon's formula and airtime by hand, 3GPP TS 38.331, 38.213 and TR 38.901 by hand, delays
-added up by hand, gains that the test writes itself, and the laws of ``conservation.py`` with
-planted faults; tokens are judged against the target.
+added up by hand, gains that the test writes itself, and the laws of ``conservation.py``; tokens are
+judged against the target.
 """
 
 from __future__ import annotations
