@@ -227,7 +227,8 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
             with file_path.open(encoding="ascii") as file:
                 key = file.read(MAX_KEY_LENGTH + 2).strip()
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}") from error
+            why = f"{error.strerror or error}; name a file with the key, or set {variable}"
+            raise ConfigError(f"{path}: {why}") from error
         except UnicodeDecodeError:
             raise ConfigError(f"{path}: holds no key: it is not plain ASCII") from None
         if not key:
@@ -371,7 +372,8 @@ def _read(path: Path) -> bytes:
     except TooLargeError as error:
         raise ConfigError(f"{path}: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+        why = f"{error.strerror or error}; `edgespec certs` makes certificates and their keys"
+        raise ConfigError(f"{path}: {why}") from None
 
 
 # --- a handshake that failed -----------------------------------------------------------------
