@@ -284,18 +284,13 @@ class TextTokenizer:
         # A file saved while training pads or cuts every text; a prompt must stay as it is.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._special_ids = frozenset(
+        self.special_ids = frozenset(
             token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
         self._folder = folder
         self._config = _read_config(folder / "tokenizer_config.json")
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that have no text of their own (end of text, roles)."""
-        return self._special_ids
 
     @property
     def vocabulary_size(self) -> int:
@@ -316,7 +311,7 @@ class TextTokenizer:
         """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
         what ``decode`` shows of both behind what it shows of the prompt. A character that the
         prompt leaves unfinished is emitted when the text finishes it."""
-        stream = TextStream(self._tokenizer, self._special_ids)
+        stream = TextStream(self._tokenizer, self.special_ids)
         stream.continue_from(prompt)
         return stream
 
@@ -358,7 +353,7 @@ class TextTokenizer:
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written so: one that no decoded text shows."""
         found = self._tokenizer.token_to_id(text)
-        return int(found) if found in self._special_ids else None
+        return int(found) if found in self.special_ids else None
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for by itself: perhaps a part of a character."""

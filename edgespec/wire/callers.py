@@ -66,25 +66,21 @@ class Refusals:
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
-        self._total = 0
-
-    @property
-    def held(self) -> int:
-        return self._total
+        self.held = 0
 
     async def hold(
         self, payer: str, wait: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
         """Return when a call of ``payer`` may hear of its refusal; ``wait`` waits for so many
         seconds, or until the call is over."""
-        if self._held[payer] >= MAX_HELD or self._total >= MAX_HELD_IN_ALL:
+        if self._held[payer] >= MAX_HELD or self.held >= MAX_HELD_IN_ALL:
             return
         self._held[payer] += 1
-        self._total += 1
+        self.held += 1
         try:
             await wait(min(max(FIRST_S, self._held[payer] / PER_S), LAST_S))
         finally:
-            self._total -= 1
+            self.held -= 1
             self._held[payer] -= 1
             if not self._held[payer]:
                 del self._held[payer]

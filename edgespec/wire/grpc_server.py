@@ -145,7 +145,7 @@ class GrpcVerifierStream:
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
         self._watch: asyncio.TimerHandle | None = None
-        self._greeted = False
+        self.greeted = False
         self._reason = "the stream is open"
         self._retryable = True
         self._spoke_last = False
@@ -189,7 +189,7 @@ class GrpcVerifierStream:
                 count, accepted = len(message.tokens), message.accepted
                 self._budget.earn(count, self._loop.time(), accepted)
             case Opened():
-                self._greeted = True
+                self.greeted = True
             case Fault():
                 self.hang_up(message)
 
@@ -241,10 +241,6 @@ class GrpcVerifierStream:
     def verdict(self) -> Fault | None:
         """The fault that ended the stream, None for an end without one. Only after the end."""
         return self._verdict.result()
-
-    @property
-    def greeted(self) -> bool:
-        return self._greeted
 
     def hang_up(self, fault: Fault | None) -> None:
         self._end(fault, "the stream was closed here" if fault is None else fault.message)

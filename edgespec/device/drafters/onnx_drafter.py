@@ -257,7 +257,7 @@ class GraphDrafter:
         resident_per_stored: float,
         chunk: int = CHUNK,
     ) -> None:
-        self._path, self._info, self._graph, self._chunk = path, info, graph, chunk
+        self._path, self.info, self._graph, self._chunk = path, info, graph, chunk
         self._session: ort.InferenceSession | None = session
         self._proposable, self._capacity = proposable, capacity
         self._binding: Any = None  # onnxruntime has no types
@@ -269,10 +269,6 @@ class GraphDrafter:
         self._resident_bytes = int(self.weights_bytes * resident_per_stored)
         self._run_options: ort.RunOptions | None = None
         self._most_guesses, self._window = MAX_WIDTH, DraftWindow(capacity)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
 
     @property
     def placement(self) -> Placement | None:
@@ -372,7 +368,7 @@ class GraphDrafter:
     def _lay_out(self) -> None:
         """Buffers, and the arrays that inputs are slices of, bound as far as they stay."""
         assert self._session is not None
-        self._cache, self._work = TokenCache(self._info), Workspace()
+        self._cache, self._work = TokenCache(self.info), Workspace()
         self._binding = self._session.io_binding()
         self._store = self._store_kind(self._graph.caches, self._capacity)
         roles = self._graph.roles
@@ -395,7 +391,7 @@ class GraphDrafter:
                 self._cached = number
             elif role is not Role.ROWS:
                 self._lengths.append((number, int(role is Role.LAST_INDEX)))
-        self._row: Row = np.zeros(self._info.vocabulary_size, dtype=np.float32)
+        self._row: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
         self._one_row = self._graph.one_row
         if self._one_row:
             place = np.float32, (1, self._row.size), self._row.ctypes.data
@@ -658,7 +654,7 @@ class ForeignDrafter(GraphDrafter):
             self._store_kind = kind
             try:
                 self._lay_out()
-                found = check_behaviour(self._tried, self._info.vocabulary_size)
+                found = check_behaviour(self._tried, self.info.vocabulary_size)
             except Exception as error:  # onnxruntime's exceptions share no base of their own
                 reason = f"it does not run: {error}"
                 continue

@@ -26,7 +26,7 @@ class TokenCache:
         self.counts: TokenCounts | None = None
         self.constrained: ConstrainedText | None = None
         self._info = info
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._prompt_length = 0
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
@@ -34,7 +34,7 @@ class TokenCache:
         limit = self._info.context_length
         if not 1 <= prompt_length <= limit:
             raise ValueError(f"prompt length is {prompt_length}, but must be in [1, {limit}]")
-        self._tokens.clear()
+        self.tokens.clear()
         self._prompt_length = prompt_length
         self.sampling = sampling
         self.counts = TokenCounts(self._info.vocabulary_size) if sampling.penalised else None
@@ -47,9 +47,9 @@ class TokenCache:
 
         Raises ``ValueError`` naming the value and the limit.
         """
-        if not 0 <= keep_length <= len(self._tokens):
+        if not 0 <= keep_length <= len(self.tokens):
             raise ValueError(
-                f"keep_length is {keep_length}, but {len(self._tokens)} tokens are cached"
+                f"keep_length is {keep_length}, but {len(self.tokens)} tokens are cached"
             )
         if not feed:
             raise ValueError("feed must hold at least one token")
@@ -66,7 +66,7 @@ class TokenCache:
                     f" {self._info.vocabulary_size} ids"
                 )
         self.forget(keep_length)
-        self._tokens.extend(feed)
+        self.tokens.extend(feed)
         if self.counts is not None:
             for part, in_output in self._parts(keep_length):
                 self.counts.add(part, in_output=in_output)
@@ -77,7 +77,7 @@ class TokenCache:
         if self.counts is not None:
             for part, in_output in self._parts(length):
                 self.counts.remove(part, in_output=in_output)
-        del self._tokens[length:]
+        del self.tokens[length:]
 
     def mask(self) -> bytes | None:
         """What the constraint allows behind the tokens; None: it says nothing here."""
@@ -89,22 +89,18 @@ class TokenCache:
     def _parts(self, start: int) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
         """What lies behind ``start``: that of the prompt and that of the output."""
         middle = max(start, self._prompt_length)
-        return (self._tokens[start:middle], False), (self._tokens[middle:], True)
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        return self._tokens
+        return (self.tokens[start:middle], False), (self.tokens[middle:], True)
 
     @property
     def prompt(self) -> Sequence[int]:
-        return self._tokens[: self._prompt_length]
+        return self.tokens[: self._prompt_length]
 
     @property
     def output(self) -> Sequence[int]:
-        return self._tokens[self._prompt_length :]
+        return self.tokens[self._prompt_length :]
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
 
 class DraftWindow:

@@ -33,21 +33,17 @@ class ToyDrafter:
 
     def __init__(self, model: ToyModel, info: ModelInfo | None = None) -> None:
         self._model = model
-        self._info = info or toy_info(model)
-        if self._info.vocabulary_size != model.vocabulary_size:
+        self.info = info or toy_info(model)
+        if self.info.vocabulary_size != model.vocabulary_size:
             raise ValueError(
-                f"info has {self._info.vocabulary_size} token ids,"
+                f"info has {self.info.vocabulary_size} token ids,"
                 f" the toy model {model.vocabulary_size}"
             )
-        self._cache = TokenCache(self._info)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
+        self._cache = TokenCache(self.info)
 
     def twin(self) -> ToyDrafter:
         """Another sequence (``ports.Twinned``)."""
-        return ToyDrafter(self._model, self._info)
+        return ToyDrafter(self._model, self.info)
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
@@ -121,11 +117,7 @@ class SilentDrafter:
     from the text."""
 
     def __init__(self, info: ModelInfo) -> None:
-        self._cache, self._info = TokenCache(info), info
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
+        self._cache, self.info = TokenCache(info), info
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
@@ -160,8 +152,8 @@ class RandomDrafter(SilentDrafter):
         self._seed = seed
 
     def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
-        logprob = -math.log(self._info.vocabulary_size)
-        ids = random_ids(self._seed, position, self._info.vocabulary_size)
+        logprob = -math.log(self.info.vocabulary_size)
+        ids = random_ids(self._seed, position, self.info.vocabulary_size)
         return tuple(Candidate(token, logprob) for token in islice(ids, width))
 
 

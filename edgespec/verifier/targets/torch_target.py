@@ -111,7 +111,7 @@ class TorchTarget:
         number_format = str(loaded.dtype).removeprefix("torch.")
         if quantize:
             number_format = f"{quantize}-{number_format}"
-        self._info = ModelInfo(
+        self.info = ModelInfo(
             name,
             vocabulary,
             loaded.vocabulary_size,
@@ -124,14 +124,14 @@ class TorchTarget:
             max_cached_tokens = starting_tokens(pool_budget, loaded.device)
         self._pool = _pool(loaded, max_cached_tokens)
         self._counts = TextCountsCache(max_sessions)
-        self._constrained = ConstrainedRows(self._info)
+        self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = GroupedAttention()
         if to_be_canonical:
             self._enter_canonical_mode(loaded, share, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
-        if not finite_logits(self._pool, self._run, self._info.vocabulary_size):
+        if not finite_logits(self._pool, self._run, self.info.vocabulary_size):
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
             )
@@ -140,10 +140,6 @@ class TorchTarget:
             self._notes.append("packed weights")
         if pool_budget is not None:
             self._size_pool(loaded, pool_budget)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
 
     @property
     def cache(self) -> CacheShape:
@@ -177,7 +173,7 @@ class TorchTarget:
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
         opened, most = self._pool.sequences, self._max_sessions
-        check_opening(key, prompt_length, opened, most, self._info)
+        check_opening(key, prompt_length, opened, most, self.info)
         self._pool.open(key, prompt_length, sampling, text)
         try:
             self._constrained.open(key, sampling)
@@ -221,11 +217,11 @@ class TorchTarget:
 
     def self_test(self) -> str:
         """Where logits depend on the schedule, in words; empty: nowhere. Only between sessions."""
-        return run_self_test(self._pool, self._run, self._info.vocabulary_size)
+        return run_self_test(self._pool, self._run, self.info.vocabulary_size)
 
     def _size_pool(self, loaded: LoadedModel, budget: PoolBudget) -> None:
         rows = measured_rows(budget.rows, loaded.device)
-        batch = largest_pass(rows, self._info.vocabulary_size)
+        batch = largest_pass(rows, self.info.vocabulary_size)
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
         for request in batch:
             self._pool.open(request.key, 1, sampling)
@@ -240,7 +236,7 @@ class TorchTarget:
         finally:
             for request in batch:
                 self._pool.close(request.key)
-        longest = -(-self._info.context_length // BLOCK_SIZE) * BLOCK_SIZE
+        longest = -(-self.info.context_length // BLOCK_SIZE) * BLOCK_SIZE
         tokens = pool_tokens(budget, figures, self._max_sessions * longest)
         self._pool = _pool(loaded, tokens)
         logger.info("%d cached tokens: %s", tokens, figures)
@@ -279,7 +275,7 @@ class TorchTarget:
         torch.get_num_threads()
         with torch.inference_mode():
             plan = plan_pass(self._pool, batch, self._attention, tiles=self._row_tiles)
-            return _call_model(self._model, plan, self._info.vocabulary_size)
+            return _call_model(self._model, plan, self.info.vocabulary_size)
 
     def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:
         if isinstance(batch, PassBatch):
@@ -287,10 +283,10 @@ class TorchTarget:
         try:
             found = PassBatch.of(batch)
         except (ValueError, OverflowError):
-            check_batch(batch, self._pool.cached_length, self._info)
+            check_batch(batch, self._pool.cached_length, self.info)
             raise
-        if not found.surely_right(self._pool.cached_lengths(found), self._info):
-            check_batch(batch, self._pool.cached_length, self._info)
+        if not found.surely_right(self._pool.cached_lengths(found), self.info):
+            check_batch(batch, self._pool.cached_length, self.info)
         return found
 
     def _choose(self, logits: torch.Tensor, batch: PassBatch) -> list[int]:

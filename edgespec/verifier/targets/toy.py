@@ -156,26 +156,18 @@ class ToyTarget:
         self.rows = 0
         eos = () if self.model.eos_token is None else (self.model.eos_token,)
         size = self.model.vocabulary_size
-        self._info = ModelInfo(name, vocabulary, size, context_length, eos, fingerprint)
+        self.info = ModelInfo(name, vocabulary, size, context_length, eos, fingerprint)
         self._max_sessions = max_sessions
         self._max_cached_tokens = max_cached_tokens
-        self._cache = cache
+        self.cache = cache
         self._memory = None if cache is None else ToyMemory(cache)
         self._sequences: dict[str, SequenceText] = {}
-        self._constrained = ConstrainedRows(self._info)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def cache(self) -> CacheShape | None:
-        return self._cache
+        self._constrained = ConstrainedRows(self.info)
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        check_opening(key, prompt_length, self._sequences, self._max_sessions, self._info)
+        check_opening(key, prompt_length, self._sequences, self._max_sessions, self.info)
         self._constrained.open(key, sampling)
         self._sequences[key] = SequenceText(prompt_length, sampling, text)
 
@@ -214,7 +206,7 @@ class ToyTarget:
         return self._sequences[key]
 
     def _check(self, batch: Sequence[PassRequest]) -> None:
-        check_batch(batch, self._cached_length, self._info)
+        check_batch(batch, self._cached_length, self.info)
         for request in batch:
             sequence, first = self._sequence(request.key), request.cache_length
             for known in (sequence.tokens, sequence.text):
@@ -294,14 +286,10 @@ class ToyServerDrafter:
         max_cached_tokens: int = 1 << 20,
     ) -> None:
         bounded("acceptance", acceptance, 0.0, 1.0)
-        self._model, self._info = model, info
+        self._model, self.info = model, info
         self._acceptance, self._max_cached_tokens = acceptance, max_cached_tokens
         self._sequences: dict[str, SequenceText] = {}
         self._constrained = ConstrainedRows(info)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -326,7 +314,7 @@ class ToyServerDrafter:
             return None
         tokens = sequence.tokens
         others = sum(len(one.tokens) for one in self._sequences.values()) - len(tokens)
-        fits = length <= min(self._info.context_length, self._max_cached_tokens - others)
+        fits = length <= min(self.info.context_length, self._max_cached_tokens - others)
         if step.keep_length > len(tokens) or not fits:
             tokens.clear()
             return None
@@ -352,5 +340,5 @@ class ToyServerDrafter:
         bits = noise_bits(~seed, position, token)
         if bits < self._acceptance * (MASK_32 + 1):
             return token
-        size = self._info.vocabulary_size
+        size = self.info.vocabulary_size
         return (token + 1 + bits % (size - 1)) % size

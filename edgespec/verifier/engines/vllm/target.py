@@ -225,12 +225,8 @@ class VllmTarget:
         self.mode, self.adapters = mode, tuple(adapters)
         self.pass_shape = PassShape(False, max_nodes, max_rows, own_drafts)
         self.steps = self.proposed = self._draft_steps = 0
-        self._engine, self._info, self._max_sessions = engine, info, max_sessions
+        self._engine, self.info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
 
     @property
     def cache(self) -> CacheShape | None:
@@ -240,7 +236,7 @@ class VllmTarget:
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        check_opening(key, prompt_length, self._sequences, self._max_sessions, self._info)
+        check_opening(key, prompt_length, self._sequences, self._max_sessions, self.info)
         self._sequences[key] = _Sequence(prompt_length, sampling, tuple(text), len(text))
 
     def use_adapter(self, key: str, name: str) -> None:
@@ -256,7 +252,7 @@ class VllmTarget:
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         """As in the port. What vLLM has computed before an error is kept and answers the next
         pass, which may begin from the same ``cache_length``."""
-        check_batch(batch, self._longest, self._info)
+        check_batch(batch, self._longest, self.info)
         for request in batch:
             self._begin(request)
         results: dict[str, PassResult] = {}
