@@ -58,6 +58,6 @@ class AdversarialDrafter(WrappedDrafter):
         guesses = super().step(keep_length, feed, width, cancelled)
         good = {candidate.token for candidate in guesses}
         size = self.info.vocabulary_size
-        ids = random_ids(self._seed, keep_length + len(feed), size)
+        ids = random_ids(self._seed, keep_length + len(feed), size, width + len(good))
         bad = islice((token for token in ids if token not in good), width)
         return tuple(Candidate(token, -math.log(size)) for token in bad)

@@ -8,7 +8,6 @@ request with its prompt and gRPC's framing stand apart), down per committed toke
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,15 +15,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
+import numpy as np
+
 from edgespec.bench.arms import Arm
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.ports import (
-    Cancelled,
-    Candidate,
-    Drafter,
-    ModelInfo,
-    never_cancelled,
-)
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError
 
@@ -89,23 +84,7 @@ class LentDrafter:
     """``Drafter`` that passes everything on but ``close``; agents must use it one at a time."""
 
     def __init__(self, owned: Drafter) -> None:
-        self._owned = owned
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._owned.info
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._owned.begin(prompt_length, sampling)
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        return self._owned.step(keep_length, feed, width, cancelled)
+        self.info, self.begin, self.step = owned.info, owned.begin, owned.step
 
     def close(self) -> None:
         """Nothing: the owner closes it."""
@@ -291,12 +270,7 @@ def numbers(rows: Sequence[Row], name: str) -> list[float]:
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """Between the two nearest ranks, linearly; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    rank = percent / 100 * (len(ordered) - 1)
-    low, high = ordered[math.floor(rank)], ordered[math.ceil(rank)]
-    return low + (high - low) * (rank - math.floor(rank))
+    return float(np.percentile(values, percent)) if values else None
 
 
 def _ratio(part: float, whole: float) -> float:

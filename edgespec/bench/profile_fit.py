@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any, Protocol
+
+import numpy as np
 
 from edgespec.bench.runner import Progress
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
@@ -224,11 +226,10 @@ def fit_law(samples: Sequence[Sample]) -> TimeLaw:
     return replace(law, spread=tuple(round(float(ratio), 5) for ratio in spread))
 
 
-def _quantiles(values: Sequence[float], parts: int) -> list[float]:
+def _quantiles(values: Sequence[float], parts: int) -> Sequence[float]:
     """The least, the values that cut the rest into equal parts, and the greatest."""
-    if len(values) == 1:
-        return [values[0]] * (parts + 1)
-    return [min(values), *quantiles(values, n=parts, method="inclusive"), max(values)]
+    found: list[float] = np.quantile(values, np.linspace(0.0, 1.0, parts + 1)).tolist()
+    return found
 
 
 def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfile:

@@ -76,7 +76,8 @@ def document(
         "machine": machine(),
         "versions": versions(),
         "settings": {
-            **_plain(settings),
+            **asdict(settings),
+            "arms": [arm.value for arm in settings.arms],
             "timing": settings.timing,
             "emulated": settings.emulated,
             "vanilla_gamma": {f"{rtt_ms:g}": gamma for rtt_ms, gamma in vanilla_gammas.items()},
@@ -219,10 +220,6 @@ def versions() -> dict[str, str]:
 
 def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
-
-
-def _plain(settings: BenchSettings) -> dict[str, object]:
-    return {**asdict(settings), "arms": [arm.value for arm in settings.arms]}
 
 
 def _by_rtt(row: Row) -> tuple[float, int]:

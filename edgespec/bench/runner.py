@@ -170,12 +170,8 @@ class Progress(Protocol):
         """``count`` of the requests were made."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """One prompt on one arm."""
-
-    measurement: Measurement
-    traffic: Counter[str]
+_Finished = tuple[Measurement, Counter[str]]
+"""Of one prompt on one arm, with its traffic."""
 
 
 class BenchRunner:
@@ -214,7 +210,8 @@ class BenchRunner:
         try:
             for rtt_ms in self._settings.rtts_ms:
                 for arm in self._settings.arms:
-                    stations[arm, rtt_ms] = self._station(arm, rtt_ms)
+                    options = arm_options(arm, self.vanilla_gammas.get(rtt_ms))
+                    stations[arm, rtt_ms] = self._open_station(arm, options, rtt_ms=rtt_ms)
                     await self._warm_up(stations[arm, rtt_ms], arm, rtt_ms)
             for repeat in range(self._settings.repeats):
                 for rtt_ms in self._settings.rtts_ms:
@@ -256,10 +253,6 @@ class BenchRunner:
         if (cost := gamma_cost(measurements)) is not None:
             self.gamma_costs[gamma] = cost
 
-    def _station(self, arm: Arm, rtt_ms: float) -> Station:
-        options = arm_options(arm, self.vanilla_gammas.get(rtt_ms))
-        return self._open_station(arm, options, rtt_ms=rtt_ms)
-
     async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:
         """Connect the channel, touch the models: not counted."""
         tokens = min(WARM_UP_TOKENS, self._settings.max_tokens)
@@ -291,20 +284,12 @@ class BenchRunner:
     async def _run_one(self, station: Station, prompt: Sequence[int]) -> _Finished:
         before = station.meter.totals.copy()
         measurement = await self._measure(station.agent, prompt)
-        return _Finished(measurement, station.meter.totals - before)
+        return measurement, station.meter.totals - before
 
     def _cell(self, arm: Arm, rtt_ms: float, repeat: int, finished: Sequence[_Finished]) -> Cell:
-        traffic: Counter[str] = Counter()
-        for one in finished:
-            traffic.update(one.traffic)
-        return Cell(
-            arm,
-            rtt_ms,
-            repeat,
-            tuple(one.measurement for one in finished),
-            self.references[: len(finished)],
-            traffic,
-        )
+        measurements, traffic = zip(*finished, strict=True)
+        references = self.references[: len(finished)]
+        return Cell(arm, rtt_ms, repeat, measurements, references, sum(traffic, Counter[str]()))
 
     async def _measure(self, agent: Agent, prompt: Sequence[int]) -> Measurement:
         return await measure(agent, prompt, self._sampling, self._workload.eos_token_ids)

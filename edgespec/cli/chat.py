@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import difflib
 import json
-import os
 import secrets
 import signal
 import sys
@@ -48,9 +47,9 @@ from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, TEMPERATURE, from_con
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
-from edgespec.config.files import read_text, replace_file
+from edgespec.config.files import read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.checks import one_line, printable
+from edgespec.core.protocol.checks import is_unicode, one_line, printable
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer
 from edgespec.device.build import (
@@ -165,13 +164,7 @@ def _record(data: Any) -> Record:
 def state_folder() -> Path:
     """``$XDG_STATE_HOME/edgespec``, by default ``~/.local/state/edgespec``. Raises ``OSError``
     where this user has no home."""
-    if base := os.environ.get("XDG_STATE_HOME"):
-        return Path(base) / "edgespec"
-    try:
-        return Path.home() / ".local" / "state" / "edgespec"
-    except RuntimeError as error:
-        why = "this user has no home folder: set HOME or XDG_STATE_HOME, or give --no-history"
-        raise OSError(why) from error
+    return user_folder("XDG_STATE_HOME", ".local/state", ", or give --no-history")
 
 
 def kept_conversations() -> list[Path]:
@@ -270,9 +263,7 @@ class Conversation:
         except KeyboardInterrupt:
             say("\n(Ctrl-D or /quit leaves)")
             return True
-        try:
-            line.encode()
-        except UnicodeEncodeError:  # bytes of a terminal that is set to another encoding
+        if not is_unicode(line):
             say("error: your message is not UTF-8, which it must be; it was not kept")
             return True
         if line.startswith("/") and not line.startswith("//"):

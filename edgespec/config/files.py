@@ -61,6 +61,17 @@ def _given_away(handle: int, path: Path, mode: int) -> int:
     return kept & ~stat.S_IRWXG  # it has another group, which was granted nothing
 
 
+def user_folder(variable: str, usual: str, advice: str) -> Path:
+    """edgespec's folder in the one that the environment's ``variable`` names, by default in
+    ``usual`` in the user's home. Raises ``OSError``, with ``advice``, where this user has none."""
+    if base := os.environ.get(variable):
+        return Path(base) / "edgespec"
+    try:
+        return Path.home() / usual / "edgespec"
+    except RuntimeError as error:
+        raise OSError(f"this user has no home folder: set HOME or {variable}{advice}") from error
+
+
 class TooLargeError(ValueError):
     """A file holds more than is read; the message says how much, where that is known."""
 

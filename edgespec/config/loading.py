@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from edgespec.config.files import TooLargeError, read_text
+from edgespec.core.protocol.checks import is_unicode
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_DEPTH = 16
@@ -224,19 +225,11 @@ def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
         except (TypeError, ValueError, OverflowError):
             pass
     if hint is str and isinstance(value, str):
-        if not _encodable(value):
+        if not is_unicode(value):
             raise _wrong(source, place, value, "text that UTF-8 can hold")
         return value
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     raise _wrong(source, place, value, words.get(hint, "left out"))
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: from an escape, or an argument's bytes
-        return False
-    return True
 
 
 def _wrong(source: str, place: str, value: object, wanted: str) -> ConfigError:

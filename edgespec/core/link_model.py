@@ -374,7 +374,7 @@ class LinkModel:
 
     def _arrive(self, flight_s: float) -> float:
         if self._settings.jitter_s > 0.0:
-            flight_s += self._jitter_s()
+            flight_s -= self._settings.jitter_s * math.log1p(-self._chance(_JITTER))
         self._arrived_s = max(self._arrived_s, self._left_s + flight_s)
         return self._arrived_s
 
@@ -415,9 +415,6 @@ class LinkModel:
         """Uniform in (0, 1)."""
         bits = keyed_bits(self._key, self._message_count, purpose)
         return (bits + 0.5) * 2.0**-32
-
-    def _jitter_s(self) -> float:
-        return -self._settings.jitter_s * math.log1p(-self._chance(_JITTER))
 
     def _retransmission_s(
         self, wire_bytes: int, one_way_s: float, loss: float, gap_s: float

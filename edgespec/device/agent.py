@@ -36,7 +36,7 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import bounded, is_unicode
 from edgespec.core.protocol.constraint import Constraint
 from edgespec.core.protocol.messages import MAX_NAME_BYTES, FaultCode, FinishReason, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -476,10 +476,7 @@ def checked_model(name: str) -> str:
 
 def fits_on_wire(name: str) -> bool:
     """Whether a model can have this name."""
-    try:
-        return len(name.encode()) <= MAX_NAME_BYTES
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
+    return is_unicode(name) and len(name.encode()) <= MAX_NAME_BYTES
 
 
 def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:

@@ -61,8 +61,6 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
             raise SetupError(
                 f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
             )
-        from edgespec.device.model_drafter import planned_drafter
-
         return planned_drafter(draft, policy.width, say)
     folder = _draft_folder(source.folder, draft, say)
     with needs("onnxruntime", "edgespec[cpu]"):
@@ -173,8 +171,6 @@ def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
     if (folder / DRAFT_MANIFEST).is_file():
         model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
         return folder
-    from edgespec.device.export.export import exported
-
     with needs("onnx", "edgespec[export]"):
         return exported(folder, draft.bits, say, draft.kv_type or KvType.FLOAT32)
 

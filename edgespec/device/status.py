@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _MAX_WHY: Final = 200
 _MAX_VERIFIERS: Final = 64
 _THERE: Final = (VerifierState.READY, VerifierState.SERVING)
-_MAX_WRAPPERS: Final = 8
 
 
 class StatusSource:
@@ -209,15 +208,12 @@ class StatusSource:
     def _memory_parts(self) -> tuple[int | None, int | None, int | None]:
         """Budget, window and width of a guarded drafter, however it is wrapped."""
         drafter: Any = self._agent.drafter
-        for _ in range(_MAX_WRAPPERS):
-            if drafter is None:
-                break
+        while drafter is not None:
             caches = getattr(drafter, "caches", None)
             if budget := getattr(caches, "budget_bytes", 0):
                 now = getattr(caches, "restriction", None)
                 return budget, getattr(now, "window", None), getattr(now, "width", None)
-            inner = (getattr(drafter, name, None) for name in ("inner", "_inner", "_model"))
-            drafter = next((one for one in inner if one is not None), None)
+            drafter = getattr(drafter, "inner", None)
         return None, None, None
 
 

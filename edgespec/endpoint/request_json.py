@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.device.agent import GenerationError
 
@@ -240,10 +241,8 @@ class Fields:
 
 def encodable(name: str, text: str) -> str:
     """``text``, if UTF-8 can hold it. Raises ``ApiError`` for half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(name, f"{name} holds half of a surrogate pair, which is no text") from None
+    if not is_unicode(text):
+        raise invalid(name, f"{name} holds half of a surrogate pair, which is no text")
     return text
 
 

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -128,32 +128,45 @@ class Admission:
         self.capacity, self._max_waiting = capacity, max_waiting
         self.running = 0
         """Texts that have their turn."""
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._line: list[object] = []
+        """A ticket for each request that waits, in the order of arrival."""
+        self._changed = asyncio.Event()
         self._closed: ApiError | None = None
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
 
     @asynccontextmanager
     async def turn(self, texts: int) -> AsyncIterator[None]:
         """Room for so many texts, at most ``capacity``, while this is open. Raises ``ApiError``:
         429 where the queue is full, and what ``close`` was given."""
-        await self._enter(texts)
+        assert 0 < texts <= self.capacity
+        if self._closed is None and not self.check(texts):
+            self._line.append(ticket := object())
+            try:
+                while not self._lets_in(ticket, texts):
+                    await self._changed.wait()
+            finally:
+                self._line.remove(ticket)
+                self._tell()  # the next one may fit beside
+        if self._closed is not None:
+            raise self._closed
+        self.running += texts
         try:
             yield
         finally:
             self.running -= texts
-            self._let_in()
+            self._tell()
 
     def check(self, texts: int = 1) -> bool:
         """Whether there is room for so many texts now. Raises ``ApiError`` 429 where they would
         have to wait and the queue is full: ask before the work that a request is."""
-        has_room = not self._waiting and self.running + texts <= self.capacity
-        if not has_room and len(self._waiting) >= self._max_waiting:
+        has_room = not self._line and self._fits(texts)
+        if not has_room and self.waiting >= self._max_waiting:
             raise ApiError(
                 429,
-                f"{self.running} texts run and {len(self._waiting)} requests wait, of at most"
+                f"{self.running} texts run and {self.waiting} requests wait, of at most"
                 f" {self.capacity} and {self._max_waiting}: try again",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
@@ -163,36 +176,19 @@ class Admission:
     def close(self, why: ApiError) -> None:
         """From now on nobody gets a turn, those who wait included; who has one keeps it."""
         self._closed = why
-        while self._waiting:
-            _, future = self._waiting.popleft()
-            if not future.done():
-                future.set_exception(why)
+        self._tell()
 
-    async def _enter(self, texts: int) -> None:
-        assert 0 < texts <= self.capacity
-        if self._closed is not None:
-            raise self._closed
-        if self.check(texts):
-            self.running += texts
-            return
-        entry = (texts, asyncio.get_running_loop().create_future())
-        self._waiting.append(entry)
-        try:
-            await entry[1]
-        except BaseException:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-            elif entry[1].done() and not entry[1].cancelled() and entry[1].exception() is None:
-                self.running -= texts  # the turn came in the very moment of the cancellation
-            self._let_in()
-            raise
+    def _lets_in(self, ticket: object, texts: int) -> bool:
+        """Or lets go."""
+        return self._closed is not None or (self._line[0] is ticket and self._fits(texts))
 
-    def _let_in(self) -> None:
-        while self._waiting and self.running + self._waiting[0][0] <= self.capacity:
-            texts, future = self._waiting.popleft()
-            if not future.done():
-                self.running += texts
-                future.set_result(None)
+    def _fits(self, texts: int) -> bool:
+        return self.running + texts <= self.capacity
+
+    def _tell(self) -> None:
+        """Those who wait look again whether it is their turn."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class Run:

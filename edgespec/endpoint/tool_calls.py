@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.device.agent import Piece
 from edgespec.endpoint.request_json import invalid
@@ -66,13 +67,11 @@ def tool_format(template: str) -> ToolFormat | None:
     return None
 
 
-def _call_id() -> str:
-    return "call_" + secrets.token_hex(12)
-
-
-def _short_id() -> str:
+def _new_id(form: ToolFormat) -> str:
     """Mistral's templates take nine letters and digits."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    if form is ToolFormat.MISTRAL:
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return "call_" + secrets.token_hex(12)
 
 
 class ToolReader:
@@ -82,7 +81,6 @@ class ToolReader:
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self._form, self._names = form, frozenset(names)
         self._mark = MISTRAL_MARK if form is ToolFormat.MISTRAL else OPEN
-        self._new_id = _short_id if form is ToolFormat.MISTRAL else _call_id
         self._held = ""
         self._inside = self._after_call = False
         self._is_text = False
@@ -149,7 +147,7 @@ class ToolReader:
 
     def _call(self, value: Any) -> ToolCall | None:
         name = value.get("name") if isinstance(value, dict) else None
-        if not isinstance(name, str) or not _is_text(name):
+        if not isinstance(name, str) or not is_unicode(name):
             return None
         keys = ("arguments", "parameters")
         keys = keys[::-1] if self._form is ToolFormat.LLAMA else keys
@@ -161,18 +159,8 @@ class ToolReader:
             return None
         if written is None:
             written = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(
-            self._new_id(), name, written if _is_text(written) else json.dumps(arguments)
-        )
-
-
-def _is_text(text: str) -> bool:
-    """Whether UTF-8 can hold it: in JSON a model may write half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        written = written if is_unicode(written) else json.dumps(arguments)
+        return ToolCall(_new_id(self._form), name, written)
 
 
 def _json(text: str) -> Any:

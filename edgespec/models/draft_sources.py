@@ -27,9 +27,11 @@ from edgespec.models.folders import (
     HUB_ID,
     ModelFolderError,
     Role,
+    cached_snapshot,
     eos_ids,
     eos_token_ids,
     fetch,
+    hub_files,
     read_json,
     resolve_model,
     token_count,
@@ -195,8 +197,6 @@ def genai_model(folder: Path) -> dict[str, Any]:
 
 
 def _on_the_hub(reference: str, variant: str) -> DraftSource:
-    from edgespec.models.folders import cached_snapshot, hub_files
-
     name = reference.partition("@")[0].rpartition("/")[2]
     try:
         files = hub_files(reference)

@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+from edgespec.config.files import user_folder
 from edgespec.core.ports import ModelInfo
 
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -304,13 +305,7 @@ def _info_of_draft(path: Path) -> ModelInfo:
             f"{tokenizer}: its vocabulary is {found}, but the draft was exported with"
             f" {model.vocabulary}; export it again"
         )
-    return ModelInfo(
-        name=model.name,
-        vocabulary=model.vocabulary,
-        vocabulary_size=model.vocabulary_size,
-        context_length=model.context_length,
-        eos_token_ids=tuple(model.eos_token_ids),
-    )
+    return replace(model, eos_token_ids=tuple(model.eos_token_ids))
 
 
 def _positive(path: Path, config: dict[str, Any], name: str) -> int:
@@ -436,10 +431,4 @@ def text_fingerprint(text: str) -> str:
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/edgespec``, by default ``~/.cache/edgespec``. Raises ``OSError`` where this
     user has no home."""
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "edgespec"
-    try:
-        return Path.home() / ".cache" / "edgespec"
-    except RuntimeError as error:
-        why = "this user has no home folder for a cache: set HOME or XDG_CACHE_HOME"
-        raise OSError(why) from error
+    return user_folder("XDG_CACHE_HOME", ".cache", "")

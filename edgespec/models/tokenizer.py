@@ -22,6 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from edgespec.core.protocol.checks import is_unicode
+
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer
@@ -86,10 +88,8 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template wrote {len(text)} characters, at most {MAX_PROMPT_CHARACTERS}"
             )
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ChatTemplateError("the messages hold half of a surrogate pair") from None
+        if not is_unicode(text):
+            raise ChatTemplateError("the messages hold half of a surrogate pair")
         return text
 
     @cached_property

@@ -299,7 +299,8 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     if not rows:
         return []
-    logits = forbid(logits, [mask for block in blocks for mask in _masks(block)])
+    masks = [mask for one in blocks for mask in one.masks or (None,) * len(one.positions)]
+    logits = forbid(logits, masks)
     largest, best = _largest(logits)
     largest = largest.cpu()
     if not torch.isfinite(largest).all():
@@ -342,11 +343,8 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     """float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
-    return _warp(logits, blocks)[:, : logits.shape[-1]]
-
-
-def _masks(block: SampleBlock) -> Sequence[bytes | None]:
-    return block.masks or (None,) * len(block.positions)
+    params = [block.params for block in blocks for _ in block.positions]
+    return _truncated(_adjusted(logits, blocks), params)[:, : logits.shape[-1]]
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -413,12 +411,6 @@ def _draw(
             scores[_at(noisy, scores.device)] += noise
     chosen: list[int] = scores.argmax(dim=-1).tolist()
     return chosen
-
-
-def _warp(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
-    """As ``warp_rows``, with columns of -inf up to whole vectors."""
-    params = [block.params for block in blocks for _ in block.positions]
-    return _truncated(_adjusted(logits, blocks), params)
 
 
 def _padded(logits: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,16 @@ def one_line(message: str) -> str:
     return printable(" ".join(short.split())) + more
 
 
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold it: an escape in JSON, or the bytes of an argument that was in another
+    encoding, may bring half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 State = TypeVar("State", bound=Enum)
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.device.memory import MemoryGuard, Observation, Restriction
-from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
 from edgespec.device.drafters.token_cache import twin_of
 
 MEASURE_EVERY_S: Final = 0.5
@@ -82,17 +81,14 @@ class GuardedDrafter:
         clock: Callable[[], float],
         caches: CacheGroup | None = None,
     ) -> None:
-        self.inner = inner
+        self.inner, self.info = inner, inner.info
+        self.begin, self.close = inner.begin, inner.close
         self.caches = caches or CacheGroup(restrictable)
         self._restrictable, self._governor = restrictable, governor
         self._measure, self._clock = measure, clock
         self._measured_at = -MEASURE_EVERY_S
         self._resident = 0
         self._failed = False
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.inner.info
 
     def twin(self) -> GuardedDrafter:
         """Another cache under the same governor. Raises ``MemoryError`` when there is no room."""
@@ -101,9 +97,6 @@ class GuardedDrafter:
         assert isinstance(inner, Restrictable)
         self.caches.add(inner)
         return GuardedDrafter(inner, inner, self._governor, self._measure, self._clock, self.caches)
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self.inner.begin(prompt_length, sampling)
 
     def step(
         self,
@@ -117,9 +110,6 @@ class GuardedDrafter:
         if growth >= _MUCH_BYTES or now - self._measured_at >= MEASURE_EVERY_S:
             self._look(growth, now)
         return self.inner.step(keep_length, feed, width, cancelled)
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _look(self, growth: int, now: float) -> None:
         self._measured_at = now

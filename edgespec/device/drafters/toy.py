@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from edgespec.core.ports import (
     Cancelled,
@@ -142,10 +141,7 @@ class SilentDrafter:
 
 class RandomDrafter(SilentDrafter):
     """``Drafter`` of uniformly random ids, a pure function of (seed, position): the guard against
-    acceptance rates that are tautologies. Its acceptance is about ``width / V``.
-
-    The hash key is the complement of the session's, so the guesses do not follow its noise.
-    """
+    acceptance rates that are tautologies. Its acceptance is about ``width / V``."""
 
     def __init__(self, info: ModelInfo, seed: int = 0) -> None:
         super().__init__(info)
@@ -153,26 +149,15 @@ class RandomDrafter(SilentDrafter):
 
     def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
         logprob = -math.log(self.info.vocabulary_size)
-        ids = random_ids(self._seed, position, self.info.vocabulary_size)
-        return tuple(Candidate(token, logprob) for token in islice(ids, width))
+        ids = random_ids(self._seed, position, self.info.vocabulary_size, width)
+        return tuple(Candidate(token, logprob) for token in ids)
 
 
-def random_ids(seed: int, position: int, vocabulary_size: int) -> Iterator[int]:
-    """Every id once, in an order that is a function of (seed, position).
-
-    The first few come from the hash, the tail (a small vocabulary) in cyclic order.
-    """
-    seen: set[int] = set()
-    token = 0
-    for draw in range(min(64, 4 * vocabulary_size)):
-        token = noise_bits(~seed, position, draw) % vocabulary_size
-        if token not in seen:
-            seen.add(token)
-            yield token
-    for offset in range(1, vocabulary_size):
-        following = (token + offset) % vocabulary_size
-        if following not in seen:
-            yield following
+def random_ids(seed: int, position: int, vocabulary_size: int, count: int) -> list[int]:
+    """So many neighbouring ids, if there are, from one on that is a function of (seed, position).
+    The hash key is the complement of the session's, so the ids do not follow its noise."""
+    first = noise_bits(~seed, position, 0)
+    return [(first + more) % vocabulary_size for more in range(min(count, vocabulary_size))]
 
 
 # A cancelled step ends within so much time, however long the emulated one is.
@@ -193,20 +178,13 @@ class PacedDrafter:
         sleep: Callable[[float], None],
         clock: Callable[[], float],
     ) -> None:
-        self._inner, self._step_ms = inner, step_ms
+        self.info, self.begin, self.close = inner.info, inner.begin, inner.close
+        self.inner, self._step_ms = inner, step_ms
         self._sleep, self._clock = sleep, clock
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._inner.info
 
     def twin(self) -> PacedDrafter:
         """``inner``'s twin at the same pace. Raises ``TypeError`` where that has none."""
-        inner = twin_of(self._inner)
-        return PacedDrafter(inner, self._step_ms, self._sleep, self._clock)
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._inner.begin(prompt_length, sampling)
+        return PacedDrafter(twin_of(self.inner), self._step_ms, self._sleep, self._clock)
 
     def step(
         self,
@@ -216,12 +194,9 @@ class PacedDrafter:
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
         due_s = self._clock() + self._step_ms / 1e3
-        candidates = self._inner.step(keep_length, feed, width, cancelled)
+        candidates = self.inner.step(keep_length, feed, width, cancelled)
         while (remaining_s := due_s - self._clock()) > 0:
             if cancelled():
                 raise StepCancelledError(f"cancelled {remaining_s:.3f} s before its emulated end")
             self._sleep(min(remaining_s, NAP_S))
         return candidates
-
-    def close(self) -> None:
-        self._inner.close()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgespec.core.ports import PassRequest, PassResult, ServerDrafter, TargetModel
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, DraftStep
 
 # A coarse sleep may oversleep by a scheduler tick, so the last stretch is slept in small steps.
@@ -90,13 +89,8 @@ class PacedServerDrafter:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.inner = inner
+        self.inner, self.open, self.close = inner, inner.open, inner.close
         self._pace = _Pace(base_ms, per_row_ms, sleep, clock)
-
-    def open(
-        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
-    ) -> None:
-        self.inner.open(key, prompt_length, sampling, text)
 
     def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
         rows = sum(len(step.feed) for step in batch)
@@ -105,6 +99,3 @@ class PacedServerDrafter:
         found = self.inner.step(batch)
         self._pace.wait_until(end_s)
         return found
-
-    def close(self, key: str) -> None:
-        self.inner.close(key)
