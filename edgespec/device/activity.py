@@ -21,18 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Final
 
-from edgespec.core.device.events import (
-    Connect,
-    Connected,
-    Deliver,
-    DraftCounters,
-    Fail,
-    Finish,
-    LinkDown,
-    StartStep,
-    StepDone,
-    Transmit,
-)
+from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
@@ -48,7 +37,8 @@ from edgespec.telemetry.agent_status import (
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 _COUNTED: Final = tuple(
-    {field.name for field in fields(DraftCounters)} & {field.name for field in fields(AgentTotals)}
+    {field.name for field in fields(ev.DraftCounters)}
+    & {field.name for field in fields(AgentTotals)}
 )
 _MAX_WHY: Final = 200
 FOLD_S: Final = 0.01
@@ -208,13 +198,13 @@ class GenerationNotes:
     def _note(self, at_s: float, item: object) -> None:
         note = self._activity.note
         match item:
-            case StartStep():
+            case ev.StartStep():
                 self._step_at = at_s
-            case StepDone(candidates):
+            case ev.StepDone(candidates):
                 began, self._step_at = self._step_at, None
                 took_s = 0.0 if began is None else at_s - began
                 note(at_s, self.number, EventKind.DRAFT, len(candidates), took_s=took_s)
-            case Transmit(message):
+            case ev.Transmit(message):
                 if isinstance(message, Draft) and message.tokens:
                     note(at_s, self.number, EventKind.SEND, len(message.tokens))
             case Commit():
@@ -225,11 +215,11 @@ class GenerationNotes:
                     # Of a pass, the last token is the target's own.
                     served = max(0, count - item.accepted - 1) if item.verify_us else 0
                     note(at_s, self.number, EventKind.COMMIT, count, item.accepted, served)
-            case Deliver():
+            case ev.Deliver():
                 self._delivered(at_s, len(item.tokens))
-            case Finish(reason):
+            case ev.Finish(reason):
                 self.ending = "cancelled" if reason is FinishReason.CANCELLED else "finished"
-            case Fail():
+            case ev.Fail():
                 self.ending = "failed"
             case _:
                 self._note_link(at_s, item)
@@ -237,16 +227,16 @@ class GenerationNotes:
     def _note_link(self, at_s: float, item: object) -> None:
         activity, reach = self._activity, self._activity.reach.state
         match item:
-            case Connect():
+            case ev.Connect():
                 # It stays away until it answers, and serves on while another generation runs there.
                 if reach in (VerifierState.UNKNOWN, VerifierState.READY):
                     activity.reached(VerifierState.CONNECTING, at_s)
-            case Connected():
+            case ev.Connected():
                 activity.note(at_s, self.number, EventKind.LINK, 1)
             case Opened(model=model):
                 self.model = model
                 activity.reached(VerifierState.SERVING, at_s)
-            case LinkDown(why):
+            case ev.LinkDown(why):
                 self._lost(at_s, why)
             case Fault(code, message):
                 if code.retryable:  # else it refuses this one generation
@@ -266,8 +256,8 @@ class GenerationNotes:
 
 
 _NOTED: Final = frozenset(
-    {StartStep, StepDone, Transmit, Commit, Deliver, Finish, Fail}
-    | {Connect, Connected, Opened, LinkDown, Fault}
+    {ev.StartStep, ev.StepDone, ev.Transmit, Commit, ev.Deliver, ev.Finish, ev.Fail}
+    | {ev.Connect, ev.Connected, Opened, ev.LinkDown, Fault}
 )
 
 

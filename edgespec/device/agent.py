@@ -17,19 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, assert_never
 
 from edgespec.core.association.policies import conversation_named, conversation_of
+from edgespec.core.device import events as ev
 from edgespec.core.device.commit_reader import largest_id
 from edgespec.core.device.estimates import (
     DraftEstimates,
     Learned,
     LearnedByModel,
     VerifierEstimates,
-)
-from edgespec.core.device.events import (
-    Deliver,
-    DraftCounters,
-    Fail,
-    Finish,
-    TokenKind,
 )
 from edgespec.core.device.goodput_policy import named_policy, why_resting
 from edgespec.core.device.link_keeper import ReconnectPolicy
@@ -69,7 +63,7 @@ class Piece:
     """The text that became certain with one token, and how that token came about."""
 
     text: str
-    kind: TokenKind
+    kind: ev.TokenKind
     held: int = 0
     """So many characters before the token's own were held back when it came: they may begin a stop
     string. What the token stands for without text is behind them."""
@@ -147,7 +141,7 @@ class ReplyReader:
     behind a stop string."""
 
     def __init__(
-        self, decoder: TextDecoder, stops: Sequence[str], position: int, counters: DraftCounters
+        self, decoder: TextDecoder, stops: Sequence[str], position: int, counters: ev.DraftCounters
     ) -> None:
         self._decoder, self._stops = decoder, StopFinder(stops)
         self._position, self._counters = position, counters
@@ -157,7 +151,7 @@ class ReplyReader:
         """A stop string was found: the text is complete."""
         return self._stops.found
 
-    def deliver(self, event: Deliver) -> Chunk | None:
+    def deliver(self, event: ev.Deliver) -> Chunk | None:
         """The tokens up to the one that completes a stop string."""
         pieces: list[Piece] = []
         for token, kind in zip(event.tokens, event.kinds, strict=True):
@@ -175,7 +169,7 @@ class ReplyReader:
     def finish(self, reason: FinishReason) -> Chunk:
         """The last chunk: what was held back, and how the text ended."""
         rest = self._stops.push(self._decoder.flush()) + self._stops.flush()
-        last = (Piece(rest, TokenKind.DECODED),) if rest else ()
+        last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
         finish = FinishReason.STOP if self._stops.found else reason
         return Chunk(self._position, (), last, finish)
 
@@ -199,7 +193,7 @@ class GenerationStats:
     """Numbers of one generation, as far as it has come. Tokens behind a stop string, which the user
     never got, are not counted."""
 
-    counters: DraftCounters
+    counters: ev.DraftCounters
     estimates: DraftEstimates
     route: VerifierRoute | None = None
     """None where the agent knows one verifier only."""
@@ -441,14 +435,14 @@ class Agent:
         reader = ReplyReader(self._decoder(prompt), stops, len(prompt), counters)
         async for outcome in driver.outcomes():
             match outcome:
-                case Deliver():
+                case ev.Deliver():
                     if (chunk := reader.deliver(outcome)) is not None:
                         yield chunk
                     if reader.stopped:
                         driver.stop(FinishReason.STOP)  # nothing to do the second time
-                case Finish(reason):
+                case ev.Finish(reason):
                     yield reader.finish(reason)
-                case Fail(why, code):
+                case ev.Fail(why, code):
                     raise GenerationError(why, code)
                 case _:
                     assert_never(outcome)

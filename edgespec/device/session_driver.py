@@ -16,22 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final, assert_never
 
-from edgespec.core.device.events import (
-    Connect,
-    Connected,
-    Deliver,
-    Disconnect,
-    DraftAction,
-    DraftEvent,
-    Fail,
-    Finish,
-    LinkDown,
-    Start,
-    StartStep,
-    Stop,
-    Tick,
-    Transmit,
-)
+from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Cancel, FinishReason, Uplink
@@ -49,7 +34,7 @@ Dial = Callable[[], Coroutine[Any, Any, DeviceStream]]
 class Link:
     """``notify`` gets ``Connected``, each message, and at most one ``LinkDown``, which is last."""
 
-    def __init__(self, connect: Dial, notify: Callable[[DraftEvent], None]) -> None:
+    def __init__(self, connect: Dial, notify: Callable[[ev.DraftEvent], None]) -> None:
         self._dial, self._notify = connect, notify
         # The session's window bounds what is sent ahead of the verifier's answers.
         self._outgoing: asyncio.Queue[Uplink | None] = asyncio.Queue()
@@ -67,9 +52,9 @@ class Link:
         if self._connecting is not None:
             self._connecting.cancel()
 
-    def _tell(self, event: DraftEvent) -> None:
+    def _tell(self, event: ev.DraftEvent) -> None:
         if self._live:
-            self._live = not isinstance(event, LinkDown)
+            self._live = not isinstance(event, ev.LinkDown)
             self._notify(event)
 
     async def _run(self) -> None:
@@ -78,7 +63,7 @@ class Link:
             if stream is not None:
                 await self._use(stream)
         except asyncio.CancelledError:
-            self._tell(LinkDown("the link's task was cancelled"))
+            self._tell(ev.LinkDown("the link's task was cancelled"))
             raise
         except Exception as error:
             self._tell(link_down(error))
@@ -97,7 +82,7 @@ class Link:
         reader = asyncio.create_task(self._read(stream))
         reader.add_done_callback(self._reading_ended)
         try:
-            self._tell(Connected())
+            self._tell(ev.Connected())
             while (message := await self._outgoing.get()) is not None:
                 await stream.send(message)
         except LinkError:
@@ -120,26 +105,26 @@ class Link:
             self._outgoing.put_nowait(None)
 
 
-def link_down(error: BaseException) -> LinkDown:
+def link_down(error: BaseException) -> ev.LinkDown:
     """What the session hears of it. An error of the operating system may pass; no retry makes a
     message fit the wire's bounds (``ValueError``), or mends a bug."""
     match error:
         case LinkError(retryable=retryable, again_s=again_s):
-            return LinkDown(str(error), retryable, again_s)
+            return ev.LinkDown(str(error), retryable, again_s)
         case OSError():
-            return LinkDown(f"{type(error).__name__}: {error}")
+            return ev.LinkDown(f"{type(error).__name__}: {error}")
         case ValueError():
-            return LinkDown(str(error), retryable=False)
+            return ev.LinkDown(str(error), retryable=False)
         case _:
             _log.error("the transport failed", exc_info=error)
             why = f"the transport failed: {type(error).__name__}: {error}"
-            return LinkDown(why, retryable=False)
+            return ev.LinkDown(why, retryable=False)
 
 
 # How long leaving a generation early waits for its last messages to leave.
 LETTING_GO_S: Final = 1.0
 
-Outcome = Deliver | Finish | Fail
+Outcome = ev.Deliver | ev.Finish | ev.Fail
 
 
 class SessionDriver:
@@ -176,29 +161,29 @@ class SessionDriver:
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
         """Deliveries, and the ``Finish`` or ``Fail`` that ends them."""
-        self._handle(Start())
+        self._handle(ev.Start())
         while True:
             outcome = await self._outcomes.get()
             yield outcome
-            if isinstance(outcome, Finish | Fail):
+            if isinstance(outcome, ev.Finish | ev.Fail):
                 return
 
     def stop(self, reason: FinishReason) -> None:
         """End the generation; the ``Finish`` follows."""
-        self._handle(Stop(reason))
+        self._handle(ev.Stop(reason))
 
     async def close(self) -> None:
         """Let go of everything. A generation that was left early waits a moment for its last
         messages to leave; a draft step that runs is not waited for (``running``)."""
         if self._over:
             return
-        self._handle(Stop())
+        self._handle(ev.Stop())
         if self._links:
             await asyncio.wait(self._links, timeout=LETTING_GO_S)
 
     # --- the session -----------------------------------------------------------------------
 
-    def _handle(self, event: DraftEvent) -> None:
+    def _handle(self, event: ev.DraftEvent) -> None:
         """Never raises: what goes wrong becomes the generation's ``Fail``."""
         if self._over:
             return
@@ -212,28 +197,28 @@ class SessionDriver:
         except Exception as error:
             self._fail(error)
 
-    def _do(self, action: DraftAction) -> None:
+    def _do(self, action: ev.DraftAction) -> None:
         match action:
-            case Connect():
+            case ev.Connect():
                 self._link = Link(self._connect, self._handle)
                 self._watch(self._link.task, self._links)
-            case Disconnect():
+            case ev.Disconnect():
                 if self._link is not None:
                     self._link.close()
                     self._link = None
-            case Transmit(message):
+            case ev.Transmit(message):
                 if self._link is not None:
                     self._link.send(message)
-            case StartStep():
+            case ev.StartStep():
                 self._watch(asyncio.create_task(self._draft(action)), self._steps)
-            case Deliver():
+            case ev.Deliver():
                 self._outcomes.put_nowait(action)
-            case Finish() | Fail():
+            case ev.Finish() | ev.Fail():
                 self._end(action)
             case _:
                 assert_never(action)
 
-    def _end(self, last: Finish | Fail) -> None:
+    def _end(self, last: ev.Finish | ev.Fail) -> None:
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -247,14 +232,14 @@ class SessionDriver:
         if self._over:
             return
         _log.error("the device's side of a generation failed", exc_info=error)
-        self._end(Fail(f"the device failed: {type(error).__name__}: {error}"))
+        self._end(ev.Fail(f"the device failed: {type(error).__name__}: {error}"))
         link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(Exception):
                 link.send(Cancel())
                 link.close()
 
-    async def _draft(self, step: StartStep) -> None:
+    async def _draft(self, step: ev.StartStep) -> None:
         assert self._drafter is not None
         self._handle(await self._drafter.step(step))
 
@@ -287,6 +272,6 @@ class SessionDriver:
         self._timer = None
         deadline = self.session.deadline
         if deadline is not None and deadline <= self._clock():
-            self._handle(Tick())
+            self._handle(ev.Tick())
         else:
             self._arm()

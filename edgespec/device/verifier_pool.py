@@ -252,11 +252,7 @@ class VerifierPool:
             self._timer = None
         if deadline is not None:
             delay_s = max(0.0, deadline - self.clock())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self.handle(ev.Tick())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.handle, ev.Tick())
 
 
 def link_for(

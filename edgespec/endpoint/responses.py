@@ -42,17 +42,13 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
     if (reasoning := fields.section("reasoning")) is not None:
         chat["reasoning_effort"] = reasoning.raw("effort")
     if (tools := fields.sections("tools")) is not None:
-        chat["tools"] = [_tool(one) for one in tools]
+        given = [dict(one.data) for one in tools]
+        chat["tools"] = [{"type": one.pop("type", None), "function": one} for one in given]
     choice = data.get("tool_choice")
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
     chat["tool_choice"] = choice
     return chat
-
-
-def _tool(fields: Fields) -> Json:
-    given = {name: value for name, value in fields.data.items() if name != "type"}
-    return {"type": fields.raw("type"), "function": given}
 
 
 def _messages(fields: Fields) -> list[Json]:

@@ -126,7 +126,9 @@ def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: 
     if DRAFT_MANIFEST in files and variant == AUTO:
         return DraftSource(folder, name=name)
     graphs = variants_of(files, genai_graph(folder))
-    exportable = any(file.endswith(".safetensors") for file in files) and _exportable(folder)
+    path = folder / "config.json"
+    exportable = any(file.endswith(".safetensors") for file in files) and path.is_file()
+    exportable = exportable and read_json(path).get("model_type") in DRAFT_MODEL_TYPES
     if variant == AUTO and (exportable or not graphs):
         _refuse_split(reference, files, exportable)
         return DraftSource(folder, name=name)
@@ -175,11 +177,6 @@ def _refuse_split(reference: str, files: list[str], exportable: bool) -> None:
         )
 
 
-def _exportable(folder: Path) -> bool:
-    path = folder / "config.json"
-    return path.is_file() and read_json(path).get("model_type") in DRAFT_MODEL_TYPES
-
-
 def genai_graph(folder: Path) -> str:
     """The file that ``genai_config.json`` names as decoder; empty without one."""
     decoder = genai_model(folder).get("decoder")
@@ -203,8 +200,9 @@ def _on_the_hub(reference: str, variant: str) -> DraftSource:
     except ModelFolderError as error:
         folder = cached_snapshot(reference, error)
         source = _chosen(reference, folder, _files(folder), variant, name)
-        if not source.graphs and not any(folder.glob("*.safetensors")):
-            _own_graph_or(error, folder)
+        whole = source.graphs or any(folder.glob("*.safetensors"))
+        if not (whole or (folder / "model.onnx").is_file()):
+            raise  # texts alone were fetched, to compare vocabularies
         return source
     folder = fetch(reference, TEXT_PATTERNS)
     source = _chosen(reference, folder, files, variant, name)
@@ -217,12 +215,6 @@ def _on_the_hub(reference: str, variant: str) -> DraftSource:
     file = PurePosixPath(path.relative_to(folder).as_posix())
     folder = fetch(reference, (*TEXT_PATTERNS, f"{file}", f"{file}_data*", f"{file}.data*"))
     return DraftSource(folder, {key: folder / file}, name)
-
-
-def _own_graph_or(error: ModelFolderError, folder: Path) -> None:
-    """A snapshot that holds texts alone was fetched to compare vocabularies, and no more."""
-    if not (folder / "model.onnx").is_file():
-        raise error
 
 
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
@@ -246,7 +238,9 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     is there. ``tokenizer`` is the folder of another tokenizer to go with the graph, for a folder
     that has none. Raises ``ModelFolderError`` naming the file and the field."""
     path = folder / "config.json"
-    config = _text_config(read_json(path)) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
+    if isinstance(inner := config.get("text_config"), dict):
+        config |= inner
     genai = genai_model(folder)
     if not config and not genai:
         raise ModelFolderError(f"{folder}: there is neither config.json nor {GENAI_CONFIG}")
@@ -278,11 +272,6 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
         or _first(decoder, ("head_size",))
         or (hidden // heads if heads else 0),
     )
-
-
-def _text_config(config: dict[str, Any]) -> Mapping[str, Any]:
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> int:

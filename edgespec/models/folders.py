@@ -209,7 +209,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 def eos_ids(path: Path, value: object) -> tuple[int, ...]:
     """``eos_token_id`` of a file, one id or several. Raises ``ModelFolderError``."""
     ids = value if isinstance(value, list) else [value]
-    if len(ids) > MAX_EOS_IDS or not all(_is_id(token) for token in ids):
+    if len(ids) > MAX_EOS_IDS or not all(type(token) is int and token >= 0 for token in ids):
         raise ModelFolderError(
             f"{path}: eos_token_id is {value!r}, but must be up to {MAX_EOS_IDS} ids"
         )
@@ -313,10 +313,6 @@ def _positive(path: Path, config: dict[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelFolderError(f"{path}: {name} is {value!r}, but must be a positive integer")
     return value
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def read_json(path: Path) -> dict[str, Any]:

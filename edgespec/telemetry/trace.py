@@ -65,7 +65,8 @@ class HiddenTokens:
             case ("top", tuple() | list()):
                 return [(self.token(one), *rest) for one, *rest in value]
             case ("base_hash", int()) if value:
-                return int.from_bytes(self._digest(b"prefix %d" % value)[:4], "big") or 1
+                digest = hashlib.blake2b(b"prefix %d" % value, key=self._key, digest_size=8)
+                return int.from_bytes(digest.digest()[:4], "big") or 1
             case (_, tuple() | list()) if name in TOKEN_FIELDS:
                 return [self.token(one) if isinstance(one, int) else one for one in value]
         return value
@@ -87,9 +88,6 @@ class HiddenTokens:
         self._taken.add(name)
         self._known[token] = name
         return name
-
-    def _digest(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, key=self._key, digest_size=8).digest()
 
 
 _log = logging.getLogger(__name__)

@@ -30,18 +30,8 @@ from edgespec.core.protocol.messages import (
     Opened,
     Received,
 )
+from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import (
-    BatchDone,
-    BatchFailed,
-    EngineAction,
-    EngineEvent,
-    OpenSequence,
-    RunBatch,
-    SendTo,
-    StreamMessage,
-    StreamOpened,
-)
 from edgespec.core.verifier.session_events import FINISHED, PASSING
 from edgespec.core.verifier.traffic_budget import Wait
 from edgespec.telemetry.logs import request_id
@@ -128,20 +118,22 @@ class StreamMeter:
         self._records: dict[int, StreamRecord] = {}
         self._pass_at: float | None = None
 
-    def observe(self, event: EngineEvent, actions: Sequence[EngineAction], now: float) -> None:
-        if type(event) is StreamMessage:
+    def observe(
+        self, event: ee.EngineEvent, actions: Sequence[ee.EngineAction], now: float
+    ) -> None:
+        if type(event) is ee.StreamMessage:
             if type(event.message) is not Draft:
                 self._heard(event, now)
-        elif type(event) is BatchDone:
+        elif type(event) is ee.BatchDone:
             self.late_streams += len(event.behind)
             return self._passed(actions, now)
-        elif type(event) is StreamOpened:
+        elif type(event) is ee.StreamOpened:
             self._open(event, actions, now)
-        elif type(event) is BatchFailed:
+        elif type(event) is ee.BatchFailed:
             self.failed_passes += 1
             self._pass_at = None
         for action in actions:
-            if type(action) is RunBatch:
+            if type(action) is ee.RunBatch:
                 self._start(action, now)
 
     def told(self, stream: int, fault: Fault) -> None:
@@ -158,17 +150,17 @@ class StreamMeter:
 
     # --- streams ---------------------------------------------------------------------------
 
-    def _open(self, event: StreamOpened, actions: Sequence[EngineAction], now: float) -> None:
+    def _open(self, event: ee.StreamOpened, actions: Sequence[ee.EngineAction], now: float) -> None:
         peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")
         record = StreamRecord(event.request, now, peer, event.credential.name)
         self._records[event.stream] = record
         for action in actions:
             match action:
-                case SendTo(event.stream, Opened()):
+                case ee.SendTo(event.stream, Opened()):
                     record.opened = True
-                case SendTo(event.stream, Commit(finish=finish)) if finish is not None:
+                case ee.SendTo(event.stream, Commit(finish=finish)) if finish is not None:
                     self._end(event.stream, finish.value, now)
-                case OpenSequence():
+                case ee.OpenSequence():
                     self.prompt_tokens += len(event.request.prompt)
                 case _:
                     pass
@@ -182,36 +174,33 @@ class StreamMeter:
         if self._ended is not None:
             self._ended(record)
 
-    def _heard(self, event: StreamMessage, now: float) -> None:
+    def _heard(self, event: ee.StreamMessage, now: float) -> None:
         message = event.message
         if isinstance(message, Cancel):
             self._end(event.stream, FinishReason.CANCELLED.value, now)
         elif isinstance(message, Received):
-            if (record := self._records.get(event.stream)) is not None:
-                self._acknowledged(record, message.position, now)
-
-    def _acknowledged(self, record: StreamRecord, position: int, now: float) -> None:
-        sent = record.unacknowledged
-        while sent and sent[0][0] <= position:
-            length, at = sent.popleft()
-            if length == position:
-                self.rtt_s.add(now - at)
+            record = self._records.get(event.stream)
+            sent = deque[tuple[int, float]]() if record is None else record.unacknowledged
+            while sent and sent[0][0] <= message.position:
+                length, at = sent.popleft()
+                if length == message.position:
+                    self.rtt_s.add(now - at)
 
     # --- passes ----------------------------------------------------------------------------
 
-    def _start(self, batch: RunBatch, now: float) -> None:
+    def _start(self, batch: ee.RunBatch, now: float) -> None:
         self._pass_at = now
         self.pass_rows.add(sum([len(one.feed) + len(one.tokens) for one in batch.requests]))
 
-    def _passed(self, actions: Sequence[EngineAction], now: float) -> None:
+    def _passed(self, actions: Sequence[ee.EngineAction], now: float) -> None:
         if self._pass_at is not None:
             self.pass_s.add(now - self._pass_at)
             self._pass_at = None
         tokens = drafts = nodes = accepted = run_ahead = stale = 0
         records, gaps, lengths = self._records, dict[float, int](), dict[int, int]()
         for action in actions:
-            if type(action) is not SendTo:
-                if type(action) is RunBatch:
+            if type(action) is not ee.SendTo:
+                if type(action) is ee.RunBatch:
                     self._start(action, now)
                 continue
             commit = action.message
@@ -236,7 +225,9 @@ class StreamMeter:
                 gap_s = (now - record.last_at) / count
                 gaps[gap_s] = gaps.get(gap_s, 0) + count
             else:
-                self._first(record, count, now)
+                record.first_at, record.first_tokens = now, count
+                if not record.resumed:
+                    self.ttft_s.add(now - record.opened_at)
             record.last_at = now
             record.tokens += count
             record.unacknowledged.append((commit.position + count, now))
@@ -256,11 +247,6 @@ class StreamMeter:
         self.stale += stale
         if tokens:
             self.pass_tokens.add(tokens)
-
-    def _first(self, record: StreamRecord, count: int, now: float) -> None:
-        record.first_at, record.first_tokens = now, count
-        if not record.resumed:
-            self.ttft_s.add(now - record.opened_at)
 
 
 _LOG = logging.getLogger(__name__)

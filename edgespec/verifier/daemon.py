@@ -46,13 +46,6 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import (
-    BatchDone,
-    CloseSequence,
-    KeepNodes,
-    OpenSequence,
-    SequenceFailed,
-)
 from edgespec.core.verifier.own_drafts import DraftRound
 from edgespec.telemetry.logs import new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer
@@ -112,7 +105,7 @@ class Backlog:
 
 _LOG = logging.getLogger(__name__)
 
-SequenceWork = OpenSequence | CloseSequence | KeepNodes
+SequenceWork = ee.OpenSequence | ee.CloseSequence | ee.KeepNodes
 
 
 class TargetWorker:
@@ -122,7 +115,7 @@ class TargetWorker:
     def __init__(
         self,
         target: TargetModel,
-        failed: Callable[[SequenceFailed], None],
+        failed: Callable[[ee.SequenceFailed], None],
         drafter: ServerDrafter | None = None,
     ) -> None:
         self._target, self._failed, self._drafter = target, failed, drafter
@@ -142,18 +135,18 @@ class TargetWorker:
 
     def submit(
         self, requests: tuple[PassRequest, ...], draft_steps: int = 0
-    ) -> asyncio.Future[BatchDone]:
+    ) -> asyncio.Future[ee.BatchDone]:
         """One pass after the work queued so far; no requests, only the work. What is queued later
         waits for the next call. The future has the results in the order of the requests."""
         loop = asyncio.get_running_loop()
         queued, self._queued = self._queued, []
 
-        def work() -> BatchDone:
+        def work() -> ee.BatchDone:
             missing: set[str] = set()
             for item in queued:
                 failure = self._carry_out(item)
                 self._tell_drafter(item)
-                if isinstance(item, OpenSequence):
+                if isinstance(item, ee.OpenSequence):
                     missing.discard(item.key)
                 if failure is not None:
                     missing.add(item.key)
@@ -162,7 +155,7 @@ class TargetWorker:
             set_draft_steps(self._target, draft_steps)
             began_s = time.perf_counter()
             results = tuple(self._target.forward(batch)) if batch else ()
-            return BatchDone(results, time.perf_counter() - began_s)
+            return ee.BatchDone(results, time.perf_counter() - began_s)
 
         self._last = done = loop.run_in_executor(self._thread, work)
         return done
@@ -203,24 +196,24 @@ class TargetWorker:
         self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
         return done
 
-    def _carry_out(self, item: SequenceWork) -> SequenceFailed | None:
+    def _carry_out(self, item: SequenceWork) -> ee.SequenceFailed | None:
         try:
             match item:
-                case OpenSequence(key, prompt_length, sampling, text, adapter):
+                case ee.OpenSequence(key, prompt_length, sampling, text, adapter):
                     self._target.open(key, prompt_length, sampling, text)
                     if adapter:
                         use_adapter(self._target, key, adapter)
-                case KeepNodes(key, nodes):
+                case ee.KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
-                case CloseSequence(key):
+                case ee.CloseSequence(key):
                     self._target.close(key)
         except TargetLostError:
             raise  # Nobody's fault, and the end of all.
         except CapacityError as error:
-            return SequenceFailed(item.key, str(error), full=True)
+            return ee.SequenceFailed(item.key, str(error), full=True)
         except Exception as error:  # whatever a model raises ends one session, not the daemon
             _LOG.exception("%s of a session failed", type(item).__name__)
-            return SequenceFailed(item.key, f"{type(error).__name__}: {error}")
+            return ee.SequenceFailed(item.key, f"{type(error).__name__}: {error}")
         return None
 
     def _tell_drafter(self, item: SequenceWork) -> None:
@@ -230,9 +223,9 @@ class TargetWorker:
             return
         try:
             match item:
-                case OpenSequence(key, prompt_length, sampling, text):
+                case ee.OpenSequence(key, prompt_length, sampling, text):
                     drafter.open(key, prompt_length, sampling, text)
-                case CloseSequence(key):
+                case ee.CloseSequence(key):
                     drafter.close(key)
                 case _:
                     pass

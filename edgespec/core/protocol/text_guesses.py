@@ -153,7 +153,11 @@ class PromptLookup:
         return self._places.get(pair, -1)
 
     def load(self, tokens: Sequence[int], end: int) -> None:
-        self._index(tokens, max(self.known, end - self._most_pairs), end)
+        places, start = self._places, max(self.known, end - self._most_pairs)
+        if len(places) + end - start > self._most_pairs:
+            places.clear()
+        for at in range(max(2, start), end):
+            places[tokens[at - 2] << 32 | tokens[at - 1]] = at
         self.known = end
         self._search(tokens)
 
@@ -170,13 +174,6 @@ class PromptLookup:
                 self.length += 1
         else:
             self._search(tokens)
-
-    def _index(self, tokens: Sequence[int], start: int, end: int) -> None:
-        places = self._places
-        if len(places) + end - start > self._most_pairs:
-            places.clear()
-        for at in range(max(2, start), end):
-            places[tokens[at - 2] << 32 | tokens[at - 1]] = at
 
     def _search(self, tokens: Sequence[int]) -> None:
         end, self.length = self.known, 0

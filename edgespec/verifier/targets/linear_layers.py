@@ -97,7 +97,8 @@ def pack_model(model: Any) -> int:
     found = _packable(model)
     if not found:
         return 0
-    why_not = "" if _available() else "torch computes without oneDNN here"
+    there = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    why_not = "" if there else "torch computes without oneDNN here"
     shapes: set[torch.Size] = set()
     for one in found:
         if why_not:
@@ -153,10 +154,6 @@ class _Packable:
     name: str
     tied_to: str
     """The name of the embedding that reads these weights too, or nothing."""
-
-
-def _available() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def _packable(model: Any) -> list[_Packable]:

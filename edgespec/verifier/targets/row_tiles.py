@@ -81,12 +81,8 @@ def _soonest(count: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if count <= 0:
         return ()
     choices = [(size, *_soonest(count - size, sizes)) for size in reversed(sizes)]
-    best: tuple[int, ...] = min(choices, key=_cost_rows)
+    best = min(choices, key=lambda pieces: sum(pieces) + _PIECE_ROWS * len(pieces))
     return tuple(sorted(best, reverse=True))
-
-
-def _cost_rows(pieces: tuple[int, ...]) -> int:
-    return sum(pieces) + _PIECE_ROWS * len(pieces)
 
 
 def whole_vector_rows(base: int, widths: Iterable[int]) -> int:

@@ -52,8 +52,10 @@ class ToyMemory:
         """Store the rows of a pass; ``cached[i]`` are the tokens that request i finds cached.
         Raises ``ValueError`` for a table that is too short or wrong, for a written block that is
         another's too, and for a cached token that is not in its slot."""
-        for request in batch:
-            self._check_room(request)
+        for one in batch:
+            rows, room = one.cache_length + one.row_count, len(one.blocks) * self._block_tokens
+            if rows > room:
+                raise ValueError(f"{one.key!r}: {rows} rows, but its blocks hold {room}")
         blocks = [block for request in batch for block in request.blocks]
         if blocks and not 1 <= min(blocks) <= max(blocks) <= self._block_count:
             raise ValueError(f"blocks {min(blocks)} to {max(blocks)}, limit {self._block_count}")
@@ -78,12 +80,6 @@ class ToyMemory:
         """The sequence is closed; its slots keep what they hold."""
         self._tables.pop(key, None)
         self._marks.pop(key, None)
-
-    def _check_room(self, request: PassRequest) -> None:
-        rows = request.cache_length + request.row_count
-        room = len(request.blocks) * self._block_tokens
-        if rows > room:
-            raise ValueError(f"{request.key!r}: {rows} rows, but its blocks hold {room}")
 
     def _check_writes(self, batch: Sequence[PassRequest]) -> None:
         held: set[int] = set()
