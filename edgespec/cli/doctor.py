@@ -112,7 +112,7 @@ def exactness() -> Check:
     except Exception as error:  # whatever a broken installation raises is the finding
         advice = "pip install --force-reinstall 'edgespec[server]'"
         return Check(name, State.BAD, f"{type(error).__name__}: {error}", advice)
-    state = State.GOOD if target.exact else State.NOTE
+    state = State.GOOD if target.canonical else State.NOTE
     where = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "no GPU"
     finding = f"torch {version('torch')}, {where}; on the CPU the bundled target runs in float32 as"
     return Check(name, state, f"{finding} {target.mode}")

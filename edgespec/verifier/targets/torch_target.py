@@ -147,14 +147,9 @@ class TorchTarget:
 
     @property
     def canonical(self) -> bool:
-        """Whether canonical mode is on."""
+        """Whether canonical mode is on: then a text is promised to be the same, bit for bit,
+        whatever is drafted; else it may differ where the two best tokens nearly tie."""
         return self._row_tiles is not None
-
-    @property
-    def exact(self) -> bool:
-        """Whether a text is promised to be the same, bit for bit, whatever is drafted; else it may
-        differ where the two best tokens nearly tie."""
-        return self.canonical
 
     @property
     def mode(self) -> str:

@@ -208,7 +208,8 @@ class VllmTarget:
     vLLM can look at one path only, so a pass holds a chain of ``max_nodes``. ``own_drafts``: how
     many tokens a speculator of the engine's can propose behind a pass."""
 
-    exact = False
+    cache: CacheShape | None = None
+    """vLLM gives out its blocks by itself, and takes them back when it has to."""
 
     def __init__(
         self,
@@ -227,11 +228,6 @@ class VllmTarget:
         self.steps = self.proposed = self._draft_steps = 0
         self._engine, self.info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
-
-    @property
-    def cache(self) -> CacheShape | None:
-        """None: vLLM gives out its blocks by itself, and takes them back when it has to."""
-        return None
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
