@@ -151,10 +151,8 @@ class Station:
     meter: TrafficMeter
 
 
-class OpenStation(Protocol):
-    """Makes a station of an arm; the runner closes its agent."""
-
-    def __call__(self, arm: Arm, options: AgentOptions, *, rtt_ms: float) -> Station: ...
+OpenStation = Callable[[Arm, AgentOptions, float], Station]
+"""Makes a station of an arm with this round-trip time in ms; the runner closes its agent."""
 
 
 class Progress(Protocol):
@@ -211,7 +209,7 @@ class BenchRunner:
             for rtt_ms in self._settings.rtts_ms:
                 for arm in self._settings.arms:
                     options = arm_options(arm, self.vanilla_gammas.get(rtt_ms))
-                    stations[arm, rtt_ms] = self._open_station(arm, options, rtt_ms=rtt_ms)
+                    stations[arm, rtt_ms] = self._open_station(arm, options, rtt_ms)
                     await self._warm_up(stations[arm, rtt_ms], arm, rtt_ms)
             for repeat in range(self._settings.repeats):
                 for rtt_ms in self._settings.rtts_ms:
@@ -226,7 +224,7 @@ class BenchRunner:
     async def _collect_references(self) -> None:
         self._progress.say("reference: target-only, no link")
         arm = Arm.TARGET_ONLY
-        station = self._open_station(arm, arm_options(arm), rtt_ms=0.0)
+        station = self._open_station(arm, arm_options(arm), 0.0)
         async with station.agent as agent:
             references = []
             for prompt in self._workload.prompts:
@@ -245,7 +243,7 @@ class BenchRunner:
     async def _try_gamma(self, gamma: int) -> None:
         options = arm_options(Arm.VANILLA, gamma)
         measurements = []
-        station = self._open_station(Arm.VANILLA, options, rtt_ms=0.0)
+        station = self._open_station(Arm.VANILLA, options, 0.0)
         async with station.agent as agent:
             for prompt in self._workload.prompts[:PROMPT_COUNT]:
                 measurements.append(await self._measure(agent, prompt))

@@ -267,7 +267,7 @@ class _Bench:
             name = "" if drafter is None else drafter.info.name
             self._subject = replace(self._subject, target_name=info.name, draft_name=name)
 
-            def station(arm: Arm, options: AgentOptions, *, rtt_ms: float) -> Station:
+            def station(arm: Arm, options: AgentOptions, rtt_ms: float) -> Station:
                 meter = TrafficMeter()
                 up, down = link_models(LinkSection(rtt_ms=rtt_ms))
                 # Also without delay: all arms and links go through the same code.

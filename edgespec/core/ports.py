@@ -128,15 +128,8 @@ class TargetModel(Protocol):
         """Free the sequence; unknown keys are ignored."""
 
 
-class Shaped(Protocol):
-    """A target that cannot take every pass."""
-
-    @property
-    def pass_shape(self) -> PassShape: ...
-
-
 def pass_shape(target: object) -> PassShape:
-    """What ``target`` can take of one pass."""
+    """What ``target`` can take of one pass: its ``pass_shape``, where it cannot take every one."""
     # Not by ``isinstance``, which from Python 3.12 on does not see what a wrapper passes on.
     shape: PassShape = getattr(target, "pass_shape", PassShape())
     return shape
@@ -175,25 +168,16 @@ def set_draft_steps(target: object, count: int) -> None:
         set_steps(count)
 
 
-class Adapted(Protocol):
-    """A target that also serves its model with an adapter (LoRA), chosen for each session."""
-
-    @property
-    def adapters(self) -> tuple[ModelInfo, ...]:
-        """The model with each of them, by a name and with a fingerprint of its own."""
-
-    def use_adapter(self, key: str, name: str) -> None:
-        """The sequence, which was opened just now, is of the model with this adapter."""
-
-
 def adapters_of(target: object) -> tuple[ModelInfo, ...]:
-    """What ``target`` serves beside its model."""
+    """What ``target`` serves beside its model, its ``adapters``: the model with each of them
+    (LoRA), by a name and with a fingerprint of its own."""
     adapters: tuple[ModelInfo, ...] = getattr(target, "adapters", ())
     return adapters
 
 
 def use_adapter(target: object, key: str, name: str) -> None:
-    """As ``Adapted.use_adapter``. Raises ``ValueError`` for a target without adapters."""
+    """The sequence, which was opened just now, is of the model with this adapter. Raises
+    ``ValueError`` for a target that has none."""
     use = getattr(target, "use_adapter", None)
     if use is None:
         raise ValueError(f"the target has no adapter {name!r}")
@@ -296,18 +280,10 @@ class Transport(Protocol):
     async def close(self) -> None: ...
 
 
-@runtime_checkable
-class Idling(Protocol):
-    """A transport that knows whether it is in use."""
-
-    @property
-    def idle(self) -> bool:
-        """It holds no stream, and no call of it is under way."""
-
-
 def is_idle(transport: object) -> bool:
-    """Whether nobody misses anything when ``transport`` is closed; False where it cannot tell."""
-    return isinstance(transport, Idling) and transport.idle
+    """Whether nobody misses anything when ``transport`` is closed, which holds no stream then and
+    has no call under way; False where it cannot tell (``idle``)."""
+    return bool(getattr(transport, "idle", False))
 
 
 ServeStream = Callable[[VerifierStream], Awaitable[None]]

@@ -299,7 +299,7 @@ class Table:
         self.verifiers: list[Verifier] = []
         self._wrong_rtt_ms = wrong_rtt_ms
 
-    def __call__(self, arm: Arm, options: AgentOptions, *, rtt_ms: float) -> Station:
+    def __call__(self, arm: Arm, options: AgentOptions, rtt_ms: float) -> Station:
         self.opened.append((arm, options, rtt_ms))
         model = replace(MODEL, seed=9) if rtt_ms == self._wrong_rtt_ms else MODEL
         own = ToyServerDrafter(MODEL.perturbed(0.3), toy_info(MODEL)) if arm.on_server else None
