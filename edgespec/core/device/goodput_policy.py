@@ -24,7 +24,7 @@ acceptance rate is known when it changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, assert_never
@@ -39,6 +39,7 @@ from edgespec.core.device.policy import (
     PearlPolicy,
     WindowedPolicy,
     is_full,
+    leaves_now,
 )
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, Node, SpeculationTree
 
@@ -81,34 +82,39 @@ class GoodputPolicy:
         alone = not view.in_flight and view.unsent <= self.width
         if alone and self.best(view)[1] < self.least_gain:
             return False  # drafted to learn from, not to be sent
-        return WindowedPolicy(self.width, gather=self.gather).flush(view)
+        return leaves_now(view, self.gather)
 
     def best(self, view: DraftView) -> tuple[int, float]:
         """The leaf behind which a step would bring most, and how many tokens a step."""
-        rates, tree, in_time = self._rates(view), view.tree, _in_time(view)
+        rate, tree, gain_at = view.estimates.acceptance.rate, view.tree, dict[int, float]()
+        rates = [rate(rank) for rank in range(self.width)]
         priced = view.row_chance / rates[0]
         if priced > 1.0:
             return ROOT, 0.0
-        settled = view.settled_position if priced else 0
-        at_once, gains = self._gain(rates, 1), dict[int, float]()
+        right, hit = min(rates[0], 0.99), min(sum(rates), 0.99)
+        decoding_s, length, decoded, closer = view.decoding_s, tree.prefix.length, 0.0, 1.0
+        if decoding_s is not None:
+            decoded, closer = view.arrival_s / decoding_s, 1.0 - view.step_s / decoding_s
+        end, settled = view.end, length + math.ceil(decoded)
         best, most = ROOT, 0.0
         # The chances, now and in its pass, of a place to draft behind, and what stands there.
-        pending = [(1.0, 1.0, ROOT, tree.prefix.length, tree.roots)]
+        pending = [(1.0, 1.0, ROOT, length, tree.roots)]
         while pending:
             chance, pays, parent, position, children = pending.pop()
-            if position < view.end and (left := _left_open(children)) > 0.0:
-                first = in_time(position)
-                if first not in gains:
-                    gains[first] = self._gain(rates, first)
-                gain = chance * left * gains[first]
+            left = _left_open(children) if children else 1.0
+            if left > 0.0 and position < end:
+                if position not in gain_at:
+                    first = _in_time(decoded - (position - length), closer)
+                    gain_at[position] = _gain(right, hit, first)
+                gain = chance * left * gain_at[position]
                 # The oldest of equals.
                 if gain > most or (gain == most and parent < best):
                     best, most = parent, gain
             for node in children:
                 its = chance * node.chance
                 paying = pays if position < settled else pays * node.chance
-                # Else nothing behind it brings more, either.
-                if its * at_once >= most and paying >= priced:
+                # Else nothing behind it brings more, even at once, when a step brings ``hit``.
+                if its * hit >= most and paying >= priced:
                     pending.append((its, paying, node.id, position + 1, node.children))
         return best, most
 
@@ -124,43 +130,34 @@ class GoodputPolicy:
         due = length < view.end and length % every == 0
         return ROOT if due and _left_open(tree.roots) > 0.0 else None
 
-    def _gain(self, rates: list[float], first: int) -> float:
-        """Tokens a step behind a leaf that is certain, by the formula above."""
-        right, hit = min(rates[0], 0.99), min(sum(rates), 0.99)
-        best, total, reached = 0.0, 0.0, right ** (first - 1)
-        for step in range(first, _FURTHEST + 1):
-            total += reached * hit
-            reached *= right
-            if total / step <= best:
-                break
-            best = total / step
-        return best
 
-    def _rates(self, view: DraftView) -> list[float]:
-        return [view.estimates.acceptance.rate(rank) for rank in range(self.width)]
+def _gain(right: float, hit: float, first: int) -> float:
+    """Tokens a step behind a leaf that is certain, by the formula above."""
+    if first == 1:
+        return hit  # each further step brings less
+    best, total, reached = 0.0, 0.0, right ** (first - 1)
+    for step in range(first, _FURTHEST + 1):
+        total += reached * hit
+        reached *= right
+        if total / step <= best:
+            break
+        best = total / step
+    return best
 
 
-def _in_time(view: DraftView) -> Callable[[int], int]:
-    """Of a position: the first step from now on whose node is not decoded by the verifier before
-    it comes, if each step drafts one position further; more than ``_FURTHEST`` if none is.
+def _in_time(behind: float, closer: float) -> int:
+    """The first step from now on whose node is not decoded by the verifier before it comes, if each
+    step drafts one position further; more than ``_FURTHEST`` if none is.
 
     Formula: the node of step 1 + j at p + j tokens behind the root comes when the verifier has
     decoded (arrival_s + j * step_s) / decoding_s, so j is the least with j * (1 - step_s /
-    decoding_s) >= arrival_s / decoding_s - p. An arrival after 30 ms beside 25 ms a token, steps of
-    10 ms and p = 0: j >= 1.2 / 0.6, so the third step.
+    decoding_s) >= arrival_s / decoding_s - p: j * ``closer`` >= ``behind``. An arrival after 30 ms
+    beside 25 ms a token, steps of 10 ms and p = 0: j >= 1.2 / 0.6, so the third step.
     """
-    decoding_s, length = view.decoding_s, view.tree.prefix.length
-    if decoding_s is None:
-        return lambda position: 1
-    decoded, closer = view.arrival_s / decoding_s, 1.0 - view.step_s / decoding_s
-
-    def first(position: int) -> int:
-        behind = decoded - (position - length) - _ROUNDING
-        if behind <= 0.0:
-            return 1
-        return 1 + math.ceil(behind / closer) if behind < closer * _FURTHEST else _FURTHEST + 1
-
-    return first
+    behind -= _ROUNDING
+    if behind <= 0.0:
+        return 1
+    return 1 + math.ceil(behind / closer) if behind < closer * _FURTHEST else _FURTHEST + 1
 
 
 def _left_open(children: Sequence[Node]) -> float:

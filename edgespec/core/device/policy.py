@@ -125,7 +125,7 @@ class DraftView:
         while (node := nodes.get(parent)) is not None and node.position >= settled:
             chance *= node.chance
             parent = node.parent
-        return max(1, sum(chance * rate(rank) >= price for rank in range(width)))
+        return max(1, sum([chance * rate(rank) >= price for rank in range(width)]))
 
     @property
     def row_chance(self) -> float:
@@ -218,8 +218,35 @@ def is_full(view: DraftView, width: int, window: int | None) -> bool:
     """Whether as many nodes are outstanding as ``window`` steps have, of ``width`` choices each,
     or the verifier takes no more. None: the steps of two rounds."""
     steps = window or math.ceil(2 * view.round_s / view.step_s) + 4
-    drafted = sum([node.rank != UNRANKED for node in view.tree.nodes.values()])
-    return drafted >= steps * width or view.room < width
+    nodes, most = view.tree.nodes, steps * width
+    if len(nodes) < most:
+        return view.room < width
+    drafted = sum([node.rank != UNRANKED for node in nodes.values()])
+    return drafted >= most or view.room < width
+
+
+def leaves_now(view: DraftView, gather: float | None) -> bool:
+    """Whether what is not sent yet leaves at once, with ``gather`` as of ``WindowedPolicy``."""
+    if gather is None or view.resting or not view.in_flight:
+        return True
+    return _in_time_s(view) < view.step_s + gather * view.pass_s
+
+
+def _in_time_s(view: DraftView) -> float:
+    """For how long what leaves still reaches the verifier before the next pass begins.
+
+    Formula: a pass begins when the one before it is committed, so the k-th after the last
+    commit begins k * period - rtt_s / 2 behind the moment when that commit came, and what is to
+    be in it leaves rtt_s / 2 earlier: (-rtt_s - since_commit_s) modulo the period. With a round
+    trip of 10 ms and a period of 25 ms, 15 ms are left when a commit comes, and 5 ms later 10.
+    It is 0 where passes do not follow one another at once: nobody knows when the next begins.
+    """
+    estimates = view.estimates
+    if view.since_commit_s is None or not estimates.rtt_s.count:
+        return 0.0
+    if estimates.commit_s.get(math.inf) > _WITHOUT_A_WAIT * view.pass_s:
+        return 0.0
+    return (-estimates.rtt_s.get(0.0) - view.since_commit_s) % max(view.pass_s, 1e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,27 +312,7 @@ class WindowedPolicy:
         return best or None
 
     def flush(self, view: DraftView) -> bool:
-        if not view.unsent:
-            return False
-        if self.gather is None or view.resting or not view.in_flight:
-            return True
-        return self._in_time_s(view) < view.step_s + self.gather * view.pass_s
-
-    def _in_time_s(self, view: DraftView) -> float:
-        """For how long what leaves still reaches the verifier before the next pass begins.
-
-        Formula: a pass begins when the one before it is committed, so the k-th after the last
-        commit begins k * period - rtt_s / 2 behind the moment when that commit came, and what is to
-        be in it leaves rtt_s / 2 earlier: (-rtt_s - since_commit_s) modulo the period. With a round
-        trip of 10 ms and a period of 25 ms, 15 ms are left when a commit comes, and 5 ms later 10.
-        It is 0 where passes do not follow one another at once: nobody knows when the next begins.
-        """
-        estimates = view.estimates
-        if view.since_commit_s is None or not estimates.rtt_s.count:
-            return 0.0
-        if estimates.commit_s.get(math.inf) > _WITHOUT_A_WAIT * view.pass_s:
-            return 0.0
-        return (-estimates.rtt_s.get(0.0) - view.since_commit_s) % max(view.pass_s, 1e-6)
+        return view.unsent > 0 and leaves_now(view, self.gather)
 
     def _least_chance(self, view: DraftView, step_s: float, hit_rate: float) -> float:
         """A step behind a node that is less likely costs more than it saves: its own time, or the

@@ -212,13 +212,15 @@ class GuessChances:
     the two models and on whether they sample, and outlives a generation."""
 
     def __init__(self) -> None:
-        self._rates = [
-            [DecayedRate(_MEMORY, _PRIOR_WEIGHT) for _ in range(CELLS)] for _ in range(_RANKS)
-        ]
+        # As in ``DecayedRate``, but of all cells together: there is one of these for each device.
+        self._hits = [0.0] * (CELLS * _RANKS)
+        self._trials = [0.0] * (CELLS * _RANKS)
 
     def add(self, rank: int, logprob: float, *, hit: bool) -> None:
         """A position was decided at which the choice of this rank had this log-probability."""
-        self._rates[min(rank, _LAST)][_cell(rank, logprob)].add(hit)
+        cell = _cell(rank, logprob)
+        self._trials[cell] = self._trials[cell] * _MEMORY + 1.0
+        self._hits[cell] = self._hits[cell] * _MEMORY + hit
 
     def chance(self, rank: int, logprob: float, rate: float) -> float:
         """Formula: (hits + 6 * rate) / (trials + 6) of the guesses of this rank in the same cell,
@@ -226,15 +228,17 @@ class GuessChances:
         Cells are tenths for first choices, halvings for others. Where 60 second choices held for
         0.01 were tried and none was right, and second choices are right at 0.1: 0.6 / 66 = 0.009.
         """
-        row = rank if rank < _LAST else _LAST
-        return self._rates[row][_cell(rank, logprob)].rate(rate)
+        cell = _cell(rank, logprob)
+        return (self._hits[cell] + rate * _PRIOR_WEIGHT) / (self._trials[cell] + _PRIOR_WEIGHT)
 
 
 def _cell(rank: int, logprob: float) -> int:
-    """Of a first choice its tenth; of others 0 for a probability above a half, 1 above a quarter,
-    and so on. Certain guesses, and what is no number, count as most likely."""
+    """Of a first choice its tenth; of others, behind these, 0 for a probability above a half, 1
+    above a quarter, and so on, rank by rank. Certain guesses, and what is no number, count as most
+    likely."""
     if rank:
         halvings = logprob * _PER_HALVING if logprob < 0.0 else 0.0
-        return int(halvings) if halvings < CELLS else CELLS - 1
+        cell = int(halvings) if halvings < CELLS else CELLS - 1
+        return cell + CELLS * (rank if rank < _LAST else _LAST)
     cell = int(CELLS * math.exp(logprob)) if logprob < 0.0 else CELLS
     return cell if cell < CELLS else CELLS - 1

@@ -250,11 +250,13 @@ class _Hidden:
         backward = np.ones_like(forward)
         stayed = np.zeros(2)
         fresh = np.zeros_like(starts)
+        same = np.arange(2), np.arange(2)
+        moves_on = moves[same]
         for at in range(len(likely) - 1, 0, -1):
             after = likely[at] * backward[at]
             joint = forward[at - 1][:, None, :] * moves * after[None, :, :]
             joint *= self._live[at] / joint.sum(axis=(0, 1))
-            held = np.stack([joint[s, s] * self.persistence / moves[s, s] for s in range(2)])
+            held = joint[same] * self.persistence / moves_on
             stayed += held.sum(), joint.sum()
             fresh += joint.sum(axis=0) - held
             before = (moves * after[None, :, :]).sum(axis=1)

@@ -7,6 +7,7 @@ job's outcome is plain data, so it can travel between processes.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -267,7 +268,13 @@ def play(
     progress: Callable[[float], None] = lambda now_s: None,
 ) -> WorldOutcome:
     """Raises ``ConservationError``, and what ``check`` raises."""
-    return _world(job, tracer).run(progress)
+    # Most of a world lives until its end: to look for cycles as often as usual is for nothing.
+    usual = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        return _world(job, tracer).run(progress)
+    finally:
+        gc.set_threshold(*usual)
 
 
 def check(scenario: Scenario, folder: Path) -> None:
