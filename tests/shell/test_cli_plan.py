@@ -233,7 +233,7 @@ class Played:
 
 
 def task(name: str) -> Task:
-    scenario = replace(load_scenario("laptop-floor"), duration_s=10.0)
+    scenario = replace(load_scenario("laptop-floor"), duration_s=10.0, warm_up_s=0.0)
     return Task(name, Job(scenario, Arm.TARGET_ONLY, 0, 1, Path()))
 
 
@@ -248,6 +248,18 @@ def test_the_time_ends_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
         assert world.steps == 7
         rest: Any = workers.play([task("c")])
         assert list(rest) == [(0, "played")]
+
+
+def test_off_terminals_a_line_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A world of 10 s takes five steps of 4 s here: a line at the beginning and every 10 s."""
+    world = Played(4.0)
+    monkeypatch.setattr(player, "play", world)
+    with Workers(1, clock=world.clock) as workers:
+        list(workers.play([task("a"), task("b")]))
+    said = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert said == [f"simulated: {at} of 20 virtual s" for at in (0, 6, 12, 18)]
 
 
 # --- what is printed --------------------------------------------------------------------------

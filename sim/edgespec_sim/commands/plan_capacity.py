@@ -587,7 +587,7 @@ def capacity(
         except ValueError as error:
             raise ConfigError(str(error)) from None
         cores = default_processes()
-        with Workers(cores, lines_every_s=10.0) as workers:
+        with Workers(cores) as workers:
 
             def play(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
                 tasks = [Task(doing, job) for job in jobs]

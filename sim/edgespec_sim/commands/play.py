@@ -4,9 +4,8 @@ plans share.
 Points (a scenario each) are played in rounds: one seed, then ``replication.FIRST``, then as many as
 their spread asks for, all points side by side. Which seeds these are depends on what came out and
 not on the number of processes; only when the time is up does the machine's speed count, and then
-the summary says so. Progress is a bar on a terminal, and elsewhere, where it is wished for, a line
-now and then. Ctrl-C and SIGTERM end the workers at once: what was complete by then is kept by
-whoever asked.
+the summary says so. Progress is a bar on a terminal, and elsewhere a line now and then. Ctrl-C and
+SIGTERM end the workers at once: what was complete by then is kept by whoever asked.
 """
 
 from __future__ import annotations
@@ -439,7 +438,7 @@ class Workers:
         processes: int,
         *,
         quiet: bool = False,
-        lines_every_s: float = math.inf,
+        lines_every_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._processes, self._clock = processes, clock
