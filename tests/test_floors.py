@@ -139,7 +139,7 @@ FLOORS = (
         "edgespec_sim.report", (CORE, TELEMETRY, ARMS, "edgespec_sim"), HEAVY | {"asyncio", "numpy"}
     ),
     Floor("edgespec_sim", (CORE, TELEMETRY, CONFIG, ARMS, GUARDED, *TOYS), HEAVY | REAL_WORLD),
-    # Training alone needs torch; a trained policy runs in numpy.
+    # Training alone needs torch.
     Floor("edgespec_uara.masac", (CORE, "edgespec_sim", "edgespec_uara"), HEAVY - {"torch"}),
     Floor("edgespec_uara", (CORE, ARMS, "edgespec_sim"), HEAVY),
     Floor("edgespec.__main__", ("edgespec.cli", "edgespec_sim.commands"), HEAVY),

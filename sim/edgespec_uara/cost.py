@@ -102,11 +102,17 @@ def objective(terms: Terms, decision: Decision) -> float:
 def delays(terms: Terms, decision: Decision) -> Floats:
     """(M,), milliseconds from request to last token: drafting and sending overlap, so the longer of
     the two counts; then queue and verification. No energy, no penalty."""
-    devices, chosen = np.arange(terms.devices), decision.association
-    sending = terms.uplink[devices, chosen] / decision.bandwidth
-    verifying = terms.work[devices, chosen] / decision.compute
+    sending = terms.uplink[np.arange(terms.devices), decision.association] / decision.bandwidth
     late: Floats = np.maximum(sending - terms.draft, 0.0)
-    return terms.delay[devices, chosen] + late + verifying
+    return late + printed_delays(terms, decision)
+
+
+def printed_delays(terms: Terms, decision: Decision) -> Floats:
+    """(M,), milliseconds: the objective's first two terms, D_MD + D_ES, in which nothing waits for
+    the uplink."""
+    devices, chosen = np.arange(terms.devices), decision.association
+    waited: Floats = terms.delay[devices, chosen] + terms.work[devices, chosen] / decision.compute
+    return waited
 
 
 # --- the paper's objective, as printed and corrected (Koh and Yang, arXiv 2511.01695) ----------

@@ -10,7 +10,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -152,36 +152,14 @@ class Transition:
     """The episode ended with it."""
 
 
-class Replay:
-    """The last transitions, drawn uniformly."""
-
-    def __init__(self, capacity: int, rng: np.random.Generator) -> None:
-        self._kept: deque[Transition] = deque(maxlen=capacity)
-        self._rng = rng
-
-    def add(self, transition: Transition) -> None:
-        self._kept.append(transition)
-
-    def draw(self, count: int) -> list[Transition]:
-        return [self._kept[index] for index in self._rng.integers(len(self._kept), size=count)]
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerSettings:
-    """Of one training."""
-
-    actor_rate: float = 3e-4
-    critic_rate: float = 1e-3
-    temperature_rate: float = 1e-3
-    discount: float = 0.9
-    """The paper gives none; with 0.9 a reward three slots ahead still counts three quarters."""
-    follow: float = 0.01
-    """How far the target critics move towards the critics, an update."""
-    batch: int = 8
-    """Scenes an update."""
-    target_entropy: float = -9.0
-    """Of an agent: two dimensions a device and one of its own, each narrow at the end."""
-    first_temperature: float = 0.05
+ACTOR_RATE, CRITIC_RATE, TEMPERATURE_RATE = 3e-4, 1e-3, 1e-3
+DISCOUNT = 0.9
+"""The paper gives none; with 0.9 a reward three slots ahead still counts three quarters."""
+FOLLOW = 0.01
+"""How far the target critics move towards the critics, an update."""
+TARGET_ENTROPY = -9.0
+"""Of an agent: two dimensions a device and one of its own, each narrow at the end."""
+FIRST_TEMPERATURE = 0.05
 
 
 class Learner:
@@ -189,19 +167,18 @@ class Learner:
     whole process, and has it use one thread: networks this small only lose by sharing work, and
     sums keep their order."""
 
-    def __init__(self, settings: LearnerSettings, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.actor = Actor()
-        self._settings = settings
         self._critics = (Critic(), Critic())
         self._targets = copy.deepcopy(self._critics)
-        self._log_temperature = torch.tensor(math.log(settings.first_temperature))
+        self._log_temperature = torch.tensor(math.log(FIRST_TEMPERATURE))
         self._log_temperature.requires_grad_()
-        self._of_actor = torch.optim.Adam(self.actor.parameters(), settings.actor_rate)
+        self._of_actor = torch.optim.Adam(self.actor.parameters(), ACTOR_RATE)
         both = chain.from_iterable(critic.parameters() for critic in self._critics)
-        self._of_critics = torch.optim.Adam(list(both), settings.critic_rate)
-        self._of_temperature = torch.optim.Adam([self._log_temperature], settings.temperature_rate)
+        self._of_critics = torch.optim.Adam(list(both), CRITIC_RATE)
+        self._of_temperature = torch.optim.Adam([self._log_temperature], TEMPERATURE_RATE)
 
     @property
     def temperature(self) -> float:
@@ -209,8 +186,7 @@ class Learner:
 
     def slow_down(self, share: float) -> None:
         """Learning rates as shares of the first ones."""
-        rates = (self._settings.actor_rate, self._settings.critic_rate)
-        for optimiser, rate in zip((self._of_actor, self._of_critics), rates, strict=True):
+        for optimiser, rate in ((self._of_actor, ACTOR_RATE), (self._of_critics, CRITIC_RATE)):
             for group in optimiser.param_groups:
                 group["lr"] = share * rate
 
@@ -222,7 +198,7 @@ class Learner:
         _step(self._of_actor, (self.temperature * density - values).mean())
         for critic in self._critics:
             critic.requires_grad_(True)
-        excess = density.detach().mean() + self._settings.target_entropy
+        excess = density.detach().mean() + TARGET_ENTROPY
         _step(self._of_temperature, -self._log_temperature * excess)
         self._follow()
 
@@ -240,7 +216,7 @@ class Learner:
         values, density = self._valued([one.following for one in batch], self._targets)
         goes_on = torch.cat([torch.full_like(one.rewards, not one.over) for one in batch])
         later = goes_on * (values - self.temperature * density)
-        return torch.cat([one.rewards for one in batch]) + self._settings.discount * later
+        return torch.cat([one.rewards for one in batch]) + DISCOUNT * later
 
     def _valued(
         self, scenes: Sequence[Tensor], critics: tuple[Critic, Critic]
@@ -259,7 +235,7 @@ class Learner:
         with torch.no_grad():
             for critic, target in zip(self._critics, self._targets, strict=True):
                 for new, old in zip(critic.parameters(), target.parameters(), strict=True):
-                    old.lerp_(new, self._settings.follow)
+                    old.lerp_(new, FOLLOW)
 
 
 def _step(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -375,8 +351,7 @@ class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
         pairs = np.stack([joint[:, :devices].T, joint[:, devices:-1].T], axis=-1)
         weights = action_weights(pairs, joint[:, -1:])
         start = best_gain(world.snapshot.gains)
-        matched = two_phase_matching(terms, weights, start, Steps.SWAPS)
-        decision = weighted(weights, matched.association)
+        decision = weighted(weights, two_phase_matching(terms, weights, start, Steps.SWAPS))
         chance = self._dice.integers(terms.servers, size=devices)
         world.advance(decision.association)
         return objective(terms, decision), objective(terms, uniform(terms, chance))
@@ -391,12 +366,12 @@ SERVERS: Final = (4, 8)
 
 
 class PaperRollout:
-    """Plays episodes of ``ServersEnv`` without end."""
+    """Plays episodes of ``ServersEnv`` without end, in worlds of ``base`` but for their size."""
 
-    def __init__(self, cost: CostModel, seed: int) -> None:
+    def __init__(self, base: UaraSettings, cost: CostModel, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._envs = {
-            (devices, servers): ServersEnv(UaraSettings(devices=devices, servers=servers), cost)
+            (devices, servers): ServersEnv(replace(base, devices=devices, servers=servers), cost)
             for devices in DEVICES
             for servers in SERVERS
         }
@@ -432,33 +407,32 @@ def _joint(agents: Sequence[str], actions: Actions) -> dict[str, Observation]:
     return dict(zip(agents, joint, strict=True))
 
 
-CAPACITY, WARM_UP, UPDATES_PER_EPISODE = 400, 10, 10
+CAPACITY, BATCH = 400, 8
+"""Scenes that are kept, the last ones, and those of an update, drawn uniformly."""
+WARM_UP, UPDATES_PER_EPISODE = 10, 10
 
 
-def train(seed: int, updates: int) -> Actor:
+def train(base: UaraSettings, seed: int, updates: int) -> Actor:
     """After so many updates: the last actor, not the best, as nothing of the sweep may choose
     it."""
-    settings = LearnerSettings()
-    learner, rollout = Learner(settings, seed), PaperRollout(PaperCost(), seed)
-    replay = Replay(CAPACITY, np.random.default_rng(seed))
+    learner, rollout = Learner(seed), PaperRollout(base, PaperCost(), seed)
+    kept, rng = deque[Transition](maxlen=CAPACITY), np.random.default_rng(seed)
     for _ in range(WARM_UP):
-        for transition in rollout.episode(learner.actor):
-            replay.add(transition)
+        kept.extend(rollout.episode(learner.actor))
     done = 0
     while done < updates:
-        for transition in rollout.episode(learner.actor):
-            replay.add(transition)
+        kept.extend(rollout.episode(learner.actor))
         for _ in range(min(UPDATES_PER_EPISODE, updates - done)):
-            learner.update(replay.draw(settings.batch))
+            learner.update([kept[index] for index in rng.integers(len(kept), size=BATCH)])
             done += 1
         learner.slow_down(max(0.05, 1.0 - done / updates))
     return learner.actor
 
 
-def trained(file: Path, seed: int, updates: int) -> Actor:
+def trained(file: Path, base: UaraSettings, seed: int, updates: int) -> Actor:
     """The actor in the file, which is made where it is missing."""
     if not file.is_file():
-        torch.save(train(seed, updates).state_dict(), file)
+        torch.save(train(base, seed, updates).state_dict(), file)
     actor = Actor()
     actor.load_state_dict(torch.load(file, weights_only=True))
     return actor

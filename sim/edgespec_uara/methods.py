@@ -1,4 +1,4 @@
-"""Every method by name: from a snapshot and a cost model to a decision.
+"""Every method by name: a rule that associates, and what shares out each server.
 
 The paper's three baselines associate by a rule and share evenly. The others tell apart what the
 association is worth and what the shares are worth, and what is left to gain.
@@ -12,15 +12,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from edgespec_uara.cost import (
-    CostModel,
-    Decision,
-    Terms,
-    Weights,
-    optimal,
-    uniform,
-    weighted,
-)
+from edgespec_uara.cost import Decision, Terms, Weights, optimal, uniform
 from edgespec_uara.world import Floats, Ints, Snapshot
 
 # --- two-phase matching ------------------------------------------------------------------------
@@ -31,33 +23,19 @@ from edgespec_uara.world import Floats, Ints, Snapshot
 #     sum constant + (u / V) sum power v + balance ((V / u)^2 sum (uplink / v)^2
 #         - 2 (V / u) sum draft uplink / v + sum draft^2) + Q sum work / q
 # so what a move or a swap would change is exact, and is computed for all moves and all swaps at
-# once from sums with one device taken out or put in. Each iteration applies the best one. The
-# cost strictly falls and associations are finite, so it ends; a limit guards against rounding.
+# once from sums with one device taken out or put in. Each iteration applies the best one, after
+# which only the two servers that it touched are priced anew. The cost strictly falls and
+# associations are finite, so it ends; a limit guards against rounding.
 
 
 TOLERANCE = 1e-7
 """Of the present cost: less is rounding."""
 
 
-class SwapTest(Enum):
-    LOWERS_COST = auto()
-    AS_PRINTED = auto()
-    """The paper's inequality, that of a maximiser: kept to show what it does."""
-
-
 class Steps(Enum):
     SWAPS = auto()
     """As the paper has it: each server keeps as many devices as it starts with."""
     SWAPS_AND_MOVES = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """An association (M,), its cost and the number of changes that led to it."""
-
-    association: Ints
-    cost: float
-    changes: int
 
 
 def best_gain(gains: Floats) -> Ints:
@@ -71,16 +49,15 @@ def two_phase_matching(
     weights: Weights,
     start: Ints,
     steps: Steps = Steps.SWAPS_AND_MOVES,
-    test: SwapTest = SwapTest.LOWERS_COST,
-) -> Matched:
-    """Second phase, from ``start``. Shares are those of ``weights`` throughout."""
-    sign = 1.0 if test is SwapTest.LOWERS_COST else -1.0
+    sign: float = 1.0,
+) -> Ints:
+    """Second phase: the association (M,) that ``start`` leads to. Shares are those of ``weights``
+    throughout. A ``sign`` of -1 is the paper's inequality as printed, that of a maximiser."""
     search = _Search(terms, weights, start)
-    limit = 20 * terms.devices
-    changes = 0
-    while changes < limit and search.improve(steps, sign):
-        changes += 1
-    return Matched(search.association, float(search.costs.sum()), changes)
+    for _ in range(20 * terms.devices):
+        if not search.improve(steps, sign):
+            break
+    return search.association
 
 
 class _Search:
@@ -110,6 +87,11 @@ class _Search:
         sums = [np.bincount(start, part, terms.servers) for part in own]
         self._sums: Floats = np.stack(sums).astype(np.float64)
         self.costs = self._cost(self._sums, self._used)
+        # What an own server's cost changes by when a device leaves it (M,), and when another one
+        # comes instead (M, M): row i, column k is i's server after i left and k came.
+        self._left = np.empty(terms.devices)
+        self._half = np.empty((terms.devices, terms.devices))
+        self._price(self._everyone)
 
     def _cost(self, sums: Floats, used: Floats) -> Floats:
         """Of servers with these sums; axis 0 is the sum. Empty servers cost nothing."""
@@ -123,53 +105,54 @@ class _Search:
     def improve(self, steps: Steps, sign: float) -> bool:
         """Apply the best change; False when none helps by more than rounding."""
         at = self.association
-        own = self._parts[:, self._everyone, at]
-        less = self._sums[:, at] - own
-        swap_i, swap_k, swap = self._best_swap(less, sign)
-        device, server, move = self._best_move(less, sign)
+        swap_i, swap_k, swap = self._best_swap(sign)
         threshold = -TOLERANCE * abs(float(self.costs.sum()))
-        if steps is Steps.SWAPS_AND_MOVES and move <= swap and move < threshold:
-            self._put(device, server)
-        elif swap < threshold:
-            first, second = int(at[swap_i]), int(at[swap_k])
-            self._put(swap_i, second)
-            self._put(swap_k, first)
-        else:
-            return False
-        return True
+        if steps is Steps.SWAPS_AND_MOVES:
+            device, server, move = self._best_move(sign)
+            if move <= swap and move < threshold:
+                self._put(device, server)
+                return True
+        if swap < threshold:
+            self._put(swap_i, int(at[swap_k]), swap_k, int(at[swap_i]))
+            return True
+        return False
 
-    def _best_move(self, less: Floats, sign: float) -> tuple[int, int, float]:
-        at = self.association
-        left = self._cost(less, self._used[at]) - self.costs[at]
-        more = self._sums[:, None, :] + self._parts
-        joined = self._cost(more, self._used) - self.costs
-        delta = sign * (left[:, None] + joined)
-        delta[self._everyone, at] = np.inf
-        best = int(delta.argmin())
-        device, server = divmod(best, delta.shape[1])
+    def _best_move(self, sign: float) -> tuple[int, int, float]:
+        joined = self._cost(self._sums[:, None, :] + self._parts, self._used) - self.costs
+        delta = sign * (self._left[:, None] + joined)
+        delta[self._everyone, self.association] = np.inf
+        device, server = divmod(int(delta.argmin()), delta.shape[1])
         return device, server, float(delta[device, server])
 
-    def _best_swap(self, less: Floats, sign: float) -> tuple[int, int, float]:
-        """Row i, column k: i's server after i left and k came; a swap is that plus its mirror."""
+    def _best_swap(self, sign: float) -> tuple[int, int, float]:
+        """A swap is a device's coming instead of another one, and the mirror of that."""
         at = self.association
+        delta = sign * (self._half + self._half.T)
+        delta[at[:, None] == at[None, :]] = np.inf
+        first, second = divmod(int(delta.argmin()), len(at))
+        return first, second, float(delta[first, second])
+
+    def _put(self, *changes: int) -> None:
+        """Devices, each followed by its new server."""
+        devices, servers = list(changes[::2]), list(changes[1::2])
+        touched = np.unique([*self.association[devices], *servers])
+        self.association[devices] = servers
+        for server in touched:
+            members = np.flatnonzero(self.association == server)
+            # Summed anew: sums that are only added to and subtracted from would drift.
+            self._sums[:, server] = self._parts[:, members, server].sum(axis=1)
+        self.costs = self._cost(self._sums, self._used)
+        self._price(np.flatnonzero(np.isin(self.association, touched)))
+
+    def _price(self, devices: Ints) -> None:
+        """What else could be at the servers of these devices."""
+        at = self.association[devices]
+        less = self._sums[:, at] - self._parts[:, devices, at]
+        self._left[devices] = self._cost(less, self._used[at]) - self.costs[at]
         # parts[:, k, server of i] as (sums, i, k).
         coming = self._parts[:, :, at].transpose(0, 2, 1)
         changed = self._cost(less[:, :, None] + coming, self._used[at][:, None])
-        half = changed - self.costs[at][:, None]
-        delta = sign * (half + half.T)
-        delta[at[:, None] == at[None, :]] = np.inf
-        best = int(delta.argmin())
-        first, second = divmod(best, delta.shape[1])
-        return first, second, float(delta[first, second])
-
-    def _put(self, device: int, server: int) -> None:
-        old = int(self.association[device])
-        self.association[device] = server
-        for changed in (old, server):
-            members = np.flatnonzero(self.association == changed)
-            # Summed anew: sums that are only added to and subtracted from would drift.
-            self._sums[:, changed] = self._parts[:, members, changed].sum(axis=1)
-        self.costs = self._cost(self._sums, self._used)
+        self._half[devices] = changed - self.costs[at][:, None]
 
 
 # --- what a learned allocation of resources reads and says -------------------------------------
@@ -210,19 +193,14 @@ def action_weights(pair_actions: Floats, server_actions: Floats) -> Weights:
     )
 
 
-def tma_masac(weights: Weights, terms: Terms, start: Ints) -> Decision:
-    """The paper's order of things: weights first, for all pairs, then swaps under them."""
-    matched = two_phase_matching(terms, weights, start, Steps.SWAPS)
-    return weighted(weights, matched.association)
-
-
-PAPERS_MATCHING = "TMA (swaps) + uniform"
-"""The paper's matching, its shares left even."""
-WITH_MOVES = "TMA, moves too + uniform"
-"""With moves of single devices as well, which is ours."""
-WITH_OPTIMAL = "TMA (swaps) + optimal shares"
-"""The paper's matching, its shares of least cost (convex)."""
 PAPER_BASELINES = ("random", "max-SINR", "max-compute")
+PAPERS_MATCHING = "paper's TMA, even shares"
+"""Swaps alone, and nothing learned."""
+WITH_OPTIMAL = "paper's TMA, convex shares"
+"""The shares, of least cost, are ours."""
+WITH_MOVES = "ours: TMA and moves, even shares"
+"""Single devices may move as well, which is ours."""
+WITH_MOVES_OPTIMAL = "ours: TMA and moves, convex shares"
 NO_SPECULATION = "no speculation"
 
 
@@ -234,15 +212,19 @@ class Situation:
     terms: Terms
     rng: np.random.Generator
 
-    @property
-    def chance(self) -> Ints:
-        return self.rng.integers(self.terms.servers, size=self.terms.devices)
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    associate: Callable[[Situation], Ints]
+    share: Callable[[Terms, Ints], Decision] = uniform
+    speculates: bool = True
+    """Or else the situation's terms are those of the server alone."""
+
+    def decide(self, situation: Situation) -> Decision:
+        return self.share(situation.terms, self.associate(situation))
 
 
-Method = Callable[[Situation], Decision]
-
-
-def max_compute(snapshot: Snapshot) -> Ints:
+def _spread(snapshot: Snapshot) -> Ints:
     """Devices in order, each to the server with most compute left for one more."""
     association = np.zeros(len(snapshot.tokens), dtype=np.int64)
     counts = np.zeros(snapshot.settings.servers)
@@ -253,26 +235,53 @@ def max_compute(snapshot: Snapshot) -> Ints:
     return association
 
 
-def two_phase(situation: Situation, steps: Steps = Steps.SWAPS_AND_MOVES) -> Ints:
-    """Two-phase matching under uniform shares."""
-    terms, start = situation.terms, best_gain(situation.snapshot.gains)
-    return two_phase_matching(terms, Weights.even(terms), start, steps).association
+def _one(snapshot: Snapshot) -> Ints:
+    """All devices to one server of the fastest class."""
+    return np.full(len(snapshot.tokens), snapshot.server_flops.argmax())
 
 
-METHODS: Mapping[str, Method] = {
-    "random": lambda s: uniform(s.terms, s.chance),
-    "max-SINR": lambda s: uniform(s.terms, best_gain(s.snapshot.gains)),
-    "max-compute": lambda s: uniform(s.terms, max_compute(s.snapshot)),
-    "max-SINR + optimal shares": lambda s: optimal(s.terms, best_gain(s.snapshot.gains)),
-    PAPERS_MATCHING: lambda s: uniform(s.terms, two_phase(s, Steps.SWAPS)),
-    WITH_MOVES: lambda s: uniform(s.terms, two_phase(s)),
-    WITH_OPTIMAL: lambda s: optimal(s.terms, two_phase(s, Steps.SWAPS)),
-    "TMA, moves too + optimal shares": lambda s: optimal(s.terms, two_phase(s)),
+def _best_heard(snapshot: Snapshot) -> Ints:
+    """Each to that server of the fastest class which it hears best."""
+    fastest = snapshot.server_flops == snapshot.server_flops.max()
+    return best_gain(np.where(fastest, snapshot.gains, -1.0))
+
+
+MAX_COMPUTE: Mapping[str, Callable[[Snapshot], Ints]] = {
+    "spread": _spread,
+    "one": _one,
+    "best-heard": _best_heard,
 }
+"""What the paper's baseline may mean: ours, then its words with two ways to break ties."""
 
 
-def without_speculation(snapshot: Snapshot, cost: CostModel) -> tuple[Terms, Decision]:
-    """The server decodes alone: its own terms, matched by swaps and moves, optimal shares."""
-    terms = cost.plain_terms(snapshot)
-    matched = two_phase_matching(terms, Weights.even(terms), max_compute(snapshot))
-    return terms, optimal(terms, matched.association)
+def _chance(s: Situation) -> Ints:
+    return s.rng.integers(s.terms.servers, size=s.terms.devices)
+
+
+def _swaps(s: Situation) -> Ints:
+    return _two_phase(s, Steps.SWAPS)
+
+
+def _moves(s: Situation) -> Ints:
+    return _two_phase(s, Steps.SWAPS_AND_MOVES)
+
+
+def _two_phase(s: Situation, steps: Steps) -> Ints:
+    """Under even shares."""
+    even, start = Weights.even(s.terms), best_gain(s.snapshot.gains)
+    return two_phase_matching(s.terms, even, start, steps)
+
+
+def every_method(max_compute: str) -> dict[str, Method]:
+    """All of them, under that reading of max-compute."""
+    reading = MAX_COMPUTE[max_compute]
+    return {
+        "random": Method(_chance),
+        "max-SINR": Method(lambda s: best_gain(s.snapshot.gains)),
+        "max-compute": Method(lambda s: reading(s.snapshot)),
+        PAPERS_MATCHING: Method(_swaps),
+        WITH_OPTIMAL: Method(_swaps, optimal),
+        WITH_MOVES: Method(_moves),
+        WITH_MOVES_OPTIMAL: Method(_moves, optimal),
+        NO_SPECULATION: Method(lambda s: _spread(s.snapshot), optimal, speculates=False),
+    }

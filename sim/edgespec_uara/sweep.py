@@ -1,228 +1,405 @@
-"""``python -m edgespec_uara.sweep --out DIR``: every method over the paper's sweeps.
+"""``python -m edgespec_uara.sweep --out DIR``: the paper's claim under each choice that it leaves
+open.
 
-Writes ``NAME.json`` for each cost model, and shows what the paper's matching saves, with optimal
-shares, and with our moves, beside the paper's own figures. Every method plays its own copy of a
-world: gains, tasks and walks are the same for all (their dice do not depend on decisions), the
-queues are those that it makes for itself. A gain is 1 - ours / theirs of the mean in a cell; the
-paper reports its mean and its maximum over cells.
+A row varies one choice; the others stay as in ``Choices``, or as ``--set`` has them. At each point
+every method plays its own copy of the same worlds: gains, tasks and walks are the same for all
+(their dice do not depend on decisions), the queues are those that it makes for itself. Each point
+is printed when it is done; then come a table with a line a row and the files ``choices.json`` and
+``choices.html``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from edgespec_uara.cost import CorrectedCost, CostModel, PaperCost, delays, objective
-from edgespec_uara.methods import (
-    METHODS,
-    NO_SPECULATION,
-    PAPER_BASELINES,
-    PAPERS_MATCHING,
-    WITH_MOVES,
-    WITH_OPTIMAL,
-    Method,
-    Situation,
-    without_speculation,
+from edgespec_sim.replication import Interval, quantile_interval, student
+from edgespec_sim.report.document import Document, Figure, write_page
+from edgespec_sim.report.plots import axis, layout
+from edgespec_sim.report.tables import table as html_table
+from edgespec_uara import methods
+from edgespec_uara.cost import (
+    CorrectedCost,
+    CostModel,
+    Decision,
+    PaperCost,
+    Terms,
+    delays,
+    device_costs,
+    printed_delays,
 )
-from edgespec_uara.world import UaraSettings, UaraWorld
+from edgespec_uara.methods import MAX_COMPUTE, PAPER_BASELINES, Method, Situation
+from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 
-PAPER_MEAN_GAIN, PAPER_MAX_GAIN = 0.237, 0.280
-"""In end-to-end latency, over its three baselines (abstract)."""
-DEVICE_SWEEP, SERVER_SWEEP = (30, 60, 90, 120, 150, 180), (4, 8, 12, 16, 20)
-FIXED_DEVICES, FIXED_SERVERS = 90, 12
+PAPER_GAIN = 0.237
+"""Mean saving of end-to-end latency over its three baselines (abstract); its greatest is 28.0 %."""
 _SEED_STEP = 7919
-_SHOWN = (PAPERS_MATCHING, WITH_OPTIMAL, WITH_MOVES)
+COSTS: Mapping[str, CostModel] = {cost.name: cost for cost in (PaperCost(), CorrectedCost())}
+MEASURES: Mapping[str, Callable[[Terms, Decision], Floats]] = {
+    "delay": delays,
+    "printed": printed_delays,
+    "cost": device_costs,
+}
+
+
+# --- savings, with their intervals -------------------------------------------------------------
+
+
+def mean_of_worlds(ours: Floats, theirs: Floats) -> Interval:
+    """Share saved: the mean over worlds of each world's own, 95 % by Student's t. Both of shape
+    (pairs, worlds), or ``ours`` (1, worlds); a world's saving is the mean over the pairs."""
+    saved = (1.0 - ours / theirs).mean(axis=0)
+    return by_student(float(saved.mean()), saved)
+
+
+def ratio_of_means(ours: Floats, theirs: Floats) -> Interval:
+    """Likewise of the mean delays over all worlds, by the delta method and Student's t."""
+    mean = theirs.mean(axis=1, keepdims=True)
+    ratio = ours.mean(axis=1, keepdims=True) / mean
+    return by_student(float(np.mean(1.0 - ratio)), ((ours - ratio * theirs) / mean).mean(axis=0))
+
+
+def median_of_worlds(ours: Floats, theirs: Floats) -> Interval:
+    """Likewise the median over worlds; 95 % by the order of the values (Woodruff, JASA 1952)."""
+    saved = (1.0 - ours / theirs).mean(axis=0)
+    found = quantile_interval([[float(one)] for one in saved], 0.5)
+    assert found is not None, "no world"
+    return Interval(*found)
+
+
+def by_student(value: float, parts: Floats) -> Interval:
+    half = student(len(parts) - 1) * float(parts.std(ddof=1)) / math.sqrt(len(parts))
+    return Interval(value, value - half, value + half)
+
+
+ESTIMATORS = {"mean": mean_of_worlds, "ratio": ratio_of_means, "median": median_of_worlds}
+
+
+# --- what is chosen, and what is compared ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is averaged in a cell."""
+class Choices(UaraSettings):
+    """The world's settings, and how the methods are compared in it."""
 
-    seeds: int = 3
+    cost: str = "paper"
+    """Of ``COSTS``."""
+    max_compute: str = "spread"
+    """How the baseline of that name is read: of ``MAX_COMPUTE``."""
+    measured: str = "delay"
+    """What is saved: the delay with sending, the printed one (drafting, queue and verification
+    alone), or the objective."""
+    estimator: str = "mean"
+    """Of ``ESTIMATORS``."""
     slots: int = 3
+    """Played in a world, from empty queues on."""
+
+    def __post_init__(self) -> None:
+        UaraSettings.__post_init__(self)
+        for name, known in _NAMED.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} {value!r}: one of {', '.join(known)}")
+        if not 1 <= self.slots <= 1000:
+            raise ValueError(f"{self.slots} slots: 1 to 1000")
+
+
+_NAMED: Mapping[str, Mapping[str, object]] = {
+    "cost": COSTS,
+    "max_compute": MAX_COMPUTE,
+    "measured": MEASURES,
+    "estimator": ESTIMATORS,
+}
+SIZES = ("devices=30,60,90,120,150,180", "servers=4,8,12,16,20")
+"""The paper's own ranges."""
+ROWS = (
+    "side_m=100,200,300,350,400,450,500,700,1000",
+    "max_compute=" + ",".join(MAX_COMPUTE),
+    "measured=" + ",".join(MEASURES),
+    "estimator=" + ",".join(ESTIMATORS),
+    "slot_s=0.5,1,2,4,8",
+    "slots=1,3,10",
+    "balance_weight=1e-5,1e-3,1e-2,0.1",
+    "energy_weight=0.06,20,60,100,6000",
+    "servers_at=random,grid",
+    "message_bits=0,512,5120",
+    "probability_bits=0,16,1024",
+    "acceptance_shift=-0.2,0,0.1",
+    "noise_dbm_hz=-184,-174,-164",
+    "speed_m_s=0.5..1.5,1..15,10..30",
+    "battery_percent=20..100,5..20",
+    "cost=paper,corrected",
+    *SIZES,
+)
+"""Choices of ours, then the sizes. Units of the objective are its two weights: seconds
+instead of milliseconds divide the first by 1000, joules instead of millijoules the second. Noise
+stands for path loss as well, which the paper takes from traced rays."""
+CLAIM = "paper's matching over its three baselines"
+OURS = "ours (moves too) over the three"
+_BEST = ("best",)
+_PAPERS, _OURS = methods.PAPERS_MATCHING, methods.WITH_MOVES
+COMPARED: Mapping[str, tuple[str, Sequence[str]]] = {
+    CLAIM: (_PAPERS, PAPER_BASELINES),
+    "paper's matching over the best of the three": (_PAPERS, _BEST),
+    "convex over even shares, paper's matching": (methods.WITH_OPTIMAL, (_PAPERS,)),
+    OURS: (_OURS, PAPER_BASELINES),
+    "ours over the best of the three": (_OURS, _BEST),
+    "ours over the paper's matching": (_OURS, (_PAPERS,)),
+    "convex over even shares, ours": (methods.WITH_MOVES_OPTIMAL, (_OURS,)),
+    "no speculation over the paper's matching": (methods.NO_SPECULATION, (_PAPERS,)),
+}
+Played = Mapping[str, Floats]
+"""By method, of each world (worlds,), what a device waits or costs in the mean; milliseconds."""
+
+
+def name_of(row: str) -> str:
+    return row.partition("=")[0]
+
+
+def choices_of(text: str, base: Choices) -> list[Choices]:
+    """``NAME=VALUE,VALUE...`` as the base with each of the values; a range is ``LOW..HIGH``. Raises
+    ``typer.BadParameter``."""
+    name, _, values = text.partition("=")
+    known = [field.name for field in fields(Choices)]
+    if name not in known or not values:
+        raise typer.BadParameter(f"{text!r}: wanted NAME=VALUE,..., a NAME of {', '.join(known)}")
+    return [_with(base, name, value) for value in values.split(",")]
+
+
+def base_of(given: Sequence[str]) -> Choices:
+    """The defaults but for ``NAME=VALUE`` of each text."""
+    base = Choices()
+    for text in given:
+        base = choices_of(text, base)[-1]
+    return base
+
+
+def _with(base: Choices, name: str, value: str) -> Choices:
+    now = getattr(base, name)
+    new: Any
+    try:
+        if isinstance(now, tuple):
+            new = tuple(float(end) for end in value.split(".."))
+            if len(new) != 2:
+                raise ValueError("wanted a range, LOW..HIGH")
+        else:
+            new = type(now)(value)
+        return replace(base, **{name: new})
+    except ValueError as error:
+        raise typer.BadParameter(f"{name}={value!r}: {error}") from None
+
+
+def play(
+    choices: Choices, every: Mapping[str, Method], worlds: int, seed: int
+) -> dict[str, Floats]:
+    """Every method in every world, ``Played``."""
+    found = {name: np.empty((worlds, choices.slots)) for name in every}
+    # Methods that associate alike play one world together: only associations make queues.
+    alike: dict[object, dict[str, Method]] = {}
+    for name, method in every.items():
+        alike.setdefault((method.associate, method.speculates), {})[name] = method
+    for together in alike.values():
+        for index in range(worlds):
+            world = UaraWorld(choices, seed + _SEED_STEP * index)
+            dice = np.random.default_rng([seed, index])
+            for slot in range(choices.slots):
+                for name, ms in _slot(world, choices, together, dice):
+                    found[name][index, slot] = ms
+    return {name: ms.mean(axis=1) for name, ms in found.items()}
+
+
+def _slot(
+    world: UaraWorld, choices: Choices, together: Mapping[str, Method], dice: np.random.Generator
+) -> Iterator[tuple[str, float]]:
+    """What a device waits or costs in the mean; then the world moves on."""
+    cost, first = COSTS[choices.cost], next(iter(together.values()))
+    terms = (cost.terms if first.speculates else cost.plain_terms)(world.snapshot)
+    association = first.associate(Situation(world.snapshot, terms, dice))
+    for name, method in together.items():
+        decision = method.share(terms, association)
+        decision.check(terms.servers)
+        yield name, float(MEASURES[choices.measured](terms, decision).mean())
+    (world.advance if first.speculates else world.advance_plain)(association)
+
+
+def saving(played: Sequence[Played], ours: str, over: Sequence[str], estimator: str) -> Interval:
+    """What ``ours`` saves over the mean of the others, and over the points where they are many."""
+    pairs = []
+    for one in played:
+        best = min(PAPER_BASELINES, key=lambda name: float(one[name].mean()))
+        pairs += [(one[ours], one[best if name == "best" else name]) for name in over]
+    mine, theirs = (np.stack(side) for side in zip(*pairs, strict=True))
+    return ESTIMATORS[estimator](mine, theirs)
+
+
+def verdict(saved: Interval) -> str:
+    """Of the paper's mean saving."""
+    return "short" if saved.high < PAPER_GAIN else "more" if saved.low > PAPER_GAIN else "met"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One point of a sweep."""
+class Point:
+    """One value of one choice."""
 
-    devices: int
-    servers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Mean over devices, slots and seeds of one method in one cell; milliseconds."""
-
-    cost_model: str
-    cell: Cell
-    method: str
-    cost_ms: float
-    delay_ms: float
+    value: str
+    saved: Mapping[str, Interval]
+    """By the names of ``COMPARED``."""
+    median: Interval
+    """Of the claim."""
+    played: Played
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """Over one baseline, over all cells; shares of the baseline's value."""
-
-    baseline: str
-    mean_cost: float
-    max_cost: float
-    mean_delay: float
-    max_delay: float
-
-
-def cells(quick: bool) -> tuple[Cell, ...]:
-    devices = (30, 90) if quick else DEVICE_SWEEP
-    servers = (4, 12) if quick else SERVER_SWEEP
-    fixed = 30 if quick else FIXED_DEVICES
-    every = [Cell(count, FIXED_SERVERS) for count in devices]
-    every += [Cell(fixed, count) for count in servers]
-    return tuple(dict.fromkeys(every))
+def point(
+    name: str, choices: Choices, worlds: int, seed: int, known: dict[Choices, dict[str, Floats]]
+) -> Point:
+    """``known`` keeps what was played, for rows that share a point."""
+    # The estimator changes nothing of what is played.
+    same = replace(choices, estimator="mean")
+    if same not in known:
+        known[same] = play(choices, methods.every_method(choices.max_compute), worlds, seed)
+    saved = {
+        what: saving([known[same]], *pair, choices.estimator) for what, pair in COMPARED.items()
+    }
+    median = saving([known[same]], *COMPARED[CLAIM], "median")
+    return Point(text_of(choices, name), saved, median, known[same])
 
 
-def compare(
-    cell: Cell, cost: CostModel, methods: Mapping[str, Method], effort: Effort, seed: int
-) -> Iterator[Result]:
-    """Results of all methods, and of no speculation, in one cell."""
-    for name, method in methods.items():
-
-        def play(world: UaraWorld, dice: np.random.Generator, use: Method = method) -> _Slot:
-            terms = cost.terms(world.snapshot)
-            decision = use(Situation(world.snapshot, terms, dice))
-            decision.check(terms.servers)
-            world.advance(decision.association)
-            return objective(terms, decision), float(delays(terms, decision).sum())
-
-        yield _result(cell, cost, name, play, effort, seed)
-
-    def alone(world: UaraWorld, dice: np.random.Generator) -> _Slot:
-        terms, decision = without_speculation(world.snapshot, cost)
-        world.advance_plain(decision.association)
-        return objective(terms, decision), float(delays(terms, decision).sum())
-
-    yield _result(cell, cost, NO_SPECULATION, alone, effort, seed)
+# --- tables and plots --------------------------------------------------------------------------
 
 
-_Slot = tuple[float, float]
-_Play = Callable[[UaraWorld, np.random.Generator], _Slot]
+def percent(saved: Interval) -> str:
+    return f"{100 * saved.value:.1f} % ({100 * saved.low:.1f} to {100 * saved.high:.1f})"
 
 
-def _result(
-    cell: Cell, cost: CostModel, name: str, play: _Play, effort: Effort, seed: int
-) -> Result:
-    settings = UaraSettings(devices=cell.devices, servers=cell.servers)
-    found = []
-    for index in range(effort.seeds):
-        world = UaraWorld(settings, seed + _SEED_STEP * index)
-        dice = np.random.default_rng([seed, index])
-        found += [play(world, dice) for _ in range(effort.slots)]
-    cost_ms, delay_ms = np.mean(found, axis=0) / cell.devices
-    return Result(cost.name, cell, name, float(cost_ms), float(delay_ms))
+HEADER = ("choice", "ours", "tried", "least", "most", "mean of the row", "23.7 % met at")
 
 
-def over_the_papers(found: list[Gain]) -> tuple[float, float]:
-    """Mean and greatest gain in delay over the paper's three baselines, as in its abstract."""
-    three = [gain for gain in found if gain.baseline in PAPER_BASELINES]
-    mean = float(np.mean([gain.mean_delay for gain in three]))
-    return mean, max(gain.max_delay for gain in three)
+def cells(name: str, points: Sequence[Point], base: Choices) -> tuple[str, ...]:
+    """A choice's line under ``HEADER``: what the paper's matching saves over its baselines."""
+    least, most = (end(points, key=lambda one: one.saved[CLAIM].value) for end in (min, max))
+    whole = saving([one.played for one in points], *COMPARED[CLAIM], base.estimator)
+    met = [one.value for one in points if verdict(one.saved[CLAIM]) == "met"]
+    ends = (f"{percent(one.saved[CLAIM])} at {one.value}" for one in (least, most))
+    tried = ", ".join(one.value for one in points)
+    return name, text_of(base, name), tried, *ends, percent(whole), ", ".join(met)
 
 
-@dataclass(frozen=True, slots=True)
-class OverStrongest:
-    """Delay saved over the best of the paper's three baselines in each cell; over all cells."""
+def everywhere(rows: Mapping[str, Sequence[Point]]) -> Iterator[str]:
+    """What each comparison comes to over all points of all rows."""
+    points = [(name, one) for name, row in rows.items() for one in row]
+    for what in COMPARED:
+        found = sorted(points, key=lambda pair: pair[1].saved[what].value)
+        ends = [
+            f"{percent(one.saved[what])} at {name}={one.value}"
+            for name, one in (found[0], found[-1])
+        ]
+        sure = sum(one.saved[what].low > 0.0 for _, one in points)
+        yield f"{what}: {ends[0]}, up to {ends[1]}; surely saves at {sure} of {len(points)} points"
 
-    mean: float
-    most: float
-    least: float
+
+_SHOWN = {CLAIM: "#0072b2", OURS: "#d55e00"}
 
 
-def over_the_strongest(results: list[Result], ours: str) -> OverStrongest:
-    """The harder reading of the claim: each cell against the baseline that is best there."""
-    delays: dict[Cell, dict[str, float]] = {}
-    for result in results:
-        delays.setdefault(result.cell, {})[result.method] = result.delay_ms
-    saved = [
-        1.0 - of[ours] / min(of[baseline] for baseline in PAPER_BASELINES) for of in delays.values()
+def plot(name: str, points: Sequence[Point]) -> Figure:
+    """Savings with their intervals; the scale is fixed, so that no outlier sets it."""
+    xs = [one.value for one in points]
+    lines = [(what, color, [one.saved[what] for one in points]) for what, color in _SHOWN.items()]
+    lines.append((f"median over the worlds: {CLAIM}", "#56b4e9", [one.median for one in points]))
+    data = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": what,
+            "x": xs,
+            "y": [100 * one.value for one in saved],
+            "error_y": {
+                "type": "data",
+                "array": [100 * (one.high - one.value) for one in saved],
+                "arrayminus": [100 * (one.value - one.low) for one in saved],
+            },
+            "marker": {"color": color, "size": 8},
+        }
+        for what, color, saved in lines
     ]
-    return OverStrongest(float(np.mean(saved)), max(saved), min(saved))
-
-
-def gains(results: list[Result], ours: str) -> list[Gain]:
-    """Of ``ours`` over every other method, in the order of the results."""
-    mine = {result.cell: result for result in results if result.method == ours}
-    names = dict.fromkeys(result.method for result in results if result.method != ours)
-    found = []
-    for name in names:
-        theirs = [result for result in results if result.method == name]
-        costs = [1.0 - mine[result.cell].cost_ms / result.cost_ms for result in theirs]
-        waits = [1.0 - mine[result.cell].delay_ms / result.delay_ms for result in theirs]
-        found.append(
-            Gain(name, float(np.mean(costs)), max(costs), float(np.mean(waits)), max(waits))
-        )
-    return found
-
-
-def table(ours: str, found: list[Gain], title: str) -> Table:
-    """What ``ours`` saves over every other method, with the paper's figures beneath."""
-    shown = Table(title=title, box=box.SIMPLE)
-    shown.add_column(f"{ours} against")
-    for column in ("mean cost", "max cost", "mean delay", "max delay"):
-        shown.add_column(column, justify="right")
-    for gain in found:
-        values = (gain.mean_cost, gain.max_cost, gain.mean_delay, gain.max_delay)
-        marked = f"{gain.baseline} *" if gain.baseline in PAPER_BASELINES else gain.baseline
-        shown.add_row(marked, *(f"{value:+.1%}" for value in values))
-    mean, most = over_the_papers(found)
-    shown.caption = (
-        f"* the paper's baselines. Delay saved over all three: mean {mean:.1%}, "
-        f"at most {most:.1%}; the paper's: {PAPER_MEAN_GAIN:.1%} and {PAPER_MAX_GAIN:.1%}. "
-        "Negative: the other one is better."
+    claimed = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"dash": "dot"}}
+    shape = layout(
+        380,
+        xaxis=axis(name, type="category"),
+        yaxis=axis("saved, %", range=[-100, 100]),
+        scattermode="group",  # beside each other, or bars would hide bars
+        shapes=[{**claimed, "y0": 100 * PAPER_GAIN, "y1": 100 * PAPER_GAIN}],
     )
-    return shown
+    caption = "Bars: 95 % intervals. Dotted: the paper's mean. What is below -100 % is cut off."
+    return Figure(data, shape, caption, f"Share saved against {name}")
+
+
+def text_of(choices: Choices, name: str) -> str:
+    """A choice's value as ``--vary`` takes it."""
+    value = getattr(choices, name)
+    ends = value if isinstance(value, tuple) else (value,)
+    return "..".join(f"{end:g}" if isinstance(end, float) else str(end) for end in ends)
+
+
+def write(out: Path, rows: Mapping[str, Sequence[Point]], base: Choices, **more: object) -> None:
+    points = {name: [asdict(one) for one in row] for name, row in rows.items()}
+    text = json.dumps({"base": asdict(base), **more, "rows": points}, indent=1, default=list)
+    (out / "choices.json").write_text(text + "\n", encoding="utf-8")
+    page = Document("User association and resource allocation: what the paper's claim hangs on")
+    lines = [cells(name, row, base) for name, row in rows.items()]
+    page.add(html_table(f"{CLAIM}: share saved, 95 % intervals", HEADER, lines, (), (1, 2, 6)))
+    page.items(list(everywhere(rows)))
+    for name, row in rows.items():
+        page.figure(plot(name, row))
+    write_page(out / "choices.html", page.html())
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the results")],
-    quick: Annotated[bool, typer.Option("--quick", help="Few cells, one slot")] = False,
+    vary: Annotated[
+        list[str] | None, typer.Option(help="A row, NAME=VALUE,...; default: all but what is set")
+    ] = None,
+    given: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE for all rows")
+    ] = None,
+    worlds: Annotated[int, typer.Option(min=2, max=10_000, help="At each point")] = 30,
+    quick: Annotated[bool, typer.Option("--quick", help="Two worlds, one slot")] = False,
     seed: int = 0,
 ) -> None:
-    """Run the sweep under the paper's cost and under the corrected one."""
-    console = Console()
+    """What the paper's matching saves, under each choice that the paper leaves open."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    base = base_of(given or [])
+    if quick:
+        worlds, base = 2, replace(base, slots=1)
+    fixed = {name_of(text) for text in given or []}
+    every = vary or [row for row in ROWS if name_of(row) not in fixed]
+    asked = [(name_of(row), one) for row in every for one in choices_of(row, base)]
+    known: dict[Choices, dict[str, Floats]] = {}
+    rows: dict[str, list[Point]] = {}
     out.mkdir(parents=True, exist_ok=True)
-    effort = Effort(1, 1) if quick else Effort()
-    for cost in (PaperCost(), CorrectedCost()):
-        results: list[Result] = []
-        for cell in track(cells(quick), f"{cost.name} cost", console=console):
-            results += compare(cell, cost, METHODS, effort, seed)
-        strongest = {ours: over_the_strongest(results, ours) for ours in _SHOWN}
-        found = {ours: gains(results, ours) for ours in _SHOWN}
-        text = {
-            "cost_model": cost.name,
-            "seed": seed,
-            "effort": asdict(effort),
-            "gains": {ours: [asdict(gain) for gain in saved] for ours, saved in found.items()},
-            "results": [asdict(result) for result in results],
-        }
-        file = out / f"{cost.name}.json"
-        file.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
-        title = f"User association and resource allocation, {cost.name} cost"
-        for ours, saved in found.items():
-            console.print(table(ours, saved, title))
-        console.print("Delay saved over the strongest of the paper's baselines in each cell:")
-        for ours, over in strongest.items():
-            spread = f"from {over.least:+.1%} to {over.most:+.1%}"
-            console.print(f"  {ours}: {over.mean:+.1%} in the mean, {spread}")
+    for done, (name, choices) in enumerate(asked, 1):
+        one = point(name, choices, worlds, seed, known)
+        rows.setdefault(name, []).append(one)
+        console.print(
+            f"{done}/{len(asked)} {name}={one.value}: {percent(one.saved[CLAIM])}, "
+            f"median {percent(one.median)}: {verdict(one.saved[CLAIM])}"
+        )
+    shown = Table(*HEADER, title=f"{CLAIM}: share saved, 95 % intervals", box=box.SIMPLE)
+    for name, points in rows.items():
+        shown.add_row(*cells(name, points, base))
+    console.print(shown)
+    for line in everywhere(rows):
+        console.print(line)
+    write(out, rows, base, worlds=worlds, seed=seed)
     console.print(f"wrote {out}")
 
 

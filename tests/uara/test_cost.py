@@ -23,7 +23,7 @@ from edgespec_uara.cost import (
     uniform,
     weighted,
 )
-from edgespec_uara.methods import Steps, SwapTest, best_gain, two_phase_matching
+from edgespec_uara.methods import Steps, best_gain, two_phase_matching
 from edgespec_uara.world import UaraSettings, UaraWorld
 from tests.uara.small import COSTS, snapshot, terms
 
@@ -57,6 +57,16 @@ def test_the_corrected_cost_adds_what_the_paper_leaves_out() -> None:
     assert np.all(corrected.delay > printed.delay + once_ms)
     # Energy is power times time on air, in which the share cancels.
     assert not corrected.power.any()
+
+
+def test_nothing_waits_for_the_uplink_in_the_printed_delay() -> None:
+    given, everyone = terms(2), np.arange(24)
+    decision = uniform(given, everyone % 4)
+    late_ms = given.uplink[everyone, everyone % 4] * 6 - given.draft
+    assert (late_ms > 0).any()
+    assert (late_ms < 0).any()
+    waited = co.delays(given, decision) - co.printed_delays(given, decision)
+    assert waited == pytest.approx(np.maximum(late_ms, 0.0))
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
@@ -156,11 +166,8 @@ def test_matching_never_raises_the_cost(cost: CostModel, seed: int, steps: Steps
     start = np.random.default_rng(seed).integers(4, size=24)
     before = objective(given, weighted(weights, start))
     matched = two_phase_matching(given, weights, start, steps)
-    after = objective(given, weighted(weights, matched.association))
-    # The sums say what the formula says.
-    assert matched.cost == pytest.approx(after, rel=1e-9)
+    after = objective(given, weighted(weights, matched))
     assert after < before
-    assert matched.changes > 0
 
 
 @each_cost
@@ -169,7 +176,7 @@ def test_no_single_change_is_left_that_helps(cost: CostModel) -> None:
     given, weights = cost.terms(snapshot(1, devices=9, servers=3)), _weights(1, 9, 3)
     start = best_gain(snapshot(1, devices=9, servers=3).gains)
     matched = two_phase_matching(given, weights, start)
-    at, least = matched.association, matched.cost * (1 - 1e-6)
+    at, least = matched, objective(given, weighted(weights, matched)) * (1 - 1e-6)
     for device, server in product(range(9), range(3)):
         moved = at.copy()
         moved[device] = server
@@ -183,9 +190,7 @@ def test_no_single_change_is_left_that_helps(cost: CostModel) -> None:
 def test_swaps_keep_how_many_each_server_has() -> None:
     given, start = terms(2), best_gain(snapshot(2).gains)
     matched = two_phase_matching(given, Weights.even(given), start, Steps.SWAPS)
-    assert np.array_equal(
-        np.bincount(matched.association, minlength=4), np.bincount(start, minlength=4)
-    )
+    assert np.array_equal(np.bincount(matched, minlength=4), np.bincount(start, minlength=4))
 
 
 @each_cost
@@ -194,6 +199,6 @@ def test_the_papers_inequality_makes_it_worse(cost: CostModel, seed: int) -> Non
     given, start = terms(seed, cost), best_gain(snapshot(seed).gains)
     even = Weights.even(given)
     right = two_phase_matching(given, even, start, Steps.SWAPS)
-    printed = two_phase_matching(given, even, start, Steps.SWAPS, SwapTest.AS_PRINTED)
-    before = objective(given, uniform(given, start))
-    assert right.cost <= before < printed.cost
+    printed = two_phase_matching(given, even, start, Steps.SWAPS, sign=-1.0)
+    least, before, most = (objective(given, uniform(given, at)) for at in (right, start, printed))
+    assert least <= before < most

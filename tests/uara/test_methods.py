@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
 from pettingzoo.test import parallel_api_test
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from edgespec_uara import methods, reproduce, sweep
 from edgespec_uara.cost import CostModel, PaperCost
-from edgespec_uara.sweep import Cell, Effort, compare
-from edgespec_uara.world import UaraSettings
+from edgespec_uara.sweep import Choices
+from edgespec_uara.world import Snapshot, UaraSettings
 from tests.uara.small import COSTS, snapshot, terms
 
 torch = pytest.importorskip("torch")
@@ -27,16 +28,21 @@ SETTINGS = UaraSettings(devices=12, servers=3)
 # --- methods ----------------------------------------------------------------------------------
 
 
+def situation(cost: CostModel, now: Snapshot) -> methods.Situation:
+    return methods.Situation(now, cost.terms(now), np.random.default_rng(0))
+
+
 def test_methods_are_compared_on_the_same_worlds_each_time() -> None:
-    one, two = (
-        list(compare(Cell(20, 3), PaperCost(), methods.METHODS, Effort(1, 2), seed=3))
-        for _ in range(2)
-    )
-    assert one == two
-    assert [result.method for result in one] == [*methods.METHODS, methods.NO_SPECULATION]
-    by_name = {result.method: result.cost_ms for result in one}
+    choices, every = Choices(devices=20, servers=3, slots=2), methods.every_method("spread")
+    one, two = (sweep.play(choices, every, 2, seed=3) for _ in range(2))
+    assert list(one) == list(every)
+    for name, ms in one.items():
+        assert np.array_equal(ms, two[name])
+        # What plays beside a method changes nothing of its worlds.
+        assert np.array_equal(ms, sweep.play(choices, {name: every[name]}, 2, seed=3)[name])
     assert all(
-        by_name[methods.WITH_MOVES] < by_name[baseline] for baseline in methods.PAPER_BASELINES
+        one[methods.WITH_MOVES].mean() < one[baseline].mean()
+        for baseline in methods.PAPER_BASELINES
     )
 
 
@@ -46,9 +52,7 @@ def test_methods_are_compared_on_the_same_worlds_each_time() -> None:
 def test_the_papers_matching_swaps_devices_and_moves_none(name: str, kept: bool) -> None:
     """A swap leaves every server with as many devices as the first phase gave it."""
     now = snapshot(0)
-    decision = methods.METHODS[name](
-        methods.Situation(now, PaperCost().terms(now), np.random.default_rng(0))
-    )
+    decision = methods.every_method("spread")[name].decide(situation(PaperCost(), now))
     counts, first = (
         np.bincount(association, minlength=now.settings.servers).tolist()
         for association in (decision.association, methods.best_gain(now.gains))
@@ -60,22 +64,122 @@ def test_the_papers_matching_swaps_devices_and_moves_none(name: str, kept: bool)
 @pytest.mark.parametrize(("devices", "servers"), [(30, 4), (90, 12), (40, 20)])
 def test_every_method_keeps_the_limits(cost: CostModel, devices: int, servers: int) -> None:
     now = snapshot(2, devices, servers)
-    for method in methods.METHODS.values():
-        decision = method(methods.Situation(now, cost.terms(now), np.random.default_rng(0)))
-        decision.check(servers)
+    for method in methods.every_method("one").values():
+        method.decide(situation(cost, now)).check(servers)
 
 
-def test_the_sweep_writes_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "cells", lambda quick: (Cell(12, 3), Cell(16, 12)))
+def test_max_compute_is_what_its_words_say() -> None:
+    """Literally: nobody uses a server while a faster one exists; only ties are broken otherwise."""
+    now = snapshot(1, devices=24, servers=7)
+    found = {name: reading(now) for name, reading in methods.MAX_COMPUTE.items()}
+    fastest = np.flatnonzero(now.server_flops == now.server_flops.max())
+    assert len(fastest) == 2
+    for name in ("one", "best-heard"):
+        assert set(found[name]) <= set(fastest), name
+    assert len(set(found["one"])) == 1
+    for device, server in enumerate(found["best-heard"]):
+        assert now.gains[device, server] == now.gains[device, fastest].max()
+    # Ours: nobody has more compute elsewhere, after having gone there.
+    counts = np.bincount(found["spread"], minlength=7)
+    given = (now.server_flops / np.maximum(counts, 1))[found["spread"]].min()
+    assert given >= (now.server_flops / (counts + 1)).max()
+
+
+# --- savings and their intervals --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sweep.ESTIMATORS)
+def test_an_interval_covers_the_known_saving(name: str) -> None:
+    """Delays of worlds that differ by much, of which ours is 0.8 times a lognormal's; 95 % of 400
+    intervals of 30 worlds should cover, give or take four deviations of that count (17)."""
+    rng = np.random.default_rng(7)
+    truth = 1.0 - 0.8 * (1.0 if name == "median" else np.exp(0.3**2 / 2))
+    covered = 0
+    for _ in range(400):
+        theirs = np.exp(rng.normal(5.0, 0.5, (1, 30)))
+        ours = theirs * 0.8 * np.exp(rng.normal(0.0, 0.3, (1, 30)))
+        saved = sweep.ESTIMATORS[name](ours, theirs)
+        assert saved.low <= saved.value <= saved.high
+        covered += saved.low <= truth <= saved.high
+    assert 363 <= covered <= 397
+
+
+def test_an_outlier_moves_the_mean_and_not_the_median() -> None:
+    theirs = np.full((1, 9), 100.0)
+    ours = np.full((1, 9), 70.0)
+    ours[0, 4] = 10_000.0
+    assert sweep.mean_of_worlds(ours, theirs).value < -10.0
+    assert sweep.median_of_worlds(ours, theirs).value == pytest.approx(0.3)
+
+
+def test_a_saving_is_the_mean_over_the_baselines() -> None:
+    played = {name: np.full(4, ms) for name, ms in zip("abc", (50.0, 100.0, 200.0), strict=True)}
+    played |= {name: np.full(4, 80.0) for name in methods.PAPER_BASELINES}
+    played["max-SINR"] = np.full(4, 60.0)
+    assert sweep.saving([played], "a", ("b", "c"), "mean").value == pytest.approx(0.625)
+    assert sweep.saving([played], "a", ("best",), "ratio").value == pytest.approx(1 / 6)
+
+
+# --- the sweep --------------------------------------------------------------------------------
+
+
+def run(command: Callable[..., None], *arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(sweep.main)
-    done = CliRunner().invoke(app, ["--out", str(tmp_path), "--quick"])
+    app.command()(command)
+    return CliRunner().invoke(app, arguments)
+
+
+QUICK = ("--quick", "--set", "devices=12")
+
+
+def test_the_sweep_writes_its_results(tmp_path: Path) -> None:
+    rows = ("servers=3", "speed_m_s=1..2", "estimator=mean,median", "servers=4")
+    done = run(
+        sweep.main,
+        *QUICK,
+        "--out",
+        str(tmp_path),
+        *(part for row in rows for part in ("--vary", row)),
+    )
     assert done.exit_code == 0, done.output
-    assert "23.7%" in done.output
-    for name in ("paper", "corrected"):
-        data = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
-        for ours in (methods.PAPERS_MATCHING, methods.WITH_OPTIMAL, methods.WITH_MOVES):
-            assert {gain["baseline"] for gain in data["gains"][ours]} >= {"random", "max-SINR"}
+    assert "5/5 servers=4: " in done.output, "progress, off a terminal as well"
+    data = json.loads((tmp_path / "choices.json").read_text(encoding="utf-8"))
+    assert data["base"]["devices"] == 12
+    assert {name: [one["value"] for one in row] for name, row in data["rows"].items()} == {
+        "servers": ["3", "4"],
+        "speed_m_s": ["1..2"],
+        "estimator": ["mean", "median"],
+    }
+    for one in data["rows"]["servers"]:
+        claim = one["saved"][sweep.CLAIM]
+        assert claim["low"] <= claim["value"] <= claim["high"]
+        ours = np.array(one["played"][methods.PAPERS_MATCHING])
+        theirs = [np.array(one["played"][name]) for name in methods.PAPER_BASELINES]
+        assert claim["value"] == pytest.approx(np.mean([1 - ours / other for other in theirs]))
+    page = (tmp_path / "choices.html").read_text(encoding="utf-8")
+    assert page.count('"range":[-100,100]') == 3, "no outlier sets a scale"
+    assert page.count('"error_y"') == 9
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("sid_m=200", "side_m"),
+        ("side_m=", "NAME=VALUE"),
+        ("side_m=-5", "1 to 100000"),
+        ("side_m=nan", "1 to 100000"),
+        ("devices=1.5", "1.5"),
+        ("speed_m_s=3", "LOW..HIGH"),
+        ("max_compute=most", "best-heard"),
+        ("slots=0", "1 to 1000"),
+        ("servers_at=hex", "grid"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(tmp_path: Path, row: str, said: str) -> None:
+    done = run(sweep.main, *QUICK, "--out", str(tmp_path), "--vary", row)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not list(tmp_path.iterdir())
 
 
 # --- the paper's training ---------------------------------------------------------------------
@@ -110,7 +214,7 @@ def test_an_episode_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(masac, "DEVICES", (12,))
     monkeypatch.setattr(masac, "SERVERS", (3,))
     torch.manual_seed(1)
-    episode = masac.PaperRollout(PaperCost(), 5).episode(masac.Actor())
+    episode = masac.PaperRollout(SETTINGS, PaperCost(), 5).episode(masac.Actor())
     assert len(episode) == masac.SLOTS
     for index, one in enumerate(episode):
         assert one.features.shape == (3, 12, 6)
@@ -137,7 +241,7 @@ def test_a_trained_decision_is_feasible_and_keeps_the_numbers_at_each_server() -
     given, start = PaperCost().terms(now), methods.best_gain(now.gains)
     torch.manual_seed(5)
     method = reproduce.papers_method(masac.Actor())
-    decision = method(methods.Situation(now, given, np.random.default_rng(0)))
+    decision = method.decide(situation(PaperCost(), now))
     decision.check(given.servers)
     before, after = (
         np.bincount(association, minlength=given.servers).tolist()
@@ -150,6 +254,23 @@ def test_a_short_training_gives_the_same_actor_twice(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(masac, "DEVICES", (8,))
     monkeypatch.setattr(masac, "SERVERS", (2,))
     monkeypatch.setattr(masac, "WARM_UP", 1)
-    first, second = (masac.train(4, 2).state_dict() for _ in range(2))
+    first, second = (masac.train(SETTINGS, 4, 2).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(tensor.isfinite().all() for tensor in first.values())
+
+
+def test_a_policy_is_trained_once_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masac, "DEVICES", (8,))
+    monkeypatch.setattr(masac, "SERVERS", (2,))
+    monkeypatch.setattr(masac, "WARM_UP", 1)
+    monkeypatch.setattr(sweep, "SIZES", ("devices=8", "servers=2"))
+    asked = ["--quick", "--seeds", "2", "--updates", "1", "--set", "side_m=400"]
+    for _ in range(2):
+        done = run(reproduce.main, "--out", str(tmp_path), *asked)
+        assert done.exit_code == 0, done.output
+        assert "mean of 2 trainings" in done.output
+        monkeypatch.setattr(masac, "train", None)
+    data = json.loads((tmp_path / "reproduce.json").read_text(encoding="utf-8"))
+    assert (data["base"]["side_m"], len(data["saved"])) == (400, 3)

@@ -1,1 +1,1 @@
-"""Which verifier a device uses: policies, and the small network that a learned one runs on."""
+"""Which verifier a device uses: candidates, policies, and when to go to another one."""
