@@ -48,7 +48,13 @@ from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.engines.vllm import core as core_module
 from edgespec.verifier.engines.vllm import loading
-from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions, refuse_recurrent
+from edgespec.verifier.engines.vllm.core import (
+    VllmCore,
+    VllmOptions,
+    bounded,
+    read_speculation,
+    refuse_recurrent,
+)
 from edgespec.verifier.engines.vllm.loading import (
     check_install,
     refuse_our_flags,
@@ -56,7 +62,6 @@ from edgespec.verifier.engines.vllm.loading import (
     served_adapters,
     split_adapters,
 )
-from edgespec.verifier.engines.vllm.speculation import bounded, read_speculation
 from edgespec.verifier.engines.vllm.target import KnownText, Stepped, VllmTarget, Wanted
 from edgespec.verifier.engines.vllm.worker import (
     EXTRA,
