@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, ClassVar, Final
 
 from edgespec.core.protocol.messages import FinishReason
@@ -19,6 +20,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.endpoint.request_json import ApiError
+from edgespec.endpoint.requests import Request
 from edgespec.endpoint.tool_calls import MarkedText, ToolCall, ToolReader
 
 _REASONS: Final = {
@@ -70,16 +72,12 @@ class Choice:
 
     index: int
     prompt: Sequence[int]
+    request: Request
     sampling: SamplingParams
-    scored: bool
-    top_logprobs: int
+    """The request's, with this text's own length and seed."""
     token_bytes: TokenBytes
-    tools: ToolUse | None = None
-    must_call: bool = False
-    """Its constraint is that of a call."""
-    conversation: str = ""
-    """Its name; empty: it has none."""
-    model: str = ""
+    tools: ToolUse | None
+    model: str
     """The name to ask a verifier for; empty: the agent's own."""
     stats: GenerationStats | None = field(default=None, init=False)
     """They grow while it comes."""
@@ -95,7 +93,7 @@ class Choice:
     @property
     def logprobs(self) -> int:
         """Scores that are asked for: of the agent one is the least that can be."""
-        return max(1, self.top_logprobs) if self.scored else 0
+        return max(1, self.request.top_logprobs) if self.request.scored else 0
 
     @property
     def text(self) -> str:
@@ -119,7 +117,8 @@ class Choice:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
             called = self.calls and chunk.finish is FinishReason.STOP
             self.finish = "tool_calls" if called else _REASONS[chunk.finish]
-        scores = tuple(map(self._score, chunk.tokens, chunk.logprobs)) if self.scored else ()
+        scored = zip(chunk.tokens, chunk.logprobs, strict=False) if self.request.scored else ()
+        scores = tuple(starmap(self._score, scored))
         self.scores += scores
         return Delta(kept, scores)
 
@@ -140,9 +139,8 @@ class Choice:
         return tuple(kept)
 
     def _score(self, token: int, score: TokenScore) -> ScoredToken:
-        top = tuple(
-            (self.token_bytes(one), logprob) for one, logprob in score.top[: self.top_logprobs]
-        )
+        kept = score.top[: self.request.top_logprobs]
+        top = tuple((self.token_bytes(one), logprob) for one, logprob in kept)
         return ScoredToken(self.token_bytes(token), score.logprob, top)
 
 
@@ -255,7 +253,7 @@ class ChatEnvelope(ChoicesEnvelope):
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(one) for one in choice.calls]
-        scores = _chat_scores(choice.scores) if choice.scored else None
+        scores = _chat_scores(choice.scores) if choice.request.scored else None
         return {"index": choice.index, "message": message, "logprobs": scores}
 
 
@@ -280,7 +278,7 @@ class CompletionEnvelope(ChoicesEnvelope):
 
     def _choice(self, choice: Choice) -> Json:
         text = choice.echo + choice.text
-        return self._part(choice, text, choice.scores if choice.scored else None)
+        return self._part(choice, text, choice.scores if choice.request.scored else None)
 
     def _part(self, choice: Choice, text: str, scores: Sequence[ScoredToken] | None) -> Json:
         found = None if scores is None else self._scores(choice.index, scores)

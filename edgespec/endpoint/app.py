@@ -166,13 +166,13 @@ class _Generation:
                 while not run.over:
                     news = await run.next(writer.keep_alive_s)
                     said = self._add(answer, news) if news else KEEP_ALIVE
-                    if answer.stream:
+                    if answer.request.stream:
                         await writer.write(said)
-                if answer.stream:
+                if answer.request.stream:
                     await writer.write(
                         answer.envelope.ending(answer.choices, answer.usage()), more=False
                     )
-            if not answer.stream:
+            if not answer.request.stream:
                 whole = answer.envelope.whole(answer.choices, answer.usage())
                 await JSONResponse(whole, headers=writer.headers)(scope, receive, send)
             return _DONE
@@ -194,11 +194,11 @@ class _Generation:
     async def _turn(self, answer: Answer, writer: _Writer) -> AsyncIterator[Run]:
         """The generations of ``answer``, once it is their turn; a stream that waits for it is kept
         alive."""
-        waits = [asyncio.create_task(self._keep_alive(writer))] if answer.stream else []
+        waits = [asyncio.create_task(self._keep_alive(writer))] if answer.request.stream else []
         try:
             async with self._endpoint.running(answer) as run:
                 await _cancelled(waits)
-                if answer.stream:
+                if answer.request.stream:
                     writer.keep_alive_s = self._endpoint.settings.keep_alive_s
                 yield run
         finally:
@@ -217,7 +217,7 @@ class _Generation:
             if chunk.tokens:
                 self._endpoint.note_first(answer)
             delta = choice.add(chunk)
-            if not answer.stream:
+            if not answer.request.stream:
                 continue
             if not delta.empty:
                 said.append(envelope.delta(choice, delta))
@@ -245,11 +245,11 @@ class _Writer:
     def begin(self, answer: Answer) -> None:
         """What the stream is of: its first events stand before the first that is written."""
         self._answer = answer
-        if names := answer.ignored[:_MOST_NAMES]:
+        if names := answer.request.ignored[:_MOST_NAMES]:
             safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
             self.headers = {"X-Edgespec-Ignored": ", ".join(safe)}
             # Their names are the client's words, which stand in no log.
-            _log.info("ignored %d fields of a request", len(answer.ignored))
+            _log.info("ignored %d fields of a request", len(answer.request.ignored))
 
     def failed(self, error: ApiError) -> bytes:
         return b"" if self._answer is None else self._answer.envelope.failed(error)

@@ -256,7 +256,7 @@ class Run:
                 choice.prompt,
                 choice.sampling,
                 logprobs=choice.logprobs,
-                conversation=choice.conversation,
+                conversation=choice.request.conversation,
                 model=choice.model,
                 started=partial(setattr, choice, "stats"),
             )
@@ -268,7 +268,7 @@ class Run:
             error = from_generation(failure)
         except ConstraintError as failure:
             constraint = choice.sampling.constraint
-            forced = choice.must_call or constraint is None
+            forced = choice.request.must_call or constraint is None
             param = "tools" if forced or constraint is None else _PARAMS[constraint.kind]
             error = invalid(param, str(failure))
         except Exception as failure:
@@ -436,18 +436,15 @@ class Answer:
     envelope: AnyEnvelope
     choices: list[Choice]
     prompt_tokens: int
-    stream: bool
-    seed: int
+    request: Request
     counted_as: str
     """The name of its model, or what stands for it in metrics."""
-    ignored: tuple[str, ...] = ()
-    """Names of parameters that count for nothing."""
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     """When the first tokens came."""
 
     def usage(self) -> dict[str, Any]:
-        return usage_of(self.choices, self.prompt_tokens, self.seed)
+        return usage_of(self.choices, self.prompt_tokens, self.request.sampling.seed)
 
 
 class Endpoint:
@@ -663,33 +660,21 @@ class Endpoint:
         """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
         has the seed ``seed_of(seed, k)``."""
         chosen = self.models.choose(request.model)
+        # The words of a request are let go, as its body is: they are many times as large.
+        wordless = replace(request, prompts=(), messages=[], tools=[], variables={})
         choices: list[Choice] = []
         for tokens in prompts:
             sampling = self._sampling(request, tokens, chosen.context_length)
             for k in range(request.n):
-                choice = Choice(
-                    len(choices),
-                    tokens,
-                    replace(sampling, seed=seed_of(sampling.seed, k)),
-                    request.scored,
-                    request.top_logprobs,
-                    tokenizer.token_bytes,
-                    _tool_use(request, tokenizer),
-                    request.must_call,
-                    request.conversation,
-                    chosen.asked,
+                own = replace(sampling, seed=seed_of(sampling.seed, k))
+                tools, place = _tool_use(request, tokenizer), len(choices)
+                choices.append(
+                    Choice(place, tokens, wordless, own, tokenizer.token_bytes, tools, chosen.asked)
                 )
-                choices.append(choice)
         served = chosen.served
         name = served.name if served is not None else request.model or self.models.name
         mark = served.info.fingerprint[:12] if served is not None else ""
         told = served is not None or not chosen.asked or chosen.asked == self.models.name
-        return Answer(
-            envelope(name, f"fp_{mark}" if mark else None, request.include_usage),
-            choices,
-            sum(map(len, prompts)),
-            request.stream,
-            request.sampling.seed,
-            name if told else OTHER,
-            request.ignored,
-        )
+        around = envelope(name, f"fp_{mark}" if mark else None, request.include_usage)
+        prompt_tokens = sum(map(len, prompts))
+        return Answer(around, choices, prompt_tokens, wordless, name if told else OTHER)
