@@ -229,9 +229,10 @@ class TextReader:
         match looked up again if it had come to the end of the text."""
         before, last, position, length = place
         if position >= len(tokens):  # in its own tail, or it is not known yet
-            position = self.lookup.place(pair_of(before, last))
+            position = self.lookup.place(before << 32 | last)
             length = 0 if position < 0 else max(2, length)
-        length = min(length, LONGEST)
+        if length > LONGEST:
+            length = LONGEST
         match = tokens[position] if length else -1
         return self._named(before, last, match, length), (before, last, position, length)
 
@@ -248,7 +249,7 @@ class TextReader:
             return named
         rank, other = len(named), -1
         if self._ngrams is not None:
-            for token in self._ngrams(pair_of(before, last)):
+            for token in self._ngrams(before << 32 | last):
                 if token != match:
                     named.append((rank + NGRAM_CELL, token))
                     rank += 1
