@@ -22,9 +22,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from multiprocessing import get_context
-from operator import mul
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -69,7 +67,7 @@ class Played:
     """What texts came to, in their order."""
 
     tpots_s: tuple[float, ...]
-    lengths: tuple[int, ...]
+    tokens: int
     passes: int
 
     @property
@@ -77,13 +75,8 @@ class Played:
         return 1e3 * fmean(self.tpots_s)
 
     @property
-    def token_ms(self) -> float:
-        """Of all texts together: a tape has short ones, a process has not."""
-        return 1e3 * sum(map(mul, self.tpots_s, self.lengths)) / sum(self.lengths)
-
-    @property
     def tokens_per_pass(self) -> float:
-        return sum(self.lengths) / self.passes
+        return self.tokens / self.passes
 
 
 def networks(data: Path, wanted: Sequence[str]) -> list[str]:
@@ -120,16 +113,13 @@ def played(job: Job) -> Played:
     if not all(one.complete for one in records):
         raise RuntimeError("a text did not end")
     tpots = [0.0 if one.tpot_s is None else one.tpot_s for one in records]
-    lengths = [one.counters.committed for one in records]
-    return Played(tuple(tpots), tuple(lengths), sum(one.counters.passes for one in records))
+    counters = [one.counters for one in records]
+    return Played(tuple(tpots), sum(c.committed for c in counters), sum(c.passes for c in counters))
 
 
 def together(parts: Sequence[Played]) -> Played:
-    tpots, lengths = (
-        tuple(chain.from_iterable(columns))
-        for columns in zip(*((one.tpots_s, one.lengths) for one in parts), strict=True)
-    )
-    return Played(tpots, lengths, sum(one.passes for one in parts))
+    tpots = tuple(tpot for part in parts for tpot in part.tpots_s)
+    return Played(tpots, sum(one.tokens for one in parts), sum(one.passes for one in parts))
 
 
 def over(one: Played, other: Played) -> tuple[float, str]:
@@ -184,7 +174,7 @@ class Table:
             if source == "tape":
                 taped = ours
             elif taped is not None:
-                time = ours.token_ms / taped.token_ms
+                time = ours.tpot_ms / taped.tpot_ms
                 tokens = ours.tokens_per_pass / taped.tokens_per_pass
                 self._means[f"{tape}: time a token of the process over the tape's"].append(time)
                 self._means[f"{tape}: tokens a pass of the process over the tape's"].append(tokens)
