@@ -53,11 +53,6 @@ _SETTINGS: Final = frozenset(
         "draft",
         "temperature",
         "timing",
-        "rtts_ms",
-        "pass_ms",
-        "draft_ms",
-        "server_draft_ms",
-        "seed",
     )
 )
 _OURS: Final = ' class="ours"'

@@ -41,7 +41,7 @@ _CELL, _ROW, _MARGIN, _PANE, _TOP, _STRIP = 6.65, 18, 16, 412, 96, 26
 _WIDE: Final = 3 * _MARGIN + 2 * _PANE
 # What a token was, and the class of its letters.
 _KINDS: Final = {"accepted": "a", "corrected": "c", "decoded": "", "prompt": "p"}
-_BAR_STEPS: Final = 20
+_BAR_STEPS: Final = 12
 _COLORS: Final = (
     ("accepted", "#1a7f37", "#57c76a"),
     ("corrected", "#cf222e", "#ff7b72"),
