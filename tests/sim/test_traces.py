@@ -234,7 +234,8 @@ def test_plain_columns_are_optional(tmp_path: Path) -> None:
     assert trace.down_bits_per_s == (5e6, 8e6)
     assert trace.duration_s == 9.0
     # An empty cell is as in the row before, and one before the first as that.
-    trace = read(tmp_path, "time_s,rtt_ms,loss,up_mbps,down_mbps\n0,10,,,\n1,10,1,5\n2,10,,,\n")
+    rows = "0,10,,,\n# so, or, so, or, so, or so\n\n1,10,1,5\n2,10,,,\n"
+    trace = read(tmp_path, "time_s,rtt_ms,loss,up_mbps,down_mbps\n" + rows)
     assert trace.outages_s == ((1.0, 3.0),)
     assert trace.up_bits_per_s == (5e6,) * 3
     assert trace.down_bits_per_s is None

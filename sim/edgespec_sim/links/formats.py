@@ -74,7 +74,8 @@ class TraceText:
 
 def _table(text: TraceText, header: int = 1) -> Iterator[tuple[int, dict[str, str]]]:
     """Number of each line behind line ``header``, and its cells by column. A row may end early, but
-    not go on beyond the header; a last line that may be cut is left out."""
+    not go on beyond the header. Left out are empty lines, comments (``#``) and a last line that may
+    be cut."""
     lines = csv.reader(text.lines[header - 1 :])
     columns: list[str] = []
     try:
@@ -83,6 +84,8 @@ def _table(text: TraceText, header: int = 1) -> Iterator[tuple[int, dict[str, st
                 columns = cells
             elif text.may_be_cut(number):
                 return
+            elif not cells or cells[0].startswith("#"):
+                continue
             elif len(cells) > len(columns):
                 raise text.error(number, f"at most {len(columns)} columns")
             else:
@@ -148,8 +151,7 @@ def read_plain(text: TraceText) -> NetworkTrace:
         raise text.error(header, "the header time_s,rtt_ms[,loss,up_mbps,down_mbps]")
     rows: list[dict[str, float]] = []
     for number, cells in _table(text, header):
-        if not cells.get("time_s", "#").startswith("#"):
-            rows.append(_plain_row(text, number, cells, rows[-1] if rows else {}))
+        rows.append(_plain_row(text, number, cells, rows[-1] if rows else {}))
     if not rows:
         raise text.no_rows()
 
@@ -178,10 +180,8 @@ def read_plain(text: TraceText) -> NetworkTrace:
 def _plain_row(
     text: TraceText, number: int, cells: dict[str, str], before: dict[str, float]
 ) -> dict[str, float]:
-    for name in _REQUIRED:
-        if not cells.get(name):
-            raise text.error(number, f"{name} as a number")
-    row = {n: text.number(number, value, n) for n, value in cells.items() if value}
+    given = (name for name in _KNOWN if name in _REQUIRED or cells.get(name))
+    row = {name: text.number(number, cells.get(name, ""), name) for name in given}
     if not before and row["time_s"] != 0.0:
         raise text.error(number, "the first time_s to be 0")
     if before and row["time_s"] <= before["time_s"]:
