@@ -302,15 +302,6 @@ def test_the_busy_streams_pay_for_the_total_and_the_quiet_do_not(streams: int, r
     assert 0.95 * 10 * rate <= read <= at_first + 10 * rate
 
 
-def test_two_hundred_devices_behind_one_address_start_within_seconds() -> None:
-    budget = tb.CallBudget(tb.OPEN_LIMITS, 0.0)
-    waits = [budget.turn("ipv4:10.0.0.1", 0.0) for _ in range(200)]
-    assert waits[:128] == [0.0] * 128
-    assert max(waits) == pytest.approx((200 - 128) / 20)
-    assert waits == sorted(waits)
-    assert budget.turn("ipv4:10.0.0.2", 0.0) == 0.0
-
-
 def test_who_would_wait_too_long_has_no_place_and_costs_none() -> None:
     budget = tb.CallBudget(tb.INFO_LIMITS, 0.0)
     waits = [budget.turn("a", 0.0) for _ in range(500)]

@@ -230,18 +230,6 @@ async def test_a_bug_in_the_session_is_heard_of(
     assert driver == [logging.ERROR]
 
 
-@pytest.mark.parametrize("method", ["_run", "_connect", "_use", "_read"])
-async def test_a_bug_in_the_link_is_heard_of(
-    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def buggy(link: Link, *stream: DeviceStream) -> None:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(Link, method, buggy)
-    async with nothing_left(), agent(loopback(streaming(TOKENS))) as one:
-        assert "ZeroDivisionError: a bug" in str(await told(one))
-
-
 @pytest.mark.parametrize(
     "guesses",
     [

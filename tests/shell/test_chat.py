@@ -16,7 +16,6 @@ import stat
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +23,11 @@ from prompt_toolkit.history import FileHistory
 
 from edgespec.cli import chat, chat_terminal
 from edgespec.cli.chat import ConversationError, KeptFile, Record, parse, read_record
-from edgespec.cli.chat_terminal import MarkdownView, TypedHistory, status_line
-from edgespec.cli.device import Progress, summary
+from edgespec.cli.chat_terminal import MarkdownView, TypedHistory
 from edgespec.config import AgentConfig
-from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import ModelInfo
-from edgespec.device.agent import Chunk, GenerationError, GenerationStats, Piece
+from edgespec.device.agent import Chunk, GenerationError, Piece
 from edgespec.telemetry.agent_status import (
     AgentStatus,
     AgentTotals,
@@ -131,39 +128,6 @@ STATUS = AgentStatus(
     drafting=DraftingStatus(True, "", acceptance=0.784),
     memory=MemoryStatus(412 << 20, 600 << 20),
 )
-
-
-def test_the_line_leaves_out_what_matters_least() -> None:
-    whole = "42.1 tok/s · accepted 78% · RTT 51 ms · memory 412/600.0 MiB · gpu-box:7420"
-    assert status_line(STATUS, 120) == whole
-    assert status_line(STATUS, 40) == "42.1 tok/s · accepted 78% · RTT 51 ms"
-    for width in range(100):
-        assert len(status_line(STATUS, width)) <= width
-    idle = replace(STATUS, running=0)
-    assert status_line(idle, 12, 9.96) == "10.0 tok/s"
-    assert status_line(idle, 13) == "accepted 78%"
-    gone = replace(STATUS.verifiers[0], state=VerifierState.AWAY, since_s=12.2)
-    line = status_line(replace(STATUS, verifiers=(gone,)), 60)
-    assert line.startswith("gpu-box:7420 away for 12 s · 42.1 tok/s")
-
-
-@pytest.mark.parametrize(
-    ("counters", "line", "said"),
-    [
-        (DraftCounters(tried=100, hits=97), "accepted 97%", "acceptance 97%"),
-        (DraftCounters(), "", "acceptance –"),
-    ],
-)
-def test_a_reply_has_one_acceptance(counters: DraftCounters, line: str, said: str) -> None:
-    """The line of numbers and /stats; the policy's estimate may be another."""
-    stats = GenerationStats(counters, DraftEstimates())
-    anything: Any = None
-    agent: Any = SimpleNamespace(stats=stats)
-    source: Any = SimpleNamespace(snapshot=lambda after=0: STATUS)
-    talk = chat.Conversation(agent, anything, AgentConfig(), anything, INFO, source, Record())
-    assert line in talk.line(120)
-    assert ("accepted" in talk.line(120)) is bool(line)
-    assert said in summary(Progress(), stats)
 
 
 # --- commands, turns and Ctrl-C ---------------------------------------------------------------

@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -256,26 +255,6 @@ def test_a_step_that_never_comes_back_keeps_no_process_from_ending() -> None:
     done = python("-c", NEVER_BACK)
     assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
     assert "a draft step still runs" in done.stderr
-
-
-def test_work_is_done_in_order_errors_are_heard_and_closing_frees() -> None:
-    thread, did = DraftThread("test"), list[int]()
-
-    def failing() -> None:
-        raise ValueError("no")
-
-    futures = [thread.submit(partial(did.append, number)) for number in range(5)]
-    failed = thread.submit(failing)
-    assert [future.result(WITHIN_S) for future in futures] == [None] * 5
-    assert isinstance(failed.exception(WITHIN_S), ValueError)
-    assert thread.close(lambda: did.append(99), WITHIN_S)
-    assert did == [*range(5), 99]
-    assert thread.close(lambda: did.append(100), WITHIN_S)
-    assert did[-1] == 99
-    with pytest.raises(RuntimeError, match="the drafter is closed"):
-        thread.submit(failing)
-    assert DraftThread("never began").close(lambda: did.append(7), 0.0)
-    assert did[-1] == 7
 
 
 def test_what_was_held_up_is_let_go_when_the_step_comes_back() -> None:

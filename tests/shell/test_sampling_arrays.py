@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
-from edgespec.sampling.arrays import Workspace, best_candidates, least_bits, row_bits
+from edgespec.sampling.arrays import Workspace, best_candidates, row_bits
 from edgespec.sampling.arrays import gumbel as array_gumbel
 from edgespec.sampling.arrays import noise_bits as array_noise_bits
 from edgespec.sampling.token_counts import TokenCounts
@@ -207,14 +207,6 @@ def test_nothing_is_lost_of_any_row(seed: int) -> None:
         )
         found = best_candidates(logits, params, position, 2, None, work)
         assert [one.token for one in found] == expected(logits, params, position, 2)
-
-
-def test_bits_below_the_least_give_less_noise() -> None:
-    bits = np.arange(0, 1 << 32, 9973, dtype=np.uint32)
-    noise = array_gumbel(bits)
-    for wanted in np.linspace(-4, 16.6, 200):
-        assert noise[bits < least_bits(float(wanted))].max(initial=-9.0) < wanted
-    assert (bits >= least_bits(3.0)).mean() == pytest.approx(0.0486, abs=1e-3)
 
 
 # --- noise ------------------------------------------------------------------------------------

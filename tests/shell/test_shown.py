@@ -14,16 +14,15 @@ import pytest
 from rich.console import Console
 
 from edgespec.cli.demo import Arm, report
-from edgespec.cli.device import JsonView, Progress, TextView, for_trying, summary, worth
+from edgespec.cli.device import JsonView, Progress, TextView, for_trying, summary
 from edgespec.cli.verifier import next_command
 from edgespec.config import AgentConfig, VerifierConfig
 from edgespec.config.common import SetupError
-from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.device.events import DraftCounters, TokenKind
+from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Chunk, GenerationStats, Piece
+from edgespec.device.agent import Chunk, Piece
 from edgespec.device.build import with_model_sampling
 
 EVIL = "a\x1b]0;owned\x07b\n"
@@ -135,18 +134,3 @@ def test_what_is_left_open_is_as_the_model_says(
 def test_a_verifier_says_what_to_type_next(given: dict[str, Any], command: str) -> None:
     config = VerifierConfig(insecure=True, **given)
     assert next_command(config, config.port) == f'edgespec generate "def fibonacci(n):"{command}'
-
-
-def test_what_drafts_brought_in_one_line() -> None:
-    progress, estimates = Progress(), DraftEstimates()
-    progress.first_s, progress.last_s = 1.0, 1.5
-    progress.tokens, progress.first_count = [0] * 51, 1
-    estimates.pass_s.add(0.02)
-    stats = GenerationStats(DraftCounters(committed=51, accepted=30), estimates)
-    assert worth(progress, stats) == (
-        "100.0 tokens a second · 2.00 times as fast as streaming, one token a pass of 20 ms ·"
-        " 30 of 51 tokens (59%) drafted here"
-    )
-    alone = GenerationStats(DraftCounters(committed=51), estimates)
-    assert worth(progress, alone) == "100.0 tokens a second · 0 of 51 tokens (0%) drafted here"
-    assert worth(Progress(), stats) == worth(progress, None) == ""

@@ -115,16 +115,6 @@ def test_row_by_row_is_only_for_those_who_ask(tiny: Path, monkeypatch: pytest.Mo
 # --- row tiles ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", [1, 2, 4, 8, 16, 32])
-def test_pieces_cover_the_rows_and_are_all_on_the_list(base: int) -> None:
-    sizes = row_tiles.SIZES[base]
-    for count in range(1, 400):
-        pieces = row_tiles.cut(count, sizes)
-        assert set(pieces) <= set(sizes)
-        assert sum(pieces[:-1]) < count <= sum(pieces)
-        assert list(pieces) == sorted(pieces, reverse=True)
-
-
 def test_a_product_that_depends_on_the_place_or_is_no_number_is_found_out() -> None:
     def product(rows: torch.Tensor) -> torch.Tensor:
         out = rows.clone()
