@@ -7,6 +7,7 @@ the owner of each, under random growth, trimming and release.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,36 @@ from tests.core.scenes import MODEL as FIXED
 SIZE = 4
 SYSTEM = (1, 2, 3, 4, 6, 7, 8, 9)
 """Two blocks."""
+
+
+def test_every_block_has_one_owner_and_none_is_lost() -> None:
+    rng = random.Random(0)
+    ledger = BlockLedger(CacheShape(12, 4))
+    owner: dict[int, str] = {}
+    lengths = {key: 0 for key in "abc"}
+    for _ in range(3000):
+        key = rng.choice("abc")
+        length = rng.randrange(0, 30)
+        mine = [block for block in ledger.table(key)]
+        match rng.randrange(3):
+            case 0:
+                fits = -(-length // 4) - len(mine) <= 12 - len(owner)
+                assert ledger.reserve(key, length) is fits
+                if fits:
+                    lengths[key] = max(length, lengths[key])
+                    assert ledger.table(key)[: len(mine)] == tuple(mine)
+            case 1:
+                ledger.trim(key, length)
+                lengths[key] = min(length, lengths[key])
+                assert ledger.table(key) == tuple(mine[: -(-length // 4)])
+            case _:
+                assert ledger.release(key) == len(mine)
+                lengths[key] = 0
+        owner = {block: key for key in "abc" for block in ledger.table(key)}
+        held = sum(ledger.held(key) for key in "abc")
+        assert len(owner) == held == 12 - ledger.free_count
+        assert set(owner) <= set(range(1, 13))
+        assert all(ledger.held(key) * 4 >= lengths[key] for key in "abc")
 
 
 def _world(
