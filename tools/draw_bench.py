@@ -335,9 +335,11 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="write what is to be committed of it")
     arguments = parser.parse_args()
     path: Path = arguments.record
-    if arguments.keep:
+    out = arguments.out or path.with_suffix(".svg")
+    if arguments.keep:  # fewer digits, and the picture is held against what is committed
         write(kept(json.loads(path.read_text(encoding="utf-8"))), arguments.keep)
-    write(draw(path), arguments.out or path.with_suffix(".svg"))
+        path = arguments.keep
+    write(draw(path), out)
 
 
 if __name__ == "__main__":
