@@ -160,6 +160,33 @@ def test_loading_is_stopped_at_once(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
+def test_a_simulation_whose_whole_group_is_told_to_end_ends_with_its_workers(
+    tmp_path: Path,
+) -> None:
+    """As by ``timeout``. A worker that dies of it may hold a lock that its pool waits for."""
+    command = "from edgespec.__main__ import simulator; simulator()"
+    arguments = ("run", "full-verifier", "--seeds", "8", "--out", str(tmp_path / "out"))
+    with subprocess.Popen(
+        [sys.executable, "-c", command, *arguments],
+        env=environment(),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        workers: list[psutil.Process] = []
+        while not workers:
+            assert process.poll() is None
+            time.sleep(0.05)
+            for child in psutil.Process(process.pid).children():
+                with suppress(ProcessLookupError):
+                    if os.getpgid(child.pid) == child.pid:
+                        workers.append(child)
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not any(worker.is_running() for worker in workers)
+
+
 AS_THE_FIRST = """
 import os, signal
 from edgespec.cli import running

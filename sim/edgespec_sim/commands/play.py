@@ -576,6 +576,8 @@ def _start_worker(told: Queue[tuple[int, float]]) -> None:
     global _told
     _told = told
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
+    # A signal to our group, such as timeout's, would end a worker that holds a lock of the pool.
+    os.setpgid(0, 0)
 
 
 def _work(numbered: tuple[int, Task]) -> tuple[int, WorldOutcome]:
@@ -601,12 +603,13 @@ def _progress(quiet: bool) -> Progress:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that the workers are ended with us."""
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that the workers are ended with us."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in ends}
     try:
         yield
     finally:
