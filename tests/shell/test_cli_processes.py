@@ -175,8 +175,8 @@ def test_a_simulation_whose_whole_group_is_told_to_end_ends_with_its_workers(
     ) as process:
         workers: list[psutil.Process] = []
         while not workers:
-            assert process.poll() is None
-            time.sleep(0.05)
+            with suppress(subprocess.TimeoutExpired):
+                pytest.fail(f"it ended with {process.wait(0.05)}")
             for child in psutil.Process(process.pid).children():
                 with suppress(ProcessLookupError):
                     if os.getpgid(child.pid) == child.pid:
