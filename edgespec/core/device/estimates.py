@@ -21,6 +21,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import MEMORY, PRIOR_WEIGHT, TextChances
 from edgespec.core.protocol.tree import NOT_NAMED, UNRANKED, Node
 
+KEPT: Final = 2
+"""Samples of a verifier that what earlier texts measured counts for in the next."""
 MOST_MODELS: Final = 64
 """Models beside the usual one of which something is kept."""
 
@@ -114,11 +116,10 @@ class RowPrice:
 
 @dataclass(slots=True)
 class VerifierEstimates:
-    """One verifier and the way to it. It outlives a generation: hand the same one to the next
+    """One verifier. It outlives a generation: hand the same one to the next
     ``DraftSession`` with this verifier. All times are seconds, and unknown until first measured."""
 
     price: RowPrice = field(default_factory=RowPrice)
-    rtt_s: MovingAverage = field(default_factory=MovingAverage)
     pass_s: MovingAverage = field(default_factory=MovingAverage)
     commit_s: MovingAverage = field(default_factory=MovingAverage)
     """From one commit to the next, as they arrive."""
@@ -126,21 +127,29 @@ class VerifierEstimates:
     own_tokens: MovingAverage = field(default_factory=MovingAverage)
     """Of a commit, those that the verifier had without this device's drafts: one, and what it
     guessed itself."""
-    row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
-    """What one more draft node adds to a pass."""
+
+    @property
+    def averages(self) -> tuple[MovingAverage, ...]:
+        return self.pass_s, self.commit_s, self.commit_tokens, self.own_tokens
 
 
 @dataclass(slots=True)
 class DraftEstimates(VerifierEstimates):
     """The device's view of its world."""
 
+    rtt_s: MovingAverage = field(default_factory=MovingAverage)
     step_s: MovingAverage = field(default_factory=MovingAverage)
+    row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
+    """What one more draft node adds to a pass."""
     guesses: DraftChances = field(default_factory=DraftChances)
     """How often guesses of a rank and a confidence are right."""
 
     @classmethod
     def of(cls, verifier: VerifierEstimates, guesses: DraftChances) -> DraftEstimates:
-        """Learning goes on in both."""
+        """Learning goes on in both. The next text may have another verifier, or another network,
+        or find the same one busy, so what is known counts for ``KEPT`` samples."""
+        for average in verifier.averages:
+            average.doubt(KEPT)
         known = {one.name: getattr(verifier, one.name) for one in fields(verifier)}
         return cls(**known, guesses=guesses)
 

@@ -44,6 +44,10 @@ class MovingAverage:
             share = self.weight
         self._mean += share * (sample - self._mean)
 
+    def doubt(self, samples: int) -> None:
+        """What was added counts as so many samples at most, beside those that follow."""
+        self.count = min(self.count, samples)
+
     def get(self, default: float) -> float:
         return self._mean if self.count else default
 
