@@ -6,7 +6,7 @@
 
 Real: the bundled models, a verifier process, gRPC, the product's emulated link; passes take 25 ms
 and draft steps 8 ms. Simulated: the same texts as a match tape recorded here, the profile's times,
-the same links in virtual time. Four arms at five round-trip times, then our arm on five recorded
+the same links in virtual time. Four arms at five round-trip times, then our arm on ten recorded
 networks (``EDGESPEC_DATA``; skipped without). Asked for: TPOT within 5 % of the real median, tokens
 per pass within 2 %; beside it a process that is fitted to the tape, over the tape's replay. At
 last the models themselves take the tape's place in virtual time: every
@@ -25,9 +25,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from edgespec.bench.arms import Arm
-from edgespec.bench.measurement import LentDrafter, Measurement, measure
+from edgespec.bench.measurement import LentDrafter, Measurement, mean_interval, measure
 from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload, read_prompts
 from edgespec.bench.report import machine, tape_about, versions
 from edgespec.bench.runner import arm_options, record_tape
@@ -72,10 +73,15 @@ RTTS_MS = (2.0, 20.0, 50.0, 100.0, 200.0)
 ARMS = (Arm.TARGET_ONLY, Arm.VANILLA, Arm.PEARL, Arm.EDGESPEC)
 TRACES = (
     "cellular_us_drive/2023-05-13_verizon.ping.txt",
+    "cellular_us_drive/2023-05-13_tmobile.ping.txt",
     "cellular_us_drive/2023-08-05_atnt.ping.txt",
+    "cicv5g/arterial_n78_v50_run02.txt",
+    "cicv5g/arterial_n8_v50_run02.txt",
     "cicv5g/urban_n78_v20_run01.txt",
     "cicv5g/urban_n8_v20_run01.txt",
     "starlink_fjordlink/2024-12-12-20-10-51-starlink.csv",
+    "starlink_fjordlink/2025-02-13-14-31-23-starlink.csv",
+    "wan_jitterbug/raw_days01-10.csv",
 )
 TPOT_WITHIN, TOKENS_WITHIN, BY_CONFIDENCE_WITHIN = 0.05, 0.02, 0.02
 SIMULATED_SEEDS = 8
@@ -312,7 +318,7 @@ def compare(
     profile_path: Path,
     profile: CostProfile,
     data: Path | None,
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     rows = []
     head = f"{'set-up':62s} {'real ms':>8s} {'sim ms':>8s} {'error':>7s}"
     print(f"{head}   tokens/pass real sim error   process: ms, tokens/pass over the tape's")
@@ -407,6 +413,12 @@ def main() -> int:
     started_s = time.monotonic()
     tape, real = asyncio.run(real_side(args, set_ups, data if have_data else None))
     rows = compare(set_ups, tape, real, args.profile, profile, data if have_data else None)
+    for side in ("simulated", "process"):
+        for name in ("tpot_ms", "tokens_per_pass"):
+            ratios = [row[f"{side}_{name}"] / row[f"real_{name}"] for row in rows]
+            low, high = mean_interval(ratios)
+            mean = f"{fmean(ratios):.3f} ({low:.3f} to {high:.3f})"
+            print(f"{side} {name} over the real one, mean of {len(rows)}: {mean}")
     within = sum(bool(row["within"]) for row in rows)
     print(f"{within} of {len(rows)} set-ups within {TPOT_WITHIN:.0%} and {TOKENS_WITHIN:.0%}")
     # A tape's requests are greedy ones, which is all the same to a tape.
