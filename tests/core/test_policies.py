@@ -241,6 +241,17 @@ def test_goodput_counts_the_steps_that_only_catch_up() -> None:
     )
 
 
+def test_before_the_first_pass_a_draft_is_as_quick_as_what_opened_the_stream() -> None:
+    """Steps of 10 ms, passes of 25 and a round trip of 200 ms: what is drafted at once comes 10 ms
+    behind the ``Open``, within the first pass; the later, the more has been decoded."""
+    policy, view = goodput_policy.GoodputPolicy(1), _guessed(rate=0.5, rtt_s=0.2)
+    assert policy.best(view)[1] < policy.least_gain
+    opening = [replace(view, since_open_s=since_s) for since_s in (0.0, 0.015, 0.19)]
+    assert [one.arrival_s for one in opening] == pytest.approx([0.01, 0.025, 0.2])
+    gains = [policy.best(one)[1] for one in opening]
+    assert gains[0] > gains[1] > policy.least_gain > gains[2]
+
+
 def test_goodput_rests_where_it_does_not_pay_and_probes() -> None:
     """At 0.2 and a round trip of 200 ms no step saves anything; one guess in eight positions keeps
     the acceptance rate known, and is not sent."""

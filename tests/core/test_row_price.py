@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from edgespec.core.device.estimates import RowPrice, VerifierEstimates
-from edgespec.core.device.events import DraftAction, Start, StartStep
+from edgespec.core.device.events import Connected, DraftAction, Start, StartStep
 from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
@@ -25,7 +25,7 @@ from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
 from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
-from tests.core.draft_scripts import RECONNECT, REQUEST, guess, messages, streaming
+from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess, messages, streaming
 
 
 def commit(position: int, row_price: int | None = None, credit: int | None = None) -> Commit:
@@ -68,7 +68,8 @@ def test_no_node_is_drafted_below_the_price() -> None:
 
 def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
     """A round trip of 200 ms, passes of 25 ms and steps of 8 ms: nine passes begin before a draft
-    arrives, (8 + 200) / 25 rounded up, so nine tokens are settled; behind them 0.7 ** 3 < 0.4."""
+    arrives, (8 + 200) / 25 rounded up, so nine tokens are settled; behind them 0.65 ** 3 < 0.4.
+    What is drafted before the first pass travels with what opens the stream: one token is."""
     known = VerifierEstimates(RowPrice(0.4))
     session = DraftSession(
         REQUEST, WindowedPolicy(1, least_chance=0.0), RECONNECT, 1000, 0, 0, known
@@ -80,6 +81,10 @@ def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
     for _ in range(50):
         estimates.commit_s.add(0.025)
         estimates.step_s.add(0.008)
+    assert len(drafted(session, actions)) == 1 + 2
+    session.handle(Connected(), 1.0)
+    session.handle(GREETING, 1.0)
+    actions = session.handle(commit(2, row_price=400), 1.2)
     assert len(drafted(session, actions)) == 9 + 2
     estimates.commit_s.add(
         10.0

@@ -116,10 +116,11 @@ class RowPrice:
 
 @dataclass(slots=True)
 class VerifierEstimates:
-    """One verifier. It outlives a generation: hand the same one to the next
+    """One verifier and the way to it. It outlives a generation: hand the same one to the next
     ``DraftSession`` with this verifier. All times are seconds, and unknown until first measured."""
 
     price: RowPrice = field(default_factory=RowPrice)
+    rtt_s: MovingAverage = field(default_factory=MovingAverage)
     pass_s: MovingAverage = field(default_factory=MovingAverage)
     commit_s: MovingAverage = field(default_factory=MovingAverage)
     """From one commit to the next, as they arrive."""
@@ -130,14 +131,13 @@ class VerifierEstimates:
 
     @property
     def averages(self) -> tuple[MovingAverage, ...]:
-        return self.pass_s, self.commit_s, self.commit_tokens, self.own_tokens
+        return self.rtt_s, self.pass_s, self.commit_s, self.commit_tokens, self.own_tokens
 
 
 @dataclass(slots=True)
 class DraftEstimates(VerifierEstimates):
     """The device's view of its world."""
 
-    rtt_s: MovingAverage = field(default_factory=MovingAverage)
     step_s: MovingAverage = field(default_factory=MovingAverage)
     row_s: SlopeEstimator = field(default_factory=SlopeEstimator)
     """What one more draft node adds to a pass."""

@@ -62,6 +62,8 @@ class DraftView:
     next pass may have waited for a draft."""
     resting: bool = False
     """No step runs and none is about to."""
+    since_open_s: float | None = None
+    """How long ago the stream was opened, or 0 while it is not; None once a pass has committed."""
 
     @property
     def round_s(self) -> float:
@@ -111,7 +113,11 @@ class DraftView:
     @property
     def arrival_s(self) -> float:
         """From the last commit's leaving the verifier to the arrival there of what a step brings
-        that begins now: since_commit_s + step_s + rtt_s."""
+        that begins now: since_commit_s + step_s + rtt_s. Before the first commit it is counted from
+        the arrival of what opened the stream, which takes as long as a draft: since_open_s +
+        step_s."""
+        if self.since_open_s is not None:
+            return self.since_open_s + self.step_s
         since_s = self.since_commit_s or 0.0
         return since_s + self.step_s + self.estimates.rtt_s.get(_GUESSED_RTT_S)
 

@@ -15,6 +15,7 @@ it. ``deadline`` is when to send ``Tick``; there is one as long as the session r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
@@ -88,6 +89,8 @@ class DraftSession:
         """Whether the verifier was told so since its last commit."""
         self._busy_since: float | None = None
         """When the last commit came, if it left nodes in flight."""
+        self._opened_at: float | None = math.inf
+        """When this stream was opened; None once a pass of it has committed."""
         self._end = min(self._bounds.length - 1, draft_context_length)
         """Nodes at this position or later cannot matter any more."""
 
@@ -117,7 +120,7 @@ class DraftSession:
             case ev.Start():
                 actions = self.link.connect(now)
             case ev.Connected():
-                actions = self._on_connected()
+                actions = self._on_connected(now)
             case ev.LinkDown():
                 actions = self.link.down(event, now)
             case ev.Tick():
@@ -135,11 +138,11 @@ class DraftSession:
 
     # --- what the verifier says ------------------------------------------------------------
 
-    def _on_connected(self) -> list[ev.DraftAction]:
+    def _on_connected(self, now: float) -> list[ev.DraftAction]:
         self.link.connected(self.request)
         self._outbox.new_stream()
         self._reader.new_stream()
-        self._busy_since = None
+        self._busy_since, self._opened_at = None, now
         self._said_no_draft_comes = False
         held = tuple(self.prefix.output)
         return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
@@ -165,6 +168,7 @@ class DraftSession:
         self.counters.rested += len(delivered.tokens) if delivered and rests else 0
         if commit.verify_us:
             self._busy_since = now if self._in_flight else None
+            self._opened_at = None
         actions: list[ev.DraftAction] = []
         if delivered is None:
             self.link.heard(now)
@@ -297,7 +301,7 @@ class DraftSession:
         return most if credit is None else min(most, credit)
 
     def _view(self, unsent: int, now: float, *, resting: bool = False) -> DraftView:
-        alive, since = len(self.tree.nodes), self._busy_since
+        alive, since, opened = len(self.tree.nodes), self._busy_since, self._opened_at
         return DraftView(
             self.tree,
             unsent,
@@ -307,6 +311,7 @@ class DraftSession:
             self.estimates,
             None if since is None else now - since,
             resting,
+            None if opened is None else max(0.0, now - opened),
         )
 
 
