@@ -9,8 +9,8 @@ and draft steps 8 ms. Simulated: the same texts as a match tape recorded here, t
 the same links in virtual time. Four arms at five round-trip times, then our arm on ten recorded
 networks (``EDGESPEC_DATA``; skipped without). Asked for: TPOT within 5 % of the real median, tokens
 per pass within 2 %; beside it a process that is fitted to the tape, over the tape's replay. At
-last the models themselves take the tape's place in virtual time: every
-count of the text and every time has to be equal with drafts by rank, and TPOT within 2 % with drafts by confidence.
+last the models themselves take the tape's place in virtual time: every count of the text and every
+time has to be equal with drafts by rank, and TPOT within 2 % with drafts by confidence.
 """
 
 from __future__ import annotations
