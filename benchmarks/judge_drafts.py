@@ -82,6 +82,10 @@ class Played:
     """Nodes a token."""
     steps: float
     """Draft steps a token."""
+    pass_tokens: float
+    """Tokens a pass."""
+    wasted: float
+    """Nodes a token that were sent and verified in vain."""
     exact: bool
 
 
@@ -215,6 +219,8 @@ def play(
         1e3 * (found.times_s[-1] - found.times_s[0]) / (count - 1),
         counters.sent / count,
         counters.steps / count,
+        counters.committed / counters.passes,
+        counters.wasted / count,
         tuple(found.tokens) == text.said,
     )
 

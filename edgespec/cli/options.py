@@ -84,12 +84,14 @@ DEVICE_FLAGS = (
     *VERIFIER_FLAGS,
     Flag("model", metavar="NAME", panel=WHERE),
     Flag("draft.model", ("--draft",), metavar="MODEL", panel=DRAFTING),
+    Flag("draft.corpus", ("--draft-corpus",), metavar="FILE", panel=DRAFTING),
     Flag("draft.memory_budget", metavar="SIZE", panel=DRAFTING),
 )
 VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
     AgentConfig: {
         "EDGESPEC_VERIFIER": "verifier",
         "EDGESPEC_DRAFT": "draft.model",
+        "EDGESPEC_DRAFT_CORPUS": "draft.corpus",
         "EDGESPEC_MEMORY_BUDGET": "draft.memory_budget",
         "EDGESPEC_ENDPOINT_PORT": "endpoint.port",
         "EDGESPEC_LOG_LEVEL": "log_level",
@@ -105,6 +107,8 @@ VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
     },
 }
 """Keys that a variable of the environment gives."""
+_SEPARATORS = {"verifier": None, "draft.corpus": os.pathsep}
+"""Between the values of such a variable that holds several; None is white space."""
 
 # --- those of every command that has a configuration -----------------------------------------
 
@@ -205,8 +209,12 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
     overrides: dict[str, Any] = {}
     for variable, name in VARIABLES[kind].items():
         if text := os.environ.get(variable):
-            value = text.split() if name == "verifier" else read_value(keys[name], text, variable)
-            overrides[name] = value
+            several = name in _SEPARATORS
+            overrides[name] = (
+                [part for part in text.split(_SEPARATORS[name]) if part]
+                if several
+                else read_value(keys[name], text, variable)
+            )
     for assignment in given["set_keys"] or ():
         name, equals, text = assignment.partition("=")
         if not equals:

@@ -240,7 +240,8 @@ def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[st
     endpoint, draft, policy = config.endpoint, config.draft, config.policy
     memory = machine_memory()
     budget = f"at most {draft.memory_budget}" if draft.memory_budget else "no budget"
-    beside = ", and guesses from the text" if draft.lookup else ""
+    beside = ", and guesses from the text" if draft.from_text else ""
+    beside += f" and {', '.join(draft.corpus)}" if draft.corpus else ""
     ahead = "" if policy.run_ahead is RunAhead.NEVER else ", the verifier runs ahead"
     who = "this machine" if is_loopback(endpoint.host) else f"all that reach {endpoint.host}"
     return [

@@ -128,17 +128,24 @@ class DraftSection:
     lookup: bool = False
     """Guesses from the text stand in the tree beside the model's, by what each is worth
     (``--draft lookup`` has no others)."""
+    corpus: tuple[str, ...] = ()
+    """Guess from this file's text too, or those of a folder; give it once for each. They stand
+    beside guesses from the text, as with ``lookup``. An index is made in the cache once, and anew
+    when a file has changed."""
     provider: str = "cpu"
     """What of onnxruntime the draft runs on: cpu, cuda, tensorrt, dml, coreml or openvino."""
 
     def __post_init__(self) -> None:
         not_empty("model", self.model)
         not_empty("variant", self.variant)
-        if self.lookup and self.model == "none":
+        if self.from_text and self.model == "none":
+            key = "corpus is given" if self.corpus else "lookup is true"
             raise ValueError(
-                "lookup is true, but model is 'none', which drafts nothing: say 'lookup' to draft"
+                f"{key}, but model is 'none', which drafts nothing: say 'lookup' to draft"
                 " without a model"
             )
+        for name in self.corpus:
+            not_empty("corpus", name)
         one_of("provider", self.provider, PROVIDERS)
         bounded("threads", self.threads, 0, 64)
         bounded("context_length", self.context_length, 0, 1 << 20)
@@ -148,6 +155,11 @@ class DraftSection:
         bounded("caches", self.caches, 1, MAX_CACHES)
         if self.memory_budget:
             parse_budget(self.memory_budget)
+
+    @property
+    def from_text(self) -> bool:
+        """Whether texts are guessed from too, beside the model."""
+        return self.lookup or bool(self.corpus)
 
 
 @dataclass(frozen=True, slots=True)

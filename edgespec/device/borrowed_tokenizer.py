@@ -24,6 +24,7 @@ from edgespec.device.build import (
     BUNDLED,
     LOOKUP,
     NONE,
+    add_corpus,
     agent_options,
     ask_verifiers,
     dial,
@@ -200,6 +201,7 @@ class BorrowingAgent(Agent):
         try:
             text = load_tokenizer(reference := tokenizer_reference(config))
             vocabulary, drafter = vocabulary_of(reference), load_drafter(config, say=self._say)
+            add_corpus(self.options.text, config, text, self._say)
         except ValueError as error:
             raise SetupError(str(error)) from error
         self.options = replace(self.options, vocabulary=vocabulary)

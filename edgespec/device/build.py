@@ -197,6 +197,7 @@ def build_agent(
     """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     options = agent_options(config, vocabulary_of(reference))
+    add_corpus(options.text, config, tokenizer, say)
     drafter = load_drafter(config, say=say)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
     transport = verifier_transport(config)
@@ -251,8 +252,22 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
 
 def text_tables(config: AgentConfig) -> TextTables | None:
     """What texts will have said, where ``config`` takes guesses from them: below 2 MiB."""
-    wanted = config.draft.lookup or config.draft.model == LOOKUP
+    wanted = config.draft.from_text or config.draft.model == LOOKUP
     return TextTables(ngrams=True, most_leaders=_MOST_LEADERS) if wanted else None
+
+
+def add_corpus(
+    text: TextTables | None, config: AgentConfig, tokenizer: PromptTokenizer, say: Say | None
+) -> None:
+    """Give ``text`` the corpus of ``config``, if it has one, as tokens of this tokenizer, which is
+    that of ``config``. Raises as ``open_corpus`` does."""
+    if text is None or not config.draft.corpus:
+        return
+    from edgespec.device.corpus import open_corpus
+
+    vocabulary = vocabulary_of(tokenizer_reference(config))
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    text.corpus = open_corpus(config.draft.corpus, vocabulary, encode, say or (lambda text: None))
 
 
 def _drafter(config: AgentConfig, say: Say) -> Drafter | None:

@@ -19,7 +19,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.device.text_drafts import LEAST_CHANCE, MOST_NODES, TextDrafts
 from edgespec.core.protocol.messages import Commit, Draft, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.core.protocol.text_guesses import TextChances, TextReader, TextTables
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import Candidate
 from tests.core.draft_scripts import GREETING, RECONNECT, messages
@@ -100,6 +100,59 @@ def test_what_was_said_outlives_a_generation() -> None:
             session.handle(Commit(1 + at, (token,)), 0.02 * at)
     assert hits[0] == 0
     assert hits[1] > 50
+
+
+class Phrases:
+    """A corpus of what follows the last so many tokens."""
+
+    def __init__(self, length: int, *named: tuple[int, float]) -> None:
+        self.after = lambda end: (length, named)
+
+
+def test_the_likelier_is_named_first_and_nothing_twice() -> None:
+    """The text itself goes on with 7 behind an end of three tokens, by a chance of 0.6."""
+    for phrases, named in (
+        (Phrases(0), [7]),
+        (Phrases(3, (20, 0.6), (30, 0.3)), [7, 20]),
+        (Phrases(16, (20, 1.0), (30, 0.1)), [7, 20]),  # the chances are equal
+        (Phrases(16, (7, 1.0)), [7]),
+        (Phrases(2, (7, 0.9), (20, 0.1)), [7, 20]),
+    ):
+        said = tables()
+        said.corpus = phrases
+        reader, tokens = TextReader(said, TextChances()), (4, 5, 6, 7, 40, 4, 5, 6)
+        reader.lookup.load(tokens, len(tokens))
+        guesses, place = reader.guesses(tokens, reader.end(tokens))
+        assert [token for _, token in guesses] == named
+        assert len({cell for cell, _ in guesses}) == len(guesses)
+        assert [token for _, token in reader.guesses(tokens, place)[0]] == named
+
+
+def test_a_corpus_that_is_right_comes_first_though_it_was_not_named() -> None:
+    """It is judged all the same: its 9 is right each time, what the text says (7 or 8) never is."""
+    said, chances = tables(), TextChances()
+    said.corpus = Phrases(2, (9, 0.2))
+    reader, tokens = TextReader(said, chances), [1, 2, 7, 1, 2, 8, 1, 2]
+    reader.lookup.load(tokens, len(tokens))
+    assert 9 not in [token for _, token in reader.guesses(tokens, reader.end(tokens))[0][:1]]
+    for number in range(12):
+        tokens += [9, 30 + number, 1, 2]
+        said.recycled.add(2, 50 + number)
+        reader.learn(tokens)
+    assert reader.guesses(tokens, reader.end(tokens))[0][0][1] == 9
+
+
+def test_a_corpus_is_followed_and_judged() -> None:
+    """Right at first: a chain of it is in flight. Then always wrong, and it is named no more."""
+    said, learned = tables(), Learned()
+    said.corpus = Phrases(5, (7, 1.0))
+    session, sent = reading(1, 2, said=said, learned=learned)
+    assert isinstance(sent[0], Draft)
+    assert sent[0].tokens[:3] == (7, 7, 7)
+    dice = random.Random(3)
+    for at in range(2, 80):
+        session.handle(Commit(at, (dice.randrange(100, 1000),)), 0.02 * at)
+    assert all(node.token != 7 for node in session.tree.roots)
 
 
 def test_guesses_are_judged_whether_they_were_made_or_not() -> None:

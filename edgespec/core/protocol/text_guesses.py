@@ -1,18 +1,21 @@
 """Guesses from the text itself and from what was said before, without a model; both ends use them.
 
-Theory of operation. Three sources name tokens for the next position, the surest first:
+Theory of operation. Four sources name tokens for the next position, the surest first:
 
     match      what stood behind the last tokens the last time they stood in this text, two tokens
                or more, counted to ``LONGEST`` (prompt lookup decoding, Saxena 2023)
+    corpus     what most often stood behind the longest end of the text that other texts hold too
+               (``Corpus``; REST, He et al., NAACL 2024); by its chance among the others
     n-grams    what followed the last pair of tokens in committed texts, in an LRU table (Cacheback,
                Ma, Gim and Zhong, EMNLP 2025)
     recycled   what followed the last token alone, and what the target said after guesses that were
                wrong (Token Recycling, Luo et al., ACL 2025)
 
 Each named token is a guess of a *cell*: its source, the length of its match and its rank among the
-guesses for the position. With each committed token the guesses for its position are compared, made
-or not, and their cells count: chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials +
-``PRIOR_WEIGHT``), where hits and trials lose a share 1 - ``MEMORY`` at each trial of the cell.
+guesses for the position (of a corpus: among its own, and how often it came next there). With each
+committed token the guesses for its position are compared, made or not, and their cells count:
+chance = (hits + prior * ``PRIOR_WEIGHT``) / (trials + ``PRIOR_WEIGHT``), where hits and trials lose
+a share 1 - ``MEMORY`` at each trial of the cell.
 
 Bounds: an index of ``MOST_PAIRS`` entries of about 170 bytes, begun anew when it is full; tables of
 ``MOST_LEADERS`` rows of about 230 bytes, below 2 MiB each.
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from edgespec.core.protocol.estimators import DecayedRate
 
@@ -37,11 +40,21 @@ RANKS: Final = 2
 MATCH_CELLS: Final = tuple(kind * RANKS for kind in (0, 0, 0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4))
 NGRAM_CELL: Final = 5 * RANKS
 RECYCLED_CELL: Final = 6 * RANKS
+_CORPUS_CELL: Final = 7 * RANKS
+# A corpus has one for ends of 2, of 3 to 4, of 5 to 8 and of more tokens, times shares below a
+# third, below two thirds, and above.
+_CORPUS_KINDS: Final = (0, 0, 0, 1, 1, 2, 2, 2, 2, 3)
+_SHARES: Final = 3
 
 # What the bundled target's texts gave on code and summaries (docs/measurements.md): first guesses
 # by kind, and what is left for the second.
 _FIRST: Final = tuple(
     rate * share for rate in (0.5, 0.6, 0.75, 0.8, 0.9, 0.3, 0.3) for share in (1.0, 0.5)
+) + tuple(
+    rate * share * rank
+    for rate in (0.15, 0.25, 0.4, 0.6)
+    for share in (0.3, 0.6, 1.0)
+    for rank in (1.0, 0.5)
 )
 
 
@@ -99,9 +112,23 @@ class FollowerTable:
             rows[leader] = (token, *others[: self._most_followers - 1])
 
 
+class Corpus(Protocol):
+    """Texts that are there before the first word is said."""
+
+    def after(self, end: tuple[int, ...]) -> tuple[int, Sequence[tuple[int, float]]]:
+        """Of ``end``, the last ``CORPUS_LENGTH`` tokens of a text or fewer: how many of its last
+        tokens stand in the corpus too, two or more, and what stood behind them there, the most
+        frequent first, each with its share, at most ``RANKS``. 0 and nothing: they do not."""
+
+
+CORPUS_LENGTH: Final = 16
+
+
 class TextTables:
-    """What was said in committed texts. ``ngrams`` False leaves pairs out: the index of the one
-    text that is read has them already."""
+    """What was said in committed texts, and the ``corpus`` beside it. ``ngrams`` False leaves pairs
+    out: the index of the one text that is read has them already."""
+
+    corpus: Corpus | None = None
 
     def __init__(self, *, ngrams: bool, most_leaders: int = MOST_LEADERS) -> None:
         self.recycled = FollowerTable(most_leaders)
@@ -189,9 +216,9 @@ class PromptLookup:
 
 Guess = tuple[int, int]
 """Cell and token."""
-Place = tuple[int, int, int, int]
-"""Where guesses may stand: the two tokens before it, the position where their match in the text
-goes on, and how long that match is; 0: there is none."""
+Place = tuple[tuple[int, ...], int, int]
+"""Where guesses may stand: the last tokens before it, two or with a corpus more, the position where
+their match in the text goes on, and how long that match is; 0: there is none."""
 
 
 SURE: Final = 6
@@ -206,6 +233,8 @@ class TextReader:
         self._tables, self._chances = tables, chances
         self._recycled = tables.recycled.after
         self._ngrams = None if tables.ngrams is None else tables.ngrams.after
+        self._corpus = None if tables.corpus is None else tables.corpus.after
+        self._looked_at = 2 if tables.corpus is None else CORPUS_LENGTH
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Judge guesses by the tokens that came since, then remember those."""
@@ -213,43 +242,47 @@ class TextReader:
         for at in range(lookup.known, len(tokens)):
             if at >= 2:
                 match = tokens[lookup.position] if lookup.length else -1
-                for cell, token in self._named(
-                    tokens[at - 2], tokens[at - 1], match, lookup.length
-                ):
+                end = tuple(tokens[max(0, at - self._looked_at) : at])
+                named = self._named(end, match, lookup.length)
+                for cell, token in named + self._of_corpus(end):
                     note(cell, token == tokens[at])
                 self._tables.enter(tokens, at)
             lookup.add(tokens)
 
     def end(self, tokens: Sequence[int]) -> Place:
         """The place behind the text, which has two tokens or more, all of them learned."""
-        return tokens[-2], tokens[-1], self.lookup.position, self.lookup.length
+        return tuple(tokens[-self._looked_at :]), self.lookup.position, self.lookup.length
 
     def guesses(self, tokens: Sequence[int], place: Place) -> tuple[list[Guess], Place]:
         """At most ``RANKS`` guesses for the place, the surest source first, and the place with its
         match looked up again if it had come to the end of the text."""
-        before, last, position, length = place
+        end, position, length = place
         if position >= len(tokens):  # in its own tail, or it is not known yet
-            position = self.lookup.place(before << 32 | last)
+            position = self.lookup.place(end[-2] << 32 | end[-1])
             length = 0 if position < 0 else max(2, length)
         if length > LONGEST:
             length = LONGEST
         match = tokens[position] if length else -1
-        return self._named(before, last, match, length), (before, last, position, length)
+        named = self._named(end, match, length)
+        if length < SURE and (found := self._of_corpus(end)):
+            named = self._likeliest(named + found)
+        return named, (end, position, length)
 
     def behind(self, tokens: Sequence[int], place: Place, token: int) -> Place:
         """The place behind a token that stands at ``place``, as ``guesses`` returned it."""
-        _, last, position, length = place
+        end, position, length = place
+        end = (*end[1 - self._looked_at :], token)
         if length and tokens[position] == token:
-            return last, token, position + 1, length + 1
-        return last, token, len(tokens), 0
+            return end, position + 1, length + 1
+        return end, len(tokens), 0
 
-    def _named(self, before: int, last: int, match: int, length: int) -> list[Guess]:
+    def _named(self, end: tuple[int, ...], match: int, length: int) -> list[Guess]:
         named = [(MATCH_CELLS[length], match)] if length else []
         if length >= SURE:
             return named
-        rank, other = len(named), -1
+        rank, last, other = len(named), end[-1], -1
         if self._ngrams is not None:
-            for token in self._ngrams(before << 32 | last):
+            for token in self._ngrams(end[-2] << 32 | last):
                 if token != match:
                     named.append((rank + NGRAM_CELL, token))
                     rank += 1
@@ -262,4 +295,22 @@ class TextReader:
                 rank += 1
                 if rank == RANKS:
                     return named
+        return named
+
+    def _of_corpus(self, end: tuple[int, ...]) -> list[Guess]:
+        if self._corpus is None:
+            return []
+        length, followers = self._corpus(end)
+        kind = _CORPUS_KINDS[min(length, len(_CORPUS_KINDS) - 1)]
+        return [
+            (_CORPUS_CELL + (kind * _SHARES + int(share * 2.99)) * RANKS + rank, token)
+            for rank, (token, share) in enumerate(followers)
+        ]
+
+    def _likeliest(self, guesses: list[Guess]) -> list[Guess]:
+        """The best ``RANKS`` of them, each token once."""
+        named: list[Guess] = []
+        for cell, token in sorted(guesses, key=lambda guess: -self._chances.of[guess[0]]):
+            if len(named) < RANKS and all(token != other for _, other in named):
+                named.append((cell, token))
         return named

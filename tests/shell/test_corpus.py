@@ -1,0 +1,254 @@
+"""The store of ``draft.corpus``. Oracle: a search of the texts from end to end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import yaml
+
+from edgespec.config import AgentConfig, ConfigError, DraftSection, PolicySection, VerifierConfig
+from edgespec.config.common import SetupError
+from edgespec.config.loading import load_config
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import CORPUS_LENGTH, RANKS
+from edgespec.device import corpus
+from edgespec.device.borrowed_tokenizer import BorrowingAgent
+from edgespec.device.build import build_agent
+from edgespec.device.corpus import StoredCorpus, open_corpus
+from edgespec.models.toy import TOY_CONTEXT_LENGTH, ToyTokenizer
+from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.toy import ToyTarget
+from tests.shell.live_verifier import call, serving, toy_text
+from tests.shell.test_text_drafts import CIRCLING, PROMPT
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def quiet(text: str) -> None: ...
+
+
+def unasked(text: str) -> NoReturn:
+    raise AssertionError("the store was made again")
+
+
+def opened(*paths: Path, vocabulary: str = "letters") -> StoredCorpus:
+    return open_corpus([str(path) for path in paths], vocabulary, letters, quiet)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def followers(texts: Sequence[str], end: str) -> tuple[int, Counter[str]]:
+    """How many of the last letters of ``end`` stand in a text, two or more, and what follows."""
+    for length in range(min(len(end), CORPUS_LENGTH), 1, -1):
+        tail, found, there = end[-length:], Counter[str](), False
+        for text in texts:
+            for at in range(len(text) - length + 1):
+                if text[at : at + length] == tail:
+                    there = True
+                    found.update(text[at + length : at + length + 1])
+        if there:
+            return (length, found) if found else (0, found)
+    return 0, Counter()
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "abcd", "abcdefghijklmnopqrstuvwxyz"])
+def test_what_is_found_is_what_a_search_finds(tmp_path: Path, alphabet: str) -> None:
+    dice = random.Random(len(alphabet))
+    for number in range(6):
+        texts = ["".join(dice.choices(alphabet, k=dice.randrange(1, 90))) for _ in range(3)]
+        texts[2] += texts[0][3:40]  # so that long ends are found
+        paths = [write(tmp_path / f"{number}-{n}.txt", text) for n, text in enumerate(texts)]
+        store = opened(*paths)
+        for _ in range(150):
+            text = dice.choice(texts)
+            at = dice.randrange(len(text) + 1)
+            end = "".join(dice.choices(alphabet, k=2)) + text[max(0, at - 20) : at]
+            end = end[-dice.randrange(2, CORPUS_LENGTH + 1) :]
+            length, counts = followers(texts, end)
+            found, named = store.after(tuple(letters(end)))
+            assert found == length
+            assert len(named) == min(RANKS, len(counts))
+            if counts.total() <= corpus._SAMPLE - len(texts):  # all of them were counted
+                best = sorted(counts.values(), reverse=True)[:RANKS]
+                assert [counts[chr(token)] for token, _ in named] == best
+                for token, share in named:
+                    ends = sum(text.endswith(end[-length:]) for text in texts)
+                    assert share == pytest.approx(counts[chr(token)] / (counts.total() + ends))
+
+
+def test_a_frequent_end_is_sampled(tmp_path: Path) -> None:
+    """Of 3,000 places each third is followed by x, all others by y."""
+    store = opened(write(tmp_path / "a.txt", "abyabyabx" * 1000))
+    length, named = store.after(tuple(letters("zab")))
+    assert length == 2
+    assert [chr(token) for token, _ in named] == ["y", "x"]
+    assert named[0][1] == pytest.approx(2 / 3, abs=0.1)
+
+
+def test_a_store_is_made_once_and_anew_for_another_text(tmp_path: Path) -> None:
+    path, said = write(tmp_path / "a.txt", "one two three"), list[str]()
+    names = [str(path)]
+    open_corpus(names, "v", letters, said.append)
+    assert said == ["draft.corpus: 0.0 MB in 1 files are indexed, once"]
+    open_corpus(names, "v", unasked, quiet)
+    (store,) = (tmp_path / "cache" / "edgespec" / "corpus").iterdir()
+    assert store.stat().st_mode & 0o777 == 0o600
+    write(path, "one two four")
+    assert open_corpus(names, "v", letters, quiet).after(tuple(letters("two "))) == (
+        *(4, [(ord("f"), 1.0)]),
+    )
+    open_corpus(names, "v", unasked, quiet)
+    with pytest.raises(AssertionError):
+        open_corpus(names, "another vocabulary", unasked, quiet)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"x" * 40, None])
+def test_a_damaged_store_is_made_anew(tmp_path: Path, damage: bytes | None) -> None:
+    path = write(tmp_path / "a.txt", "one two three")
+    opened(path)
+    (store,) = (tmp_path / "cache" / "edgespec" / "corpus").iterdir()
+    store.write_bytes(store.read_bytes()[:-4] if damage is None else damage)
+    assert opened(path).after(tuple(letters("two "))) == (4, [(ord("t"), 1.0)])
+
+
+def test_stores_that_were_not_used_of_late_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_MOST_STORES", 2)
+    for number in range(4):
+        opened(write(tmp_path / f"{number}.txt", f"text {number}"))
+    assert len([*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]) == 2
+    open_corpus([str(tmp_path / "3.txt")], "letters", unasked, quiet)
+
+
+def test_a_folder_gives_its_texts(tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    (folder / "deep" / ".git").mkdir(parents=True)
+    write(folder / "deep" / "a.py", "the quick fox")
+    write(folder / "deep" / ".git" / "b.py", "a hidden cat")
+    (folder / "picture").write_bytes(b"\xff\xd8\xff")
+    store = opened(folder)
+    assert store.after(tuple(letters("quick "))) == (6, [(ord("f"), 1.0)])
+    assert store.after(tuple(letters("hidden "))) == (0, ())
+
+
+def test_large_texts_are_cut_into_pieces_and_told_of(tmp_path: Path) -> None:
+    lines = "".join(f"line {number} ends here\n" for number in range(60_000))
+    path, said, pieces = write(tmp_path / "a.txt", lines + "x" * 200_000), list[str](), list[str]()
+
+    def encode(text: str) -> list[int]:
+        pieces.append(text)
+        return [len(pieces)]
+
+    open_corpus([str(path)], "v", encode, said.append)
+    assert "".join(pieces) == lines + "x" * 200_000
+    assert max(map(len, pieces)) <= corpus._PIECE
+    assert said[1] == "draft.corpus: 10 % read"
+    assert said[-2:] == [
+        "draft.corpus: 100 % read",
+        f"draft.corpus: {len(pieces) + 1} tokens are sorted",
+    ]
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, binary = write(tmp_path / "a.txt", "0123456789"), tmp_path / "b.bin"
+    binary.write_bytes(b"\xff\xfe\x00")
+    monkeypatch.setattr(corpus, "MAX_CORPUS_BYTES", 15)
+    for paths, message in (
+        ((tmp_path / "none",), "draft.corpus: .*none: No such file"),
+        ((there, binary), "b.bin is not UTF-8 text"),
+        ((there, there), "a.txt: 10 bytes, but at most 5 are read: a corpus has at most 15 bytes"),
+        ((write(tmp_path / "c", ""),), "c: there is no text"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(*paths)
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("edgespec.config.files.os.fsync", full)
+    with pytest.raises(SetupError, match=r"corpus.*: No space left on device\n.*XDG_CACHE_HOME"):
+        opened(write(tmp_path / "a.txt", "some text"))
+    assert not [*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]
+
+
+# --- in a whole agent -----------------------------------------------------------------------------
+
+
+def test_file_flag_and_environment_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "config.yaml", "draft: {corpus: [a.txt, b c]}")
+    listed = ("--draft-corpus", "a.txt", "--draft-corpus", "b c")
+    for arguments, variable in (
+        (("--config", path), ""),
+        (listed, "d"),
+        ((), os.pathsep.join(("a.txt", "b c"))),
+    ):
+        monkeypatch.setenv("EDGESPEC_DRAFT_CORPUS", variable)
+        shown = yaml.safe_load(call("generate", *arguments, "--help-all").stdout)
+        assert shown["draft"]["corpus"] == ["a.txt", "b c"]
+    for overrides, message in (
+        ({"draft.model": "none", "draft.corpus": ["a"]}, "corpus is given, but model is 'none'"),
+        ({"draft.corpus": [" "]}, "corpus"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(AgentConfig, None, overrides)
+
+
+async def test_texts_that_stand_in_the_corpus_take_fewer_passes(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.5, seed=9, top_k=20)
+    expected = toy_text(PROMPT, params, CIRCLING)
+    tokenizer = ToyTokenizer()
+    path = write(tmp_path / "a.txt", "a circle" + tokenizer.decode(expected))
+    passes = []
+    vocabulary = load_target(VerifierConfig(model="toy", port=0)).info.vocabulary
+    target = ToyTarget(CIRCLING, vocabulary=vocabulary, context_length=TOY_CONTEXT_LENGTH)
+    served = VerifierConfig(model="toy", port=0, server_drafts=False)
+    async with serving(target, config=served) as (address, _):
+        for names in ((), (str(path),)):
+            draft = DraftSection("lookup", corpus=names)
+            policy = PolicySection(run_ahead=RunAhead.NEVER)
+            config = AgentConfig(address, tokenizer="toy", draft=draft, policy=policy)
+            async with build_agent(config) as agent:
+                found = [t async for c in agent.generate(PROMPT, params) for t in c.tokens]
+                assert found == expected
+                assert agent.stats is not None
+                passes.append(agent.stats.counters.passes)
+    assert passes[1] < passes[0] / 2
+
+
+async def test_a_lent_tokenizer_reads_the_corpus(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "one two three")
+    draft = DraftSection("lookup", corpus=(str(path),))
+    async with serving() as (address, _):
+        agent = BorrowingAgent(AgentConfig(address, draft=draft))
+        async with agent:
+            await agent.borrow()
+        assert agent.options.text is not None
+        store = agent.options.text.corpus
+        assert store is not None
+        end, (token,) = ToyTokenizer().encode("two "), ToyTokenizer().encode("t")
+        assert store.after(tuple(end)) == (4, [(token, 1.0)])
