@@ -1,7 +1,7 @@
 """Text to token ids and back, token by token, and the model's own chat template.
 
 A token may end in the middle of a UTF-8 character, so its text is not always known when it
-arrives. ``TextStream`` holds such tokens back and emits text that never has to be taken back: what
+arrives. ``TextStream`` holds such bytes back and emits text that never has to be taken back: what
 was pushed so far and ``flush`` give the same text however the tokens were grouped.
 
 Chat templates are Jinja programs that come with the model, by the conventions of Hugging Face:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -242,8 +243,8 @@ class TokenBytes:
         self._added = {
             number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()
         }
-        decoder = json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
-        self._letters = byte_letters() if '"ByteLevel"' in decoder else None
+        decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+        self._letters = byte_letters() if b'"ByteLevel"' in decoder else None
 
     def __call__(self, token: int) -> bytes:
         if (added := self._added.get(token)) is not None:
@@ -258,14 +259,9 @@ class TokenBytes:
         return str(written).replace(_SPACE, " ").encode()
 
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-# A character has at most 4 bytes, so more held tokens than this are not an unfinished character.
-MAX_HELD_TOKENS = 16
-
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-
-_LETTER = "<0x41>"
+_MOST_UNFINISHED = 4
+"""Tokens that a character which a prompt leaves unfinished may have, one a byte."""
 
 
 class TextTokenizer:
@@ -311,8 +307,9 @@ class TextTokenizer:
         """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
         what ``decode`` shows of both behind what it shows of the prompt. A character that the
         prompt leaves unfinished is emitted when the text finishes it."""
-        stream = TextStream(self._tokenizer, self.special_ids)
-        stream.continue_from(prompt)
+        stream = TextStream(self._tokenizer, self._token_bytes, self.special_ids)
+        own = [token for token in prompt if token not in self.special_ids]
+        stream.push(own[-_MOST_UNFINISHED:])
         return stream
 
     @property
@@ -369,34 +366,17 @@ class TextTokenizer:
 
 
 class TextStream:
-    """Incremental decoding of one sequence.
+    """Incremental decoding of one sequence: the bytes of its tokens as UTF-8, where a byte that
+    belongs to no character becomes U+FFFD. A text that begins here begins as the library shows it:
+    some decoders take the first space away."""
 
-    ``_tokens[:_emitted]`` is context whose text is out, the rest is held. The context is kept
-    because some decoders treat the first token specially (a leading space).
-    """
-
-    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, token_bytes: TokenBytes, special_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer, self._token_bytes = tokenizer, token_bytes
         self._special_ids = special_ids
-        self._tokens: list[int] = []
-        self._emitted = 0
-        self._emitted_text = ""
-
-    def continue_from(self, prompt: Sequence[int]) -> None:
-        """Take the end of ``prompt`` as context, before the first push; its text is not emitted."""
-        own = [token for token in prompt[-4 * MAX_HELD_TOKENS :] if token not in self._special_ids]
-        for end in range(len(own), max(-1, len(own) - MAX_HELD_TOKENS), -1):
-            if not self._text(own[:end]).endswith(REPLACEMENT):
-                break
-        else:
-            end = len(own)  # broken anyway, not unfinished
-        self._restart(own[max(0, end - MAX_HELD_TOKENS) : end])
-        if end < len(own):
-            self._tokens += own[end:]
-            # A token may end one character and begin another. A run of bytes that is broken at its
-            # end would show none of its characters, and holds none of the text before.
-            if not self._held_bytes():
-                self._emitted_text = self._decode().rstrip(REPLACEMENT)
+        self._begins = True
+        self._characters = getincrementaldecoder("utf-8")("replace")
 
     def push(self, tokens: Iterable[int]) -> str:
         """Text that ``tokens`` complete; possibly empty."""
@@ -404,99 +384,20 @@ class TextStream:
 
     def flush(self) -> str:
         """The text still held, with an unfinished character as U+FFFD; the stream starts anew."""
-        run = self._held_bytes()
-        text = self._decode()[len(self._emitted_text) :]
-        self._restart([])
-        return run.decode("utf-8", errors="replace") if run else text
+        self._begins = True
+        text = self._characters.decode(b"", final=True)
+        self._characters.reset()
+        return text
 
     def _push_one(self, token: int) -> str:
         if token in self._special_ids:
             return ""
-        run = self._held_bytes()
-        if run and self._byte(token) is None:  # it is no character, and nothing completes it
-            return self._emit_broken_bytes(run, whole=True) + self._take(token)
-        return self._take(token)
-
-    def _take(self, token: int) -> str:
-        self._tokens.append(token)
-        held = len(self._tokens) - self._emitted
-        text = self._decode()
-        if text.endswith(REPLACEMENT):
-            run = self._held_bytes()
-            if run:
-                return "" if _begins_character(run) else self._emit_broken_bytes(run)
-            return "" if held <= MAX_HELD_TOKENS else self._emit_broken_text(text)
-        new = text[len(self._emitted_text) :]
-        if new:
-            self._restart(self._tokens[self._emitted :])
-        elif held > MAX_HELD_TOKENS:  # tokens without text
-            self._restart(self._tokens[: self._emitted])
-        return new
-
-    def _held_bytes(self) -> bytes:
-        """What is held, where each byte is a token of its own (byte fallback); else nothing."""
-        found = [self._byte(token) for token in self._tokens[self._emitted :]]
-        run = [byte for byte in found if byte is not None]
-        return bytes(run) if len(run) == len(found) else b""
-
-    def _byte(self, token: int) -> int | None:
-        """What a token says that is one byte; None for any other."""
-        found = _BYTE_TOKEN.fullmatch(str(self._tokenizer.id_to_token(token)))
-        return int(found[1], 16) if found else None
-
-    def _emit_broken_bytes(self, run: bytes, *, whole: bool = False) -> str:
-        """``run`` will never be one character. The library would show no character of a run in
-        which one byte is broken, so the broken ones are let go here; what may begin a character
-        stays held, unless the ``whole`` of it goes."""
-        tail = next((n for n in range(len(run) - 1, 0, -1) if _begins_character(run[-n:])), 0)
-        tail = 0 if whole else tail
-        held = self._tokens[len(self._tokens) - tail :]
-        self._let_go_but(tail)
-        letter = self._tokenizer.token_to_id(_LETTER)
-        if not self._emitted and letter is not None:
-            self._restart([letter])  # what follows is not the first of its text
-            self._tokens += held
-        return run[: len(run) - tail].decode("utf-8", errors="replace")
-
-    def _emit_broken_text(self, text: str) -> str:
-        """What is held are bytes that never become a character. Their text is final now, but for
-        the last few, which may begin one: they stay held if they can be decoded apart."""
-        for tail in (3, 2, 1, *range(4, MAX_HELD_TOKENS)):
-            before = self._text(self._tokens[:-tail])
-            if before + self._text(self._tokens[-tail:]) == text:
-                break
-        else:
-            before, tail = text, 0
-        new = before[len(self._emitted_text) :]
-        self._let_go_but(tail)
-        return new
-
-    def _let_go_but(self, tail: int) -> None:
-        """Of what is held, only the last ``tail`` tokens still are."""
-        last = self._tokens[len(self._tokens) - tail :]
-        self._tokens = self._tokens[: self._emitted] + last
-
-    def _restart(self, context: list[int]) -> None:
-        self._tokens = context
-        self._emitted = len(context)
-        self._emitted_text = self._decode()
-
-    def _decode(self) -> str:
-        return self._text(self._tokens)
-
-    def _text(self, tokens: list[int]) -> str:
-        if not tokens:
-            return ""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _begins_character(encoded: bytes) -> bool:
-    """Whether more bytes could make this one UTF-8 character."""
-    try:
-        encoded.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start == 0 and error.reason == "unexpected end of data"
-    return False
+        written, begins = self._token_bytes(token), self._begins
+        self._begins = begins and not written
+        if begins and written.startswith(b" "):
+            shown = str(self._tokenizer.decode([token])).encode()
+            written = written[len(written) - len(shown) :] if written.endswith(shown) else written
+        return self._characters.decode(written)
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from edgespec.core.protocol.checks import REPLACEMENT
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, tool_format
-from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer
+from edgespec.models.tokenizer import TextTokenizer
 from tests.endpoint.live_endpoint import Live, ScriptedAgent, ask, events_of, live, over_script
 from tests.shell.scripted_verifier import QUICK, loopback, streaming
 from tests.shell.tiny_checkpoints import write_tokenizer

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from edgespec.config import AgentConfig, DraftSection
+from edgespec.core.protocol.checks import REPLACEMENT
 from edgespec.device.build import build_agent
 from edgespec.models import folders
 from edgespec.models.folders import (
@@ -34,7 +35,7 @@ from edgespec.models.folders import (
     vocabulary_fingerprint,
     weights_fingerprint,
 )
-from edgespec.models.tokenizer import REPLACEMENT, TextTokenizer, TokenizerError
+from edgespec.models.tokenizer import TextTokenizer, TokenizerError
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, write_checkpoint, write_tokenizer
 
 
