@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,8 +46,16 @@ from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
+from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.telemetry.trace import Tracer
-from edgespec.telemetry.verifier_counts import StreamMeter, Watch, log_stream
+from edgespec.telemetry.verifier_counts import (
+    METRICS,
+    PREFIX,
+    EngineSample,
+    StreamMeter,
+    Watch,
+    log_stream,
+)
 from edgespec.verifier.build import (
     build_verifier,
     load_server_drafter,
@@ -57,7 +66,6 @@ from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import ServerAccess
 
 if TYPE_CHECKING:
-    from edgespec.telemetry.metrics_server import MetricsServer
     from edgespec.wire.grpc_server import GrpcServer
 
 _LOG = logging.getLogger(__name__)
@@ -387,46 +395,48 @@ class ServiceManager:
 
 class Watching:
     """``watch`` is for ``build_verifier``; None when nothing is to be counted. Takes the port of
-    the metrics at once, before a model is loaded. Raises ``SetupError``."""
+    the metrics at once, before a model is loaded. Raises ``SetupError``.
+
+    The client library's server has a thread of its own and reads plain counts, so a fetch neither
+    waits for the event loop nor holds it up, and works when the loop is stuck."""
 
     def __init__(self, config: VerifierConfig) -> None:
-        self._metrics = None if config.metrics_port is None else _metrics_server(config)
+        self._metrics: Any = None
+        if (port := config.metrics_port) is not None:
+            with needs("prometheus-client", "edgespec[server]"):
+                from prometheus_client import CollectorRegistry, start_http_server
+            host = f"[{config.metrics_host}]" if ":" in config.metrics_host else config.metrics_host
+            self._registry = CollectorRegistry()
+            try:
+                self._metrics, _ = start_http_server(port, config.metrics_host, self._registry)
+            except OSError as error:
+                where = f"{host}:{port}"
+                raise cannot_listen(where, error, "--metrics-port", "serve metrics") from error
+            say(f"metrics on http://{host}:{self.metrics_port}/metrics")
         logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
         meter = StreamMeter(log_stream if logged else None)
         self.watch = Watch(meter) if logged or self._metrics is not None else None
 
     @property
     def metrics_port(self) -> int | None:
-        return None if self._metrics is None else self._metrics.port
+        return None if self._metrics is None else int(self._metrics.server_port)
 
     def start(self, verifier: Verifier) -> None:
         """The verifier serves from now on; call on its event loop."""
-        if self._metrics is None or self.watch is None:
+        if self._metrics is None or (watch := self.watch) is None:
             return
-        self.watch.lag.start(asyncio.get_running_loop())
-        model = verifier.info.model.name
-        self._metrics.start(self.watch, verifier.engine, model, __version__)
+        watch.lag.start(asyncio.get_running_loop())
+        sample = partial(EngineSample, watch, verifier.engine, __version__)
+        table = Table(PREFIX, METRICS, sample, model_name=verifier.info.model.name)
+        self._registry.register(registry_of(table))
 
     def close(self) -> None:
         """Let go of the port."""
         if self.watch is not None:
             self.watch.lag.stop()
         if self._metrics is not None:
-            self._metrics.close()
-
-
-def _metrics_server(config: VerifierConfig) -> MetricsServer:
-    assert config.metrics_port is not None
-    with needs("prometheus-client", "edgespec[server]"):
-        from edgespec.telemetry.metrics_server import MetricsServer
-    host = f"[{config.metrics_host}]" if ":" in config.metrics_host else config.metrics_host
-    try:
-        server = MetricsServer(config.metrics_host, config.metrics_port)
-    except OSError as error:
-        where = f"{host}:{config.metrics_port}"
-        raise cannot_listen(where, error, "--metrics-port", "serve metrics") from error
-    say(f"metrics on http://{host}:{server.port}/metrics")
-    return server
+            self._metrics.shutdown()
+            self._metrics.server_close()
 
 
 # --- a verifier in a process of its own ----------------------------------------------------------

@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from edgespec.core.protocol.messages import (
     Cancel,
@@ -35,7 +36,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session_events import FINISHED, PASSING
 from edgespec.core.verifier.traffic_budget import Wait
 from edgespec.telemetry.logs import request_id
-from edgespec.telemetry.metric_table import LATENCY_S, Histogram
+from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -391,3 +392,49 @@ class EngineSample:
         """Of the key-value blocks, the share that is held; 0 for a target that keeps no account."""
         ledger = self.keeper.ledger
         return 0.0 if ledger is None else 1.0 - ledger.free_count / ledger.block_count
+
+
+PREFIX: Final = "edgespec_"
+METRICS: Final = metrics("""
+histogram time_to_first_token_seconds streams.ttft_s From Open to the first tokens of a new stream
+histogram inter_token_latency_seconds streams.itl_s Time a token took after the one before
+histogram rtt_seconds streams.rtt_s From handing over a commit to its acknowledgement
+gauge num_requests_running running Sessions with a device, in the cache
+gauge num_requests_waiting waiting Sessions with a device that wait to enter the cache
+gauge num_requests_detached detached Sessions without a device, kept for the lease
+counter requests_finished_total{reason} streams.finished Streams that ended after they were opened
+counter requests_rejected_total{reason} streams.rejected Streams refused before they were opened
+counter prompt_tokens_total streams.prompt_tokens Prompt tokens of the sessions opened
+counter generation_tokens_total streams.generation_tokens Tokens committed by passes and sent
+counter run_ahead_tokens_total streams.run_ahead_tokens Of these, by passes without a draft
+counter server_drafted_tokens_total drafts.served_tokens Of these, guessed by the verifier
+counter source_nodes_total{source} source_nodes Draft nodes that passes looked at, by who drafted
+counter source_accepted_total{source} source_accepted Of these, nodes that became tokens
+counter server_draft_steps_total drafts.steps Steps of the verifier's own draft model
+counter server_draft_seconds_total drafts.seconds What these took
+counter server_draft_failures_total drafts.failures Failures of that model: it drafts no more
+counter spec_decode_num_drafts_total streams.drafts Sessions' parts of passes with draft nodes
+counter spec_decode_num_draft_tokens_total streams.draft_nodes Draft nodes that passes looked at
+counter spec_decode_num_accepted_tokens_total streams.accepted Draft nodes that became tokens
+counter spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at By their place in drafts
+counter stale_nodes_total streams.stale Draft nodes dropped when they came: late or impossible
+counter wasted_nodes_total streams.wasted Draft nodes that a pass looked at in vain
+histogram pass_seconds streams.pass_s Length of a pass
+histogram pass_rows streams.pass_rows Rows of a pass: fed tokens and draft nodes
+histogram pass_tokens streams.pass_tokens Tokens that a pass committed, of all its sessions
+counter failed_passes_total streams.failed_passes Passes that failed and began anew
+gauge kv_cache_usage_perc cache_share Share of the key-value blocks that is held, 0 to 1
+counter evictions_total keeper.evictions How often a session gave up its blocks
+counter preemptions_total keeper.preemptions Of these, how often one that had work
+counter prefix_cache_queries_total keeper.prefix_query_tokens Tokens looked up in the prefix cache
+counter prefix_cache_hits_total keeper.prefix_hit_tokens Of these, tokens found there
+counter received_bytes_total{kind} traffic.received_bytes Payload bytes of messages from devices
+counter received_messages_total{kind} traffic.received_messages Messages from devices
+counter sent_bytes_total{kind} traffic.sent_bytes Payload bytes of messages to devices
+counter sent_messages_total{kind} traffic.sent_messages Messages to devices
+counter read_wait_seconds_total{reason} waits Streams were left unread, in seconds
+counter late_streams_total streams.late_streams Streams left out of a pass: the last had not left
+histogram event_loop_lag_seconds lag How late the event loop was, asked ten times a second
+gauge build_info{version} build 1; the label says which version runs
+""")
+"""Read from an ``EngineSample``."""

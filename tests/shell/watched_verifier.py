@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from edgespec.cli.verifier import Watching
 from edgespec.config import VerifierConfig
 from edgespec.core.ports import TargetModel
-from edgespec.telemetry.metrics_server import PREFIX
+from edgespec.telemetry.verifier_counts import PREFIX
 from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
 
