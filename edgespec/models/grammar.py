@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -60,26 +59,22 @@ _JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
 class GrammarReader:
     """Of one vocabulary. ``tokenizer`` is asked for once, when the first constraint comes: what
-    ``LLTokenizer`` takes. ``tries`` False: nothing is tried in another process. One that waits for
-    constraints ends after ``idle_s`` without any; None: never. It may have ``most_bytes`` of data.
-    Call ``close`` in the end, or let go of the reader."""
+    ``LLTokenizer`` takes. ``tries`` False: nothing is tried in another process, which may have
+    ``most_bytes`` of data. Call ``close`` in the end."""
 
     def __init__(
         self,
         tokenizer: Callable[[], Any],
         *,
         tries: bool = True,
-        idle_s: float | None = None,
         most_bytes: int = DATA_BYTES,
     ) -> None:
         self._make_tokenizer = tokenizer
-        self.trials = GrammarTrials(idle_s, most_bytes) if tries else None
+        self.trials = GrammarTrials(most_bytes) if tries else None
         self._tokenizer: LLTokenizer | None = None
         self._special: dict[str, Any] | None = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
-        if self.trials is not None:
-            weakref.finalize(self, self.trials.close)
 
     def __call__(self, constraint: Constraint) -> Constraint:
         """``read``."""
@@ -88,9 +83,8 @@ class GrammarReader:
     def get_ready(self) -> None:
         """Do all that the first constraint would have to wait for. Takes a while, in which the
         library keeps every other thread of this process waiting (of a vocabulary of 151,936 words
-        0.4 to 0.9 s). Raises what ``tokenizer`` raises, and ``OSError``."""
-        if self.available and self.trials is not None:
-            self.trials.get_ready()
+        0.4 to 0.9 s). Raises what ``tokenizer`` raises."""
+        if self.available:
             self._vocabulary()
 
     def close(self) -> None:
@@ -281,8 +275,6 @@ def _first_words(text: str) -> str:
 # The library is optional on either side. A verifier without it refuses constraints and names the
 # package; a device without it lets its drafts guess freely, which costs speed and no text.
 ReadConstraint = Callable[[Constraint], Constraint]
-_IDLE_S: Final = 300.0
-"""After which a device lets go of the process that tries its grammars."""
 _DEVICE_BYTES: Final = 192 << 20
 """Of data that such a process may have: a service with a memory budget ends where all its processes
 together go far beyond it."""
@@ -297,7 +289,7 @@ def verifier_reader(reference: str) -> GrammarReader:
 def device_reader(reference: str) -> ReadConstraint | None:
     """For the tokenizer that ``reference`` names; None where the library is not installed."""
     vocabulary = partial(_vocabulary, reference, Role.DRAFT)
-    reader = GrammarReader(vocabulary, idle_s=_IDLE_S, most_bytes=_DEVICE_BYTES)
+    reader = GrammarReader(vocabulary, most_bytes=_DEVICE_BYTES)
     return reader if reader.available else None
 
 

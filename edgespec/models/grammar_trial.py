@@ -1,10 +1,10 @@
 """Grammars are compiled first in processes that may run out of time or memory alone.
 
-One process tries one grammar at a time and is kept for the next, so that nobody waits for a start
-of Python. It runs this file as a script, behind everything else that runs (``nice``), with bounds
-on its memory and on the processor time of each grammar: whoever sends grammars that take for ever
-holds up neither the event loop nor, before ``_MOST`` of them are tried at once, anybody else. The
-end of its pipe ends it, and a grammar it was busy with outlives the parent by ``_CPU_S`` at most.
+Each grammar has a process of its own, some 0.08 s of a processor's time to begin with. It runs this
+file as a script, behind everything else that runs (``nice``), with bounds on its memory and its
+processor time: whoever sends grammars that take for ever holds up neither the event loop nor,
+before ``_MOST`` of them are tried at once, anybody else. What a killed parent leaves behind ends by
+its bounds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import lru_cache
-from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final
 
 DATA_BYTES: Final = 768 << 20
@@ -27,12 +24,10 @@ _CPU_S: Final = 4
 """Of processor time for one grammar."""
 _STEPS: Final = 16
 _NICENESS: Final = 10
-_KEPT_BYTES: Final = 128 << 20
-"""Of resident memory: a process that has kept more of what it tried is not used again."""
 _MOST: Final = 4
 """Grammars tried at once."""
-_READS_WITHIN_S: Final = 10.0
-_MOST_ANSWER_BYTES: Final = 1 << 20
+_READ: Final = b"read\n"
+"""What the process says once it has begun: what ends it from there on is the grammar."""
 _STOPPING: Final = "no grammar is tried any more, for this side is stopping"
 
 
@@ -41,28 +36,20 @@ class TrialFailedError(Exception):
 
 
 class GrammarTrials:
-    """Calls come from any thread. ``idle_s``: a process that had nothing to do for so long ends;
-    None: never. ``most_bytes``: data that one may have. Close it."""
+    """Calls come from any thread. ``most_bytes``: data that a process may have. Close it."""
 
-    def __init__(self, idle_s: float | None = None, most_bytes: int = DATA_BYTES) -> None:
-        self._idle_s, self._most_bytes = idle_s, most_bytes
+    def __init__(self, most_bytes: int = DATA_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._turns = threading.BoundedSemaphore(_MOST)
-        self._ready: _Process | None = None
-        self._all: set[_Process] = set()
+        self._running: set[subprocess.Popen[bytes]] = set()
         self._closed = False
 
     @property
     def pids(self) -> frozenset[int]:
-        """Of all processes that there are."""
+        """Of the processes that there are."""
         with self._lock:
-            return frozenset(process.pid for process in self._all)
-
-    def get_ready(self) -> None:
-        """Start a process unless one waits already. Raises ``OSError``."""
-        with self._lock:
-            if self._ready is None and not self._closed:
-                self._ready = self._started()
+            return frozenset(process.pid for process in self._running)
 
     def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
         """What is wrong with the grammar, empty for nothing. Raises ``TrialFailedError`` where the
@@ -71,147 +58,74 @@ class GrammarTrials:
         if not self._turns.acquire(timeout=within_s):
             raise OSError(f"{_MOST} others have been tried for {within_s:g} s")
         try:
-            while True:
-                process, fresh = self._taken()
+            with self._started() as process:
                 try:
-                    return process.ask(asked, until)
-                except TrialFailedError:
-                    if self._closed:
-                        raise OSError(_STOPPING) from None
-                    raise
-                except OSError:  # it had ended as it waited, which says nothing of the grammar
-                    if fresh:
-                        raise
+                    text = json.dumps(asked).encode()
+                    said, _ = process.communicate(text, max(0.0, until - time.monotonic()))
+                except subprocess.TimeoutExpired as late:
+                    process.kill()
+                    said = late.output or b""
                 finally:
-                    self._give_back(process)
+                    with self._lock:
+                        self._running.discard(process)
         finally:
             self._turns.release()
+        _, read, why = said.partition(_READ)
+        if why:
+            return str(json.loads(why))
+        if self._closed:
+            raise OSError(_STOPPING)
+        if read:
+            raise TrialFailedError("no answer")
+        raise OSError(f"the process that tries grammars ended with code {process.returncode}")
 
     def close(self) -> None:
-        """End all of them, also those that are busy; a second call does nothing."""
+        """End all of them; a second call does nothing."""
         with self._lock:
             self._closed = True
-            waiting, self._ready = self._ready, None
-            for process in self._all:
-                process.kill()  # whoever asked it lets go of it
-        if waiting is not None:
-            self._give_back(waiting)
+            for process in self._running:
+                process.kill()
 
-    def _taken(self) -> tuple[_Process, bool]:
-        """A process, and whether it has just been started."""
+    def _started(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._closed:
                 raise OSError(_STOPPING)
-            process, self._ready = self._ready, None
-            return (process, False) if process is not None else (self._started(), True)
-
-    def _started(self) -> _Process:
-        process = _Process(self._idle_s, self._most_bytes)
-        self._all.add(process)
-        return process
-
-    def _give_back(self, process: _Process) -> None:
-        with self._lock:
-            if process.reusable and self._ready is None and not self._closed:
-                self._ready = process
-                return
-            self._all.discard(process)
-        process.end()
-
-
-class _Process:
-    """Starts at once and is ready soon. Raises ``OSError``."""
-
-    def __init__(self, idle_s: float | None, most_bytes: int) -> None:
-        self.reusable = False
-        self._talk, theirs = Pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", __file__, *map(str, (theirs.fileno(), most_bytes, idle_s))],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+            process = subprocess.Popen(
+                [sys.executable, "-I", __file__, str(self._most_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # a panic's words may be those of the grammar
-                pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a Ctrl-C is not for it
             )
-        except BaseException:
-            self._talk.close()
-            raise
-        finally:
-            theirs.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ask(self, asked: Mapping[str, Any], until: float) -> str:
-        """As ``GrammarTrials.tried``."""
-        self.reusable = False
-        try:
-            self._talk.send_bytes(json.dumps(asked).encode())
-            self._received(min(until, time.monotonic() + _READS_WITHIN_S))
-        except (OSError, EOFError) as error:
-            self.kill()
-            code = self._process.wait()
-            raise OSError(f"the process that tries grammars ended with code {code}") from error
-        try:
-            why, self.reusable = json.loads(self._received(until))
-        except (OSError, EOFError) as error:
-            raise TrialFailedError(f"no answer ({type(error).__name__})") from error
-        return str(why)
-
-    def kill(self) -> None:
-        """From any thread, at any time before ``end``."""
-        self._process.kill()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._talk.close()
-
-    def _received(self, until: float) -> bytes:
-        if not self._talk.poll(max(0.0, until - time.monotonic())):
-            raise TimeoutError
-        return self._talk.recv_bytes(_MOST_ANSWER_BYTES)
+            self._running.add(process)
+        return process
 
 
 # --- in the process -------------------------------------------------------------------------
 
 
-def _main(handle: int, most_bytes: int, idle_s: float | None) -> None:
-    """Answer what comes through the pipe: a JSON object ``{"vocabulary": ... or null, "grammar":
-    ..., "bounds": ...}``, with "read" and a list: what is wrong, whether this process can go on."""
+def _main(most_bytes: int) -> None:
+    """Answer what stands on standard input: a JSON object ``{"vocabulary": ... or null, "grammar":
+    ..., "bounds": ...}``, with ``_READ`` and, as JSON, what is wrong."""
     import resource  # where there are limits to set
 
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
-    _tokenizer("null")  # the library is loaded before anybody waits for it
-    talk = Connection(handle)
-    with suppress(EOFError, OSError):
-        while talk.poll(idle_s):
-            asked = json.loads(talk.recv_bytes())
-            talk.send_bytes(b"read")
-            # The limit counts from the start of a process.
-            soft, hard = math.ceil(time.process_time()) + _CPU_S, resource.RLIM_INFINITY
-            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-            why = _tried(asked)
-            talk.send_bytes(json.dumps([why, _resident_bytes() < _KEPT_BYTES]).encode())
+    asked = json.loads(sys.stdin.buffer.read())
+    tokenizer = _tokenizer(asked["vocabulary"])
+    sys.stdout.buffer.write(_READ)
+    sys.stdout.flush()
+    # The limit counts from the start of a process.
+    limit = math.ceil(time.process_time()) + _CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    print(json.dumps(_tried(asked, tokenizer)))
 
 
-def _resident_bytes() -> int:
-    """0 where the system does not say."""
-    with suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-@lru_cache(maxsize=2)
-def _tokenizer(vocabulary: str) -> Any:
-    """Of a JSON object with the arguments of ``bytes_and_special``; null: of 256 bytes."""
+def _tokenizer(known: dict[str, Any] | None) -> Any:
+    """Of the arguments of ``bytes_and_special``; None: of 256 bytes."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    known = json.loads(vocabulary)
     return LLTokenizer("byte" if known is None else TokenizerWrapper(bytes_and_special(**known)))
 
 
@@ -241,12 +155,11 @@ def bytes_and_special(size: int, end: int, special: dict[str, str]) -> Words:
     return Words(tokens, end, sorted(names))
 
 
-def _tried(asked: dict[str, Any]) -> str:
+def _tried(asked: dict[str, Any], tokenizer: Any) -> str:
     """What is wrong. Goes a few steps: some grammars show only then what they cost."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(**asked["bounds"], verbose_errors=False)
-    tokenizer = _tokenizer(json.dumps(asked["vocabulary"]))
     matcher = LLMatcher(tokenizer, asked["grammar"], log_level=0, limits=limits)
     for _ in range(_STEPS):
         if matcher.is_error() or matcher.is_stopped():
@@ -259,4 +172,4 @@ def _tried(asked: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), None if sys.argv[3] == "None" else float(sys.argv[3]))
+    _main(int(sys.argv[1]))

@@ -284,25 +284,25 @@ def until_busy(pid: int) -> None:
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
     """However busy the machine is."""
     monkeypatch.setattr("edgespec.models.grammar._TRIAL_S", WITHIN_S)
-    monkeypatch.setattr("edgespec.models.grammar_trial._READS_WITHIN_S", WITHIN_S)
     found = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
     yield found
     found.close()
 
 
-def test_one_process_tries_one_grammar_after_the_other(trying: GrammarReader) -> None:
-    trying.get_ready()
-    (first,) = present(trying.trials).pids
+def one_pid(reader: GrammarReader) -> int:
+    """Of the process that there will be soon."""
+    until(lambda: present(reader.trials).pids)
+    (pid,) = present(reader.trials).pids
+    return pid
+
+
+def test_each_grammar_has_a_process_that_ends_with_it(trying: GrammarReader) -> None:
     for easy in EASY[:4]:
         assert trying.read(easy).matcher is not None
     with pytest.raises(ConstraintError, match="Invalid type: objekt"):
         trying.read(schema({"type": "objekt"}))
-    assert present(trying.trials).pids == {first}
-    os.kill(first, signal.SIGKILL)  # as it waits: that says nothing of the next grammar
-    assert trying.read(EASY[4]).matcher is not None
-    (second,) = present(trying.trials).pids
+    assert not present(trying.trials).pids
     trying.close()
-    assert not any(map(runs, (first, second)))
     with pytest.raises(ConstraintError, match="this side is stopping"):
         trying.read(EASY[5])
 
@@ -311,13 +311,11 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
     """Oracle: an endless one, stopped so that its bound does not end it, is not done when all
     others are. It says when its process is killed, as the kernel does to who takes all memory."""
     with ThreadPoolExecutor(1) as threads:
-        for killed, first in ((True, EASY[0]), (False, EASY[8])):
-            assert trying.read(first).matcher is not None
-            (pid,) = present(trying.trials).pids
+        for killed, easy_ones in ((True, EASY[:4]), (False, EASY[4:8])):
             endless = threads.submit(trying.read, ENDLESS)
-            until_busy(pid)
+            until_busy(pid := one_pid(trying))
             os.kill(pid, signal.SIGSTOP)
-            for easy in EASY[1:8]:
+            for easy in easy_ones:
                 assert trying.read(easy).matcher is not None
             assert not endless.done()
             if killed:
@@ -331,40 +329,21 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
 
 def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
     """By its processor time; without the process of its own, this never ends."""
-    trying.get_ready()
-    first = present(trying.trials).pids
     with pytest.raises(ConstraintError, match=TOO_MUCH):
         trying.read(ENDLESS)
-    assert not present(trying.trials).pids & first
+    assert not present(trying.trials).pids
     assert trying.read(schema({"type": "object"})).matcher is not None
-
-
-def test_one_that_nobody_needs_ends() -> None:
-    """After a while, or when its reader goes."""
-    idle = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS), idle_s=0.01)
-    for easy in EASY[:2]:
-        assert idle.read(easy).matcher is not None
-        until(lambda: not any(map(runs, present(idle.trials).pids)))
-    idle.close()
-    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
-    reader.get_ready()
-    (pid,) = present(reader.trials).pids
-    del reader
-    until(lambda: not runs(pid))
 
 
 KILLED = """
 import sys, threading
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
-from edgespec.models.grammar_trial import GrammarTrials
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 reader = GrammarReader(lambda: letters_tokenizer("ab", 1))
 endless = Constraint(ConstraintKind.JSON_SCHEMA, sys.argv[1])
-reader.get_ready()
 threading.Thread(target=reader.read, args=(endless,), daemon=True).start()
-while reader.trials._ready is not None:
+while not reader.trials.pids:
     threading.Event().wait(0.01)
-reader.get_ready()  # one that is busy, and one that waits
 print(*reader.trials.pids, flush=True)
 sys.stdin.read()
 """
@@ -378,10 +357,9 @@ def test_none_outlives_a_parent_that_was_killed() -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as parent:
-        pids = [int(word) for word in present(parent.stdout).readline().split()]
+        (pid,) = map(int, present(parent.stdout).readline().split())
         parent.kill()
-    assert len(pids) == 2
-    until(lambda: not any(map(runs, pids)))
+    until(lambda: not runs(pid))
 
 
 def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: Path) -> None:

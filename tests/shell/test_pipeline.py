@@ -408,15 +408,7 @@ def all_ready(
 
 
 def other_stages(verifier: subprocess.Popen[str]) -> list[psutil.Process]:
-    """All children but the one that waits for grammars."""
-    every = psutil.Process(verifier.pid).children(recursive=True)
-    return [child for child in every if not _tries_grammars(child)]
-
-
-def _tries_grammars(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return any(word.endswith("grammar_trial.py") for word in process.cmdline())
-    return False
+    return psutil.Process(verifier.pid).children(recursive=True)
 
 
 def generating(folder: Path, *addresses: str) -> subprocess.Popen[str]:
