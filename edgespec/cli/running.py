@@ -140,6 +140,16 @@ def on_stopping_signals(
     return list(heeded)
 
 
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of these is over, and forget the others."""
+    tasks = [asyncio.create_task(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 class Stopping:
     """The first request to stop is obeyed in order, the second at once; so is the first while not
     ``in_order``, because nobody has to be told yet."""

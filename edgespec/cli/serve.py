@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 import typer
 
@@ -18,6 +17,7 @@ from edgespec.cli.options import DEVICE_FLAGS, Flag, from_config
 from edgespec.cli.running import (
     Stopping,
     cannot_listen,
+    first_of,
     on_stopping_signals,
     say,
     set_up_logging,
@@ -28,10 +28,9 @@ from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError, is_loopback, needs
 from edgespec.core.device.memory import MIB
 from edgespec.core.ports import LinkError
-from edgespec.core.protocol.messages import RunAhead, VerifierInfo
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.messages import RunAhead
 from edgespec.device.agent import Agent
-from edgespec.device.borrowed_tokenizer import BorrowingAgent, borrows_tokenizer
+from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.device.build import (
     PromptTokenizer,
     build_agent,
@@ -48,14 +47,8 @@ from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import device_access, endpoint_key
 
-if TYPE_CHECKING:
-    from edgespec.endpoint.server import EndpointServer
-    from edgespec.endpoint.service import Endpoint
-
-
 _MOST_NAMED = 8
 _AGAIN_S = 2.0
-_LOOK_EVERY_S = 0.2
 
 
 async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
@@ -75,28 +68,25 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     except OSError as error:
         raise cannot_listen(f"{host}:{config.endpoint.port}", error, "--port") from error
     with listener:
-        fits = _Fits(config)
-        watch = await _look(fits)
+        if borrows_tokenizer(config):
+            config = await _with_lent_tokenizer(config)
+        with stoppable():  # one on the Hub is fetched
+            text = load_tokenizer(tokenizer_reference(config))
+        watch = await _look(config)
         try:
-            async with _agent(config, tracer) as agent:
-                text = await _tokenizer(agent, fits, watch)
-                await _serve(fits, key, agent, text, watch, listener)
+            with stoppable():
+                agent = build_agent(config, tracer=tracer, say=say)
+            async with agent:
+                await _serve(config, key, agent, text, watch, listener)
         finally:
             await watch.close()
 
 
-def _agent(config: AgentConfig, tracer: Tracer) -> Agent:
-    if borrows_tokenizer(config):
-        return BorrowingAgent(config, tracer=tracer, say=say)
-    with stoppable():
-        return build_agent(config, tracer=tracer, say=say)
-
-
 async def _serve(
-    fits: _Fits,
+    config: AgentConfig,
     key: str,
     agent: Agent,
-    text: PromptTokenizer | None,
+    text: PromptTokenizer,
     watch: VerifierWatch,
     listener: Any,
 ) -> None:
@@ -104,20 +94,14 @@ async def _serve(
     from edgespec.endpoint.server import EndpointServer
     from edgespec.endpoint.service import Endpoint
 
-    config = fits.config
-    endpoint = Endpoint(
-        agent,
-        text,
-        watch,
-        config.endpoint,
-        config.sampling if text is None else _sampling(config),
-        key=key,
-    )
+    sampling = config.sampling
+    if config.endpoint.model_sampling:
+        sampling = with_model_sampling(sampling, tokenizer_reference(config))
+    endpoint = Endpoint(agent, text, watch, config.endpoint, sampling, key=key)
     status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
     stop = Stopping()
     numbers = on_stopping_signals(stop.ask)
-    lending = asyncio.create_task(_lent_later(agent, fits, endpoint))
     try:
         await server.start()
         watch.start()
@@ -126,14 +110,15 @@ async def _serve(
             say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
         say(f"  see: {url} shows how it is doing, {url}/status.json says it to programs")
-        say(_curl(url, text is not None and text.chat_template() is not None, bool(key)))
-        await _until_asked(stop, server, lending)
+        say(_curl(url, text.has_chat_template, bool(key)))
+        await first_of(stop.asked.wait(), server.died.wait())
+        if server.died.is_set():
+            raise SetupError("the HTTP server ended by itself")
         going_on = ""
         if endpoint.active and not stop.hurried:
             going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
         say(f"stopping{going_on}")
     finally:
-        lending.cancel()
         try:
             await server.stop(0.0 if stop.hurried else None)
         finally:
@@ -141,45 +126,16 @@ async def _serve(
                 asyncio.get_running_loop().remove_signal_handler(number)
 
 
-async def _until_asked(stop: Stopping, server: EndpointServer, lending: asyncio.Task[None]) -> None:
-    """Raises what ``lending`` raises."""
-    waits: list[asyncio.Task[Any]] = [lending]
-    waits += [asyncio.create_task(one.wait()) for one in (stop.asked, server.died)]
-    try:
-        while not (stop.asked.is_set() or server.died.is_set()):
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if lending in waits and lending.done():
-                waits.remove(lending)
-                lending.result()
-    finally:
-        for one in waits:
-            one.cancel()
-    if server.died.is_set():
-        raise SetupError("the HTTP server ended by itself")
-
-
-@dataclass(slots=True)
-class _Fits:
-    """What a verifier has to fit: ``config`` knows its tokenizer once one was lent."""
-
-    config: AgentConfig
-    begun: bool = False
-    """The first look is over. It may fetch a tokenizer, which holds up the event loop."""
-
-    def misfit(self, info: VerifierInfo) -> str | None:
-        with nullcontext() if self.begun else stoppable():
-            return misfit(self.config, info, "the verifier")
-
-
-async def _look(fits: _Fits) -> VerifierWatch:
+async def _look(config: AgentConfig) -> VerifierWatch:
     """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
-    config = fits.config
     access = device_access(config)
     addresses = [with_port(one) for one in config.verifiers]
-    watch = VerifierWatch({one: connect(one, access=access) for one in addresses}, fits.misfit)
+    watch = VerifierWatch(
+        {one: connect(one, access=access) for one in addresses},
+        lambda info: misfit(config, info, "the verifier"),
+    )
     try:
         await watch.look()
-        fits.begun = True
         _refuse_hopeless(watch)
     except BaseException:
         await watch.close()
@@ -193,46 +149,25 @@ def _refuse_hopeless(watch: VerifierWatch) -> None:
         raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
 
 
-async def _tokenizer(agent: Agent, fits: _Fits, watch: VerifierWatch) -> PromptTokenizer | None:
-    """That of ``fits.config``, or the one of a verifier that is there; None: none is, and one will
-    lend it later. Raises ``SetupError`` where a verifier lends none."""
-    if isinstance(agent, BorrowingAgent):
+async def _with_lent_tokenizer(config: AgentConfig) -> AgentConfig:
+    """With the tokenizer of the first verifier that is there, which is waited for. Raises
+    ``SetupError`` where it lends none."""
+    watch = await _look(config)
+    try:
         if not watch.ready:
-            return None
-        try:
-            fits.config = await agent.borrow()
-        except LinkError:  # it has gone again
-            return None
-        await watch.look()  # who else fits is known only now
-    return await asyncio.to_thread(load_tokenizer, tokenizer_reference(fits.config))
-
-
-async def _lent_later(agent: Agent, fits: _Fits, endpoint: Endpoint) -> None:
-    """Until ``endpoint`` has a tokenizer. Raises ``SetupError`` where a verifier lends none."""
-    if endpoint.tokenizer is not None:
-        return
-    say(f"no verifier answers yet; {_waiting(fits.config)}. It has to lend its tokenizer, since")
-    say("neither draft.model nor tokenizer names one")
-    watch = endpoint.verifiers
-    while True:
-        while not watch.ready:
+            say("no verifier answers yet; one is waited for, since it has to lend its tokenizer:")
+            say("neither draft.model nor tokenizer names one")
+        while True:
+            for address, info in watch.infos.items():
+                if (model := info.of(config.model)) is not None:
+                    with suppress(LinkError):  # it has gone again
+                        return await with_tokenizer(config, model, say, address)
+            await asyncio.sleep(_AGAIN_S)
+            watch.infos.clear()
+            await watch.look()
             _refuse_hopeless(watch)
-            await asyncio.sleep(_LOOK_EVERY_S)
-        if (text := await _tokenizer(agent, fits, watch)) is not None:
-            endpoint.take_tokenizer(text)
-            endpoint.sampling = _sampling(fits.config)
-            say(
-                f"a verifier has come: {endpoint.models.name}, whose tokenizer is used from here on"
-            )
-            return
-        await asyncio.sleep(_AGAIN_S)
-
-
-def _sampling(config: AgentConfig) -> SamplingParams:
-    """For what requests leave open."""
-    if not config.endpoint.model_sampling:
-        return config.sampling
-    return with_model_sampling(config.sampling, tokenizer_reference(config))
+    finally:
+        await watch.close()
 
 
 def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:
@@ -253,11 +188,6 @@ def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[st
     ]
 
 
-def _waiting(config: AgentConfig) -> str:
-    """What becomes of a request while no verifier is there."""
-    return f"a request waits {config.reconnect.give_up_first_s:g} s for one, then fails with 503"
-
-
 def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
     if status.state is VerifierState.READY:
         names = [status.model, *status.adapters]
@@ -268,7 +198,9 @@ def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
         )
     if status.state is VerifierState.AWAY:
         first, second = no_verifier(status.address, LinkError(status.why)).splitlines()[:2]
-        return f"{first}; {_waiting(config)}; {second.strip()}"
+        within_s = config.reconnect.give_up_first_s
+        waits = f"a request waits {within_s:g} s for one, then fails with 503"
+        return f"{first}; {waits}; {second.strip()}"
     return f"{status.address}: of no use: {status.why}"
 
 

@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +34,7 @@ from edgespec.cli.running import (
     FAILED,
     Stopping,
     cannot_listen,
+    first_of,
     on_stopping_signals,
     say,
     set_up_logging,
@@ -171,7 +172,7 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
         manager.ready(line)
         alive = asyncio.create_task(manager.keep_alive())
         reloading = asyncio.create_task(_reload_whenever(reload, access, verifier, manager, line))
-        await _first_of(end.asked.wait(), verifier.broken.wait())
+        await first_of(end.asked.wait(), verifier.broken.wait())
         manager.stopping(f"stopping: {verifier.why_broken or 'asked to'}")
         if not verifier.broken.is_set():
             nobody_waits = with_parent or end.hurried
@@ -218,19 +219,9 @@ async def _drain(verifier: Verifier, server: GrpcServer, drain_s: float) -> None
     await server.drain()
     try:
         async with asyncio.timeout(drain_s):
-            await _first_of(server.drained(), verifier.broken.wait())
+            await first_of(server.drained(), verifier.broken.wait())
     except TimeoutError:
         say(f"stopping: {server.stream_count} of them are told to resume elsewhere")
-
-
-async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these is over, and forget the others."""
-    tasks = [asyncio.create_task(one) for one in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _reload_whenever(

@@ -448,14 +448,12 @@ class Answer:
 
 
 class Endpoint:
-    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for.
-    ``tokenizer`` None: requests wait for the one that ``take_tokenizer`` brings, as long as for a
-    verifier."""
+    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for."""
 
     def __init__(
         self,
         agent: Agent,
-        tokenizer: ChatTokenizer | None,
+        tokenizer: ChatTokenizer,
         verifiers: VerifierWatch,
         settings: EndpointSection,
         sampling: SamplingParams | None = None,
@@ -474,8 +472,6 @@ class Endpoint:
         self.started = int(time.time())
         self.stopping = False
         """New requests are refused; those that run may end."""
-        self._wake = asyncio.Event()
-        """The tokenizer is there, or nobody waits for it any more."""
         self._runs: set[Run] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -493,13 +489,8 @@ class Endpoint:
     async def idle(self) -> None:
         await self._idle.wait()
 
-    def take_tokenizer(self, tokenizer: ChatTokenizer) -> None:
-        self.tokenizer = tokenizer
-        self._wake.set()
-
     def begin_stop(self) -> None:
         self.stopping = True
-        self._wake.set()
         self.admission.close(stopping())
 
     def cut(self) -> None:
@@ -511,7 +502,7 @@ class Endpoint:
     async def chat(self, data: Mapping[str, Any], envelope: MakeEnvelope = ChatEnvelope) -> Answer:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(chat_request, data, self.sampling, most)
-        chosen, tokenizer = await self.choose_model(request.model), await self._its_tokenizer()
+        chosen, tokenizer = await self.choose_model(request.model), self.tokenizer
         tokens = await self._chat_tokens(tokenizer, request, chosen.context_length)
         request = await asyncio.to_thread(_with_forced_call, tokenizer, request)
         return self._answer(envelope, tokenizer, request, [tokens])
@@ -525,7 +516,7 @@ class Endpoint:
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(completion_request, data, self.sampling, most)
-        chosen, tokenizer = await self.choose_model(request.model), await self._its_tokenizer()
+        chosen, tokenizer = await self.choose_model(request.model), self.tokenizer
         prompts: list[Sequence[int]] = []
         for one in request.prompts:
             if isinstance(one, str):
@@ -542,7 +533,7 @@ class Endpoint:
         """The tokens of a text or of a conversation, and how many the context has."""
         fields = Fields(data)
         chosen = await self.choose_model(fields.text("model") or "")
-        tokenizer, context = await self._its_tokenizer(), chosen.context_length
+        tokenizer, context = self.tokenizer, chosen.context_length
         if data.get("messages") is not None:
             request = await asyncio.to_thread(chat_request, data, self.sampling, 1)
             return await self._chat_tokens(tokenizer, request, context), context
@@ -552,7 +543,7 @@ class Endpoint:
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:
         tokens = token_ids(Fields(data), "tokens", data.get("tokens"), MAX_TOKENS)
-        return await asyncio.to_thread(_text_of, await self._its_tokenizer(), tokens)
+        return await asyncio.to_thread(_text_of, self.tokenizer, tokens)
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
@@ -589,17 +580,6 @@ class Endpoint:
         except ApiError:
             await self.verifiers.look_anew()
             return self.models.choose(name)
-
-    async def _its_tokenizer(self) -> ChatTokenizer:
-        if self.tokenizer is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.agent.options.reconnect.give_up_first_s):
-                    await self._wake.wait()
-        if self.tokenizer is not None:
-            return self.tokenizer
-        if self.stopping:
-            raise stopping()
-        raise unavailable("no verifier answers, and this device takes its tokenizer from one")
 
     async def _chat_tokens(
         self, tokenizer: ChatTokenizer, request: Request, context_length: int | None

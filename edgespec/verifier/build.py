@@ -37,7 +37,7 @@ from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.engines.vllm.loading import vllm_target
 from edgespec.wire.access import ServerAccess
-from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedFile, TextFileError
+from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedTexts, TextFileError
 
 if TYPE_CHECKING:
     from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
@@ -343,7 +343,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     )
 
 
-def packed_texts(reference: str) -> list[PackedFile]:
+def packed_texts(reference: str) -> PackedTexts:
     """The files that a verifier of this model lends. Raises ``TextFileError`` for the toy, which
     has none, and for files over the bound; ``ValueError`` naming the file."""
     if reference == TOY:
@@ -353,4 +353,4 @@ def packed_texts(reference: str) -> list[PackedFile]:
     total = sum(path.stat().st_size for path in paths.values())
     if total > MAX_TEXT_BYTES:
         raise TextFileError(f"it has {total} bytes, but at most {MAX_TEXT_BYTES} are sent")
-    return [PackedFile.of(name, path.read_bytes()) for name, path in paths.items()]
+    return PackedTexts({name: path.read_bytes() for name, path in paths.items()})

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -25,13 +25,7 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
 from edgespec.wire.codec import ProtocolViolation
 from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, abort_call, peer_address
-from edgespec.wire.tokenizer_lending import (
-    PackedFile,
-    TextFileError,
-    decode_request,
-    encode_list,
-    encode_part,
-)
+from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError
 
 FIRST_S: Final = 0.5
 PER_S: Final = 20.0
@@ -215,9 +209,9 @@ def shown_key(context: Any) -> str:
     return key.strip() if scheme.lower() == KEY_SCHEME.lower() else ""
 
 
-_Found = dict[str, PackedFile] | str
-"""The files by name, or why there are none."""
-LoadTexts = Callable[[], Sequence[PackedFile]]
+_Found = PackedTexts | str
+"""The files, or why there are none."""
+LoadTexts = Callable[[], PackedTexts]
 """Blocking; raises ``ValueError`` or ``OSError`` saying why there is nothing to send."""
 
 
@@ -241,12 +235,7 @@ class TokenizerAnswers:
         if isinstance(found, str):
             await abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, found)
         try:
-            name, offset = decode_request(request)
-            if not name:
-                return encode_list([file.entry for file in found.values()])
-            if name not in found:
-                raise TextFileError(f"there is no {name} here")
-            return encode_part(found[name].part(offset))
+            return found.answer(request)
         except (ProtocolViolation, TextFileError) as error:
             await abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
@@ -269,7 +258,7 @@ class TokenizerAnswers:
         if self._load is None:
             return "this verifier has no tokenizer to send", True
         try:
-            return {file.entry.name: file for file in self._load()}, True
+            return self._load(), True
         except TextFileError as error:
             _LOG.exception("the tokenizer cannot be sent")
             return f"this verifier has no tokenizer that it could send: {error}", True

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
+import io
 import os
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,20 +29,15 @@ from edgespec.device.agent import GenerationError
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.build import build_agent
 from edgespec.verifier.build import packed_texts
+from edgespec.wire import tokenizer_lending
 from edgespec.wire.callers import TOKENIZER_LIMITS, Authenticator, CallLine, TokenizerAnswers
 from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.tokenizer_lending import (
     MAX_TEXT_BYTES,
-    PackedFile,
-    TextFile,
+    PackedTexts,
     TextFileError,
     TokenizerFetch,
-    check_entries,
-    decode_list,
-    decode_request,
-    encode_list,
-    encode_part,
-    encode_request,
     unpacked,
 )
 from tests.shell.echo_verifier import echo, served
@@ -83,7 +79,7 @@ def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, c
     (folder,) = cache.iterdir()
     for name in NAMES:
         assert (folder / name).read_bytes() == (model / name).read_bytes()
-    (folder / "tokenizer.json").write_text("{}")  # damaged on disk: it is fetched again
+    (folder / "tokenizer.json").unlink()  # not whole: it is fetched again
     talk = call("chat", *where, "--draft", "none", stdin="hello\n/quit\n")
     assert talk.exit_code == 0, talk.output
     assert "fetching the tokenizer of tiny" in talk.stderr
@@ -106,8 +102,7 @@ async def test_an_agent_waits_for_who_lends_it(address: str, model: Path) -> Non
 
             both = asyncio.gather(text(), text())
             with pytest.raises(LinkError, match=gate.address):
-                await agent.borrow()
-            assert agent.lent is None
+                await agent._borrow()
             gate.port = port
             found = list(await both)
         async with build_agent(dataclasses.replace(config, tokenizer=str(model))) as own:
@@ -134,14 +129,12 @@ async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
         transport,
     ):
         with pytest.raises(LinkError, match="asks for a key"):
-            await TokenizerFetch(transport.ask_tokenizer, "here").entries()
+            await TokenizerFetch(transport.ask_tokenizer, "here").announced()
         known = GrpcTransport(transport.address, api_key="right")
         try:
             fetch = TokenizerFetch(known.ask_tokenizer, "here")
-            entries = await fetch.entries()
-            assert {entry.name for entry in entries} == set(NAMES)
-            for entry in entries:
-                assert await fetch.content(entry) == (model / entry.name).read_bytes()
+            found = await fetch.texts(await fetch.announced())
+            assert found == {name: (model / name).read_bytes() for name in NAMES}
         finally:
             await known.close()
 
@@ -156,7 +149,7 @@ async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
 async def test_an_unreadable_tokenizer_is_told_and_not_kept(
     text: str, message: str, cache: Path
 ) -> None:
-    texts = [PackedFile.of("tokenizer.json", text.encode())]
+    texts = PackedTexts({"tokenizer.json": text.encode()})
     async with served(echo, texts=lambda: texts) as (_, transport):
         config = AgentConfig(verifier=transport.address, draft=DraftSection("none"))
         info = ModelInfo("strange", "strange", 10, 100)
@@ -165,71 +158,81 @@ async def test_an_unreadable_tokenizer_is_told_and_not_kept(
     assert not any(os.scandir(cache))
 
 
-def entry(**changes: object) -> TextFile:
-    found = PackedFile.of("tokenizer.json", b"x" * 100).entry
-    return dataclasses.replace(found, **changes)  # type: ignore[arg-type]
+def zipped(*files: tuple[str, bytes]) -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in files:
+            with warnings.catch_warnings(action="ignore"):  # of a name that is there twice
+                file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return archive.getvalue()
+
+
+ONE = ("tokenizer.json", b"x" * 100)
+HONEST = zipped(ONE)
 
 
 @pytest.mark.parametrize(
-    ("entries", "message"),
+    ("archive", "message"),
     [
-        ([entry(name="../../.bashrc")], "none of tokenizer.json"),
-        ([entry(), entry()], "must be distinct"),
-        ([entry(name="chat_template.jinja")], "tokenizer.json among them"),
-        ([entry(sha256=b"short")], "has 5 bytes, but must have 32"),
-        ([entry(packed_size=1 << 30)], "1073741824 packed ones"),
-        ([entry(packed_size=0)], "0 packed ones"),
-        ([entry(size=MAX_TEXT_BYTES + 1)], "at most 67108864 are taken"),
+        (zipped(("../../.bashrc", b"x"), ONE), "'../../.bashrc' is none of tokenizer.json"),
+        (zipped(ONE, ONE), "must be distinct"),
+        (zipped(("chat_template.jinja", b"x")), "tokenizer.json among them"),
+        (zipped(*[(f"{n}", b"") for n in range(65)]), "has 65 files, but must have 1 to 4"),
+        (zipped(ONE, ("chat_template.jinja", b"x" * 9)), "have 109 bytes, but at most 108 are"),
+        # It says in both places that 100 bytes are 99.
+        (HONEST.replace(b"\x64\0\0\0", b"\x63\0\0\0"), "cannot be unpacked: Bad CRC-32"),
+        (HONEST[:-30], "cannot be unpacked"),
+        (b"no archive", "cannot be unpacked"),
     ],
 )
-def test_lists_over_a_bound_are_refused(entries: list[TextFile], message: str) -> None:
+def test_archives_that_no_device_takes(
+    archive: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_lending, "MAX_TEXT_BYTES", 108)
     with pytest.raises(TextFileError, match=message):
-        check_entries(entries)
+        unpacked(archive)
 
 
-def test_nothing_is_unpacked_beyond_what_was_announced() -> None:
-    bomb = zlib.compress(bytes(1 << 26))
-    sha256 = hashlib.sha256(bytes(1000)).digest()
-    for packed, message in (
-        (bomb, "not the 1000 bytes"),
-        (b"no zlib", "cannot be unpacked"),
-        (zlib.compress(bytes(999)), "not the 1000 bytes"),
-        (zlib.compress(bytes(1000)) + b"more", "not the 1000 bytes"),
-        (zlib.compress(b"y" * 1000), "SHA-256"),
-    ):
-        with pytest.raises(TextFileError, match=message):
-            unpacked(TextFile("tokenizer.json", 1000, sha256, len(packed)), packed)
-
-
-Lie = Callable[[bytes], bytes]
-
-
-def answering(files: list[PackedFile], lie: Lie = lambda part: part) -> TokenizerFetch:
-    """A verifier that sends these files, each part changed by ``lie``."""
-
+@pytest.mark.parametrize(
+    ("sha256", "size", "message"),
+    [
+        (b"short", 9, "has 5 bytes, but must have 32"),
+        (bytes(32), 0, "has 0 bytes, but must have 1 to 67108864"),
+        (bytes(32), MAX_TEXT_BYTES + 1, "has 67108865 bytes"),
+    ],
+)
+async def test_what_cannot_be_an_archive_is_not_fetched(
+    sha256: bytes, size: int, message: str
+) -> None:
     async def ask(request: bytes) -> bytes:
-        name, offset = decode_request(request)
-        if not name:
-            return encode_list([file.entry for file in files])
-        (file,) = (file for file in files if file.entry.name == name)
-        return encode_part(lie(file.part(offset)))
+        return bytes(pb.TokenizerReply(sha256=sha256, bytes=size).SerializeToString())
 
-    return TokenizerFetch(ask, "there")
+    with pytest.raises(LinkError, match=message) as refused:
+        await TokenizerFetch(ask, "there").announced()
+    assert not refused.value.retryable
 
 
 @pytest.mark.parametrize(
     ("lie", "message"),
     [
         (lambda part: b"", "must be in"),
-        (lambda part: part + part, "longer than was announced"),
-        (lambda part: bytes(len(part)), "cannot be unpacked"),
+        (lambda part: part + part, "SHA-256 that was announced"),
+        (lambda part: bytes(len(part)), "SHA-256 that was announced"),
     ],
 )
-async def test_parts_that_do_not_fit_are_refused(lie: Lie, message: str) -> None:
-    fetch = answering([PackedFile.of("tokenizer.json", b"abc" * 1000)], lie)
-    (found,) = await fetch.entries()
+async def test_parts_that_do_not_fit_are_refused(
+    lie: Callable[[bytes], bytes], message: str
+) -> None:
+    texts = PackedTexts({"tokenizer.json": b"abc" * 1000})
+
+    async def ask(request: bytes) -> bytes:
+        reply = pb.TokenizerReply.FromString(texts.answer(request))
+        reply.data = lie(reply.data) if reply.data else b""
+        return bytes(reply.SerializeToString())
+
+    fetch = TokenizerFetch(ask, "there")
     with pytest.raises(LinkError, match=message) as refused:
-        await fetch.content(found)
+        await fetch.texts(await fetch.announced())
     assert not refused.value.retryable
 
 
@@ -246,17 +249,16 @@ async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does() -> None:
         tries += 1
         if tries < 3:
             raise LinkError("away")
-        return encode_list([entry()])
+        return FILES.answer(request)
 
-    assert await TokenizerFetch(ask, "there", pause).entries() == (entry(),)
+    assert await TokenizerFetch(ask, "there", pause).announced() == FILES.announced
     tries = -100
     with pytest.raises(LinkError, match="away"):
-        await TokenizerFetch(ask, "there", pause).entries()
+        await TokenizerFetch(ask, "there", pause).announced()
     assert len(pauses) == 2 + 7
 
 
-FILE = PackedFile.of("tokenizer.json", b"{}")
-LIST = encode_request("", 0)
+FILES = PackedTexts({"tokenizer.json": b"{}"})
 
 
 class Refused(Exception):
@@ -272,23 +274,22 @@ CONTEXT: Any = SimpleNamespace(
 )
 
 
-def _answers(*attempts: Exception | Sequence[PackedFile]) -> TokenizerAnswers:
-    """Of files that are read as told, one attempt after the other."""
-    left = list(attempts)
+async def test_files_that_could_not_be_read_once_are_read_again() -> None:
+    left: list[Exception | PackedTexts] = [OSError("too many open files"), FILES]
 
-    def load() -> Sequence[PackedFile]:
+    def load() -> PackedTexts:
         now = left.pop(0)
         if isinstance(now, Exception):
             raise now
         return now
 
-    return TokenizerAnswers(load, CallLine(TOKENIZER_LIMITS, lambda: 0.0), Authenticator(None))
-
-
-async def test_files_that_could_not_be_read_once_are_read_again() -> None:
-    answers = _answers(OSError("too many open files"), [FILE])
+    line = CallLine(TOKENIZER_LIMITS, lambda: 0.0)
+    answers = TokenizerAnswers(load, line, Authenticator(None))
     with pytest.raises(Refused, match=r"no tokenizer that it could send$"):
-        await answers.answer(LIST, CONTEXT)
+        await answers.answer(b"", CONTEXT)
     for _ in range(2):
-        assert decode_list(await answers.answer(LIST, CONTEXT)) == (FILE.entry,)
+        assert await answers.answer(b"", CONTEXT) == FILES.answer(b"")
+    for bad in (b"\xff", b"x" * 2000, bytes(pb.TokenizerRequest(sha256=b"x").SerializeToString())):
+        with pytest.raises(Refused, match=r"TokenizerRequest|no such archive"):
+            await answers.answer(bad, CONTEXT)
     await answers.close()

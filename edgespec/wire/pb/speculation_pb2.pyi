@@ -327,29 +327,19 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., vocabulary: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
-    __slots__ = ("file", "offset")
-    FILE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sha256", "offset")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
-    file: str
+    sha256: bytes
     offset: int
-    def __init__(self, file: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class TokenizerReply(_message.Message):
-    __slots__ = ("files", "data")
-    FILES_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    files: _containers.RepeatedCompositeFieldContainer[TokenizerFile]
-    data: bytes
-    def __init__(self, files: _Optional[_Iterable[_Union[TokenizerFile, _Mapping]]] = ..., data: _Optional[bytes] = ...) -> None: ...
-
-class TokenizerFile(_message.Message):
-    __slots__ = ("name", "bytes", "sha256", "packed_bytes")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sha256", "bytes", "data")
     SHA256_FIELD_NUMBER: _ClassVar[int]
-    PACKED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    bytes: int
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
-    packed_bytes: int
-    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ..., packed_bytes: _Optional[int] = ...) -> None: ...
+    bytes: int
+    data: bytes
+    def __init__(self, sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
