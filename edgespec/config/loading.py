@@ -23,8 +23,6 @@ from edgespec.config.files import TooLargeError, read_text
 from edgespec.core.protocol.checks import is_unicode
 
 MAX_CONFIG_BYTES = 1 << 20
-MAX_DEPTH = 16
-"""Of sections and lists in a file."""
 NULL: Final = object()
 """As an override: sets the key to null."""
 
@@ -72,12 +70,13 @@ def dump_config(config: object) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, MAX_CONFIG_BYTES)
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), path, 1, set())
-        data = yaml.safe_load(text)
+        loader = _Loader(text)
+        loader.name = str(path)
+        data = loader.get_single_data()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except RecursionError:
-        raise _too_deep(path) from None
+        raise ConfigError(f"{path}: sections and lists are nested too deep") from None
     except TooLargeError as error:
         raise ConfigError(f"{path}: {error}") from None
     except ConfigError:
@@ -91,35 +90,20 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _check_nodes(node: yaml.Node | None, path: Path, depth: int, seen: set[int]) -> None:
-    """Every key is a plain one and stands there once, and nothing is nested without end.
+class _Loader(yaml.SafeLoader):
+    """Every key is a plain one and stands there once: YAML's readers keep the last of two equal
+    keys, and which one was meant is not ours to guess."""
 
-    YAML readers keep the last of two equal keys; which one was meant is not ours to guess.
-    """
-    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-        return
-    if depth > MAX_DEPTH:
-        raise _too_deep(path)
-    below = []
-    if isinstance(node, yaml.MappingNode):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
-        for key, value in node.value:
-            where = f"{path}:{key.start_mark.line + 1}"
+        for key, _ in node.value:
+            where = f"{self.name}:{key.start_mark.line + 1}"
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{where}: a key is a {key.id}, but must be a single word")
             if key.value in keys:
                 raise ConfigError(f"{where}: key {_shortened.repr(key.value)} stands there twice")
             keys.add(key.value)
-            below.append(value)
-    else:
-        below += node.value
-    for child in below:
-        _check_nodes(child, path, depth + 1, seen)
-    seen.add(id(node))  # an alias is looked at once; one inside itself runs into the depth
-
-
-def _too_deep(path: Path) -> ConfigError:
-    return ConfigError(f"{path}: sections and lists are nested more than {MAX_DEPTH} deep")
+        return super().construct_mapping(node, deep)
 
 
 def _put(data: dict[str, Any], keys: list[str], value: object) -> None:

@@ -30,7 +30,6 @@ from edgespec.telemetry.agent_status import (
     MAX_EVENTS,
     AgentTotals,
     EventKind,
-    RecentRate,
     TimelineEvent,
     VerifierState,
 )
@@ -43,6 +42,7 @@ _COUNTED: Final = tuple(
 _MAX_WHY: Final = 200
 FOLD_S: Final = 0.01
 """A hundredth of a second is a column of pixels in a picture of ten seconds."""
+RATE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class Activity:
         self.last_drafted: GenerationNotes | None = None
         """The one that ended last of those whose drafts were judged."""
         self.reach = Reach(VerifierState.UNKNOWN, self.began_at)
-        self.rate = RecentRate()
         self.last_event = 0
         self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
         self._open: dict[EventKind, tuple[float, TimelineEvent]] = {}
@@ -96,6 +95,18 @@ class Activity:
             self._open.clear()  # what is given away stays as it is
             held = tuple(self._events)
         return held[-behind:], max(0, behind - len(held))
+
+    def tokens_per_s(self, now: float) -> float:
+        """Of all texts over the last ``RATE_S`` seconds, or the time since the first token of them,
+        which counts as a second at least."""
+        count, first_at = 0, now
+        with self.lock:
+            for event in reversed(self._events):
+                if event.at_s < now - RATE_S:
+                    break
+                if event.kind is EventKind.COMMIT:
+                    count, first_at = count + event.count, event.at_s
+        return count / max(now - first_at, 1.0)
 
     def totals(self) -> AgentTotals:
         """All counts, those of running generations as they stand."""
@@ -246,7 +257,6 @@ class GenerationNotes:
         self.last_token_at = at_s
         if self.first_token_at is None:
             self.first_token_at, self.first_count = at_s, count
-        self._activity.rate.add(count, at_s)
         if self._activity.reach.state is not VerifierState.SERVING:  # another text lost its link
             self._activity.reached(VerifierState.SERVING, at_s)
 

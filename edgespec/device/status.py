@@ -68,7 +68,7 @@ class StatusSource:
             clock_s=now,
             uptime_s=now - activity.began_at,
             running=len(running),
-            tokens_per_s=activity.rate.per_s(now),
+            tokens_per_s=activity.tokens_per_s(now),
             verifiers=self._verifiers(running, now),
             generations=tuple(self._generation(one, now) for one in running[-MAX_GENERATIONS:]),
             totals=activity.totals(),

@@ -7,7 +7,6 @@ whose value at the moment of the status is ``clock_s``.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final
@@ -241,29 +240,6 @@ class AgentStatus:
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version_of_format": VERSION, **plain(self)}
-
-
-class RecentRate:
-    """How many a second there were of late: those of the last ``window_s`` seconds and of the one
-    that runs, over the time since the first of them, which counts as a second at least."""
-
-    def __init__(self, window_s: int = 5) -> None:
-        self._window_s = window_s
-        self._seconds: deque[tuple[float, int]] = deque(maxlen=window_s + 1)
-        """When a second's first came, and how many came in it."""
-
-    def add(self, count: int, now: float) -> None:
-        if self._seconds and int(self._seconds[-1][0]) == int(now):
-            first_at, before = self._seconds[-1]
-            self._seconds[-1] = (first_at, before + count)
-        else:
-            self._seconds.append((now, count))
-
-    def per_s(self, now: float) -> float:
-        recent = [one for one in tuple(self._seconds) if one[0] >= int(now) - self._window_s]
-        if not recent:
-            return 0.0
-        return sum(count for _, count in recent) / max(now - recent[0][0], 1.0)
 
 
 METRICS_PREFIX: Final = "edgespec_agent_"

@@ -30,7 +30,6 @@ from edgespec.telemetry.agent_status import (
     AgentStatus,
     AgentTotals,
     EventKind,
-    RecentRate,
     TimelineEvent,
     VerifierState,
 )
@@ -176,14 +175,15 @@ def test_drafting_is_judged_by_the_verifiers_price() -> None:
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
-    rate = RecentRate()
-    assert rate.per_s(100.0) == 0.0
+    activity = Activity()
+    assert activity.tokens_per_s(100.0) == 0.0
     for tenth in range(1000, 1100):  # ten seconds, twenty a second
-        rate.add(2, tenth / 10)
-    assert rate.per_s(110.0) == pytest.approx(20.0, rel=0.15)
-    assert rate.per_s(200.0) == 0.0
-    rate.add(5, 300.0)
-    assert rate.per_s(300.5) == pytest.approx(5.0)
+        activity.note(tenth / 10, 1, EventKind.SEND, 9)
+        activity.note(tenth / 10, 1, EventKind.COMMIT, 2)
+    assert activity.tokens_per_s(110.0) == pytest.approx(20.0, rel=0.15)
+    assert activity.tokens_per_s(200.0) == 0.0
+    activity.note(300.0, 1, EventKind.COMMIT, 5)
+    assert activity.tokens_per_s(300.5) == pytest.approx(5.0)
 
 
 NAMES = {METRICS_PREFIX + one.name for one in AGENT_METRICS}

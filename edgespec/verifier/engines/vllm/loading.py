@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -33,22 +34,10 @@ def split_adapters(
 ) -> tuple[tuple[Adapter, ...], tuple[str, ...]]:
     """The adapters that ``flags`` name, and the flags without them. Raises ``ValueError`` naming
     the value that cannot be, or a name that is there twice or the model's."""
-    found: list[Adapter] = []
-    others: list[str] = []
-    among = False
-    for flag in flags:
-        name, equals, value = flag.partition("=")
-        if name.replace("_", "-") == FLAG:
-            among = True
-            if equals:
-                found.append(_adapter(value))
-        elif flag.startswith("-"):
-            among = False
-            others.append(flag)
-        elif among:
-            found.append(_adapter(flag))
-        else:
-            others.append(flag)
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(FLAG, FLAG.replace("a-m", "a_m"), nargs="*", action="extend", default=[])
+    given, others = parser.parse_known_args(flags)
+    found = [_adapter(value) for value in given.lora_modules]
     if len(found) > MAX_ADAPTERS:
         raise ValueError(f"{FLAG} names {len(found)} adapters, but at most {MAX_ADAPTERS}")
     names = [model_name]
