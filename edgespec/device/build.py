@@ -28,7 +28,12 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.device.agent import Agent, AgentOptions, TextDecoder
 from edgespec.device.prober import Answer, ask_all
-from edgespec.device.verifier_pool import VerifierPool, current_conversation
+from edgespec.device.verifier_pool import (
+    VerifierDirectory,
+    VerifierPool,
+    current_conversation,
+    is_name,
+)
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import (
     DRAFT_MANIFEST,
@@ -44,7 +49,6 @@ from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access
-from edgespec.wire.directory import VerifierDirectory, is_name
 
 if TYPE_CHECKING:
     from edgespec.wire.codec import WireLimits

@@ -21,10 +21,9 @@ from edgespec.core.ports import DeviceStream, LinkError, Transport, VerifierStre
 from edgespec.core.protocol.messages import FaultCode, Limits, Opened
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, GenerationError
-from edgespec.device.verifier_pool import VerifierPool
+from edgespec.device.verifier_pool import VerifierDirectory, VerifierPool
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec.wire.directory import VerifierDirectory
 from tests.present import present
 from tests.shell.failing_verifiers import (
     EXPECTED,

@@ -25,8 +25,8 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, GenerationError, GenerationStats
 from edgespec.device.build import connect
+from edgespec.device.verifier_pool import FRESH_S, KEEP_S, VerifierDirectory, is_name, look_up
 from edgespec.verifier.daemon import Verifier
-from edgespec.wire.directory import FRESH_S, KEEP_S, VerifierDirectory, is_name, look_up
 from edgespec.wire.grpc_calls import CONVERSATION_HEADER
 from tests.shell.failing_verifiers import PACED, agent
 from tests.shell.gate import Gate
