@@ -275,6 +275,7 @@ def _first_words(text: str) -> str:
 # The library is optional on either side. A verifier without it refuses constraints and names the
 # package; a device without it lets its drafts guess freely, which costs speed and no text.
 ReadConstraint = Callable[[Constraint], Constraint]
+"""Gives the constraint its matcher. Raises ``ConstraintError``."""
 _DEVICE_BYTES: Final = 192 << 20
 """Of data that such a process may have: a service with a memory budget ends where all its processes
 together go far beyond it."""

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from edgespec.core.protocol.constraint import (
     ConstrainedText,
-    Constraint,
     ConstraintBusyError,
     ConstraintError,
 )
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.models.grammar import GrammarReader, ReadConstraint
 
 _LOG = logging.getLogger(__name__)
 _THREADS: Final = 64
@@ -31,18 +30,6 @@ _MOST_OF_A_KEY: Final = 32
 _MOST_OF_A_PEER: Final = 16
 WITHIN_S: Final = 40.0
 """A grammar that is not read by then is refused."""
-ReadConstraint = Callable[[Constraint], Constraint]
-"""Gives the constraint its matcher. Raises ``ConstraintError``."""
-
-
-@runtime_checkable
-class ReadyReader(Protocol):
-    """What a ``ReadConstraint`` has beside, if it keeps something ready."""
-
-    def get_ready(self) -> None:
-        """Do what the first constraint would have to wait for. Not for an event loop."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -60,8 +47,7 @@ class ConstraintDesk:
 
     def __init__(self, read: ReadConstraint | None, end_tokens: tuple[int, ...]) -> None:
         self._read, self._end_tokens = read, end_tokens
-        keeper: object = read
-        self._keeper = keeper if isinstance(keeper, ReadyReader) else None
+        self._keeper = read if isinstance(read, GrammarReader) else None
         self._turns: dict[tuple[str, str], _Turn] = {}
         """Of those that have something to be read, by key and address: empty for all of a key."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")

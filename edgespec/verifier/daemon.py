@@ -47,10 +47,11 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.own_drafts import DraftRound
+from edgespec.models.grammar import ReadConstraint
 from edgespec.telemetry.logs import new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.telemetry.verifier_counts import StreamMeter
-from edgespec.verifier.constraint_desk import ConstraintDesk, ReadConstraint
+from edgespec.verifier.constraint_desk import ConstraintDesk
 
 
 class Backlog:
