@@ -3,6 +3,7 @@ vLLM's or the toy's, its own draft model, the daemon, and the server that listen
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +38,7 @@ from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.engines.vllm.loading import vllm_target
 from edgespec.wire.access import ServerAccess
-from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedTexts, TextFileError
+from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedTexts
 
 if TYPE_CHECKING:
     from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
@@ -60,6 +61,7 @@ def pool_budget(limits: LimitsSection, draft: DraftMemory | None = None) -> Pool
 
 
 _Model = TypeVar("_Model")
+_LOG = logging.getLogger(__name__)
 
 _TOY_BLOCK_TOKENS = 16
 _TOY_DRAFT_NOISE = 0.25
@@ -124,7 +126,7 @@ def build_verifier(
         ),
         credentials=access.credentials,
         authenticate=access.authenticate if access.asks_for_keys else None,
-        texts=partial(packed_texts, config.model),
+        texts=packed_texts(config.model),
     )
     return verifier, server
 
@@ -343,14 +345,18 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     )
 
 
-def packed_texts(reference: str) -> PackedTexts:
-    """The files that a verifier of this model lends. Raises ``TextFileError`` for the toy, which
-    has none, and for files over the bound; ``ValueError`` naming the file."""
+def packed_texts(reference: str) -> PackedTexts | str:
+    """The files that a verifier of this model lends, or why it lends none."""
+    none = "this verifier has no tokenizer that it could send"
     if reference == TOY:
-        raise TextFileError("the toy model has none; give --set tokenizer=toy")
-    folder = resolve_model(reference, Role.TARGET)
-    paths = {name: folder / name for name in TEXT_FILES if (folder / name).is_file()}
-    total = sum(path.stat().st_size for path in paths.values())
-    if total > MAX_TEXT_BYTES:
-        raise TextFileError(f"it has {total} bytes, but at most {MAX_TEXT_BYTES} are sent")
-    return PackedTexts({name: path.read_bytes() for name, path in paths.items()})
+        return f"{none}: the toy model has none; give --set tokenizer=toy"
+    try:
+        folder = resolve_model(reference, Role.TARGET)
+        paths = {name: folder / name for name in TEXT_FILES if (folder / name).is_file()}
+        total = sum(path.stat().st_size for path in paths.values())
+        if total > MAX_TEXT_BYTES:
+            return f"{none}: it has {total} bytes, but at most {MAX_TEXT_BYTES} are sent"
+        return PackedTexts({name: path.read_bytes() for name, path in paths.items()})
+    except (OSError, ValueError) as error:
+        _LOG.warning("the tokenizer is not lent: %s", error)
+        return none

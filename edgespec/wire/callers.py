@@ -23,9 +23,7 @@ from edgespec.core.ports import Authenticate
 from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
-from edgespec.wire.codec import ProtocolViolation
 from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, abort_call, peer_address
-from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError
 
 FIRST_S: Final = 0.5
 PER_S: Final = 20.0
@@ -207,64 +205,6 @@ def shown_key(context: Any) -> str:
         return ""
     scheme, _, key = values[0].partition(" ")
     return key.strip() if scheme.lower() == KEY_SCHEME.lower() else ""
-
-
-_Found = PackedTexts | str
-"""The files, or why there are none."""
-LoadTexts = Callable[[], PackedTexts]
-"""Blocking; raises ``ValueError`` or ``OSError`` saying why there is nothing to send."""
-
-
-class TokenizerAnswers:
-    """Answers each caller that is let in, in its turn. ``load`` None: there is nothing to send.
-
-    The files are read and packed once, in a thread, when the first device asks; again, if they
-    could not be read then."""
-
-    def __init__(
-        self, load: LoadTexts | None, line: CallLine, authenticator: Authenticator
-    ) -> None:
-        self._load, self._line, self._authenticator = load, line, authenticator
-        self._loading: asyncio.Task[tuple[_Found, bool]] | None = None
-
-    async def answer(self, request: bytes, context: Any) -> bytes:
-        if (credential := self._authenticator.credential(shown_key(context))) is None:
-            await self._authenticator.turn_away(context)
-        await self._line.turn(context, credential)
-        found = await self._texts()
-        if isinstance(found, str):
-            await abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, found)
-        try:
-            return found.answer(request)
-        except (ProtocolViolation, TextFileError) as error:
-            await abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-    async def close(self) -> None:
-        if self._loading is not None:
-            await asyncio.gather(self._loading, return_exceptions=True)
-
-    async def _texts(self) -> _Found:
-        if self._loading is None:
-            self._loading = asyncio.create_task(asyncio.to_thread(self._read))
-        loading = self._loading
-        # A caller that hangs up must not take the others' files away.
-        found, lasts = await asyncio.shield(loading)
-        if not lasts and self._loading is loading:
-            self._loading = None
-        return found
-
-    def _read(self) -> tuple[_Found, bool]:
-        """What was found, and whether that lasts: too many open files, say, do not."""
-        if self._load is None:
-            return "this verifier has no tokenizer to send", True
-        try:
-            return self._load(), True
-        except TextFileError as error:
-            _LOG.exception("the tokenizer cannot be sent")
-            return f"this verifier has no tokenizer that it could send: {error}", True
-        except Exception:
-            _LOG.exception("the tokenizer cannot be sent now")
-            return "this verifier has no tokenizer that it could send", False
 
 
 @dataclass(frozen=True, slots=True)

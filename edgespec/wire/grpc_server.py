@@ -52,11 +52,9 @@ from edgespec.wire.callers import (
     WRONG_KEY,
     Authenticator,
     CallLine,
-    LoadTexts,
     Refusals,
     SideServices,
     StreamSlots,
-    TokenizerAnswers,
     caller,
     payer,
     retry_metadata,
@@ -80,6 +78,7 @@ from edgespec.wire.grpc_calls import (
     peer_address,
     server_options,
 )
+from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError
 
 LAST_WORD_S = 0.5
 """How long a device that does not read may hold up its own last fault."""
@@ -412,8 +411,8 @@ class GrpcServer:
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
     ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
     how long a device may leave a message unread. ``refused`` hears why a stream ended on which no
-    generation began, ``waits`` how long and why one is not read. ``texts`` reads the tokenizer for
-    devices that ask for it; None: there is none to send.
+    generation began, ``waits`` how long and why one is not read. ``texts`` is the tokenizer for
+    devices that ask for it, or says why there is none.
     """
 
     def __init__(
@@ -435,7 +434,7 @@ class GrpcServer:
         stalled_s: float = STALLED_S,
         refused: Callable[[FaultCode], None] | None = None,
         waits: Callable[[Wait, float], None] | None = None,
-        texts: LoadTexts | None = None,
+        texts: PackedTexts | str = "this verifier has no tokenizer to send",
     ) -> None:
         self._serve = serve
         self._info = info
@@ -472,9 +471,7 @@ class GrpcServer:
         self._uplink = UplinkBudget(uplink, clock(), self._waits)
         self._opens = CallBudget(self._open_limits, clock())
         self._questions = CallLine(self._info_limits, clock)
-        self._tokenizers = TokenizerAnswers(
-            self._texts, CallLine(TOKENIZER_LIMITS, clock), self._authenticator
-        )
+        self._lending = CallLine(TOKENIZER_LIMITS, clock)
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
@@ -484,7 +481,7 @@ class GrpcServer:
         handlers: Any = {
             "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
             "Info": grpc.unary_unary_rpc_method_handler(self._answer_info),
-            "Tokenizer": grpc.unary_unary_rpc_method_handler(self._tokenizers.answer),
+            "Tokenizer": grpc.unary_unary_rpc_method_handler(self._answer_tokenizer),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_aio: Any = health.aio
@@ -521,6 +518,17 @@ class GrpcServer:
             self._told, self._answer = info, encode_info(info, self._limits)
         return self._answer
 
+    async def _answer_tokenizer(self, request: bytes, context: Any) -> bytes:
+        if (credential := self._authenticator.credential(shown_key(context))) is None:
+            await self._authenticator.turn_away(context)
+        await self._lending.turn(context, credential)
+        if isinstance(self._texts, str):
+            await abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
+        try:
+            return self._texts.answer(request)
+        except (ProtocolViolation, TextFileError) as error:
+            await abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
     @property
     def stream_count(self) -> int:
         return len(self._streams)
@@ -554,7 +562,6 @@ class GrpcServer:
         for stream in tuple(self._streams):
             stream.hang_up(_SHUTTING_DOWN)
         await server.stop(LAST_WORDS_S)
-        await self._tokenizers.close()
         left = tuple(self._streams.values())
         for task in left:
             task.cancel()

@@ -12,10 +12,7 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,6 @@ from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.build import build_agent
 from edgespec.verifier.build import packed_texts
 from edgespec.wire import tokenizer_lending
-from edgespec.wire.callers import TOKENIZER_LIMITS, Authenticator, CallLine, TokenizerAnswers
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.tokenizer_lending import (
@@ -124,7 +120,7 @@ async def test_who_lends_none_ends_the_waiting() -> None:
 
 async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
     keys = {"right": Credential("right")}
-    async with served(echo, authenticate=keys.get, texts=partial(packed_texts, str(model))) as (
+    async with served(echo, authenticate=keys.get, texts=packed_texts(str(model))) as (
         _,
         transport,
     ):
@@ -150,7 +146,7 @@ async def test_an_unreadable_tokenizer_is_told_and_not_kept(
     text: str, message: str, cache: Path
 ) -> None:
     texts = PackedTexts({"tokenizer.json": text.encode()})
-    async with served(echo, texts=lambda: texts) as (_, transport):
+    async with served(echo, texts=texts) as (_, transport):
         config = AgentConfig(verifier=transport.address, draft=DraftSection("none"))
         info = ModelInfo("strange", "strange", 10, 100)
         with pytest.raises(SetupError, match=f"'strange' sent cannot be used: .*{message}"):
@@ -261,35 +257,19 @@ async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does() -> None:
 FILES = PackedTexts({"tokenizer.json": b"{}"})
 
 
-class Refused(Exception):
-    """The call was ended with this text."""
+async def test_a_request_for_what_is_not_there_is_refused() -> None:
+    async with served(echo, texts=FILES) as (_, transport):
+        assert await transport.ask_tokenizer(b"") == FILES.answer(b"")
+        other = bytes(pb.TokenizerRequest(sha256=b"x").SerializeToString())
+        for bad in (b"\xff", b"x" * 2000, other):
+            with pytest.raises(LinkError, match=r"TokenizerRequest|no such archive"):
+                await transport.ask_tokenizer(bad)
 
 
-async def _abort(code: object, details: str, metadata: object = ()) -> None:
-    raise Refused(details)
-
-
-CONTEXT: Any = SimpleNamespace(
-    peer=lambda: "ipv4:10.0.0.1:5", invocation_metadata=lambda: (), abort=_abort
-)
-
-
-async def test_files_that_could_not_be_read_once_are_read_again() -> None:
-    left: list[Exception | PackedTexts] = [OSError("too many open files"), FILES]
-
-    def load() -> PackedTexts:
-        now = left.pop(0)
-        if isinstance(now, Exception):
-            raise now
-        return now
-
-    line = CallLine(TOKENIZER_LIMITS, lambda: 0.0)
-    answers = TokenizerAnswers(load, line, Authenticator(None))
-    with pytest.raises(Refused, match=r"no tokenizer that it could send$"):
-        await answers.answer(b"", CONTEXT)
-    for _ in range(2):
-        assert await answers.answer(b"", CONTEXT) == FILES.answer(b"")
-    for bad in (b"\xff", b"x" * 2000, bytes(pb.TokenizerRequest(sha256=b"x").SerializeToString())):
-        with pytest.raises(Refused, match=r"TokenizerRequest|no such archive"):
-            await answers.answer(bad, CONTEXT)
-    await answers.close()
+def test_files_that_cannot_be_lent_keep_no_verifier_from_serving(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert packed_texts(str(tmp_path / "missing")) == packed_texts("no model")
+    assert "the toy model has none" in str(packed_texts("toy"))
+    monkeypatch.setattr("edgespec.verifier.build.MAX_TEXT_BYTES", 100)
+    assert "at most 100 are sent" in str(packed_texts(str(model)))
