@@ -119,7 +119,7 @@ def _main(most_bytes: int) -> None:
     # The limit counts from the start of a process.
     limit = math.ceil(time.process_time()) + _CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-    print(json.dumps(_tried(asked, tokenizer)))
+    sys.stdout.write(json.dumps(_tried(asked, tokenizer)))
 
 
 def _tokenizer(known: dict[str, Any] | None) -> Any:

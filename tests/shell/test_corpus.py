@@ -246,7 +246,7 @@ async def test_a_lent_tokenizer_reads_the_corpus(tmp_path: Path) -> None:
     async with serving() as (address, _):
         agent = BorrowingAgent(AgentConfig(address, draft=draft))
         async with agent:
-            await agent.borrow()
+            await agent._borrow()
         assert agent.options.text is not None
         store = agent.options.text.corpus
         assert store is not None
