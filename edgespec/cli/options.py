@@ -86,6 +86,7 @@ DEVICE_FLAGS = (
     Flag("draft.model", ("--draft",), metavar="MODEL", panel=DRAFTING),
     Flag("draft.corpus", ("--draft-corpus",), metavar="FILE", panel=DRAFTING),
     Flag("draft.memory_budget", metavar="SIZE", panel=DRAFTING),
+    Flag("draft.window", ("--draft-window",), metavar="TOKENS", panel=DRAFTING),
 )
 VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
     AgentConfig: {

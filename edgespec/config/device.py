@@ -117,8 +117,8 @@ class DraftSection:
     """Type of cached keys and values when a checkpoint is exported. null is float32, or what the
     memory budget asks for."""
     window: int = 0
-    """Tokens whose keys and values are held, the last ones of a text; 0: as many as the draft was
-    trained on, by its ``edgespec.json``, else the whole context."""
+    """Tokens whose keys and values are held, the first and the last ones of a text; 0: as many as
+    the draft was trained on, by its ``edgespec.json``, else the whole context."""
     memory_budget: str = ""
     """Memory of the process: 600MiB, 25% or auto. ``auto`` is what is free on the machine;
     empty is no budget."""

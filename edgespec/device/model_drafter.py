@@ -95,6 +95,7 @@ def foreign_drafter(
                 hint=HeadHint(found.kv_heads, found.head_size),
                 threads=draft.threads,
                 context_length=draft.context_length,
+                window=draft.window,
                 token_count=found.token_count,
                 providers=EXECUTION[draft.provider],
             )
@@ -154,11 +155,7 @@ def _checked(drafter: Drafter, placement: Placement | None, provider: str, say: 
 
 def _refuse_for_graphs(draft: DraftSection) -> None:
     """What is planned for exports of our own only. Raises ``SetupError``."""
-    asked = {
-        "memory_budget": draft.memory_budget,
-        "kv_type": draft.kv_type,
-        "window": draft.window,
-    }
+    asked = {"memory_budget": draft.memory_budget, "kv_type": draft.kv_type}
     for name, value in asked.items():
         if value:
             raise SetupError(

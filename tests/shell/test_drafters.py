@@ -31,14 +31,13 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.decoder_graph import EXECUTION, CacheTensor
+from edgespec.device.drafters.kv_buffers import Buffer, ReslicedCache
 from edgespec.device.drafters.manifest import DraftModelError
 from edgespec.device.drafters.onnx_drafter import (
     Behaviour,
-    Buffer,
     ForeignDrafter,
     GraphDrafter,
     OnnxDrafter,
-    ReslicedCache,
     check_behaviour,
 )
 from edgespec.device.drafters.toy import (
@@ -313,9 +312,9 @@ def test_a_paced_step_takes_its_time_in_total() -> None:
 # --- graphs of others -----------------------------------------------------------------------------
 
 
-def load(folder: Path, context_length: int = 0) -> ForeignDrafter:
-    source = find_draft(str(folder))
-    return foreign_drafter(source, print, DraftSection(context_length=context_length))
+def load(folder: Path, context_length: int = 0, window: int = 0) -> ForeignDrafter:
+    draft = DraftSection(context_length=context_length, window=window)
+    return foreign_drafter(find_draft(str(folder)), print, draft)
 
 
 def greedy(drafter: Drafter, count: int = 80) -> list[int]:
@@ -347,6 +346,21 @@ def test_the_same_weights_draft_the_same_tokens(
     drafter.close()
     with pytest.raises(ValueError, match="closed"):
         drafter.step(0, [1], 1)
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_behind_a_window_the_same_weights_draft_the_same_tokens(
+    kind: str, folder_of: Callable[[str], Path], own_folder: Path
+) -> None:
+    """Rows of a window of 40 leave 44 times."""
+    drafter, own = load(folder_of(kind), window=40), OnnxDrafter(own_folder, window=40)
+    for one in (drafter, own):
+        one.begin(5, SamplingParams())
+        for position, token in enumerate(TOKENS):
+            one.step(position, [token], 1)
+    np.testing.assert_allclose(row(drafter), own.logits, atol=0.1 if "float16" in kind else 1e-3)
+    with pytest.raises(ValueError, match=r"window is 257.*\b256\b"):
+        load(folder_of(kind), window=257)
 
 
 @pytest.mark.parametrize("kind", FOREIGN)

@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters import onnx_drafter
+from edgespec.device.drafters import kv_buffers, onnx_drafter
 from edgespec.device.drafters.decoder_graph import CacheTensor
+from edgespec.device.drafters.kv_buffers import KvBuffers
 from edgespec.device.drafters.manifest import read_manifest, write_manifest
-from edgespec.device.drafters.onnx_drafter import KvBuffers, OnnxDrafter
-from edgespec.device.drafters.token_cache import DraftWindow
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.token_cache import SINKS, DraftWindow
 from edgespec.device.export.export import export_draft
 from edgespec.models.folders import model_info
 from tests.shell.tiny_checkpoints import VOCABULARY_SIZE, tiny_config, write_checkpoint
@@ -99,10 +100,16 @@ def test_tokens_are_those_of_a_plain_cache(
     plain.close()
 
 
-def test_a_window_that_slides_is_a_fresh_draft_of_its_last_tokens(
+@pytest.mark.parametrize("kv_type", [KvType.INT8, KvType.FLOAT32])
+def test_a_window_whose_rows_do_not_move_is_a_fresh_draft_of_its_last_tokens(
+    kv_type: KvType,
     drafts: dict[KvType, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = drafts[KvType.FLOAT32]
+    """Those of int8, and of a graph whose keys are turned in no way that is known."""
+    monkeypatch.setattr(kv_buffers, "LARGEST_RESIDUE", -1.0)
+    folder = drafts[kv_type]
     sliding, text = OnnxDrafter(folder, window=64), list[int]()
     assert sliding.info.context_length > 250
     sliding.begin(10, GREEDY)
@@ -111,12 +118,14 @@ def test_a_window_that_slides_is_a_fresh_draft_of_its_last_tokens(
         sliding.step(keep, feed, 2)
         text[keep:] = feed
         window.place(keep, len(text))
-        window.held = len(text) - window.first
-        assert len(text) - window.first <= 64
+        window.held = len(text) - window.skipped
+        assert window.held <= 64
         fresh.begin(1, GREEDY)
-        fresh.step(0, text[window.first :], 2)
+        fresh.step(0, text[window.skipped :], 2)
         np.testing.assert_allclose(sliding.logits, fresh.logits, atol=2e-2)
     assert sliding.held_tokens <= 64
+    unknown = "past.0.key: cached keys are not turned by their position"
+    assert caplog.text.count(unknown) == (kv_type is KvType.FLOAT32)
     sliding.close()
     fresh.close()
 
@@ -157,7 +166,7 @@ def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(drafts: dict[KvTy
     assert len(drafter.step(120, text[120:121], 4)) == 2
     assert drafter.held_tokens <= 64
     fresh.begin(1, GREEDY)
-    fresh.step(0, text[121 - 32 : 121], 1)
+    fresh.step(0, text[:SINKS] + text[121 - 56 + SINKS : 121], 1)
     np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
     drafter.restrict(0, 0)
     assert drafter.step(121, text[121:130], 4) == ()
@@ -165,9 +174,9 @@ def test_restricting_is_a_shorter_window_fewer_guesses_or_rest(drafts: dict[KvTy
     assert drafter.growth_bytes(500) == 0
     drafter.restrict(128, 4)
     assert drafter.growth_bytes(500) == 128 * drafter.manifest.kv_bytes_per_token
-    assert len(drafter.step(130, text[130:], 4)) == 4  # 140 tokens: the last 64
+    assert len(drafter.step(130, text[130:], 4)) == 4
     fresh.begin(1, GREEDY)
-    fresh.step(0, text[140 - 64 :], 1)
+    fresh.step(0, text[:SINKS] + text[140 - 112 + SINKS :], 1)
     np.testing.assert_allclose(drafter.logits, fresh.logits, atol=2e-2)
     with pytest.raises(ValueError, match="window is 129"):
         drafter.restrict(129, 1)

@@ -119,11 +119,12 @@ def test_a_budget_too_small_for_an_agent_is_refused_before_anything_is_loaded() 
 
 
 async def test_a_text_does_not_depend_on_the_budget() -> None:
-    """The bundled draft below a budget, at a window shorter than the text, against no draft."""
+    """The bundled draft at windows shorter than the text, one below a budget, against no draft."""
     texts, told, stats = {}, list[str](), None
     async with serving(hashing()) as (address, _):
         for name, draft in (
             ("none", DraftSection(model="none")),
+            ("window", DraftSection(window=24)),
             ("budget", DraftSection(memory_budget="auto", window=128)),
         ):
             policy = PolicySection(run_ahead=RunAhead.NEVER)
@@ -134,11 +135,12 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
             found = [token async for c in agent.generate(prompt, sampling) for token in c.tokens]
             texts[name] = found
             stats = agent.stats
+            assert stats is not None
+            assert (stats.counters.steps > 0) == (name != "none")
             await agent.close()
     assert texts["none"] == hashed(160, 40)
-    assert texts["budget"] == texts["none"]
+    assert texts["budget"] == texts["window"] == texts["none"]
     assert stats is not None
-    assert stats.counters.steps > 0
     assert stats.counters.draft_failure == ""
     assert "window 128" in told[-1]
 

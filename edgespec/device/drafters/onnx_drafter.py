@@ -13,19 +13,19 @@ ways when one is loaded.
 Lifetime of a step: check the contract, write ids and lengths, run, pick candidates from the last
 row. Long feeds run in chunks, which bounds scratch memory and lets a step end early that nobody
 waits for any more. Chunking changes logits by rounding only; a guess is only a hint. Of a text
-longer than the window only the last tokens are held (``DraftWindow``).
+longer than the window only the first and the last tokens are held (``DraftWindow``): rows between
+them leave, and those behind move down, their keys turned back (``kv_buffers``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
-import mmap
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -55,6 +55,14 @@ from edgespec.device.drafters.decoder_graph import (
     usual_threads,
     weights_bytes,
 )
+from edgespec.device.drafters.kv_buffers import (
+    PROBED_ROWS,
+    Buffer,
+    Frequencies,
+    KvBuffers,
+    ReslicedCache,
+    frequencies_of,
+)
 from edgespec.device.drafters.manifest import (
     MAX_CONTEXT_LENGTH,
     MODEL_FILE,
@@ -74,171 +82,9 @@ _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
 
 # Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
 _RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
-_PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-_DROP: Final = getattr(mmap, "MADV_DONTNEED", None)
-_SMALL_PAGES: Final = getattr(mmap, "MADV_NOHUGEPAGE", None)
-_FIRST_CAPACITY: Final = 256
 
 Row = NDArray[np.float32]
-Buffer = NDArray[np.generic]
-
-
-def block_tokens(row_bytes: int) -> int:
-    """In how many tokens a buffer grows: the fewest whose rows of one head fill whole pages. Rows
-    of 512 bytes, on pages of 4096, grow by 8 tokens."""
-    return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
-
-
-class KvBuffers:
-    """Buffers for ``capacity`` tokens of each of ``tensors``, all zero, past and present in one.
-
-    Each is one private anonymous mapping, whose capacity is address space alone: the system adds a
-    page when a row in it is first written, and takes it back on ``shrink``. They are mappings of
-    our own, as an allocator keeps what it is given back, and of small pages: one of 2 MiB under the
-    first row of a head would hold the rows of its whole context. Without ``madvise`` (Windows) a
-    mapping is given back on ``close`` alone.
-
-    The capacity is rounded up to whole blocks of tokens, so that no page holds rows of two heads.
-    Raises ``MemoryError`` naming the size when the system has no address space for them.
-    """
-
-    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
-        self._tensors = tuple(tensors)
-        self._block = math.lcm(*(block_tokens(one.row_bytes // one.heads) for one in tensors))
-        self.capacity = -(-capacity // self._block) * self._block
-        self.bytes_per_token = sum(one.row_bytes for one in tensors)
-        self.touched_length = 0
-        """Rows below it may be resident."""
-        self._bound = False
-        try:
-            self._maps = [_mapping(one.row_bytes * self.capacity) for one in tensors]
-        except OSError as error:
-            raise MemoryError(
-                f"no address space for {len(tensors)} key and value buffers of"
-                f" {tensors[0].row_bytes * self.capacity} bytes, {self.capacity} tokens:"
-                f" {error.strerror}"
-            ) from error
-
-    def arrays(self) -> Iterator[tuple[CacheTensor, Buffer]]:
-        """Each tensor with its buffer, [1, heads, capacity, head size]."""
-        for tensor, memory in zip(self._tensors, self._maps, strict=True):
-            yield tensor, np.frombuffer(memory, tensor.dtype).reshape(tensor.shape(self.capacity))
-
-    def bind(self, binding: Any, cached: int, count: int) -> None:
-        """Bind past (``cached`` tokens) and present (``count`` more) of every tensor."""
-        self.touched_length = max(self.touched_length, cached + count)
-        if self._bound:
-            return
-        for tensor, array in self.arrays():
-            place = "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
-            binding.bind_input(tensor.past, *place)
-            binding.bind_output(tensor.present, *place)
-        self._bound = True
-
-    def advance(self) -> None:
-        """The run that was bound has ended well: present becomes past."""
-
-    def truncate(self, length: int) -> None:
-        """Keep so many tokens."""
-
-    def memory_bytes(self, length: int) -> int:
-        """What ``length`` cached tokens keep resident."""
-        return self.bytes_per_token * length
-
-    def shrink(self, length: int) -> None:
-        """Give the blocks behind row ``length`` back to the system; they read as zeros. Costs one
-        call a head and buffer, and nothing where no such row was written."""
-        if length >= self.touched_length or _DROP is None:
-            return
-        kept = -(-length // self._block) * self._block
-        end = -(-self.touched_length // self._block) * self._block
-        if end > kept:
-            for tensor, memory in zip(self._tensors, self._maps, strict=True):
-                row = tensor.row_bytes // tensor.heads
-                for start in range(0, len(memory), self.capacity * row):
-                    memory.madvise(_DROP, start + kept * row, (end - kept) * row)
-        self.touched_length = length
-
-    def close(self) -> None:
-        """Give everything back. An array of ``arrays`` that somebody still holds keeps its own
-        buffer until it is dropped."""
-        self._maps, self._tensors = [], ()
-        self.touched_length = 0
-
-
-def _mapping(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=_PRIVATE) if _PRIVATE else mmap.mmap(-1, size)
-    if _SMALL_PAGES is not None:
-        try:
-            memory.madvise(_SMALL_PAGES)
-        except OSError:  # a kernel without large pages has only small ones
-            pass
-    return memory
-
-
-class ReslicedCache:
-    """For graphs that concatenate past and present: they want a past of exactly the cached length,
-    and write a present of exactly the new one. Two flat buffers a tensor, which grow by doubling,
-    take turns; a rollback copies the rows that are kept into the other one. Methods as those of
-    ``KvBuffers``."""
-
-    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
-        self._tensors = tuple(tensors)
-        self._context_length = capacity
-        self._length = self._next_length = self.touched_length = 0
-        self.bytes_per_token = 2 * sum(one.row_bytes for one in tensors)
-        self._past: list[Buffer] = [np.zeros(0, dtype=one.dtype) for one in tensors]
-        self._present = list(self._past)
-
-    def bind(self, binding: Any, cached: int, count: int) -> None:
-        assert cached == self._length, (cached, self._length)
-        self._next_length = cached + count
-        for index, tensor in enumerate(self._tensors):
-            past = self._past[index] = self._with_room(tensor, self._past[index], max(1, cached))
-            shape = tensor.shape(cached)
-            binding.bind_input(tensor.past, "cpu", 0, past.dtype.type, shape, past.ctypes.data)
-            present = self._with_room(tensor, self._present[index], self._next_length)
-            self._present[index], shape = present, tensor.shape(self._next_length)
-            place = present.dtype.type, shape, present.ctypes.data
-            binding.bind_output(tensor.present, "cpu", 0, *place)
-
-    def advance(self) -> None:
-        self._past, self._present = self._present, self._past
-        self._length = self._next_length
-        self.touched_length = max(self.touched_length, self._length)
-
-    def truncate(self, length: int) -> None:
-        if length >= self._length:
-            return
-        past, present = list(self._past), list(self._present)
-        for index, tensor in enumerate(self._tensors):
-            if tensor.tokens_first or not length:
-                continue  # the beginning of the buffer is what is kept
-            other = self._with_room(tensor, present[index], length)
-            source = past[index][: tensor.row_elements * self._length]
-            kept = other[: tensor.row_elements * length].reshape(tensor.shape(length))
-            kept[...] = source.reshape(tensor.shape(self._length))[:, :, :length]
-            past[index], present[index] = other, past[index]
-        self._past, self._present, self._length = past, present, length
-
-    def memory_bytes(self, length: int) -> int:
-        return self.bytes_per_token * length
-
-    def shrink(self, length: int) -> None:
-        """Nothing is given back before ``close``."""
-
-    def close(self) -> None:
-        self._past = self._present = []
-        self._tensors = ()
-
-    def _with_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
-        if buffer.size >= tensor.row_elements * needed:
-            return buffer
-        room = max(_FIRST_CAPACITY, 1 << (needed - 1).bit_length())
-        room = max(needed, min(room, self._context_length))
-        grown: Buffer = np.zeros(tensor.row_elements * room, dtype=tensor.dtype)
-        grown[: buffer.size] = buffer
-        return grown
+_log = logging.getLogger(__name__)
 
 
 class GraphDrafter:
@@ -256,6 +102,7 @@ class GraphDrafter:
         proposable: int,
         resident_per_stored: float,
         chunk: int = CHUNK,
+        window: int = 0,
     ) -> None:
         self._path, self.info, self._graph, self._chunk = path, info, graph, chunk
         self._session: ort.InferenceSession | None = session
@@ -268,7 +115,10 @@ class GraphDrafter:
         """Of the file and its external data."""
         self._resident_bytes = int(self.weights_bytes * resident_per_stored)
         self._run_options: ort.RunOptions | None = None
-        self._most_guesses, self._window = MAX_WIDTH, DraftWindow(capacity)
+        moving = not any(cache.dtype == "int8" for cache in graph.caches)
+        self._most_guesses, self._window = MAX_WIDTH, DraftWindow(window or capacity, moving=moving)
+        self._frequencies: list[Frequencies | None] = []
+        """Of each cache tensor, found when a text first outgrows the window; None: of values."""
 
     @property
     def placement(self) -> Placement | None:
@@ -285,7 +135,7 @@ class GraphDrafter:
         if self._session is None:
             raise ValueError("the drafter is closed")
         twin = copy(self)
-        twin._window = DraftWindow(self._window.size)
+        twin._window = DraftWindow(self._window.size, moving=self._window.moving)
         twin._lay_out()
         return twin
 
@@ -298,9 +148,8 @@ class GraphDrafter:
         give the rest of the rows back to the system; 0 rests: no rows and no guesses. Calls come
         from the thread of the steps. Raises ``ValueError`` for a window beyond the first one."""
         bounded("window", window, 0, self._capacity)
-        if window > self._window.size:
-            self._window.clear()  # the next step reaches further back
-        self._window.size, self._most_guesses = window, width if window else 0
+        self._window.resize(window)
+        self._most_guesses = width if window else 0
         self._store.shrink(window)
 
     @property
@@ -326,16 +175,17 @@ class GraphDrafter:
         if not self._most_guesses:
             self._window.clear()
             return ()
-        first = start = self._window.place(keep_length, position)
         try:
-            while start < position:
+            window = self._place(keep_length, position)
+            first, end = window.held, position - window.skipped
+            while (start := window.held) < end:
                 if cancelled():
-                    fed, of = start - first, position - first
-                    raise StepCancelledError(f"cancelled with {fed} of {of} tokens fed")
-                cached = start - self._window.first
-                count = self._chunk if self._chunks or not cached else 1
-                self._forward(cached, self._cache.tokens[start : min(start + count, position)])
-                start = self._window.first + self._window.held
+                    raise StepCancelledError(
+                        f"cancelled with {start - first} of {end - first} tokens fed"
+                    )
+                count = self._chunk if self._chunks or not start else 1
+                tokens = window.tokens(self._cache.tokens, start, min(start + count, end))
+                self._forward(start, tokens)
         except Exception:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted
             raise
@@ -359,9 +209,39 @@ class GraphDrafter:
 
     def cached_rows(self, length: int) -> Iterator[tuple[CacheTensor, Buffer]]:
         """Layer by layer keys and values: the first ``length`` rows, [heads, length, head size]."""
-        assert isinstance(self._store, KvBuffers)
-        for tensor, array in self._store.arrays():
-            yield tensor, array[0, :, :length]
+        return self._store.rows(length)
+
+    # --- the window -------------------------------------------------------------------------
+
+    def _place(self, keep_length: int, length: int) -> DraftWindow:
+        """The window, moved to where the text has got."""
+        window = self._window
+        if window.moving and length > window.size and not self._frequencies:
+            self._find_frequencies()
+        if leaving := window.place(keep_length, length):
+            held, window.held = window.held, 0  # none is valid while they move
+            angles = [None if one is None else leaving * one for one in self._frequencies]
+            self._store.remove(window.sinks, leaving, held + leaving, angles)
+            window.held = held
+        return window
+
+    def _find_frequencies(self) -> None:
+        """By a few tokens in a cache beside this one, once. A graph that turns its keys in no way
+        that is known gets a window whose rows do not move."""
+        probe, count = self.twin(), min(PROBED_ROWS, self._window.size)
+        try:
+            probe.begin(1, SamplingParams())
+            probe.step(0, [self._proposable // 2] * count, 1)
+            self._frequencies = [
+                frequencies_of(rows, f"{self._path}: {cache.past}") if cache.part == "key" else None
+                for cache, rows in probe.cached_rows(count)
+            ]
+        except DraftModelError as error:
+            _log.warning("of a long text each half of the window is fed anew: %s", error)
+            self._window.moving = False
+            self._window.resize(self._window.size)
+        finally:
+            probe.close()
 
     # --- one run ----------------------------------------------------------------------------
 
@@ -389,7 +269,9 @@ class GraphDrafter:
             self._bind_input(role, number, number.shape)
             if role is Role.CACHED:
                 self._cached = number
-            elif role is not Role.ROWS:
+            elif role is Role.ROWS:
+                self._one_wanted = number  # kept: it is bound by its address
+            else:
                 self._lengths.append((number, int(role is Role.LAST_INDEX)))
         self._row: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
         self._one_row = self._graph.one_row
@@ -608,9 +490,9 @@ class ForeignDrafter(GraphDrafter):
 
     ``info`` is what the folder says of the model; the graph's own vocabulary size wins. ``hint``
     helps where the graph leaves sizes of heads open. ``threads`` 0 chooses by size,
-    ``context_length`` 0 means the model's own, at most 16384. ``token_count`` ids have a text, the
-    others are never proposed; 0: all have. Raises ``DraftModelError`` naming the file and what is
-    wrong with the graph.
+    ``context_length`` 0 means the model's own, at most 16384. ``window`` is as of ``OnnxDrafter``,
+    0: none. ``token_count`` ids have a text, the others are never proposed; 0: all have. Raises
+    ``DraftModelError`` naming the file and what is wrong with the graph.
     """
 
     behaviour: Behaviour
@@ -624,6 +506,7 @@ class ForeignDrafter(GraphDrafter):
         hint: HeadHint | None = None,
         threads: int = 0,
         context_length: int = 0,
+        window: int = 0,
         token_count: int = 0,
         providers: Sequence[str] = CPU,
     ) -> None:
@@ -631,6 +514,10 @@ class ForeignDrafter(GraphDrafter):
         inputs, outputs = ports(session.get_inputs()), ports(session.get_outputs())
         self.graph = graph = read_graph(path, inputs, outputs, hint)
         limited = _limited(info, context_length, DEFAULT_CONTEXT_LIMIT)
+        bounded("window", window, 0, limited.context_length)
+        capacity = max(window or limited.context_length, _CHECKED_LENGTH)
+        if window:
+            limited = replace(limited, context_length=MAX_CONTEXT_LENGTH)
         size = graph.logits.shape[-1]
         size = size if isinstance(size, int) else info.vocabulary_size
         super().__init__(
@@ -638,9 +525,10 @@ class ForeignDrafter(GraphDrafter):
             session,
             graph,
             replace(limited, vocabulary_size=size),
-            capacity=max(limited.context_length, _CHECKED_LENGTH),
+            capacity=capacity,
             proposable=min(token_count or size, size),
             resident_per_stored=1.5,
+            window=window,
         )
         self._run_options = ort.RunOptions()
         self._run_options.log_severity_level = 4  # what is tried may fail

@@ -7,6 +7,7 @@ the vocabulary. A refused step changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from edgespec.core.ports import Drafter, ModelInfo, Twinned
 from edgespec.core.protocol.constraint import ConstrainedText
@@ -103,34 +104,77 @@ class TokenCache:
         return len(self.tokens)
 
 
-class DraftWindow:
-    """Which tokens of a growing text a draft model holds keys and values of: the last ones. Row
-    ``i`` is the token at position ``first + i``; ``held`` rows are valid, at most ``size``.
+SINKS: Final = 4
+"""So many first tokens of a text never leave: large models lean on them, whatever they say, and go
+astray without (StreamingLLM, Xiao et al. 2023, section 3)."""
 
-    So a position inside the model is never beyond the window's size, however long the text is. A
-    text that outgrows the window slides it: the second half of what may be held is fed again from
-    row 0 (its keys were rotated for other positions), and as many tokens fit until the next time.
-    A token so costs one more token of prefill on average.
+
+class DraftWindow:
+    """Which tokens of a growing text a draft model holds keys and values of: the first ones
+    (``sinks``) and the last ones, as if they were one text. Row ``i`` is token ``i`` of the text,
+    and behind the sinks token ``i + skipped``. ``held`` rows are valid, at most ``size``.
+
+    So a position inside the model is never beyond the window's size, however long the text is. When
+    a text outgrows the window, a block of tokens behind the sinks leaves and the rows behind it
+    move down: nothing is computed again. The end of the text is fed anew where a correction is
+    older than the window, and where more is fed than the window holds.
+
+    Rows that are not ``moving`` have no sinks either: the second half of the window is fed again
+    when a text outgrows it, so a token costs one more token of prefill on average.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.first = self.held = 0
+    def __init__(self, size: int, *, moving: bool = False) -> None:
+        self.moving = moving
+        self.size = self.sinks = self.skipped = self.held = 0
+        self.resize(size)
+
+    @property
+    def block(self) -> int:
+        """How many rows leave at a time: it costs as much to move the others behind one as behind
+        many."""
+        return max(1, self.size // (8 if self.moving else 2))
+
+    def resize(self, size: int) -> None:
+        """Hold at most so many rows. Those beyond are lost, and a step that would reach further
+        back than before feeds its rows anew."""
+        sinks = min(SINKS, size // 8) if self.moving else 0
+        if size > self.size or sinks != self.sinks:
+            self.clear()
+        self.size, self.sinks = size, sinks
 
     def clear(self) -> None:
         """Nothing is held, of a text that begins."""
-        self.first = self.held = 0
+        self.skipped = self.held = 0
 
     def place(self, keep_length: int, length: int) -> int:
         """The text agrees in its first ``keep_length`` tokens with what was held, and is ``length``
-        long: the position from which on it has to be fed. Everything before that, from ``first``
-        on, is held."""
-        self.held = min(self.held, max(0, keep_length - self.first), self.size)
-        if length <= self.size and keep_length < self.first:
-            self.clear()  # it fits again as a whole
-        elif keep_length < self.first or length - self.first > self.size:
-            self.first, self.held = max(0, length - max(1, self.size // 2)), 0
-        return self.first + self.held
+        long. Returns how many rows behind the sinks are to leave the cache. Then ``held`` rows are
+        valid, and those from ``held`` to ``length - skipped`` are to be fed."""
+        sinks, kept = min(self.sinks, self.held, keep_length), keep_length - self.skipped
+        if self.skipped and kept < self.sinks:  # a correction from before the window
+            self._fill(sinks, length)
+            return 0
+        self.held = min(self.held, self.size, kept)
+        excess = length - self.skipped - self.size
+        if excess <= 0:
+            return 0
+        leaving = -(-excess // self.block) * self.block
+        if not self.moving or self.held <= self.sinks + leaving:
+            self._fill(sinks, length)
+            return 0
+        self.skipped += leaving
+        self.held -= leaving
+        return leaving
+
+    def tokens(self, text: Sequence[int], start: int, end: int) -> Sequence[int]:
+        """Those of rows ``start`` to ``end``."""
+        sinks, skipped = self.sinks, self.skipped
+        last = text[max(start, sinks) + skipped : max(end, sinks) + skipped]
+        return [*text[start : min(end, sinks)], *last]
+
+    def _fill(self, held: int, length: int) -> None:
+        room = self.size if length <= self.size else max(1, self.size - self.block)
+        self.skipped, self.held = max(0, length - room), held
 
 
 def twin_of(drafter: Drafter) -> Drafter:

@@ -66,7 +66,7 @@ class WindowedDrafter:
         self.fed = self.kept = 0
         """Of the last step: tokens that it fed, and rows that it found."""
         self._inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
-        self._window, self._width = DraftWindow(window), width
+        self._window, self._width = DraftWindow(window, moving=True), width
         self._touched = 0
 
     @property
@@ -87,9 +87,8 @@ class WindowedDrafter:
         return max(0, rows) * self._row_bytes
 
     def restrict(self, window: int, width: int) -> None:
-        if window > self._window.size:
-            self._window.clear()
-        self._window.size, self._width = window, width if window else 0
+        self._window.resize(window)
+        self._width = width if window else 0
         self._touched = min(self._touched, window)
         self._on_restricted(window, width)
 
@@ -110,9 +109,10 @@ class WindowedDrafter:
             self._window.clear()
             self.fed = self.kept = 0
             return ()
-        first = self._window.place(keep_length, length)
-        self.kept, self.fed = first - self._window.first, length - first
-        self._window.held = length - self._window.first
+        self._window.place(keep_length, length)
+        rows = length - self._window.skipped
+        self.kept, self.fed = self._window.held, rows - self._window.held
+        self._window.held = rows
         self._touched = max(self._touched, self._window.held)
         return found[: self._width]
 

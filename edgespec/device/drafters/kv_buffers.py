@@ -1,0 +1,268 @@
+"""Where keys and values of one sequence lie: rows are appended, cut off behind, or moved down.
+
+``KvBuffers`` are for graphs that append in place, ``ReslicedCache`` is for those that concatenate.
+
+**Rows that move down** leave out tokens in the middle of a text. A key is cached turned by its
+position (RoFormer, Su et al. 2021): of head size d, entries i and i + d / 2 are a point of the
+plane, turned by position times the frequency of pair i. A row that moves down by n positions is
+turned back by n times that, and is then what it would be had it been fed there (StreamingLLM, Xiao
+et al. 2023, section 3.2; llama.cpp shifts its contexts so).
+
+No graph says its frequencies, but it shows them. Of a text of one token repeated every position
+computes the same in every layer, since an average of equal values is that value whatever the
+weights; so the keys of a layer differ by their turns alone.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.device.drafters.decoder_graph import CacheTensor
+from edgespec.device.drafters.manifest import DraftModelError
+
+_PRIVATE: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+_DROP: Final = getattr(mmap, "MADV_DONTNEED", None)
+_SMALL_PAGES: Final = getattr(mmap, "MADV_NOHUGEPAGE", None)
+_FIRST_CAPACITY: Final = 256
+
+Buffer = NDArray[np.generic]
+Frequencies = NDArray[np.float64]
+Turns = Sequence[Frequencies | None]
+
+
+def block_tokens(row_bytes: int) -> int:
+    """In how many tokens a buffer grows: the fewest whose rows of one head fill whole pages. Rows
+    of 512 bytes, on pages of 4096, grow by 8 tokens."""
+    return mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
+
+
+class KvBuffers:
+    """Buffers for ``capacity`` tokens of each of ``tensors``, all zero, past and present in one.
+
+    Each is one private anonymous mapping, whose capacity is address space alone: the system adds a
+    page when a row in it is first written, and takes it back on ``shrink``. They are mappings of
+    our own, as an allocator keeps what it is given back, and of small pages: one of 2 MiB under the
+    first row of a head would hold the rows of its whole context. Without ``madvise`` (Windows) a
+    mapping is given back on ``close`` alone.
+
+    The capacity is rounded up to whole blocks of tokens, so that no page holds rows of two heads.
+    Raises ``MemoryError`` naming the size when the system has no address space for them.
+    """
+
+    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
+        self._tensors = tuple(tensors)
+        self._block = math.lcm(*(block_tokens(one.row_bytes // one.heads) for one in tensors))
+        self.capacity = -(-capacity // self._block) * self._block
+        self.bytes_per_token = sum(one.row_bytes for one in tensors)
+        self.touched_length = 0
+        """Rows below it may be resident."""
+        self._bound = False
+        try:
+            self._maps = [_mapping(one.row_bytes * self.capacity) for one in tensors]
+        except OSError as error:
+            raise MemoryError(
+                f"no address space for {len(tensors)} key and value buffers of"
+                f" {tensors[0].row_bytes * self.capacity} bytes, {self.capacity} tokens:"
+                f" {error.strerror}"
+            ) from error
+
+    def arrays(self) -> Iterator[tuple[CacheTensor, Buffer]]:
+        """Each tensor with its buffer, [1, heads, capacity, head size]."""
+        for tensor, memory in zip(self._tensors, self._maps, strict=True):
+            yield tensor, np.frombuffer(memory, tensor.dtype).reshape(tensor.shape(self.capacity))
+
+    def rows(self, length: int) -> Iterator[tuple[CacheTensor, Buffer]]:
+        """Each tensor with its first ``length`` rows, [heads, length, head size]."""
+        for tensor, array in self.arrays():
+            yield tensor, array[0, :, :length]
+
+    def bind(self, binding: Any, cached: int, count: int) -> None:
+        """Bind past (``cached`` tokens) and present (``count`` more) of every tensor."""
+        self.touched_length = max(self.touched_length, cached + count)
+        if self._bound:
+            return
+        for tensor, array in self.arrays():
+            place = "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+            binding.bind_input(tensor.past, *place)
+            binding.bind_output(tensor.present, *place)
+        self._bound = True
+
+    def advance(self) -> None:
+        """The run that was bound has ended well: present becomes past."""
+
+    def truncate(self, length: int) -> None:
+        """Keep so many tokens."""
+
+    def remove(self, start: int, count: int, length: int, turns: Turns) -> None:
+        """Of ``length`` valid rows ``count`` from ``start`` on leave, and those behind them move
+        down; ``turns``: of each tensor the angles that its rows are turned back by, or None."""
+        for (_, array), angles in zip(self.rows(length), turns, strict=True):
+            for rows in array:  # head by head: a copy of all would show in the memory
+                moved = rows[start + count :]
+                rows[start : length - count] = turned_back(moved, angles)
+
+    def memory_bytes(self, length: int) -> int:
+        """What ``length`` cached tokens keep resident."""
+        return self.bytes_per_token * length
+
+    def shrink(self, length: int) -> None:
+        """Give the blocks behind row ``length`` back to the system; they read as zeros. Costs one
+        call a head and buffer, and nothing where no such row was written."""
+        if length >= self.touched_length or _DROP is None:
+            return
+        kept = -(-length // self._block) * self._block
+        end = -(-self.touched_length // self._block) * self._block
+        if end > kept:
+            for tensor, memory in zip(self._tensors, self._maps, strict=True):
+                row = tensor.row_bytes // tensor.heads
+                for start in range(0, len(memory), self.capacity * row):
+                    memory.madvise(_DROP, start + kept * row, (end - kept) * row)
+        self.touched_length = length
+
+    def close(self) -> None:
+        """Give everything back. An array of ``arrays`` that somebody still holds keeps its own
+        buffer until it is dropped."""
+        self._maps, self._tensors = [], ()
+        self.touched_length = 0
+
+
+def _mapping(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=_PRIVATE) if _PRIVATE else mmap.mmap(-1, size)
+    if _SMALL_PAGES is not None:
+        try:
+            memory.madvise(_SMALL_PAGES)
+        except OSError:  # a kernel without large pages has only small ones
+            pass
+    return memory
+
+
+class ReslicedCache:
+    """For graphs that concatenate past and present: they want a past of exactly the cached length,
+    and write a present of exactly the new one. Two flat buffers a tensor, which grow by doubling,
+    take turns; a rollback copies the rows that are kept into the other one. Methods as those of
+    ``KvBuffers``."""
+
+    def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
+        self._tensors = tuple(tensors)
+        self._context_length = capacity
+        self._length = self._next_length = self.touched_length = 0
+        self.bytes_per_token = 2 * sum(one.row_bytes for one in tensors)
+        self._past: list[Buffer] = [np.zeros(0, dtype=one.dtype) for one in tensors]
+        self._present = list(self._past)
+
+    def rows(self, length: int) -> Iterator[tuple[CacheTensor, Buffer]]:
+        for tensor, past in zip(self._tensors, self._past, strict=True):
+            rows = past[: tensor.row_elements * length].reshape(tensor.shape(length))[0]
+            yield tensor, rows.swapaxes(0, 1) if tensor.tokens_first else rows
+
+    def bind(self, binding: Any, cached: int, count: int) -> None:
+        assert cached == self._length, (cached, self._length)
+        self._next_length = cached + count
+        for index, tensor in enumerate(self._tensors):
+            past = self._past[index] = self._with_room(tensor, self._past[index], max(1, cached))
+            shape = tensor.shape(cached)
+            binding.bind_input(tensor.past, "cpu", 0, past.dtype.type, shape, past.ctypes.data)
+            present = self._with_room(tensor, self._present[index], self._next_length)
+            self._present[index], shape = present, tensor.shape(self._next_length)
+            place = present.dtype.type, shape, present.ctypes.data
+            binding.bind_output(tensor.present, "cpu", 0, *place)
+
+    def advance(self) -> None:
+        self._past, self._present = self._present, self._past
+        self._length = self._next_length
+        self.touched_length = max(self.touched_length, self._length)
+
+    def truncate(self, length: int) -> None:
+        if length >= self._length:
+            return
+        past, present = list(self._past), list(self._present)
+        for index, tensor in enumerate(self._tensors):
+            if tensor.tokens_first or not length:
+                continue  # the beginning of the buffer is what is kept
+            other = self._with_room(tensor, present[index], length)
+            source = past[index][: tensor.row_elements * self._length]
+            kept = other[: tensor.row_elements * length].reshape(tensor.shape(length))
+            kept[...] = source.reshape(tensor.shape(self._length))[:, :, :length]
+            past[index], present[index] = other, past[index]
+        self._past, self._present, self._length = past, present, length
+
+    def remove(self, start: int, count: int, length: int, turns: Turns) -> None:
+        self.truncate(length)
+        for tensor, past, angles in zip(self._tensors, self._past, turns, strict=True):
+            rows = past[: tensor.row_elements * length].reshape(tensor.shape(length))
+            axis = 1 if tensor.tokens_first else 2
+            kept, _, moved = np.split(rows, (start, start + count), axis)
+            left = np.concatenate([kept, turned_back(moved, angles)], axis)
+            past[: left.size] = left.ravel()
+        self._length = length - count
+
+    def memory_bytes(self, length: int) -> int:
+        return self.bytes_per_token * length
+
+    def shrink(self, length: int) -> None:
+        """Nothing is given back before ``close``."""
+
+    def close(self) -> None:
+        self._past = self._present = []
+        self._tensors = ()
+
+    def _with_room(self, tensor: CacheTensor, buffer: Buffer, needed: int) -> Buffer:
+        if buffer.size >= tensor.row_elements * needed:
+            return buffer
+        room = max(_FIRST_CAPACITY, 1 << (needed - 1).bit_length())
+        room = max(needed, min(room, self._context_length))
+        grown: Buffer = np.zeros(tensor.row_elements * room, dtype=tensor.dtype)
+        grown[: buffer.size] = buffer
+        return grown
+
+
+# --- how far a graph turns its keys -----------------------------------------------------------
+
+PROBED_ROWS: Final = 16
+_LAGS: Final = (1, 2, 4, 8)
+LARGEST_RESIDUE: Final = 0.02
+"""Root mean square of what turns leave unexplained, over that of the keys: 2e-7 with float32, 5e-4
+with float16."""
+
+
+def frequencies_of(keys: NDArray[Any], name: str) -> Frequencies:
+    """Radians a position of each pair, [head size / 2], of ``keys`` [heads, rows, head size] of one
+    token repeated; ``name`` is theirs. Raises ``DraftModelError`` where they are not turned so.
+
+    Between rows n apart a pair turns by n * f, known but for whole turns; f from half as many rows
+    says how many."""
+    half = keys.shape[-1] // 2
+    points = keys[..., :half].astype(np.float64) + 1j * keys[..., half : 2 * half]
+    found: Frequencies = np.zeros(half)
+    for lag in (one for one in _LAGS if one < keys.shape[1]):
+        angle = np.angle((points[:, lag:] * points[:, :-lag].conj()).sum((0, 1)))
+        whole_turns = np.round((lag * found - angle) / math.tau)
+        found = (angle + math.tau * whole_turns) / lag
+    back = points * np.exp(-1j * found * np.arange(keys.shape[1])[:, None])
+    rest = np.abs(back - back.mean(1, keepdims=True))
+    size = float(np.mean(np.abs(points) ** 2))
+    residue = math.sqrt(np.mean(rest**2) / size) if size > 0.0 else math.inf
+    if keys.shape[-1] % 2 or not residue <= LARGEST_RESIDUE:
+        raise DraftModelError(
+            f"{name}: cached keys are not turned by their position: a share of {residue:.2g} of"
+            f" them is left unexplained, at most {LARGEST_RESIDUE}"
+        )
+    return found
+
+
+def turned_back(rows: Buffer, angles: Frequencies | None) -> Buffer:
+    """``rows`` [..., head size] of keys, each pair turned back by its angle in radians; values,
+    which have none, as they are."""
+    if angles is None:
+        return rows
+    half = rows.shape[-1] // 2
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    first, second = rows[..., :half].astype(np.float32), rows[..., half:].astype(np.float32)
+    turned = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+    return turned.astype(rows.dtype, copy=False)
