@@ -1,10 +1,10 @@
 """The failover of a device, and replicas behind one name.
 
-Oracles: answers written down by hand, scene by scene; laws of random worlds (verifiers, a network
-and generations around a ``Failover``, in virtual time, all by seed: the world carries out the
-machine's actions as a driver would, and asserts after each event what must hold whatever happens);
-what the hashing of conversations promises (who moves, and where to) and the binomial law of its
-spread.
+Oracles (beside ``failover_scripts``, which ``test_scripts.py`` plays): laws of random worlds
+(verifiers, a network and generations around a ``Failover``, in virtual time, all by seed: the world
+carries out the machine's actions as a driver would, and asserts after each event what must hold
+whatever happens); what the hashing of conversations promises (who moves, and where to) and the
+binomial law of its spread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, cast
 
 import pytest
 
@@ -34,13 +33,8 @@ from edgespec.core.protocol.work import ModelInfo
 
 MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")
 OTHER = ModelInfo("big", "words", 100, 4096, (), "fp-2")
-SQL = replace(MODEL, name="sql", fingerprint="sql-1")
 SERVED = ModelIdentity("big", "fp-1", 4096)
-MOVED, FULL, UNKNOWN = FaultCode.SHUTTING_DOWN, FaultCode.OVERLOADED, FaultCode.UNKNOWN_MODEL
-
-
-def answer(address: str, rtt_s: float, *adapters: ModelInfo) -> ev.ProbeAnswered:
-    return ev.ProbeAnswered(address, VerifierInfo(MODEL, Limits(), 0, 8, 20_000, adapters), rtt_s)
+MOVED, FULL = FaultCode.SHUTTING_DOWN, FaultCode.OVERLOADED
 
 
 def machine(*addresses: str, how: Association = Association.LISTED) -> Failover:
@@ -49,154 +43,8 @@ def machine(*addresses: str, how: Association = Association.LISTED) -> Failover:
     return found
 
 
-def left(why: str, again_s: float | None = 0.0, retryable: bool = True) -> ev.Leave:
-    return ev.Leave(1, why, cast(Any, again_s and pytest.approx(again_s)), retryable=retryable)
-
-
-def deadline(at_s: float) -> Callable[[Failover], bool]:
-    return lambda found: found.deadline == pytest.approx(at_s)
-
-
-A, B, DIAL_A, DIAL_B = ev.Probe("a"), ev.Probe("b"), ev.Dial(1, "a"), ev.Dial(1, "b")
-# Generation 1 has got a token from a.
-STREAM: list[Any] = [
-    (0.0, ev.Wanted(1, 100), DIAL_A),
-    (0.01, ev.Dialed(1, "a"), ev.Use(1, "a")),
-    (0.02, ev.Greeted(1, SERVED)),
-    (0.03, ev.Progressed(1)),
-]
-USED_B = (1.1, ev.Dialed(1, "b"), ev.Use(1, "b"))
-# Both have answered; a is nearer, and b has another model.
-ASKED: list[Any] = [(0.0, answer("a", 0.01), ...), (0.0, answer("b", 0.2, SQL), ...)]
-BOTH: list[Any] = [(0.0, answer("a", 0.01, SQL), ...), (0.0, answer("b", 0.2, SQL), ...)]
-WANTED = ev.Wanted(1, model="sql")
-UNKNOWN_SQL = ev.Refused(1, UNKNOWN, "unknown model 'sql'")
-NOBODY_HAS = "unknown model 'sequel'"
-
-
-def _breakers_closed(found: Failover) -> bool:
-    return all(one.breaker.state is CLOSED for one in found.candidates.listed.values())
-
-
-SCENES: dict[str, list[Any]] = {
-    # --- getting a stream; "lowest delay" asks first
-    "before the first stream all are asked, and the nearest is dialed": [
-        Association.LOWEST_DELAY,
-        (0.0, ev.Wanted(1), A, B),
-        (0.2, answer("a", 0.2)),
-        deadline(0.3),
-        (0.31, ev.Tick(), DIAL_A),
-    ],
-    "a second one is dialed when the first has not answered soon": [
-        (0.0, ev.Wanted(1), DIAL_A),
-        deadline(0.25),
-        (0.25, ev.Tick(), DIAL_B),
-        (0.3, ev.Dialed(1, "b"), ev.Use(1, "b"), ev.Drop(1, "a")),
-        (0.31, ev.Dialed(1, "a"), ev.Drop(1, "a")),
-    ],
-    # --- losing one
-    "a stream that broke is looked for where its cache is first": [
-        *STREAM,
-        (1.0, ev.Broke(1, "reset"), left("reset")),
-        (1.0, ev.Wanted(1), DIAL_A),
-        (1.01, ev.DialFailed(1, "a", "refused"), DIAL_B),
-        USED_B,
-        (1.2, ev.Greeted(1, SERVED)),
-        (1.3, ev.Progressed(1)),
-        lambda found: found.routes[1].served == ["a", "b"],
-        lambda found: found.routes[1].failovers == 1,
-    ],
-    "one that drains is left at once and not asked before its time": [
-        *STREAM,
-        (1.0, ev.Refused(1, MOVED, "resume elsewhere", 2.0), left("resume elsewhere")),
-        (1.0, ev.Wanted(1), DIAL_B),
-        (1.01, ev.DialFailed(1, "b", "no"), left("a: resume elsewhere; b: no", None)),
-        lambda found: found.deadline >= 3.0,
-        (None, ev.Tick(), A),
-    ],
-    "retry-after holds for that address alone": [
-        *STREAM,
-        (1.0, ev.Refused(1, FULL, "full", 30.0), left("full")),
-        (1.0, ev.Wanted(1), DIAL_B),
-        USED_B,
-        (1.2, ev.Refused(1, FULL, "full", 5.0), left("a: full; b: full", 5.0)),
-        (3.0, ev.Wanted(1), left("a: full; b: full", 3.2)),
-        (6.2, ev.Wanted(1), DIAL_B),
-    ],
-    "a quiet verifier is asked, and left if it does not answer": [
-        *STREAM,
-        (2.0, ev.Quiet(1), A),
-        (2.1, answer("a", 0.1)),
-        (4.0, ev.Quiet(1), A),
-        (4.1, ev.ProbeFailed("a", "busy", alive=True)),
-        (6.0, ev.Quiet(1), A),
-        (7.5, ev.ProbeFailed("a", "no answer"), left("no answer")),
-        (7.5, ev.Wanted(1), DIAL_B),
-    ],
-    "when no verifier will ever do the generation is told why": [
-        (0.0, ev.Wanted(1), DIAL_A),
-        (0.1, ev.Dialed(1, "a"), ev.Use(1, "a")),
-        (0.2, ev.Refused(1, FaultCode.UNAUTHENTICATED, "no key"), left("no key")),
-        (0.2, ev.Wanted(1), DIAL_B),
-        (
-            0.3,
-            ev.DialFailed(1, "b", "wrong name", retryable=False),
-            left("a: no key; b: wrong name", None, False),
-        ),
-    ],
-    "what is late or of another generation is ignored": [
-        *STREAM,
-        (1.0, ev.Over(1)),
-        (1.0, ev.Broke(1, "reset")),
-        (1.0, ev.Dialed(1, "b"), ev.Drop(1, "b")),
-        (1.0, answer("gone", 0.1)),
-        lambda found: found.deadline is None,
-    ],
-    # --- a model that not every verifier has
-    # It is asked what it has by now; the generation goes elsewhere, others go on there.
-    "a verifier is not kept out for a model that it lacks": [
-        Association.LOWEST_DELAY,
-        *BOTH,
-        (0.0, WANTED, DIAL_A),
-        (0.1, ev.Dialed(1, "a"), ev.Use(1, "a")),
-        (0.2, UNKNOWN_SQL, A, left("unknown model 'sql'")),
-        _breakers_closed,
-        (0.2, WANTED, DIAL_B),
-        (0.2, ev.Wanted(2), ev.Dial(2, "a")),
-        (0.3, answer("a", 0.01)),
-        (0.4, ev.Wanted(3, model="sql"), ev.Dial(3, "b")),
-    ],
-    "a name that nobody has is the end": [
-        Association.LOWEST_DELAY,
-        *ASKED,
-        (0.0, ev.Wanted(1, model="sequel"), DIAL_A),
-        (0.1, ev.Dialed(1, "a"), ev.Use(1, "a")),
-        (0.2, ev.Refused(1, UNKNOWN, NOBODY_HAS), A, left(NOBODY_HAS)),
-        (0.3, ev.Wanted(1, model="sequel"), DIAL_B),
-        (1.1, ev.Dialed(1, "b"), ev.Use(1, "b")),
-        (
-            1.2,
-            ev.Refused(1, UNKNOWN, NOBODY_HAS),
-            B,
-            left(f"a: {NOBODY_HAS}; b: {NOBODY_HAS}", None, False),
-        ),
-    ],
-}
-
-
-@pytest.mark.parametrize("scene", SCENES)
-def test_scene(scene: str) -> None:
-    """Steps are (when, what happens, the actions that follow), or what must be true by then."""
-    steps = SCENES[scene]
-    how = steps[0] if isinstance(steps[0], Association) else Association.LISTED
-    found = machine("a", "b", how=how)
-    for step in steps:
-        if isinstance(step, tuple):
-            now, event, *actions = step
-            done = found.handle(event, cast(float, found.deadline) if now is None else now)
-            assert actions == [...] or list(done) == actions, step
-        elif step is not how:
-            assert step(found)
+def left(why: str) -> ev.Leave:
+    return ev.Leave(1, why, 0.0, retryable=True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Golden texts: all events and actions of both sessions in a few scenes (``transcripts``), and
-scripts of a device's session (``device_scripts``) and of a ``VerifyEngine`` (``engine_scripts``);
+scripts of a device's session (``device_scripts``), of its failover (``failover_scripts``) and of a
+``VerifyEngine`` (``engine_scripts``);
 and what an engine does with a bug.
 
 Oracle: the texts, read by a person when they change. To accept a change: ``REWRITE_SCRIPTS=1
@@ -7,12 +8,13 @@ pytest`` with this file, and look at the difference. (The tests hide all ``EDGES
 from themselves, so the name has no such beginning.) A file of scripts holds cases (``== name``), a
 case commands, and each command's actions stand below it behind four blanks (but for those of a line
 that begins with ``.``: it sets the scene, and other cases show them); the target of an engine says
-``TEXT``. The commands are the methods of ``DeviceScript`` and of ``EngineScript``; ``name=value``
-are keywords.
+``TEXT``. The commands are the methods of ``DeviceScript``, ``FailoverScript`` and ``EngineScript``;
+``name=value`` are keywords.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Sequence
@@ -23,6 +25,10 @@ from typing import Any, cast
 
 import pytest
 
+from edgespec.core.association import failover_events as fe
+from edgespec.core.association.candidates import CLOSED
+from edgespec.core.association.failover import Failover, FailoverPolicy
+from edgespec.core.association.policies import Association
 from edgespec.core.device import events as de
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
@@ -35,9 +41,11 @@ from edgespec.core.protocol.messages import (
     FaultCode,
     FinishReason,
     Limits,
+    ModelIdentity,
     Open,
     Received,
     RunAhead,
+    VerifierInfo,
 )
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
@@ -413,7 +421,63 @@ class EngineScript(Script):
         return actions
 
 
-SCRIPTS: dict[str, type[Script]] = {"device_scripts": DeviceScript, "engine_scripts": EngineScript}
+class FailoverScript(Script):
+    """A device that knows the verifiers a and b; in words a ``_`` is a blank."""
+
+    def __init__(self) -> None:
+        self.knows("listed")
+
+    def knows(self, how: str) -> None:
+        """In this order of choice."""
+        self.failover = Failover(FailoverPolicy(), Association(how), 1)
+        self.failover.handle(fe.Known(("a", "b")), 0.0)
+
+    def event(self, kind: str, *words: str, **names: str) -> Any:
+        """Any event, by its class and fields."""
+        given = [_value(word) for word in words]
+        named = {name: _value(word) for name, word in names.items()}
+        return self.failover.handle(getattr(fe, kind)(*given, **named), self.now)
+
+    def answered(self, address: str, rtt: str, *adapters: str) -> Any:
+        models = tuple(replace(SERVED, name=name, fingerprint=name) for name in adapters)
+        info = VerifierInfo(SERVED, Limits(), 0, 8, 20_000, models)
+        return self.failover.handle(fe.ProbeAnswered(address, info, float(rtt)), self.now)
+
+    def greeted(self, route: str) -> Any:
+        model = ModelIdentity(SERVED.name, SERVED.fingerprint, 4096)
+        return self.failover.handle(fe.Greeted(int(route), model), self.now)
+
+    def due(self) -> Any:
+        assert self.failover.deadline is not None
+        self.now = self.failover.deadline
+        return self.failover.handle(fe.Tick(), self.now)
+
+    def show(self) -> str:
+        listed = self.failover.candidates.listed
+        open_ = [name for name, one in listed.items() if one.breaker.state is not CLOSED]
+        routes = "".join(
+            f" {number}: served by {' '.join(one.served)}, {one.failovers} failovers;"
+            for number, one in self.failover.routes.items()
+        )
+        return f"deadline {spell(self.failover.deadline)}, left alone {open_};{routes}"
+
+
+def _value(word: str) -> object:
+    """A number, a yes or no, a fault's code or text."""
+    if word in FaultCode.__members__:
+        return FaultCode[word]
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word.replace("_", " ")
+
+
+SERVED = ModelInfo("big", "words", 100, 4096, (), "fp-1")
+SCRIPTS: dict[str, type[Script]] = {
+    "device_scripts": DeviceScript,
+    "engine_scripts": EngineScript,
+    "failover_scripts": FailoverScript,
+}
 FILES = [path for name in SCRIPTS for path in sorted((Path(__file__).parent / name).glob("*.txt"))]
 
 

@@ -25,9 +25,11 @@ from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
 from edgespec.endpoint.server import EndpointServer, listen
 from edgespec.endpoint.service import Endpoint
+from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import ToyTokenizer
 from edgespec.verifier.daemon import Verifier
+from tests.shell.letters import READER, LettersTokenizer, pair
 from tests.shell.live_verifier import serving
 
 QUICK = ReconnectPolicy(give_up_first_s=0.2, first_s=0.01, longest_s=0.05)
@@ -107,6 +109,20 @@ async def over_verifiers(
     async with build_agent(AgentConfig(verifier=addresses, **given)) as agent:
         status = StatusSource(agent, addresses, watch=watch) if shows_status else None
         async with live(agent, ToyTokenizer(), watch, key=key, status=status) as found:
+            yield found
+
+
+# Teaches tool calls, and says what the first message holds.
+HERMES = "{% for t in tools or [] %}<tool_call>{% endfor %}{{ messages[0].content }}"
+
+
+@contextlib.asynccontextmanager
+async def over_letters(
+    reads: GrammarReader | None = READER, drafts: GrammarReader | None = READER
+) -> AsyncIterator[Live]:
+    """An endpoint over a pair that can write JSON; either end may lack the library."""
+    async with pair(reads, drafts) as agent:
+        async with live(agent, LettersTokenizer(HERMES), VerifierWatch({})) as found:
             yield found
 
 

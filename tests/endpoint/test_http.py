@@ -1,7 +1,8 @@
 """What is on the wire: bodies that are none, clients that leave, verifiers that are away, limits;
 connections that hold a place and say, or read, nothing. Oracles: the status, the fields of the
 error and what the verifier still holds; that connections are closed, and others answered meanwhile.
-No clock: whoever is not let go fails by never coming to its end.
+No clock: whoever is not let go fails by never coming to its end. Of turns: a list of who waits,
+served strictly in order, in random schedules.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -18,12 +18,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edgespec.config import EndpointSection
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
+from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.requests import seed_of
 from edgespec.endpoint.server import most_connections
+from edgespec.endpoint.service import Admission
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     Live,
@@ -52,33 +56,6 @@ def test_the_seed_of_a_choice_is_what_the_documentation_says() -> None:
     """Worked number: the first 16 digits of ``printf 5:1 | sha256sum``."""
     assert seed_of(5, 0) == 5
     assert seed_of(5, 1) == 0xA5886F21FCB5F028
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (b"{", "the request is no JSON: Expecting property name"),
-        (b'{"prompt": NaN}', "NaN is no JSON"),
-        (b"[1]", "a JSON list, not an object"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b"[" * 100_000, "nested too deep"),
-        (b'{"prompt": "\\ud800"}', "half of a surrogate pair"),
-        (b'{"prompt": [1, -1]}', r"prompt holds -1, but token ids are in"),
-        (b'{"prompt": [999]}', "token 999 is outside the vocabulary of 64"),
-        (b'{"prompt": "%s"}' % (b"a" * 5000), "5000 tokens, which leaves no room"),
-        (b'{"prompt": ""}', "prompt is missing or empty"),
-        (b'{"prompt": "a", "n": true}', "n is True, but must be a whole number"),
-        (b'{"prompt": "a", "stream_options": {}}', "stream is not true"),
-        (b'{"prompt": "a", "logit_bias": [1]}', "logit_bias is .1., but must be an object"),
-    ],
-)
-async def test_a_body_that_is_no_request(body: bytes, message: str) -> None:
-    async with over_toy(draft="none") as live:
-        reply = await exchange(live.port, request_bytes(PATH, body))
-    assert reply.status == 400
-    assert reply.error["type"] == "invalid_request_error"
-    assert reply.error["param"] != "messages"  # a completion has none
-    assert re.search(message, reply.error["message"]), reply.error["message"]
 
 
 async def test_a_body_beyond_the_limit_is_not_read() -> None:
@@ -503,3 +480,94 @@ async def test_a_request_of_two_lengths_is_none_and_nothing_behind_it_is_read(
         assert reply.status == 400
         assert json.loads(reply.body)["error"]["code"] == "two_lengths"
     assert not agent.prompts
+
+
+# --- who has to wait ------------------------------------------------------------------------------
+
+
+CAPACITY, WAITING = 4, 5
+Step = tuple[str, int]
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["ask", "leave", "end"]), st.integers(1, CAPACITY)), max_size=40
+)
+
+
+class Client:
+    """Holds its turn until it is told to end."""
+
+    def __init__(self, admission: Admission, texts: int) -> None:
+        self.texts, self.has_turn = texts, False
+        self._end = asyncio.Event()
+        self.task = asyncio.create_task(self._run(admission))
+
+    async def _run(self, admission: Admission) -> None:
+        async with admission.turn(self.texts):
+            self.has_turn = True
+            await self._end.wait()
+
+    def end(self) -> None:
+        self._end.set()
+
+
+async def settle() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def play(steps: list[Step]) -> None:
+    admission = Admission(CAPACITY, WAITING)
+    clients: list[Client] = []
+    for kind, number in steps:
+        waiting = [one for one in clients if not one.has_turn]
+        if kind == "ask":
+            client = Client(admission, number)
+            await settle()
+            if len(waiting) >= WAITING:
+                with pytest.raises(ApiError, match=f"{WAITING} requests wait"):
+                    await client.task
+            else:
+                clients.append(client)
+        elif clients:
+            client = clients[number % len(clients)]
+            if kind == "leave":
+                client.task.cancel()
+            else:
+                client.end()  # one that waits will end in its turn
+            await settle()
+        check(admission, clients)
+    for client in clients:
+        client.task.cancel()
+    await asyncio.gather(*(client.task for client in clients), return_exceptions=True)
+    assert (admission.running, admission.waiting) == (0, 0)
+
+
+def check(admission: Admission, clients: list[Client]) -> None:
+    clients[:] = [one for one in clients if not one.task.done()]
+    running = sum(one.texts for one in clients if one.has_turn)
+    waiting = [one for one in clients if not one.has_turn]
+    assert admission.running == running <= CAPACITY
+    assert admission.waiting == len(waiting) <= WAITING
+    assert clients[len(clients) - len(waiting) :] == waiting, "a large request is not overtaken"
+    assert not waiting or running + waiting[0].texts > CAPACITY
+
+
+@settings(max_examples=40)
+@given(steps=STEPS)
+def test_turns_are_never_lost_and_never_too_many(steps: list[Step]) -> None:
+    asyncio.run(play(steps))
+
+
+async def test_a_turn_that_comes_with_the_cancellation_is_given_back() -> None:
+    admission = Admission(1, 2)
+    first = Client(admission, 1)
+    await settle()
+    second, third = Client(admission, 1), Client(admission, 1)
+    await settle()
+    first.end()
+    await first.task  # the second's turn is set, and it has not run yet
+    second.task.cancel()
+    await settle()
+    assert third.has_turn
+    third.end()
+    await third.task
+    assert admission.running == 0

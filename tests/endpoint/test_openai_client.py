@@ -135,35 +135,6 @@ async def test_logprobs_are_the_agents(served: Live, client: Any) -> None:
         assert bytes(content[0].bytes or ()) == content[0].token.encode()
 
 
-@pytest.mark.parametrize(
-    ("given", "param", "message"),
-    [
-        ({"temperature": -1.0}, "temperature", r"temperature is -1.0, but must be in \[0.0, 100"),
-        ({"n": 9}, "n", r"n is 9, but must be in \[1, 8\]"),
-        ({"stop": [""]}, "stop", "empty string"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
-        ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "key 'a', which is no token id"),
-        ({"messages": []}, "messages", "at least one message"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0].type",
-            "'image_url', but this model reads text only",
-        ),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'king'"),
-        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "messages", "5001 tokens"),
-    ],
-)
-async def test_what_cannot_be_is_named(
-    client: Any, given: dict[str, Any], param: str, message: str
-) -> None:
-    asked: Any = {"model": "toy", "messages": MESSAGES, **given}
-    with pytest.raises(openai.BadRequestError, match=message) as caught:
-        await client.chat.completions.create(**asked)
-    assert caught.value.param == param
-    assert caught.value.type == "invalid_request_error"
-
-
 async def test_nobody_there_is_a_503_that_says_when_to_come_back() -> None:
     async with over_nobody() as live, live.client() as client:
         for stream in (False, True):

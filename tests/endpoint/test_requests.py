@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import ChainMap
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +38,7 @@ from tests.endpoint.live_endpoint import (
     ScriptedAgent,
     ask,
     exchange,
+    over_letters,
     over_script,
     over_toy,
     request_bytes,
@@ -149,21 +153,38 @@ def test_what_nobody_knows_is_ignored_and_told() -> None:
     assert (chat.variables, chat.ignored) == ({"reasoning_effort": "low"}, ())
 
 
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_choice": 3}, "guided_choice"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
-        ({"structured_outputs": 3}, "structured_outputs"),
-        ({"guided_regex": "a", "guided_json": SCHEMA}, "regex"),
-        ({"echo": True, "logprobs": 1}, "echo"),
-    ],
-)
-def test_what_cannot_be_understood_is_named(given: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        completion_request({"prompt": "a", **given}, SamplingParams(), 8)
-    assert (caught.value.status, caught.value.param) == (400, param)
+def _filled(value: Any) -> Any:
+    """With ``@a*9`` written out."""
+    if isinstance(value, str):
+        return re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), value)
+    if isinstance(value, list):
+        return [_filled(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _filled(one) for name, one in value.items()}
+    return value
+
+
+REFUSALS = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("server", REFUSALS)
+async def test_what_cannot_be_is_named(server: str) -> None:
+    """All at one endpoint, one after the other."""
+    usual = {CHAT_PATH: {"messages": MESSAGES}}
+    serving = over_letters() if server == "letters" else over_toy(draft="none")
+    async with serving as live:
+        for path, cases in REFUSALS[server].items():
+            for case in cases:
+                body = _filled(case["body"])
+                if isinstance(body, str):
+                    data = body.encode("latin-1")
+                else:
+                    data = json.dumps({**usual.get(path, {}), **body}).encode()
+                reply = await exchange(live.port, request_bytes(path, data))
+                assert reply.status == 400, case
+                error = reply.error
+                assert (error["type"], error["param"]) == ("invalid_request_error", case["param"])
+                assert re.search(case.get("words", ""), error["message"]), (case, error)
 
 
 def test_defaults_are_the_devices() -> None:

@@ -71,25 +71,6 @@ async def test_a_call_comes_at_once_and_streamed(tmp_path: Path) -> None:
     assert [one["type"] for one in events[-1]["response"]["output"]] == ["message", "function_call"]
 
 
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": "a", "background": True}, "background"),
-        ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
-        ({"input": []}, "messages"),
-        ({"input": 3}, "input"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"input": "a", "text": {"format": {"type": "xml"}}}, "response_format"),
-        ({"input": "a", "n": 2}, "n"),
-    ],
-)
-async def test_what_cannot_be_is_named(given: Any, param: str) -> None:
-    async with over_script(ScriptedAgent(["a"])) as live:
-        reply = await ask(live, PATH, given)
-    assert (reply.status, reply.error["param"]) == (400, param)
-
-
 async def test_a_stream_that_fails_ends_in_an_error() -> None:
     async def between(place: int) -> None:
         if place:

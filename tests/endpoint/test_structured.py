@@ -4,23 +4,17 @@ words, and the reader of tool calls."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import openai
 import pytest
 
 from edgespec.core.protocol.constraint import Constraint
-from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, forced_call
-from edgespec.models.grammar import GrammarReader
 from tests.core.token_grammars import EOS
-from tests.endpoint.live_endpoint import Live, live
+from tests.endpoint.live_endpoint import over_letters
 from tests.present import present
-from tests.shell.letters import LETTERS, READER, LettersTokenizer, pair, text_of
+from tests.shell.letters import LETTERS, READER, text_of
 
-HERMES = "{% for t in tools or [] %}<tool_call>{% endfor %}{{ messages[0].content }}"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 ASKED: Any = {"model": "toy", "messages": MESSAGES, "temperature": 0.9, "seed": 4}
 WORD = {"type": "string", "pattern": "^[a-z]{1,5}$"}
@@ -47,16 +41,6 @@ TOOLS: Any = [tool("feed", strict=True), tool("wash", {"type": "object", "proper
 WASH_NOTHING = tool("wash", {"type": "object", "additionalProperties": False})
 
 
-@asynccontextmanager
-async def letters(
-    reads: GrammarReader | None = READER, drafts: GrammarReader | None = READER
-) -> AsyncIterator[Live]:
-    async with pair(reads, drafts) as agent:
-        watch = VerifierWatch({})
-        async with live(agent, LettersTokenizer(HERMES), watch) as found:
-            yield found
-
-
 def is_cat(text: str) -> bool:
     value = json.loads(text)
     word, lives = value["name"], value["lives"]
@@ -64,7 +48,7 @@ def is_cat(text: str) -> bool:
 
 
 async def test_json_by_schema_at_once_and_streamed() -> None:
-    async with letters() as found, found.client() as client:
+    async with over_letters() as found, found.client() as client:
         done = await client.chat.completions.create(response_format=FORMAT, **ASKED)
         (choice,) = done.choices
         assert choice.finish_reason == "stop"
@@ -80,7 +64,7 @@ async def test_json_by_schema_at_once_and_streamed() -> None:
 
 
 async def test_grammars_and_regexes() -> None:
-    async with letters() as found, found.client() as client:
+    async with over_letters() as found, found.client() as client:
         for more in ({"regex": "[ab]{3}-[0-9]"}, {"grammar": 'start: /[ab]{3}/ "-" /[0-9]/'}):
             done = await client.chat.completions.create(extra_body=more, **ASKED)
             said = done.choices[0].message.content
@@ -96,7 +80,7 @@ async def test_grammars_and_regexes() -> None:
 
 async def test_a_call_that_must_be() -> None:
     choose: Any = {"type": "function", "function": {"name": "feed"}}
-    async with letters() as found, found.client() as client:
+    async with over_letters() as found, found.client() as client:
         done = await client.chat.completions.create(tools=TOOLS, tool_choice=choose, **ASKED)
         (choice,) = done.choices
         (call,) = choice.message.tool_calls
@@ -166,42 +150,3 @@ def random_text(constraint: Constraint, seed: int) -> str:
         mask = present(text.mask())
         output.append(dice.choice([one for one in range(len(LETTERS)) if allows(mask, one)]))
     return text_of(output)
-
-
-@pytest.mark.parametrize(
-    ("given", "param", "message"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format", "of type 'xml', but must be"),
-        ({"response_format": formatted()}, "response_format", "schema is None, but must be an ob"),
-        (
-            {"response_format": formatted(schema={"type": "objekt"})},
-            "response_format",
-            "Invalid type: objekt",
-        ),
-        ({"extra_body": {"grammar": "x" * 40_000}}, "grammar", "is 40000, but must be"),
-        (
-            {"extra_body": {"regex": "a"}, "response_format": FORMAT},
-            "regex",
-            "response_format and regex are both given",
-        ),
-        ({"extra_body": {"regex": "a", "ignore_eos": True}}, "ignore_eos", "must be false"),
-        ({"tool_choice": "required"}, "tool_choice", "tools has no such tool"),
-        ({"tool_choice": "must", "tools": TOOLS}, "tool_choice", "'required' or a function"),
-        (
-            {"tool_choice": "required", "tools": TOOLS, "response_format": FORMAT},
-            "tool_choice",
-            "no other format fits beside",
-        ),
-        ({"tools": TOOLS}, "tools[0].function.strict", "only a call that tool_choice forces"),
-        (
-            {"tool_choice": "required", "tools": [tool("feed", {"type": "object", "not": {}})]},
-            "tools",
-            "Unimplemented keys",
-        ),
-    ],
-)
-async def test_what_cannot_be_is_named(given: dict[str, Any], param: str, message: str) -> None:
-    async with letters() as found, found.client() as client:
-        with pytest.raises(openai.BadRequestError, match=message) as caught:
-            await client.chat.completions.create(**{**ASKED, **given})
-        assert caught.value.param == param

@@ -5,6 +5,7 @@ Open gives Opened, a Draft is committed as it came, Received is a bug, Cancel en
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -86,6 +87,15 @@ async def opened(transport: GrpcTransport) -> DeviceStream:
     await stream.send(OPEN)
     assert await stream.receive() == Opened(Limits(), "toy", 3)
     return stream
+
+
+async def held_up(sending: asyncio.Future[None], transport: GrpcTransport) -> bool:
+    """Whether what is sent goes no further though others are served: its device's window is full.
+    However slow the machine is, ten round trips are longer than a message takes to leave."""
+    await asyncio.wait((sending,), timeout=0.2)
+    for _ in range(0 if sending.done() else 10):
+        await transport.info()
+    return not sending.done()
 
 
 async def works(stream: DeviceStream) -> bool:

@@ -61,7 +61,6 @@ from tests.present import present
 from tests.shell.live_verifier import call
 from tests.shell.loopback import LoopbackTransport
 from tests.sim.faults.checks import target_stream
-from tests.sources import ROOT
 
 # Five tokens in three passes; the last one ended the text, so four count.
 ONE = Measurement(
@@ -405,28 +404,6 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert result["server_drafts"]["model_steps"] > 0
     assert "both over server-draft: " in done.stdout
     assert "the server's own drafts: " in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("--arms", "eagle"), 2, "arm 'eagle' is unknown"),
-        (("--rtt-ms", "-3"), 2, "rtt-ms is -3.0, but must be in [0.0, 10000.0]"),
-        (("--prompts", "absent.jsonl"), 2, "absent.jsonl: no such file"),
-        (("--json", ROOT), 2, "which is a folder"),
-        (("--draft", "none"), 1, "target-only is the only arm there is"),
-        (("--arms", "both", "--server-draft", ""), 2, "arms names both, which needs --server-dr"),
-        (
-            ("--arms", "target-only", "--draft", "none", "--record-tape", "/nowhere"),
-            1,
-            "nothing to tape",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: tuple[object, ...], code: int, said: str) -> None:
-    done = call("bench", *TOY, *arguments)
-    assert (done.exit_code, done.stdout) == (code, "")
-    assert said in done.stderr
 
 
 def test_a_bench_writes_a_tape_and_its_results(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from edgespec.config import (
     DraftSection,
     LimitsSection,
     VerifierConfig,
-    load_config,
 )
 from edgespec.core.association.candidates import views_of
 from edgespec.core.association.policies import Association, ranked
@@ -218,21 +217,6 @@ def test_doctor_asks_each(address: str, dead: str) -> None:
     shown = call("doctor", "--verifier", address, "--verifier", dead).stdout
     assert f"verifier at {address}: serves toy" in shown
     assert f"verifier at {dead}: " in shown
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"verifier": ()}, r"verifier has 0 addresses, not 1 to 64"),
-        ({"verifier": ("a:1", "http://b:2")}, r"verifier is 'http://b:2', but must be host:port"),
-        ({"verifier": ("a:1", "")}, r"verifier is empty"),
-        ({"verifier": [1]}, r"verifier is 1, but must be text"),
-        ({"association": "nearest"}, r"association is 'nearest', but must be one of listed, "),
-    ],
-)
-def test_addresses_are_checked(given: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(AgentConfig, None, given)
 
 
 async def test_a_command_keeps_the_others_for_when_the_chosen_one_fails() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import socket
 import time
 from pathlib import Path
@@ -10,14 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
 from edgespec.cli import doctor as checks
 from edgespec.cli import generate as generate_command
 from edgespec.cli.doctor import Check, State
+from edgespec.cli.main import app
 from edgespec.config import AgentConfig, VerifierConfig, load_config
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
+from edgespec_sim.commands.main import app as simulator
 from tests.shell.live_verifier import call, toy_text
 
 PROMPT = "once upon a time"
@@ -78,30 +82,20 @@ def test_json_lines(address: str) -> None:
     assert "accepted" in kinds
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        ((), 2, "give a PROMPT"),
-        (("",), 2, "the prompt is empty"),
-        (("a", "--set", "seed"), 2, "--set is 'seed', but must be KEY=VALUE"),
-        (("a", "--set", "sampling.stop=["), 2, "--set sampling.stop: '[' is not readable as YAML"),
-        (("a", "--model", "other"), 1, "unknown model 'other'"),
-        (("a" * 5000,), 1, "the prompt has 5000 tokens, which leaves no room"),
-        (("a", "--json-schema", "none.json"), 2, "--json-schema none.json: No such file or dir"),
-        # Its last part is no port, and its first no host: a key went there as to this machine.
-        (("a", "--verifier", "::ffff:a00:7"), 2, "an IPv6 address must be like [::1]:7420"),
-        (("a", "--config", "/dev/zero"), 2, "/dev/zero: 1048577 bytes, but at most 1048576 are"),
-        (("a", "--grammar", "/dev/zero"), 2, "/dev/zero: 32769 bytes, but at most 32768 are"),
-        (("a", "--ca", "~nobody-here/ca.pem"), 2, "~nobody-here/ca.pem"),
-    ],
-)
-def test_mistakes_are_one_clear_line(
-    address: str, arguments: tuple[str, ...], code: int, message: str
-) -> None:
-    result = generate(address, *arguments)
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert message in result.stderr
-    assert "Traceback" not in result.output
+MISTAKES = (Path(__file__).parent / "mistakes.txt").read_text(encoding="utf-8")
+PROGRAMS = {"edgespec": app, "edgespec-sim": simulator}
+
+
+@pytest.mark.parametrize("mistake", re.findall(r"^[12] .*$", MISTAKES, re.MULTILINE))
+def test_a_mistake_is_one_clear_line(mistake: str, address: str) -> None:
+    head, _, said = mistake.partition(" => ")
+    code, program, words = head.split(maxsplit=2)
+    words = re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), words)
+    words = words.replace("TOYS", "--model toy --draft toy")
+    words = words.replace("DEVICE", f"--verifier {address} --draft toy -n {COUNT}")
+    result = CliRunner().invoke(PROGRAMS[program], shlex.split(words))
+    assert (result.exit_code, result.stdout) == (int(code), "")
+    assert re.fullmatch(rf"error: .*{re.escape(said)}.*\n", result.stderr), result.stderr
 
 
 def test_a_prompt_that_is_no_text_or_too_long_is_refused(

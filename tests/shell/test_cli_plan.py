@@ -283,30 +283,6 @@ def test_json_says_what_forbids_an_objective() -> None:
     assert "the bound 'one pass a token' is 23.0 ms" in arm["why"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--tpot-p95", "9"), "give --users or --rate: neither of them is given"),
-        (("--users", "3", "--rate", "2", "--tpot-p95", "9"), "both of them is given"),
-        (("--users", "3"), "no objective is given: a plan needs --ttft-p95 or --tpot-p95"),
-        (("--users", "3", "--gpu", "h300"), "gpu is 'h300', but must be one of h200,"),
-        (("--users", "3", "--gpu", "gpt@h200"), "model is 'gpt', but must be one of llama"),
-        (("--users", "3", "--gpu", "rtx-4090"), "the weights of llama-3.1-70b-fp8 take 71 GB"),
-        (("--users", "3", "--tpot-p95", "0"), "tpot_p95_ms is 0.0, but must be in [0.1,"),
-        (
-            (*SMALL, "--set", "tokens.source=tape", "--tpot-p95", "9"),
-            "tokens.source is tape",
-        ),
-    ],
-)
-def test_mistakes_of_a_plan_are_one_clear_line(arguments: tuple[str, ...], message: str) -> None:
-    result = capacity(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_objectives_of_a_run(tmp_path: Path) -> None:
     arguments = (
         *("run", "single-device", "--seed", "1", "--out", str(tmp_path)),
@@ -393,12 +369,6 @@ def test_a_run_of_the_world_that_is_named_says_the_same(tmp_path: Path) -> None:
     }
     fastest = max(run, key=lambda name: run[name].speedup or 0.0)
     assert found["take"] == fastest or "not faster by more than chance" in found["reason"]
-
-
-def test_a_mistake_is_one_clear_line() -> None:
-    result = call("plan", "link", "--acceptance", "1.5")
-    message = "error: command line: tokens.acceptance is 1.5, but must be in [0.01, 0.99]\n"
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", message)
 
 
 # --- the advice ------------------------------------------------------------------------------

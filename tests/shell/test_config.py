@@ -7,7 +7,9 @@ import errno
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -25,8 +27,10 @@ from edgespec.config import (
     load_config,
 )
 from edgespec.config.files import replace_file
+from edgespec.config.key_file import load_keys
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.credential import digest
 
 
 def _file(folder: Path, text: str) -> Path:
@@ -58,45 +62,22 @@ def test_options_win_over_the_file_which_wins_over_defaults(tmp_path: Path) -> N
     assert (config.link.rtt_ms, config.policy.gamma) == (9.0, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("polcy: {}", "unknown key 'polcy'; did you mean 'policy'?"),
-        ("link: {rtt: 5}", "link: unknown key 'rtt'; did you mean 'rtt_ms'?"),
-        ("link: 5", "link is 5, but must be a section"),
-        ("link: {rtt_ms: fast}", "link.rtt_ms is 'fast', but must be a number"),
-        ("link: {loss: 1.5}", "link.loss is 1.5, but must be in [0.0, 0.99]"),
-        ("policy: {gamma: 2.5}", "policy.gamma is 2.5, but must be a whole number"),
-        (
-            "policy: {gamma: 4}",
-            "policy.gamma is 4, but policy 'goodput' has none: leave it out, or choose fixed or",
-        ),
-        ("policy: {name: pearl, window: 4}", "policy.window is 4, but policy 'pearl' has none"),
-        ("policy: {run_ahead: yes}", "policy.run_ahead is True, but must be one of auto"),
-        ("sampling: {temperature: -1}", "sampling.temperature is -1.0, but must be in [0.0"),
-        ("sampling: {stop: end}", "sampling.stop is 'end', but must be a list"),
-        ("sampling: {logit_bias: {a: 1}}", "sampling.logit_bias is 'a', but must be a whole"),
-        ("verifier: http://a:1", "verifier is 'http://a:1', but must be host:port"),
-        ("model: a\nmodel: b", ":2: key 'model' stands there twice"),
-        ("link: {loss: 1e999}", "link.loss is inf, but must be a finite number"),
-        (f"link: {{loss: 1{'0' * 5000}}}", "not readable as YAML: Exceeds the limit"),
-        ("reconnect: {give_up_s: .nan}", "reconnect.give_up_s is nan, but must be a finite"),
-        ("model: 2001-13-45", "not readable as YAML: month must be in 1..12"),
-        ("? [a, b]\n: 1", ":1: a key is a sequence, but must be a single word"),
-        ("link:\n  ? {a: 1}\n  : 2", ":2: a key is a mapping, but must be a single word"),
-        ("sampling: {logit_bias: {? [1] : 2}}", ":1: a key is a sequence"),
-        ("link: &a {x: *a}", "link: unknown key 'x'"),
-        ("[" * 5000, "nested too deep"),
-        ('model: "a\\ud800b"', r"model is 'a\ud800b', but must be text that UTF-8 can hold"),
-        (f"model: [{'x' * 5000}]", "x...xxx"),
-        ("a: [", "not readable as YAML"),
-        ("- a", "holds a list"),
-    ],
-)
-def test_a_mistake_is_named_with_its_place(text: str, message: str, tmp_path: Path) -> None:
-    path = _file(tmp_path, text)
+MISTAKES = (Path(__file__).parent / "config_mistakes.txt").read_text(encoding="utf-8")
+READ: dict[str, Callable[[Path], object]] = {
+    "agent": partial(load_config, AgentConfig),
+    "verifier": partial(load_config, VerifierConfig),
+    "keys": load_keys,
+}
+
+
+@pytest.mark.parametrize("mistake", re.findall(r"^\w.* => .*$", MISTAKES, re.MULTILINE))
+def test_a_mistake_is_named_with_its_place(mistake: str, tmp_path: Path) -> None:
+    head, _, message = mistake.partition(" => ")
+    kind, _, text = head.partition(" | ")
+    text = re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    path = _file(tmp_path, text.replace(r"\n", "\n").replace("SHA", digest("x").hex()))
     with pytest.raises(ConfigError) as caught:
-        load_config(AgentConfig, path)
+        READ[kind](path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
 

@@ -19,9 +19,8 @@ pytest.importorskip("transformers")
 
 import torch
 
-from edgespec.config import AgentConfig, ConfigError, DraftSection, PacingSection, VerifierConfig
+from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
 from edgespec.config.common import SetupError
-from edgespec.config.loading import load_config
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory import MIB, MachineMemory
 from edgespec.core.ports import ModelInfo, PassRequest, ServerDrafter, TargetModel
@@ -594,11 +593,6 @@ def test_a_draft_whose_vocabulary_is_padded_more_serves(folder: Path, tmp_path: 
     tokens = [drafter.step([DraftStep("s", 0, (1,) * n)])[0] for n in range(1, 100)]
     assert {one is None for one in tokens} == {True, False}
     assert all(one is None or one.token < target.info.vocabulary_size for one in tokens)
-
-
-def test_an_engine_with_its_own_drafter_says_how_to_give_it() -> None:
-    with pytest.raises(ConfigError, match=r"draft is 'bundled'.*--speculative-config behind --"):
-        load_config(VerifierConfig, None, {"engine": "vllm", "draft": "bundled"})
 
 
 # --- in service -----------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
 from edgespec.wire.access import ServerAccess
 from tests.shell.guarded import PROMPT, device_config, keys_in, verifier_config
-from tests.shell.live_verifier import daemon, environment, start, toy_text
+from tests.shell.live_verifier import daemon, environment, python, start, toy_text
 from tests.shell.pki import Pki
 from tests.sources import ROOT
 
@@ -256,7 +256,7 @@ async def test_a_reload_that_raises_is_not_the_last(
     task = asyncio.create_task(_reload_whenever(asked, access, serving, Manager(), "up"))
     for _ in range(2):
         asked.set()
-        assert await asyncio.wait_for(done.get(), 30.0) == "up"
+        assert await asyncio.wait_for(done.get(), WITHIN_S) == "up"
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -330,3 +330,35 @@ def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
     assert rows["revocation"]["notes"]["ended"] == 6
     assert rows["wrong-keys"]["notes"]["UNAUTHENTICATED"] > 0
     assert rows["flood"]["notes"]["streams"] > 0
+
+
+# --- small runs of the scripts that load a verifier -----------------------------------------------
+
+
+def test_hostile_streams_end_cleanly_beside_an_honest_device() -> None:
+    done = python("benchmarks/fuzz.py", "--messages", "2000", "--streams", "120", "--seed", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 findings" in done.stdout
+    assert "stream: INVALID_ARGUMENT" in done.stdout
+
+
+@pytest.mark.slow
+def test_hostile_clients_change_no_text_and_leave_nothing_behind(tmp_path: Path) -> None:
+    report = tmp_path / "load.json"
+    options = ["--any-latency", "--devices", "12", "--seconds", "3", "--phase", "1.5"]
+    options += ["--lease-s", "0.5", "--seed", "3", "--json", str(report)]
+    done = python("benchmarks/hostile_load.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 findings" in done.stdout
+    found = json.loads(report.read_text())
+    assert found["texts"] > 0
+    sent = found["rows"][0]["pairs"][0]["sent"]
+    assert all(sent[kind] for kind in sent), sent  # every kind of client has played
+    assert found["rest"]["full"]["sessions"] > 0 == found["rest"]["after"]["sessions"]
+
+
+@pytest.mark.slow
+def test_whatever_both_ends_draft_no_text_differs() -> None:
+    done = python("benchmarks/both_ends.py", "--texts", "16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "160 texts, none differs" in done.stdout

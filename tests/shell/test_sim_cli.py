@@ -96,25 +96,6 @@ def test_a_scenario_is_printed_with_all_its_keys() -> None:
     assert "lease_s: 30.0" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("run", "nowhere"), "no scenario 'nowhere'"),
-        (("run", "household", "--set", "duration_s"), "must be KEY=VALUE"),
-        (("run", "replay", "--set", "tokens.tape=no.jsonl"), "no.jsonl"),
-        (("trace", "no.csv"), "no such file"),
-        (("trace", "generate:carrier-pigeon"), "carrier-pigeon"),
-        (("report", "nowhere"), "nowhere"),
-    ],
-)
-def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], said: str) -> None:
-    result = runner.invoke(app, arguments)
-    assert result.exit_code in (1, 2)
-    lines = [line for line in result.output.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1
-    assert said in lines[0]
-
-
 def test_the_page_of_the_simulator_names_every_command() -> None:
     page = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
     help_text = sim("--help")
@@ -208,33 +189,6 @@ def test_a_worker_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [])
     with pytest.raises(ChildProcessError, match="was killed"):
         workers._check_children()
-
-
-# --- one check --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("association=nearest", "'nearest'"),
-        ("links.internet.trace=generate:wifii", "no generator 'wifii'"),
-        ("devices.laptop.draft={profile: nowhere.json}", "nowhere.json"),
-        ("verifiers.server.pass_time={roofline: gpt-9@h200}", "roofline is 'gpt-9@h200'"),
-        ("devices.laptop.radio_power=6g", "radio_power is '6g'"),
-    ],
-)
-def test_what_run_refuses_scenario_refuses_in_the_same_words(setting: str, said: str) -> None:
-    results = [
-        runner.invoke(app, [command, "single-device", "--set", setting])
-        for command in ("run", "scenario")
-    ]
-    errors = []
-    for result in results:
-        assert result.exit_code in (1, 2), result.output
-        errors += [line for line in result.output.splitlines() if line.startswith("error:")]
-    assert said in errors[0]
-    assert errors[0] == errors[1]
-    assert results[0].exit_code == results[1].exit_code
 
 
 # --- no lost result ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """gRPC on localhost: the protocol passes, one stream's trouble stays with that stream, and peers
 that die are noticed: a silent verifier by a device, which says which one, a silent device by a
-verifier. Where the verifier is a process of its own, that is this file run as a script.
+verifier. Where the verifier is a process of its own, that is this file run as a script. And the
+daemon's life: ports, refusals with reasons, health, reflection, stopping.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from typer.testing import Result
 
 from edgespec.core.ports import LinkError, VerifierStream
 from edgespec.core.protocol.messages import (
@@ -27,12 +32,25 @@ from edgespec.core.protocol.messages import (
     Open,
     Received,
 )
+from edgespec.wire.access import channel_credentials
 from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_calls import Keepalive
-from edgespec.wire.grpc_client import GrpcTransport
-from tests.shell.echo_verifier import OPEN, PATIENCE_S, opened, raw_call, served, works
+from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
+from tests.shell.echo_verifier import (
+    OPEN,
+    PATIENCE_S,
+    STOPPING,
+    echo,
+    held_up,
+    opened,
+    raw_call,
+    served,
+    works,
+)
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import environment
+from tests.shell.live_verifier import call as run
+from tests.shell.live_verifier import daemon, environment
+from tests.shell.pki import certs
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -60,8 +78,7 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         number = 0
         while True:
             sending = asyncio.ensure_future(stream.send(Commit(number, (1,) * 4000)))
-            done, _ = await asyncio.wait((sending,), timeout=0.2)
-            if not done:
+            if await held_up(sending, transport):
                 break
             given.append(number)
             number += 1
@@ -226,12 +243,13 @@ async def test_a_device_that_does_not_read_stops_the_verifier() -> None:
     async def flood(stream: VerifierStream) -> None:
         nonlocal sent
         while True:
-            try:
-                await asyncio.wait_for(stream.send(Commit(sent, token)), 0.5)
-            except TimeoutError:
-                stuck.set()
-                await stream.receive()
+            sending = asyncio.ensure_future(stream.send(Commit(sent, token)))
+            if await held_up(sending, transport):
+                break
             sent += 1
+        stuck.set()
+        sending.cancel()
+        await stream.receive()
 
     async with served(flood) as (_, transport):
         stream = await transport.connect()
@@ -355,6 +373,120 @@ async def _serve_until_killed() -> None:
         sys.stdout.write(f"{server.port}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
+
+
+# --- the daemon's life ----------------------------------------------------------------------------
+
+
+async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:
+    async with served() as (server, _):
+        gone = f"127.0.0.1:{server.port}"
+    transport = GrpcTransport(gone)
+    attempts: list[Callable[[], Awaitable[object]]] = [transport.connect, transport.info]
+    for attempt in attempts:
+        with pytest.raises(LinkError, match=f"verifier at {gone}: UNAVAILABLE") as caught:
+            await attempt()
+        assert caught.value.retryable
+    await transport.close()
+    with pytest.raises(LinkError, match="was closed here"):
+        await transport.connect()
+
+
+async def test_health_is_reported_and_ends_before_the_service() -> None:
+    async with served() as (server, transport):
+        channel = grpc.aio.insecure_channel(transport.address)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "edgespec.v1.Verifier"):
+            reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        running = await opened(transport)
+        stopping = asyncio.ensure_future(server.stop(grace_s=30))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await works(running)
+        late = await transport.connect()
+        fault = await late.receive()
+        assert fault == STOPPING
+        await running.send(Cancel())
+        assert isinstance(await running.receive(), Commit)
+        watch.cancel()
+        await channel.close(None)
+        await asyncio.wait_for(stopping, PATIENCE_S)
+
+
+async def test_reflection_lists_the_service() -> None:
+    async with served() as (_, transport):
+        channel = grpc.aio.insecure_channel(transport.address)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {service.name for service in (await call.read()).list_services_response.service}
+        assert {"edgespec.v1.Verifier", "grpc.health.v1.Health"} <= names
+        await call.write(
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="edgespec.v1.Verifier")
+        )
+        assert (await call.read()).HasField("file_descriptor_response")
+        await channel.close(None)
+
+
+NAME = "gpu-box"
+
+
+def call(address: str, *arguments: str, seconds: str = "60") -> Result:
+    return run("doctor", "--probe", seconds, "--verifier", address, *arguments)
+
+
+def test_a_verifier_that_serves_is_exit_code_0() -> None:
+    with daemon() as (address, _):
+        result = call(address)
+    assert (result.exit_code, result.stdout) == (0, f"{SERVING}\n")
+
+
+def test_nobody_there_is_exit_code_1_and_one_line() -> None:
+    result = call("127.0.0.1:1", seconds="1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: no health from 127.0.0.1:1: " in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def not_serving(address: str, **_: object) -> str:
+        return "NOT_SERVING"
+
+    monkeypatch.setattr("edgespec.wire.grpc_client.ask_health", not_serving)
+    result = call("gpu-box")
+    assert (result.exit_code, result.stdout) == (1, "NOT_SERVING\n")
+    assert result.stderr == "error: the verifier at gpu-box:7420 says NOT_SERVING\n"
+
+
+async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with served() as (server, _):
+        where = f"127.0.0.1:{server.port}"
+        assert await ask_health(where, timeout_s=PATIENCE_S) == SERVING
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a CA and a certificate for ``NAME``."""
+    folder = tmp_path_factory.mktemp("tls")
+    certs("ca", "--dir", folder)
+    certs("server", NAME, "--dir", folder)
+    return folder
+
+
+async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
+    ours = channel_credentials(identity / "ca.pem", None, None)
+    systems = channel_credentials(None, None, None)
+    pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
+    async with served(echo, credentials=grpc.ssl_server_credentials([pair])) as (server, _):
+        address = f"127.0.0.1:{server.port}"
+        found = await ask_health(address, credentials=ours, server_name=NAME, timeout_s=PATIENCE_S)
+        assert found == SERVING
+        for wrong, name in ((ours, ""), (systems, NAME), (None, "")):
+            with pytest.raises(LinkError, match="no health from"):
+                await ask_health(address, credentials=wrong, server_name=name, timeout_s=20.0)
 
 
 if __name__ == "__main__":
