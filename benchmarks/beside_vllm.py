@@ -21,6 +21,7 @@ quartiles. Flags for vLLM stand behind ``--``; without any it gets ``--enforce-e
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -101,9 +102,7 @@ def native(arm: str, options: argparse.Namespace) -> tuple[Measure, str]:
 
 
 def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
-    from vllm_engine import ARMS, Text, set_arm
-
-    from edgespec.core.ports import ModelInfo
+    from edgespec.core.ports import ModelInfo, PassRequest
     from edgespec.core.protocol.sampling import SamplingParams
     from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
     from edgespec.verifier.engines.vllm.loading import check_install
@@ -125,8 +124,8 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
     size = int(_config(options)["vocab_size"])
     target = VllmTarget(core, ModelInfo(VLLM, "", size, core.context_length), 64)
     runner = core._core.model_executor.driver_worker.worker.model_runner
-    ours = runner._sample.__self__
-    by_itself, with_drafts = ARMS[0], ARMS[3]
+    ours = runner._sample
+    by_itself = functools.partial(sampled_by_itself, runner, ours.__self__)
 
     def prompt(session: int) -> list[int]:
         """The same each time, so that vLLM has computed all of it but the last token."""
@@ -134,24 +133,43 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
         return [chance.randrange(size) for _ in range(options.context + 1)]
 
     def measure(sessions: int, rows: int, passes: int) -> list[Sample]:
-        set_arm(runner, ours, by_itself if rows == 1 else with_drafts)
+        runner._sample = by_itself if rows == 1 else ours
         drafts, samples = chain(rows), []
-        texts = [
-            Text(f"s{i}", prompt(i), SamplingParams(), lambda _: drafts) for i in range(sessions)
-        ]
-        for text in texts:
-            target.open(text.key, len(text.prompt), text.params, text.prompt)
-        for _ in range(passes + WARM_UP):
-            batch = [text.request() for text in texts]
+        texts = {f"s{session}": prompt(session) for session in range(sessions)}
+        cached = dict.fromkeys(texts, 0)
+        for key, text in texts.items():
+            target.open(key, len(text), SamplingParams(), text)
+        for number in range(passes + WARM_UP):
+            wrong = drafts if number else ()
+            parents = tuple(range(-1, len(wrong) - 1))
+            batch = [
+                PassRequest(key, cached[key], tuple(text[cached[key] :]), wrong, parents)
+                for key, text in texts.items()
+            ]
             results, sample = timed(lambda batch=batch: target.forward(batch))
             samples.append(sample)
-            for text, request, result in zip(texts, batch, results, strict=True):
-                target.keep(text.key, text.take(request, result))
-        for text in texts:
-            target.close(text.key)
+            for request, result in zip(batch, results, strict=True):
+                key, right = request.key, 0
+                while right < len(wrong) and wrong[right] == result.targets[right]:
+                    right += 1
+                cached[key] = len(texts[key]) + right
+                texts[key] += result.targets[: right + 1]
+                target.keep(key, range(right))
+        for key in texts:
+            target.close(key)
         return samples[WARM_UP:]
 
     return measure, f"vLLM {version}, {core.number_format}, {shlex.join(flags)}"
+
+
+def sampled_by_itself(runner: Any, sampling: Any, logits: Any, metadata: Any) -> Any:
+    """As vLLM's model runner samples; in ``sampling`` this project looks for the tokens."""
+    output = type(runner)._sample(runner, logits, metadata)
+    for name, (token, *_) in zip(
+        runner.input_batch.req_ids, output.sampled_token_ids.tolist(), strict=True
+    ):
+        sampling._rows[name] = (token,), (), ""
+    return output
 
 
 def _config(options: argparse.Namespace) -> Any:

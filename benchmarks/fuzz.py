@@ -2,12 +2,15 @@
 
     python benchmarks/fuzz.py [--messages 100000] [--streams 5000] [--seed 1] [--model toy]
 
-The verifier is a process of its own with a small context and short leases; ``--cached-tokens``
+Messages are random bytes, messages that parse as protobuf but hold numbers nobody should send,
+valid messages with damaged bytes, and valid ones that come at the wrong time, in equal parts. The
+verifier is a process of its own with a small context and short leases; ``--cached-tokens``
 makes its KV pool small (``--model bundled``). Hostile streams come from eight addresses of this
 machine (127.0.1.1 and on), an honest device from 127.0.0.1. Findings, each of which makes the exit
-status 1: an exception of the codec other than ``ProtocolViolation``, a stream that ends with
-UNKNOWN, INTERNAL or not at all, a text of the honest device that differs from its text before, a
-traceback in the log, memory that grows, sessions left behind, an exit status other than 0.
+status 1: what the codec makes of a message is neither one that it encodes and decodes again to an
+equal one nor ``ProtocolViolation``, a stream that ends with UNKNOWN, INTERNAL or not at all, a text
+of the honest device that differs from its text before, a traceback in the log, memory that grows,
+sessions left behind, an exit status other than 0.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import signal
-import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,19 +30,39 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import psutil
-from hostile_messages import VOCABULARY, fuzz_codec, hostile_uplink, valid_open
+import honest_devices
+from watched_verifier import Verifier, kill
 
 from edgespec.bench.report import machine, versions
-from edgespec.config import AgentConfig, DraftSection, LimitsSection, VerifierConfig, dump_config
-from edgespec.core.protocol.messages import Cancel, Draft, Received
+from edgespec.config import LimitsSection, VerifierConfig
+from edgespec.core.protocol.messages import (
+    Cancel,
+    Commit,
+    Draft,
+    Fault,
+    FaultCode,
+    FinishReason,
+    Limits,
+    Open,
+    Opened,
+    Received,
+    RunAhead,
+)
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent
-from edgespec.device.build import build_agent
-from edgespec.wire.codec import WireLimits, encode_uplink
-from edgespec.wire.grpc_client import GrpcTransport
+from edgespec.wire.codec import (
+    ProtocolViolation,
+    WireLimits,
+    decode_downlink,
+    decode_info,
+    decode_uplink,
+    encode_downlink,
+    encode_info,
+    encode_uplink,
+)
+from edgespec.wire.pb import speculation_pb2 as pb
 from tests.shell.gate import Gate
 
+VOCABULARY = 64
 CONTEXT_LENGTH, LEASE_S = 256, 1.0
 PEERS, STREAMS_AT_ONCE = 8, 32
 # A stream that half-closes ends as soon as it has had its turn.
@@ -50,10 +73,6 @@ CLEAN = frozenset(
     "OK CANCELLED ABORTED INVALID_ARGUMENT NOT_FOUND FAILED_PRECONDITION OUT_OF_RANGE "
     "RESOURCE_EXHAUSTED".split()
 )
-HONEST = (
-    SamplingParams(max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=40, ignore_eos=True),
-)
 
 
 @dataclass
@@ -62,56 +81,215 @@ class Tally:
 
     ends: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
-    honest_texts: int = 0
-    honest_faults: int = 0
 
 
-# --- the verifier and the way to it ---------------------------------------------------------
+# --- messages, functions of dice ------------------------------------------------------------
+
+# Numbers at and around the bounds of fields.
+_EDGES = (0, 1, 2, 63, 64, 127, 128, 255, 256, 4095, 4096, 1 << 16, (1 << 31) - 1, (1 << 32) - 1)
+_FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-38, 5e-324, 1e308, float("inf"), float("nan"), 100.0, 1e-9)
 
 
-class Verifier:
-    """The daemon in a process of its own, its log in a file."""
+def number(dice: random.Random) -> int:
+    """A number below 2^32, often one at a bound."""
+    return dice.choice(_EDGES) if dice.random() < 0.6 else dice.randrange(1 << 32)
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        limits = LimitsSection(
-            max_sessions=256, max_cached_tokens=options.cached_tokens, lease_s=LEASE_S
+
+def tokens(dice: random.Random, most: int = 24) -> tuple[int, ...]:
+    """Token ids of the vocabulary; now and then one outside it."""
+    if dice.random() < 0.1:
+        return tuple(number(dice) for _ in range(dice.randrange(1, 4)))
+    return tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(most)))
+
+
+def sampling(dice: random.Random) -> SamplingParams:
+    """Any parameters that are allowed, the costly ones too."""
+    return SamplingParams(
+        temperature=dice.choice((0.0, 0.7, 1.0, 100.0, 1e-9)),
+        top_k=dice.choice((0, 1, 5, 1 << 20)),
+        top_p=dice.choice((1.0, 0.9, 1e-6)),
+        min_p=dice.choice((0.0, 0.1, 1.0)),
+        repetition_penalty=dice.choice((1.0, 1.3, 0.01, 100.0)),
+        presence_penalty=dice.choice((0.0, -100.0, 2.0)),
+        frequency_penalty=dice.choice((0.0, 0.5, 100.0)),
+        logit_bias={dice.randrange(VOCABULARY): dice.uniform(-100.0, 100.0) for _ in range(2)},
+        seed=dice.randrange(1 << 64),
+        stop_token_ids=(dice.randrange(VOCABULARY),) if dice.random() < 0.2 else (),
+        max_tokens=dice.choice((1, 7, 64, 1 << 20)),
+        ignore_eos=dice.random() < 0.5,
+    )
+
+
+def valid_open(dice: random.Random, session_id: str = "") -> Open:
+    """An Open that a verifier with a vocabulary of 64 or more serves."""
+    return Open(
+        session_id or f"fuzz-{dice.randrange(40)}",
+        "",
+        "",
+        tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 40))),
+        tuple(dice.randrange(VOCABULARY) for _ in range(dice.choice((0, 0, 0, 3)))),
+        sampling(dice),
+        dice.choice(list(RunAhead)),
+        drafting=dice.random() < 0.7,
+        session_secret=dice.randbytes(dice.choice((0, 16, 64))),
+    )
+
+
+def valid_uplink(dice: random.Random) -> bytes:
+    """A message that is well-formed, whatever it says."""
+    kind = dice.randrange(5)
+    if kind == 0:
+        return encode_uplink(Received(number(dice) % 4096, number(dice)))
+    if kind == 1:
+        return encode_uplink(Cancel() if dice.random() < 0.3 else Draft(1, (), ()))
+    if kind == 2:
+        return encode_uplink(valid_open(dice))
+    count, first = dice.randrange(1, 40), dice.choice((1, 1, 50, 1 << 20))
+    parents = tuple(dice.choice((0, first + i - 1)) for i in range(count))
+    ids = tuple(dice.randrange(VOCABULARY) for _ in range(count))
+    base = dice.randrange(1, 200) if 0 in parents else 0
+    return encode_uplink(Draft(first, parents, ids, base, dice.randrange(1 << 32) if base else 0))
+
+
+def valid_downlink(dice: random.Random) -> bytes:
+    """Any message of a verifier."""
+    kind = dice.randrange(4)
+    if kind == 0:
+        limits = Limits(number(dice), number(dice), number(dice), number(dice), dice.random() * 99)
+        return encode_downlink(Opened(limits, "model", number(dice)))
+    if kind == 1:
+        return encode_downlink(Fault(dice.choice(list(FaultCode)), "why", dice.random()))
+    ids = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(20)))
+    finish = dice.choice((None, None, *FinishReason))
+    position = dice.randrange(1 << 20)
+    return encode_downlink(Commit(position, ids, dice.randrange(len(ids) + 1), finish=finish))
+
+
+def odd_uplink(dice: random.Random) -> bytes:
+    """A message that parses, with numbers of any size in any field."""
+    kind = dice.randrange(4)
+    if kind == 0:
+        return pb.DeviceMessage(
+            received=pb.Received(position=number(dice), echo=number(dice))
+        ).SerializeToString()
+    if kind == 1:
+        draft = pb.Draft(
+            first_node_id=number(dice),
+            tokens=tokens(dice, 400),
+            parent_deltas=tokens(dice),
+            base_position=number(dice),
+            base_hash=number(dice),
         )
-        config = VerifierConfig(
-            model=options.model, port=0, max_model_len=CONTEXT_LENGTH, limits=limits
+        return pb.DeviceMessage(draft=draft).SerializeToString()
+    odd = pb.Sampling(
+        temperature=dice.choice(_FLOATS),
+        top_k=number(dice),
+        top_p=dice.choice(_FLOATS),
+        min_p=dice.choice(_FLOATS),
+        repetition_penalty=dice.choice(_FLOATS),
+        presence_penalty=dice.choice(_FLOATS),
+        logit_bias={number(dice): dice.choice(_FLOATS)},
+        stop_token_ids=tokens(dice, 90),
+        max_tokens=number(dice),
+    )
+    request = pb.Open(
+        version=dice.choice((1, 1, 1, 0, 2)),
+        session_id=dice.choice(("a", "a\nb", "x" * 129, "", "\x1b[31m", "ä" * 9)),
+        model=dice.choice(("", "", "other", "m" * 300)),
+        prompt=tokens(dice, 90),
+        committed=tokens(dice),
+        sampling=odd if dice.random() < 0.7 else None,
+        run_ahead=dice.choice((0, 1, 2, 3)),  # type: ignore[arg-type] # that is the point
+        rule=dice.choice(("", "", "typical")),
+        session_secret=dice.randbytes(dice.choice((0, 64, 65))),
+    )
+    return pb.DeviceMessage(open=request).SerializeToString()
+
+
+def odd_downlink(dice: random.Random) -> bytes:
+    """The same for the other direction."""
+    commit = pb.Commit(
+        position=number(dice),
+        tokens=tokens(dice, 90),
+        accepted=number(dice) if dice.random() < 0.3 else 0,
+        stale=number(dice),
+        echo=number(dice),
+        held_us=number(dice),
+    )
+    limits = pb.Limits(context_length=number(dice), lease_s=dice.choice(_FLOATS))
+    fault = pb.Fault(message="x" * dice.choice((0, 1024, 1025)), retry_after_s=dice.choice(_FLOATS))
+    message = dice.choice(
+        (
+            pb.VerifierMessage(commit=commit),
+            pb.VerifierMessage(opened=pb.Opened(limits=limits, position=number(dice))),
+            pb.VerifierMessage(fault=fault),
         )
-        path = folder / "verifier.yaml"
-        path.write_text(dump_config(config))
-        self.log = folder / "verifier.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "edgespec", "verifier", "--config", str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if "ready on" not in line:
-            raise RuntimeError(f"the verifier did not start: {line}{self.log.read_text()}")
-        self.port = int(line.split(": ")[0].rpartition(":")[2])
-        self.memory = psutil.Process(self.process.pid)
+    )
+    return message.SerializeToString()
 
-    def resident_bytes(self) -> int:
-        """Memory of the process; 0 when it has died."""
-        try:
-            return int(self.memory.memory_info().rss)
-        except psutil.NoSuchProcess:
-            return 0
 
-    def stop(self) -> int:
-        """End it as a supervisor does; its exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+def damaged(payload: bytes, dice: random.Random) -> bytes:
+    """``payload`` with bytes changed, cut off, repeated or put in."""
+    data = bytearray(payload or b"\x00")
+    for _ in range(dice.randrange(1, 5)):
+        at = dice.randrange(len(data))
+        change = dice.randrange(4)
+        if change == 0:
+            data[at] = dice.randrange(256)
+        elif change == 1:
+            del data[max(1, at) :]
+        elif change == 2:
+            data += data[at:][:400]
+        else:
+            data[at:at] = dice.randbytes(dice.randrange(1, 12))
+    return bytes(data)
+
+
+def hostile_uplink(dice: random.Random) -> bytes:
+    """One message of a device that nobody should send."""
+    return _hostile(dice, valid_uplink, odd_uplink)
+
+
+def hostile_downlink(dice: random.Random) -> bytes:
+    """One message of a verifier that nobody should send."""
+    return _hostile(dice, valid_downlink, odd_downlink)
+
+
+def _hostile(
+    dice: random.Random,
+    valid: Callable[[random.Random], bytes],
+    odd: Callable[[random.Random], bytes],
+) -> bytes:
+    kind = dice.randrange(4)
+    if kind == 0:
+        return dice.randbytes(dice.choice((0, 1, 3, 20, 200, 3000)))
+    if kind == 1:
+        return odd(dice)
+    return damaged(valid(dice), dice) if kind == 2 else valid(dice)
+
+
+def fuzz_codec(count: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """Decode ``count`` hostile messages; what became of them, and the findings."""
+    dice, limits = random.Random(seed), WireLimits.for_context(256)
+    ends: Counter[str] = Counter()
+    findings = []
+    for index in range(count):
+        up = index % 2 == 0
+        payload = hostile_uplink(dice) if up else hostile_downlink(dice)
+        for decode, encode in (
+            (decode_uplink, encode_uplink) if up else (decode_downlink, encode_downlink),
+            (decode_info, encode_info),
+        ):
+            try:
+                message = decode(payload, limits)
+                ends[f"codec: {type(message).__name__}"] += 1
+                if decode(encode(message, limits), limits) != message:  # type: ignore[arg-type]
+                    findings.append(f"message {index}: another one after a round trip: {message}")
+            except ProtocolViolation as violation:
+                ends[f"codec: {type(violation).__name__}"] += 1
+            except Exception:
+                findings.append(f"message {index}, {payload!r}:\n{traceback.format_exc()}")
+    return ends, findings
 
 
 # --- hostile streams ------------------------------------------------------------------------
@@ -203,74 +381,70 @@ async def hostile_streams(
     return resident
 
 
-# --- the honest device ----------------------------------------------------------------------
+# --- beside an honest device ----------------------------------------------------------------
 
 
-async def text_of(agent: Agent, params: SamplingParams) -> list[int]:
-    found: list[int] = []
-    async for chunk in agent.generate("the honest one asks", params):
-        found += chunk.tokens
-    return found
-
-
-async def honest_device(agent: Agent, expected: list[list[int]], tally: Tally) -> None:
-    """Generate on and on; every text must be that of the quiet verifier."""
-    while True:
-        for params, text in zip(HONEST, expected, strict=True):
-            try:
-                found = await text_of(agent, params)
-            except Exception as error:
-                tally.honest_faults += 1
-                tally.findings.append(f"the honest device failed: {error}")
-                continue
-            tally.honest_texts += 1
-            if found != text:
-                tally.findings.append(f"the honest text differs: {found} is not {text}")
-
-
-async def fuzz_socket(verifier: Verifier, options: argparse.Namespace, tally: Tally) -> str:
-    """Run all streams beside the honest device; a line about memory."""
-    model = "toy" if options.model == "toy" else "bundled"
-    config = AgentConfig(
-        verifier=f"127.0.0.1:{verifier.port}", draft=DraftSection(model), tokenizer=model
-    )
-    async with build_agent(config) as agent:
-        expected = [await text_of(agent, params) for params in HONEST]
-        honest = asyncio.create_task(honest_device(agent, expected, tally))
+async def fuzz_socket(
+    verifier: Verifier, options: argparse.Namespace, tally: Tally, honest: honest_devices.Tally
+) -> str:
+    """Run all streams; a line about memory."""
+    await verifier.start()
+    agent = honest_devices.device_agent(verifier.address, options.model, drafting=True)
+    async with agent:
+        # Of few tokens: the context is small.
+        requests = honest_devices.make_requests(6, options.seed, 60)
+        requests = await honest_devices.answers(agent, requests)
+        device = honest_devices.Device(agent, random.Random(options.seed), honest)
+        living = asyncio.create_task(device.live(requests, 0.0))
         async with AsyncExitStack() as stack:
             ways = [Gate(verifier.port, f"127.0.1.{i + 1}") for i in range(PEERS)]
             addresses = [(await stack.enter_async_context(way)).address for way in ways]
             resident = await hostile_streams(
                 addresses, options.streams, options.seed, tally, verifier
             )
-            honest.cancel()
+            living.cancel()
             with suppress(asyncio.CancelledError):
-                await honest
-        for params, text in zip(HONEST, expected, strict=True):
-            if await text_of(agent, params) != text:
-                tally.findings.append("the honest text after the streams differs")
-    left = await sessions_left(verifier.port)
-    resident.append(verifier.resident_bytes())
-    if left:
+                await living
+        for request in requests:
+            await device.generate(request)
+    tally.findings += [f"an honest text is lost: {one}" for one in honest.lost]
+    tally.findings += [f"an honest text differs: {one}" for one in honest.wrong]
+    if left := await sessions_left(verifier):
         tally.findings.append(f"{left} sessions are left {LEASE_S:g} s after the last stream")
+    resident.append(verifier.resident_bytes())
     mebibytes = ", ".join(str(size >> 20) for size in resident)
     # The first fifth fills caches and pools.
     if resident[-1] - resident[1] > MAX_GROWTH_BYTES:
         tally.findings.append(f"the verifier's memory grew: {mebibytes} MiB")
+    tally.findings += await verifier.stop()
     return f"the verifier's memory at each fifth: {mebibytes} MiB"
 
 
-async def sessions_left(port: int) -> int:
+async def sessions_left(verifier: Verifier) -> int:
     """Sessions that the verifier still holds when all leases are over."""
-    transport = GrpcTransport(f"127.0.0.1:{port}")
-    try:
-        for _ in range(50):
-            if (count := (await transport.info()).sessions) == 0:
-                return 0
-            await asyncio.sleep(0.3)
-        return count
-    finally:
-        await transport.close()
+    for _ in range(50):
+        count: int = (await verifier.look())["sessions"]
+        if not count:
+            break
+        await asyncio.sleep(0.3)
+    return count
+
+
+async def fuzz_verifier(
+    options: argparse.Namespace, tally: Tally, honest: honest_devices.Tally
+) -> str:
+    limits = LimitsSection(
+        max_sessions=256, max_cached_tokens=options.cached_tokens, lease_s=LEASE_S
+    )
+    config = VerifierConfig(
+        model=options.model, port=0, max_model_len=CONTEXT_LENGTH, limits=limits
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        verifier = Verifier(config, Path(folder))
+        try:
+            return await fuzz_socket(verifier, options, tally, honest)
+        finally:
+            await kill(verifier)
 
 
 def main() -> int:
@@ -282,25 +456,11 @@ def main() -> int:
     parser.add_argument("--cached-tokens", type=int, default=65_536, help="size of the KV pool")
     options = parser.parse_args()
     print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}")
-    tally = Tally()
-    tally.ends, tally.findings = fuzz_codec(options.messages, options.seed)
-    memory = ""
-    if options.streams:
-        with tempfile.TemporaryDirectory() as folder:
-            verifier = Verifier(options, Path(folder))
-            try:
-                memory = asyncio.run(fuzz_socket(verifier, options, tally))
-            finally:
-                status = verifier.stop()
-            if status:
-                tally.findings.append(f"the verifier's exit status is {status}")
-            log = verifier.log.read_text()
-            if "Traceback" in log:
-                first = log[log.index("Traceback") :][:4_000]
-                tally.findings.append(f"{log.count('Traceback')} tracebacks; the first:\n{first}")
+    tally, honest = Tally(*fuzz_codec(options.messages, options.seed)), honest_devices.Tally()
+    memory = asyncio.run(fuzz_verifier(options, tally, honest)) if options.streams else ""
     for name, count in sorted(tally.ends.items()):
         print(f"{count:8} {name}")
-    print(f"{tally.honest_texts:8} honest texts, {tally.honest_faults} failed")
+    print(f"{honest.texts:8} honest texts, {len(honest.lost)} failed")
     print(memory)
     print(f"{len(tally.findings):8} findings")
     for finding in tally.findings[:20]:

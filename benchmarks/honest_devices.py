@@ -19,9 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from watched_verifier import line_of, start, tell
 
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.link_keeper import ReconnectPolicy
@@ -30,6 +32,7 @@ from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL
 from tests.shell.gate import Gate
+from tests.shell.live_verifier import toy_text
 
 # A verifier that is overrun may keep a newcomer waiting; nobody should be lost for that.
 PATIENT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=60.0)
@@ -66,28 +69,18 @@ def make_requests(count: int, seed: int, longest: int) -> list[Request]:
     return requests
 
 
+def read_requests(path: Path) -> list[Request]:
+    rows = json.loads(path.read_text())
+    return [Request(tuple(p), SamplingParams(**law), tuple(e)) for p, law, e in rows]
+
+
 def write_requests(path: Path, requests: Sequence[Request]) -> None:
+    laws = ("temperature", "top_p", "frequency_penalty", "seed", "max_tokens", "ignore_eos")
     rows = [
-        {
-            "prompt": request.prompt,
-            "expected": request.expected,
-            "temperature": request.sampling.temperature,
-            "top_p": request.sampling.top_p,
-            "frequency_penalty": request.sampling.frequency_penalty,
-            "seed": request.sampling.seed,
-            "max_tokens": request.sampling.max_tokens,
-        }
-        for request in requests
+        (one.prompt, {name: getattr(one.sampling, name) for name in laws}, one.expected)
+        for one in requests
     ]
     path.write_text(json.dumps(rows))
-
-
-def read_requests(path: Path) -> list[Request]:
-    found: list[Request] = []
-    for row in json.loads(path.read_text()):
-        prompt, expected = tuple(row.pop("prompt")), tuple(row.pop("expected"))
-        found.append(Request(prompt, SamplingParams(**row, ignore_eos=True), expected))
-    return found
 
 
 @dataclass
@@ -168,11 +161,44 @@ def key_file(folder: Path | None, number: int) -> str:
     return "" if folder is None else str(folder / f"device-{number}")
 
 
-def toy_text(request: Request) -> tuple[int, ...]:
-    """The toy target's own text, by the scalar specification."""
-    from tests.shell.live_verifier import toy_text as text
+def toy_answers(requests: Sequence[Request]) -> list[Request]:
+    """With the toy target's own texts, by the scalar specification."""
+    return [
+        replace(one, expected=tuple(toy_text(one.prompt, one.sampling, TOY_MODEL)))
+        for one in requests
+    ]
 
-    return tuple(text(request.prompt, request.sampling, TOY_MODEL))
+
+async def answers(agent: Agent, requests: Sequence[Request]) -> list[Request]:
+    """With the verifier's texts while nobody else is there."""
+    found = list[Request]()
+    for one in requests:
+        chunks = [chunk.tokens async for chunk in agent.generate(one.prompt, one.sampling)]
+        found.append(replace(one, expected=tuple(token for part in chunks for token in part)))
+    return found
+
+
+class Crowd:
+    """The process of this file, from outside."""
+
+    async def start(self, port: int, requests: Path, options: Any) -> None:
+        arguments = (str(port), str(requests), "--devices", str(options.devices))
+        if options.keys:
+            arguments += ("--keys", str(requests.parent))
+        more = ("--model", options.model, "--seed", str(options.seed))
+        self.process = await start("honest_devices.py", *arguments, *more)
+        await line_of(self.process)
+
+    async def cut_links(self, yes: bool) -> None:
+        await tell(self.process, "cut" if yes else "mend")
+
+    async def stop(self) -> dict[str, Any]:
+        """What became of their texts."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        found: dict[str, Any] = json.loads(await line_of(self.process))
+        await self.process.wait()
+        return found
 
 
 async def crowd(options: argparse.Namespace) -> Tally:

@@ -5,9 +5,10 @@
 It prints "ready", waits for a line on its standard input, plays for the given time and until every
 kind has begun, prints a JSON object (for each kind what was sent and what became of it) and then
 waits to be killed, with its streams open. Every kind has a fixed number of clients (``KINDS``) and
-each sends as fast as it is let. ``only-cpu`` is a control, which no verifier can be to blame for,
-and not among "all". The process is niced to 10: what is measured is how the verifier holds out,
-not how hungry these clients are. ``--kinds all`` plays all at once.
+each sends as fast as it is let. ``--kinds all`` plays all at once, but for ``wrong-keys``, which
+wants a verifier with keys, and ``only-cpu``, a control, which no verifier can be to blame for. The
+process is niced to 10: what is measured is how the verifier holds out, not how hungry these clients
+are.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import json
 import os
 import random
 import sys
+from asyncio.subprocess import DEVNULL
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
-from hostile_messages import hostile_uplink
+from fuzz import hostile_uplink
+from watched_verifier import START_WITHIN_S, Verifier, line_of, start, tell
 
 from edgespec.core.protocol.messages import Cancel, Commit, Draft, Open, Opened, Received, Uplink
 from edgespec.core.protocol.sampling import SamplingParams
@@ -49,6 +53,8 @@ COSTLY = SamplingParams(
     max_tokens=2_000,
     ignore_eos=True,
 )
+# Kinds share them in turn.
+ADDRESSES = 16
 # How long a client of each kind may take to do its first deed beyond the given time.
 BEGUN_WITHIN_S = 60.0
 # All that the library raises when a call is over; which one varies with the moment.
@@ -125,6 +131,8 @@ class Client:
     dice: random.Random
     tally: Counter[str]
     context_length: int
+    roots: bytes | None = None
+    """Certificates of the verifier's CA; None: no TLS."""
     metadata: tuple[tuple[str, str], ...] = ()
     """Of each call: the key, if there is one."""
     streams: list[Stream] = field(default_factory=list)
@@ -135,6 +143,29 @@ class Client:
         self.streams.append(stream)
         self.tally["streams"] += 1
         return stream
+
+    @asynccontextmanager
+    async def way_of_its_own(self) -> AsyncIterator[tuple[Gate, Stream]]:
+        """A stream over a link that nobody else has."""
+        async with (
+            Gate(self.relay.port, self.relay.source) as way,
+            channel_to(way.address, self.roots) as channel,
+        ):
+            stream = replace(self, channel=channel, streams=[]).stream()
+            await stream.open(20)
+            yield way, stream
+
+
+def channel_to(address: str, roots: bytes | None) -> grpc.aio.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    if roots is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots), options)
+
+
+def shown(key: str) -> tuple[tuple[str, str], ...]:
+    """Metadata that shows a key."""
+    return ((KEY_HEADER, f"{KEY_SCHEME} {key}"),)
 
 
 # --- what they do, once over; repeated until the time is over -----------------------------------
@@ -153,7 +184,7 @@ async def stale_drafts(client: Client) -> None:
     await stream.beside_reading(flood())
 
 
-async def _new_roots(client: Client, sampling: SamplingParams, nodes: int) -> None:
+async def new_roots(client: Client, sampling: SamplingParams = PLAIN, nodes: int = 32) -> None:
     stream = client.stream()
     await stream.open(20, sampling)
 
@@ -167,18 +198,6 @@ async def _new_roots(client: Client, sampling: SamplingParams, nodes: int) -> No
             await asyncio.sleep(0.0)
 
     await stream.beside_reading(flood())
-
-
-async def new_roots(client: Client) -> None:
-    await _new_roots(client, PLAIN, 1)
-
-
-async def wide_roots(client: Client) -> None:
-    await _new_roots(client, PLAIN, 32)
-
-
-async def costly_roots(client: Client) -> None:
-    await _new_roots(client, COSTLY, 32)
 
 
 async def received(client: Client) -> None:
@@ -215,15 +234,12 @@ async def huge_opens(client: Client) -> None:
         pass
 
 
-async def long_prompts(client: Client) -> None:
+async def long_prompts(
+    client: Client, share: float = 0.97, sampling: SamplingParams = PLAIN
+) -> None:
+    """Of so large a share of the context."""
     stream = client.stream()
-    await stream.open(client.context_length - 100)
-    await stream.read_on()
-
-
-async def costly_sampling(client: Client) -> None:
-    stream = client.stream()
-    await stream.open(client.context_length // 2, COSTLY)
+    await stream.open(int(share * client.context_length), sampling)
     await stream.read_on()
 
 
@@ -241,17 +257,12 @@ async def no_reading(client: Client) -> None:
 
 async def black_hole(client: Client) -> None:
     """The network of a device that streams swallows everything from some moment on."""
-    async with Gate(client.relay.port, client.relay.source) as way:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(way.address, options=options) as channel:
-            mine = replace(client, relay=way, channel=channel, streams=[])
-            stream = mine.stream()
-            await stream.open(20)
-            for _ in range(client.dice.randrange(1, 30)):
-                await stream.read()
-            way.swallow()
-            await asyncio.sleep(5.0)
-            stream.leave()
+    async with client.way_of_its_own() as (way, stream):
+        for _ in range(client.dice.randrange(1, 30)):
+            await stream.read()
+        way.swallow()
+        await asyncio.sleep(5.0)
+        stream.leave()
 
 
 async def slow_reader(client: Client) -> None:
@@ -273,16 +284,23 @@ async def malformed(client: Client) -> None:
 
 async def killed(client: Client) -> None:
     """A device whose process or link dies in the middle of a text."""
-    async with Gate(client.relay.port, client.relay.source) as way:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(way.address, options=options) as channel:
-            mine = replace(client, relay=way, channel=channel, streams=[])
-            stream = mine.stream()
-            await stream.open(20)
-            for _ in range(client.dice.randrange(1, 30)):
-                await stream.read()
-                await stream.send(Received(stream.position, 0))
-            way.cut()
+    async with client.way_of_its_own() as (way, stream):
+        for _ in range(client.dice.randrange(1, 30)):
+            await stream.read()
+            await stream.send(Received(stream.position, 0))
+        way.cut()
+
+
+async def wrong_keys(client: Client) -> None:
+    """Another key each time, at both calls."""
+    mine = replace(client, metadata=shown(f"edgespec-{client.dice.randbytes(32).hex()}"))
+    if client.dice.random() < 0.5:
+        await info(mine)
+    else:
+        stream = mine.stream()
+        while await stream.read():
+            pass
+    client.tally["let in"] += 1
 
 
 async def only_cpu(client: Client) -> None:
@@ -298,19 +316,20 @@ class Kind:
     clients: int
 
 
-CONTROL = "only-cpu"
+CONTROL, WRONG_KEYS = "only-cpu", "wrong-keys"
 KINDS = {
     CONTROL: Kind(only_cpu, 1),
+    WRONG_KEYS: Kind(wrong_keys, 40),
     "stale-drafts": Kind(stale_drafts, 4),
-    "new-roots": Kind(new_roots, 4),
-    "wide-roots": Kind(wide_roots, 4),
-    "costly-roots": Kind(costly_roots, 4),
+    "new-roots": Kind(partial(new_roots, nodes=1), 4),
+    "wide-roots": Kind(new_roots, 4),
+    "costly-roots": Kind(partial(new_roots, sampling=COSTLY), 4),
     "received": Kind(received, 4),
     "open-cancel": Kind(open_cancel, 4),
     "info": Kind(info, 16),
     "huge-opens": Kind(huge_opens, 2),
     "long-prompts": Kind(long_prompts, 16),
-    "costly-sampling": Kind(costly_sampling, 8),
+    "costly-sampling": Kind(partial(long_prompts, share=0.5, sampling=COSTLY), 8),
     "no-open": Kind(no_open, 128),
     "no-reading": Kind(no_reading, 64),
     "black-hole": Kind(black_hole, 16),
@@ -337,23 +356,21 @@ async def again_and_again(client: Client, act: Callable[[Client], Awaitable[None
         await asyncio.sleep(0.0)
 
 
-async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
+async def play(options: argparse.Namespace) -> None:
     tallies: dict[str, Counter[str]] = {name: Counter() for name in options.kinds}
-    key = options.key_file.read_text().strip() if options.key_file else ""
-    metadata = ((KEY_HEADER, f"{KEY_SCHEME} {key}"),) if key else ()
-    length = options.context_length
+    metadata = shown(options.key_file.read_text()) if options.key_file else ()
+    roots = options.ca.read_bytes() if options.ca else None
     async with AsyncExitStack() as stack:
         actors = []
         for name in options.kinds:
             place = list(KINDS).index(name)
-            source = f"127.0.1.{1 + place % options.addresses}"
+            source = f"127.0.1.{1 + place % ADDRESSES}"
             relay = await stack.enter_async_context(Gate(options.port, source))
-            channel = grpc.aio.insecure_channel(
-                relay.address, options=[("grpc.use_local_subchannel_pool", 1)]
-            )
-            for number in range(max(1, round(KINDS[name].clients * options.share))):
+            channel = channel_to(relay.address, roots)
+            for number in range(KINDS[name].clients):
                 dice = random.Random(f"{options.seed} {name} {number}")
-                client = Client(relay, channel, dice, tallies[name], length, metadata)
+                most = options.context_length
+                client = Client(relay, channel, dice, tallies[name], most, roots, metadata)
                 actors.append((client, KINDS[name].act))
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
@@ -369,11 +386,41 @@ async def play(options: argparse.Namespace) -> dict[str, dict[str, int]]:
         print(json.dumps({name: dict(tally) for name, tally in tallies.items()}), flush=True)
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(600.0)
-    return {}
+
+
+class Hostile:
+    """The process of this file, from outside; its clients stand ready until ``play``."""
+
+    async def start(
+        self,
+        verifier: Verifier,
+        kinds: Sequence[str],
+        seconds: float,
+        seed: int = 1,
+        key: Path | None = None,
+        ca: Path | None = None,
+    ) -> None:
+        self._within_s = START_WITHIN_S + seconds
+        options = ["--kinds", ",".join(kinds), "--seconds", str(seconds), "--seed", str(seed)]
+        options += ["--context-length", str(verifier.context_length)]
+        options += [] if key is None else ["--key-file", str(key)]
+        options += [] if ca is None else ["--ca", str(ca)]
+        self.process = await start(
+            "hostile_clients.py", str(verifier.port), *options, stderr=DEVNULL
+        )
+        await line_of(self.process)
+
+    async def play(self) -> dict[str, dict[str, int]]:
+        """What they sent in their time, by kind; then they are killed, all streams open."""
+        await tell(self.process, "go")
+        found: dict[str, dict[str, int]] = json.loads(await line_of(self.process, self._within_s))
+        self.process.kill()
+        await self.process.wait()
+        return found
 
 
 def kinds(text: str) -> list[str]:
-    everything = [name for name in KINDS if name != CONTROL]
+    everything = [name for name in KINDS if name not in (CONTROL, WRONG_KEYS)]
     names = everything if text == "all" else text.split(",")
     if unknown := [name for name in names if name not in KINDS]:
         raise argparse.ArgumentTypeError(f"unknown: {unknown[0]}; known: {', '.join(KINDS)}")
@@ -385,9 +432,8 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--kinds", type=kinds, default=kinds("all"))
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--share", type=float, default=1.0, help="of the clients of each kind")
-    parser.add_argument("--addresses", type=int, default=16, help="kinds share them in turn")
     parser.add_argument("--key-file", type=Path, help="the key that all of them show")
+    parser.add_argument("--ca", type=Path, help="of the verifier's certificate")
     parser.add_argument("--context-length", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -35,28 +35,29 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from honest_devices import (
+    Crowd,
     Device,
-    Request,
     Tally,
     Waits,
+    answers,
     device_agent,
     key_file,
     make_requests,
-    toy_text,
+    toy_answers,
     write_requests,
 )
-from hostile_clients import CONTROL, KINDS, kinds
-from load_processes import FLOODER, ROOT, Crowd, Hostile, Verifier, kill
+from hostile_clients import CONTROL, KINDS, Hostile, kinds
+from watched_verifier import Verifier, kill, make_keys
 
 from edgespec.bench.report import machine, versions
+from edgespec.config import LimitsSection, PacingSection, VerifierConfig
 
-VICTIMS = 4
+VICTIMS, FLOODER = 4, "flooder"
 ASKED_RATIO = 1.5
 # What the verifier may still hold after a rest, beyond what it held before the first device.
 SPARE_TASKS, SPARE_DESCRIPTORS, SPARE_BYTES = 4, 16, 64 << 20
@@ -70,7 +71,7 @@ class Load:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
-        self.verifier, self.crowd = Verifier(options, folder), Crowd()
+        self.verifier, self.crowd = Verifier(config_of(options, folder), folder), Crowd()
         self.tally, self.findings = Tally(), list[str]()
         self.victims: list[Device] = []
         self.hostile: Hostile | None = None
@@ -81,15 +82,19 @@ class Load:
         await self.verifier.start()
         before = await self.verifier.look()
         async with AsyncExitStack() as stack:
-            address = f"127.0.0.1:{self.verifier.port}"
             for number in range(VICTIMS):
                 key = key_file(self.folder if options.keys else None, options.devices + number)
                 drafting = number % 2 == 1
+                address = self.verifier.address
                 agent = device_agent(address, options.model, drafting=drafting, key_file=key)
                 await stack.enter_async_context(agent)
                 dice = random.Random(f"{options.seed} victim {number}")
                 self.victims.append(Device(agent, dice, self.tally))
-            requests = await self._requests()
+            requests = make_requests(24, options.seed, 160)
+            if options.model == "toy":
+                requests = toy_answers(requests)
+            else:
+                requests = await answers(self.victims[0].agent, requests)
             path = self.folder / "requests.json"
             write_requests(path, requests)
             await self.crowd.start(self.verifier.port, path, options)
@@ -110,20 +115,6 @@ class Load:
         self._judge_texts(others)
         await self._judge_rest(before, full)
 
-    async def _requests(self) -> list[Request]:
-        """Questions with the target's own answers: the toy's from its law, another's from the
-        verifier while nobody else is there."""
-        options = self.options
-        requests = make_requests(24, options.seed, 160)
-        if options.model == "toy":
-            return [replace(one, expected=toy_text(one)) for one in requests]
-        agent, answered = self.victims[0].agent, list[Request]()
-        for one in requests:
-            chunks = [chunk async for chunk in agent.generate(one.prompt, one.sampling)]
-            expected = tuple(token for chunk in chunks for token in chunk.tokens)
-            answered.append(replace(one, expected=expected))
-        return answered
-
     async def _take_turns(self, names: list[str]) -> None:
         """Calm, hostile, calm, hostile, ... with these kinds."""
         options = self.options
@@ -137,13 +128,14 @@ class Load:
             await self.crowd.cut_links(not options.each)
             loud, loud_rates, sent = await self._phase(self.hostile.play())
             await self.crowd.cut_links(False)
-            pairs.append(pair(calm, calm_rates, loud, loud_rates, sent))
+            calm_figures, loud_figures = figures(calm, calm_rates), figures(loud, loud_rates)
+            pairs.append({"calm": calm_figures, "hostile": loud_figures, "sent": sent})
             await asyncio.sleep(options.lease_s + 1.0)
         row = {"kinds": names, **summary(pairs), "pairs": pairs}
         self.rows.append(row)
         print(line(row), flush=True)
-        if row["read_rate"] > row["calm_read_rate"] + MAX_READ_RATE:
-            self.findings.append(f"{label(names)}: {row['read_rate']:.0f} messages a second read")
+        if (read := row["hostile_read_rate"]) > row["calm_read_rate"] + MAX_READ_RATE:
+            self.findings.append(f"{label(names)}: {read:.0f} messages a second read")
         judged = not options.any_latency and names != [CONTROL]
         if judged and row["ratio"] > ASKED_RATIO:
             self.findings.append(
@@ -162,7 +154,7 @@ class Load:
         end, took_s = await self.verifier.look(), time.perf_counter() - started_s
         names = ("read", "passes", "fed", "drafted", "cpu_s")
         rates = {name: (end[name] - start[name]) / took_s for name in names}
-        return waits, {**rates, "took_s": took_s}, result
+        return waits, rates, result
 
     def _judge_texts(self, others: dict[str, Any]) -> None:
         for name in ("wrong", "lost"):
@@ -183,12 +175,24 @@ class Load:
         if grown > SPARE_BYTES:
             self.findings.append(f"memory grew by {grown >> 20} MiB since the first calm phase")
         self.rest = {"before": before, "full": full, "after": after}
-        if status := await self.verifier.stop():
-            self.findings.append(f"the verifier's exit status is {status}")
-        log = self.verifier.log
-        if "Traceback" in log:
-            first = log[log.index("Traceback") :][:4_000]
-            self.findings.append(f"{log.count('Traceback')} tracebacks; the first:\n{first}")
+        self.findings += await self.verifier.stop(20.0)
+
+
+def config_of(options: argparse.Namespace, folder: Path) -> VerifierConfig:
+    names = [f"device-{number}" for number in range(options.devices + VICTIMS)]
+    bounds = {**dict.fromkeys(names, 0), FLOODER: options.flood_sessions}
+    return VerifierConfig(
+        model=options.model,
+        port=0,
+        pacing=PacingSection(options.pass_ms),
+        limits=LimitsSection(
+            max_sessions=options.max_sessions,
+            max_cached_tokens=options.cached_tokens,
+            lease_s=options.lease_s,
+        ),
+        keys=make_keys(folder, bounds) if options.keys else "",
+        drain_s=0.0,
+    )
 
 
 def held(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -216,55 +220,26 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def pair(
-    calm: Waits,
-    calm_rates: dict[str, float],
-    loud: Waits,
-    loud_rates: dict[str, float],
-    sent: dict[str, dict[str, int]],
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"sent": sent}
-    for name, waits, rates in (("calm", calm, calm_rates), ("hostile", loud, loud_rates)):
-        found[name] = {
-            "tokens": len(waits.next_s),
-            "p50_ms": 1e3 * percentile(waits.next_s, 0.5),
-            "p99_ms": 1e3 * percentile(waits.next_s, 0.99),
-            "worst_ms": 1e3 * max(waits.next_s, default=float("nan")),
-            "ttft_p50_ms": 1e3 * percentile(waits.first_s, 0.5),
-            "ttft_worst_ms": 1e3 * max(waits.first_s, default=float("nan")),
-            "rates": rates,
-        }
-    messages = ("Open", "Draft", "Received", "Cancel", "asked", "malformed")
-    total = sum(tally.get(name, 0) for tally in sent.values() for name in messages)
-    found["sent_rate"] = total / loud_rates["took_s"]
-    found["ratio"] = found["hostile"]["p99_ms"] / found["calm"]["p99_ms"]
-    return found
-
-
-def summary(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the pairs; of the ratio also the extremes."""
-    ratios = [one["ratio"] for one in pairs]
-    found: dict[str, Any] = {
-        "ratio": median(ratios),
-        "least_ratio": min(ratios),
-        "most_ratio": max(ratios),
-        "sent_rate": median(one["sent_rate"] for one in pairs),
-        "read_rate": median(one["hostile"]["rates"]["read"] for one in pairs),
-        "calm_read_rate": median(one["calm"]["rates"]["read"] for one in pairs),
+def figures(waits: Waits, rates: dict[str, float]) -> dict[str, float]:
+    """Of one phase, in milliseconds and a second."""
+    return {
+        "p50_ms": 1e3 * percentile(waits.next_s, 0.5),
+        "p99_ms": 1e3 * percentile(waits.next_s, 0.99),
+        "worst_ms": 1e3 * max(waits.next_s, default=float("nan")),
+        "ttft_p50_ms": 1e3 * percentile(waits.first_s, 0.5),
+        "ttft_worst_ms": 1e3 * max(waits.first_s, default=float("nan")),
+        **{f"{name}_rate": rate for name, rate in rates.items()},
     }
+
+
+def summary(pairs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians over the pairs of phases; of the ratio also the extremes."""
+    ratios = [one["hostile"]["p99_ms"] / one["calm"]["p99_ms"] for one in pairs]
+    found = {"ratio": median(ratios), "least_ratio": min(ratios), "most_ratio": max(ratios)}
     for phase in ("calm", "hostile"):
-        for name in ("p50_ms", "p99_ms", "worst_ms", "ttft_p50_ms", "ttft_worst_ms"):
+        for name in pairs[0][phase]:
             found[f"{phase}_{name}"] = median(one[phase][name] for one in pairs)
-        found[f"{phase}_cpu"] = median(one[phase]["rates"]["cpu_s"] for one in pairs)
     return found
-
-
-HEAD = (
-    f"{'':16} {'token ms: calm':>16} {'hostile':>18} {'ratio of p99':>18} {'TTFT ms: calm':>14}"
-    f" {'hostile':>8} {'worst':>7} {'sent/s':>8} {'read/s: calm':>13} {'hostile':>8}"
-    f" {'CPU: calm':>10} {'hostile':>8}\n"
-    f"{'':16} {'p50':>8} {'p99':>7} {'p50':>5} {'p99':>6} {'worst':>5} {'median':>6} {'spread':>11}"
-)
 
 
 def label(names: Sequence[str]) -> str:
@@ -272,16 +247,11 @@ def label(names: Sequence[str]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
+    """All figures of a row, calm and hostile ones side by side."""
+    pairs = [name.removeprefix("calm_") for name in row if name.startswith("calm_")]
+    shown = [f"{name} {row[f'calm_{name}']:.4g} {row[f'hostile_{name}']:.4g}" for name in pairs]
     spread = f"{row['least_ratio']:.2f}-{row['most_ratio']:.2f}"
-    return (
-        f"{label(row['kinds']):16} {row['calm_p50_ms']:8.1f} {row['calm_p99_ms']:7.1f}"
-        f" {row['hostile_p50_ms']:5.1f} {row['hostile_p99_ms']:6.1f}"
-        f" {row['hostile_worst_ms']:5.0f} {row['ratio']:6.2f} {spread:>11}"
-        f" {row['calm_ttft_p50_ms']:14.0f} {row['hostile_ttft_p50_ms']:8.0f}"
-        f" {row['hostile_ttft_worst_ms']:7.0f} {row['sent_rate']:8.0f}"
-        f" {row['calm_read_rate']:13.0f} {row['read_rate']:8.0f}"
-        f" {row['calm_cpu']:10.2f} {row['hostile_cpu']:8.2f}"
-    )
+    return f"{label(row['kinds'])}: p99 x {row['ratio']:.2f} ({spread}); {', '.join(shown)}"
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -293,7 +263,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> Load:
         await load.run()
     finally:
         for part in (load.verifier, load.crowd, load.hostile):
-            kill(getattr(part, "process", None))
+            await kill(part)
     return load
 
 
@@ -316,10 +286,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cached-tokens", type=int, default=65_536, help="the KV pool")
     parser.add_argument("--lease-s", type=float, default=2.0)
     parser.add_argument("--any-latency", action="store_true", help="judge no ratio")
-    parser.add_argument("--profile", type=Path, help="cProfile of the verifier's event loop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.victims = VICTIMS
     smaller = options.each
     defaults = {
         "devices": 8 if smaller else 200,
@@ -341,8 +309,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    sys.path.append(str(ROOT))  # the oracle is that of the tests
-    print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}\n{HEAD}")
+    print(f"machine: {machine()}\nversions: {versions()}\ncommand: {' '.join(sys.argv)}")
+    print("victims' waits for tokens (ms) and rates a second: calm, then hostile")
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         load = asyncio.run(measure(options, Path(folder)))

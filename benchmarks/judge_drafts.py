@@ -3,7 +3,6 @@
     EDGESPEC_DATA=... python benchmarks/judge_drafts.py [--draft OLD NEW]
         [--policy windowed,goodput] [--sources model,text,both] [--rtts 20,50]
         [--temperatures 0,0.7] [--tokens 96]
-    python benchmarks/judge_drafts.py --lengths 120,240,360,480,600,700
 
 The target says each text once; then every draft, which is run for real, drafts it under every
 policy: the model alone, guesses from the text alone, or both in one tree. A pass takes 25 ms and a
@@ -12,9 +11,7 @@ figure. Texts are played one after another on one device, which keeps what it ha
 the table begins with nothing. Sets of texts: the bench's built-in prompts, those of the simulator's
 tapes, and code, chat and maths of ``EDGESPEC_DATA`` (left out without it). Times are means over the
 texts with 95 % intervals; the speed is 25 ms over that, and the last column the time over that of
-the first row, text by text. With ``--lengths`` the table is the share of first choices that are
-right behind prompts of so many tokens, cut from the bench's long ones, greedily. Exits 1 if a text
-is not the target's.
+the first row, text by text. Exits 1 if a text is not the target's.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from edgespec.bench.measurement import mean_interval, ratio_interval
-from edgespec.bench.prompts import DEFAULT_PROMPTS, LONG_PROMPTS, read_prompts
+from edgespec.bench.prompts import DEFAULT_PROMPTS, read_prompts
 from edgespec.bench.report import machine, versions
 from edgespec.config import VerifierConfig
 from edgespec.core.device.estimates import Learned
@@ -40,11 +37,9 @@ from edgespec.core.device.goodput_policy import PolicyName, named_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
-from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.build import load_tokenizer
@@ -56,8 +51,9 @@ from edgespec.verifier.build import load_target
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import TapeSource
+from tests.shell.torch_schedules import decode_alone
 
-KINDS: Final = ("code", "summaries", "chat", "maths")
+KINDS: Final = ("code", "chat", "maths")
 PASS_S: Final = 0.025
 STEP_S: Final = 0.008
 MODEL, TEXT, BOTH = "model", "text", "both"
@@ -99,9 +95,6 @@ def texts(folder: Path, kind: str) -> list[str]:
     match kind:
         case "code":
             return [row["prompt"] for row in rows("humaneval.jsonl")]
-        case "summaries":
-            wanted = (r for r in rows("spec_bench.jsonl") if r["category"] == "summarization")
-            return [row["turns"][0] for row in wanted]
         case "chat":
             return [row["turns"][0] for row in rows("mt_bench.jsonl")]
         case _:
@@ -118,52 +111,19 @@ def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
         )
         return
     for kind in KINDS:
-        if kind != "summaries":  # the prompts of which fill the bundled pair's context
-            every = texts(folder, kind)
-            yield kind, [every[number * len(every) // limit] for number in range(limit)]
-
-
-def target_texts(
-    target: TargetModel,
-    prompts: dict[str, tuple[int, ...]],
-    sampling: dict[str, SamplingParams],
-) -> dict[str, list[int]]:
-    """What the target says to each of the prompts, all side by side."""
-    said: dict[str, list[int]] = {}
-    for name, prompt in prompts.items():
-        target.open(name, len(prompt), sampling[name])
-        (result,) = target.forward([PassRequest(name, 0, prompt)])
-        target.keep(name, ())
-        said[name] = [result.targets[0]]
-    for length in range(1, next(iter(sampling.values())).max_tokens):
-        batch = [
-            PassRequest(name, len(prompt) + length - 1, (said[name][-1],))
-            for name, prompt in prompts.items()
-        ]
-        for result in target.forward(batch):
-            target.keep(result.key, ())
-            said[result.key].append(result.targets[0])
-    for name in prompts:
-        target.close(name)
-    return said
+        every = texts(folder, kind)
+        yield kind, [every[number * len(every) // limit] for number in range(limit)]
 
 
 def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
     encode = load_tokenizer("bundled").encode
-    return said_behind(
-        [tuple(encode(text)[:_LONGEST_PROMPT]) for text in prompts], temperature, tokens
-    )
-
-
-def said_behind(prompts: Sequence[tuple[int, ...]], temperature: float, tokens: int) -> list[Text]:
-    target = load_target(VerifierConfig(canonical=False, threads=1))
-    ids = {str(n): prompt for n, prompt in enumerate(prompts)}
-    sampling = {
-        name: SamplingParams(temperature, seed=n, max_tokens=tokens, ignore_eos=True)
-        for n, name in enumerate(ids)
-    }
-    outputs = target_texts(target, ids, sampling)
-    return [Text(ids[name], tuple(outputs[name]), sampling[name]) for name in ids]
+    target, found = load_target(VerifierConfig(canonical=False, threads=1)), list[Text]()
+    for number, text in enumerate(prompts):
+        prompt = encode(text)[:_LONGEST_PROMPT]
+        sampling = SamplingParams(temperature, seed=number, max_tokens=tokens, ignore_eos=True)
+        answer = decode_alone(target, prompt, tokens, sampling)
+        found.append(Text(tuple(prompt), tuple(answer), sampling))
+    return found
 
 
 def step_s(kept: int, fed: int) -> float:
@@ -259,38 +219,6 @@ def compare(
     return wrong
 
 
-def first_choices_right(text: Text, drafter: OnnxDrafter) -> float:
-    """The share of places of ``text`` at which the draft's first choice is the target's token."""
-    drafter.begin(len(text.prompt), text.sampling)
-    length, feed, right = 0, list(text.prompt), 0
-    for token in text.said:
-        (guess,) = drafter.step(length, feed, 1)
-        right += guess.token == token
-        length, feed = length + len(feed), [token]
-    return right / len(text.said)
-
-
-def compare_lengths(
-    drafts: Mapping[str, OnnxDrafter], lengths: Sequence[int], tokens: int, count: int
-) -> None:
-    """Print how often first choices are right behind prompts of ``lengths`` tokens. Prompts of
-    every length end at the same ``count`` places: only how much lies before them differs."""
-    encode = load_tokenizer("bundled").encode
-    ids = tuple(encode("\n\n".join(one.text for one in LONG_PROMPTS)))
-    ends = [len(ids) * (1 + n) // count + len(ids) for n in range(count)]
-    print("| prompt tokens | draft | texts | first choices right |\n| ---: | --- | ---: | --- |")
-    for length in lengths:
-        heard = said_behind([(ids * 2)[end - length : end] for end in ends], 0.0, tokens)
-        for draft, drafter in drafts.items():
-            shares = [first_choices_right(text, drafter) for text in heard]
-            low, high = mean_interval(shares)
-            print(
-                f"| {length} | {Path(draft).name} | {len(heard)} |"
-                f" {fmean(shares):.3f} ({low:.3f} to {high:.3f}) |",
-                flush=True,
-            )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--draft", nargs="+", default=["bundled"], help="bundled, or folders")
@@ -299,17 +227,12 @@ def main() -> int:
     parser.add_argument("--rtts", default="20,50", help="milliseconds, with commas")
     parser.add_argument("--temperatures", default="0,0.7", help="with commas")
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
-    parser.add_argument("--lengths", help="of prompts, with commas: how often drafts are right")
     parser.add_argument("--limit", type=int, default=24, help="texts of each set")
     options = parser.parse_args()
     if unknown := {*options.sources.split(",")} - {MODEL, TEXT, BOTH}:
         parser.error(f"sources: {sorted(unknown)} are unknown; there are {MODEL}, {TEXT}, {BOTH}")
     print(json.dumps({"machine": machine(), "versions": versions()}))
     drafts = {one: OnnxDrafter(resolve_model(one, Role.DRAFT), threads=1) for one in options.draft}
-    if options.lengths:
-        lengths = [int(one) for one in options.lengths.split(",")]
-        compare_lengths(drafts, lengths, options.tokens, options.limit)
-        return 0
     wrong = 0
     print(
         "| texts | T | RTT | draft, policy | ms a token | speed | nodes | steps | over the first |"

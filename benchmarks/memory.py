@@ -1,12 +1,14 @@
-"""The memory of a device's process: predicted against measured, and held against budgets.
+"""What a draft takes of a device: memory, predicted against measured and held against budgets, and
+the time of a step.
 
     python benchmarks/memory.py predict [--large]   model sizes, precisions, contexts and widths
     python benchmarks/memory.py cgroup [--large] [--from 7]   chats in a group with a hard limit
+    python benchmarks/memory.py step [--shape 0.6B]   of the bundled draft, or of random weights
 
-Every row is a fresh process (``memory_device.py``) that chats over gRPC with a verifier in this
-one, whose text is made of random tokens. Drafts have random weights in real models' shapes
-(``make_draft``); ``--large`` adds those of Qwen3-0.6B, which take a gigabyte and minutes.
-Times of different rows are taken in turns.
+Every row of the first two is a fresh process that holds what an agent of the command line holds and
+chats over gRPC with a verifier in this one, whose text is made of random tokens. Drafts have random
+weights in real models' shapes (``make_draft``); ``--large`` adds those of Qwen3-0.6B, which take a
+gigabyte and minutes. Steps of 4 and 8 bits and float32 are timed in turns.
 """
 
 from __future__ import annotations
@@ -16,38 +18,233 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
-from memory_device import ROOT, ControlGroup, NoControlGroup
+import onnxruntime  # noqa: F401 # counted with the runtime
 from numpy.typing import NDArray
 
-from edgespec.bench.report import machine, versions
-from edgespec.core.device.memory import MIB, KvType
-from edgespec.core.protocol.messages import Limits
+# What a device's process holds: whatever else a function here needs, it imports itself.
+import edgespec.cli.main  # noqa: F401 # counted with the runtime
+from edgespec.config import DraftSection
+from edgespec.core.device.goodput_policy import named_policy
+from edgespec.core.device.memory import MIB, DraftSettings, KvType, memory_terms, parse_budget
+from edgespec.core.ports import (
+    Cancelled,
+    Candidate,
+    Drafter,
+    ModelInfo,
+    Transport,
+    never_cancelled,
+)
+from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
-from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.device.drafters.manifest import DraftManifest
-from edgespec.device.export import export, export_graph
-from edgespec.device.export.checkpoint import Checkpoint
-from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix
-from edgespec.verifier.daemon import Verifier
-from edgespec.wire.codec import WireLimits
-from edgespec.wire.grpc_server import GrpcServer
+from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
+from edgespec.device.agent import Agent, AgentOptions
+from edgespec.device.build import connect
+from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.model_drafter import exported_variant, planned_drafter
+from edgespec.models.folders import Role, model_info, read_config, resolve_model
+from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
+from tests.adversarial import WrappedDrafter
 
-HERE = Path(__file__).parent
 CONTEXT = 8192
 # A hard limit counts the stacks of a process's threads whether they are used or not.
 SMALL_STACKS = ("sh", "-c", 'ulimit -S -s 1024; exec "$0" "$@"')
+
+
+# --- the device's process ------------------------------------------------------------------------
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+class NoControlGroup(RuntimeError):
+    """None can be made here; the message says why."""
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """A group whose memory limit the kernel enforces (versions 1 and 2)."""
+
+    path: Path
+    version: int
+
+    @property
+    def limit_file(self) -> Path:
+        return self.path / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")
+
+    @property
+    def usage(self) -> int:
+        name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
+        return int((self.path / name).read_text())
+
+    @property
+    def peak(self) -> int:
+        """The most that was charged at once."""
+        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
+        return int((self.path / name).read_text())
+
+    @property
+    def at_the_limit(self) -> int:
+        """How often the kernel had to reclaim memory of the group, as it was at its limit."""
+        if self.version == 1:
+            return int((self.path / "memory.failcnt").read_text())
+        return self._event("max")
+
+    @property
+    def kills(self) -> int:
+        """Processes that the kernel killed for want of memory."""
+        return self._event("oom_kill")
+
+    def _event(self, kind: str) -> int:
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        for line in (self.path / name).read_text().splitlines():
+            if line.startswith(f"{kind} "):
+                return int(line.split()[1])
+        return 0
+
+    def joining(self) -> tuple[str, ...]:
+        """What goes before a command that shall run in the group."""
+        return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$0" "$@"')
+
+    def set_limit(self, limit: int) -> None:
+        self.limit_file.write_text(str(limit))
+
+
+class Timed(WrappedDrafter):
+    """``inner``, with the times of its usual steps."""
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(inner)
+        self.step_s: list[float] = []
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        started_at = time.perf_counter()
+        found = super().step(keep_length, feed, width, cancelled)
+        if len(feed) <= 2:
+            self.step_s.append(time.perf_counter() - started_at)
+        return found
+
+
+def make_drafter(job: dict[str, Any], told: list[str]) -> Drafter:
+    folder = Path(job["folder"])
+    if budget := job.get("budget"):
+        draft = DraftSection(model=str(folder), memory_budget=budget)
+        return planned_drafter(draft, job["width"], told.append)
+    window = job.get("window", 0)
+    drafter = OnnxDrafter(folder, threads=job["threads"], window=window, chunk=job.get("chunk", 64))
+    if window:
+        drafter.restrict(window, job["width"])
+    return drafter
+
+
+async def converse(job: dict[str, Any], drafter: Drafter, transport: Transport) -> tuple[int, int]:
+    """A conversation whose every prompt is all that was said before; the tokens generated, and how
+    many of them are not the verifier's."""
+    rng = np.random.default_rng(1)
+    options = AgentOptions(policy=named_policy(width=job["width"]), run_ahead=RunAhead.NEVER)
+    agent = Agent(transport, drafter, lambda text: [], lambda prompt: _NoText(), options)
+    history: list[int] = []
+    made = wrong = 0
+    try:
+        for turn in range(job["turns"]):
+            new = rng.integers(1, drafter.info.vocabulary_size, job["prompt"])
+            history += [int(token) for token in new]
+            sampling = SamplingParams(temperature=0.7, seed=turn, max_tokens=job["tokens"])
+            async for chunk in agent.generate(history, sampling):
+                size = drafter.info.vocabulary_size
+                wanted = [random_token(len(history) + at, size) for at in range(len(chunk.tokens))]
+                wrong += sum(a != b for a, b in zip(chunk.tokens, wanted, strict=True))
+                history += chunk.tokens
+                made += len(chunk.tokens)
+    finally:
+        await agent.close()
+    return made, wrong
+
+
+def random_token(position: int, vocabulary_size: int) -> int:
+    """The verifier's token there, whatever came before."""
+    return 1 + (position * 2654435761 >> 7) % (vocabulary_size - 1)
+
+
+def held_hard(group: ControlGroup, budget: int, runtime: int) -> int:
+    """Limit the group this process is in to ``budget``, less what the process has resident and is
+    charged to others, such as libraries that were in the system's cache; the limit."""
+    limit = budget - max(0, runtime - group.usage)
+    group.set_limit(limit)
+    return limit
+
+
+class _NoText:
+    """No text is wanted, tokens alone."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def predicted(job: dict[str, Any], runtime: int) -> dict[str, int]:
+    folder = Path(job["folder"])
+    variant = exported_variant(folder, read_config(folder))
+    settings = DraftSettings(
+        job.get("window") or variant.context_length,
+        job["width"],
+        job.get("chunk", 64),
+        job["threads"],
+    )
+    return {term.name: term.bytes for term in memory_terms(variant, settings, runtime)}
+
+
+def be_device(job: dict[str, Any]) -> None:
+    """Load a draft, chat with a verifier, print a JSON object with what it took."""
+    transport = connect(job["verifier"])  # before the draft, as in an agent
+    runtime = resident_bytes()
+    told: list[str] = []
+    limit = 0
+    if group := job.get("group"):
+        found = ControlGroup(Path(group["path"]), group["version"])
+        most = parse_budget(job["budget"]).resolve(machine_memory())
+        limit = held_hard(found, most, runtime)
+    timed = Timed(make_drafter(job, told))
+    if fill := job.get("fill"):  # the whole window, whatever the chat comes to
+        timed.begin(1, SamplingParams(temperature=0.7))
+        timed.step(0, [1 + token % 1000 for token in range(fill)], job["width"])
+    made, wrong = asyncio.run(converse(job, timed, transport))
+    steps = timed.step_s[5:] or [0.0]
+    result = {
+        "peak": peak_bytes(),
+        "tokens": made,
+        "wrong": wrong,
+        "limit": limit,
+        "steps": len(timed.step_s),
+        "step_ms": statistics.median(steps) * 1e3,
+        "longest_step_ms": max(steps) * 1e3,
+        "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+        "told": told,
+    }
+    if not job.get("budget"):
+        result["terms"] = predicted(job, runtime)
+    print(json.dumps(result))
+
+
+# --- the verifier of it ---------------------------------------------------------------------------
 
 
 class RandomText:
@@ -86,11 +283,8 @@ class RandomText:
         positions = [root]
         for parent in request.parents:
             positions.append(positions[1 + parent] + 1 if parent >= 0 else root + 1)
-        tokens = [
-            1 + (position * 2654435761 >> 7) % (self._info.vocabulary_size - 1)
-            for position in positions
-        ]
-        return PassResult(request.key, tuple(tokens))
+        size = self._info.vocabulary_size
+        return PassResult(request.key, tuple(random_token(at, size) for at in positions))
 
 
 # --- drafts of real models' shapes: memory depends on sizes alone, so the weights are random ------
@@ -106,7 +300,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, int, str]] = {
 """As of the bundled draft, two between, SmolLM2-135M and Qwen3-0.6B."""
 
 
-class _RandomCheckpoint(Checkpoint):
+class _RandomCheckpoint:
     """Every tensor that is asked for, of small random numbers; no biases."""
 
     def __init__(self, folder: Path) -> None:
@@ -124,8 +318,10 @@ class _RandomCheckpoint(Checkpoint):
         return product
 
 
-def _random_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
+def _random_matrix(weight: NDArray[np.float32], bits: int) -> object:
     """No two alike: the runtime keeps equal ones once."""
+    from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix
+
     rows, columns = weight.shape
     blocks = -(-columns // BLOCK_SIZE)
     rng = np.random.default_rng(int(abs(weight[0, 0]) * 1e9))
@@ -163,8 +359,12 @@ def make_draft(
     bits: int = 4,
     context_length: int = 4096,
     kv_type: KvType = KvType.FLOAT32,
-) -> DraftManifest:
+) -> None:
     """Write the draft of shape ``name`` into ``folder``."""
+    from unittest import mock
+
+    from edgespec.device.export import export, export_graph
+
     source = folder.parent / f"{folder.name}.source"
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(json.dumps(config_of(name, context_length)))
@@ -173,7 +373,7 @@ def make_draft(
         mock.patch.object(export, "Checkpoint", _RandomCheckpoint),
         mock.patch.object(export_graph, "quantize_matrix", _random_matrix),
     ):
-        return export.export_draft(
+        export.export_draft(
             source, folder, info, bits=bits, context_length=context_length, kv_type=kv_type
         )
 
@@ -196,18 +396,15 @@ class Case:
 
 async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[str, Any]:
     """What one fresh device process tells of itself; ``joining`` goes before its command."""
+    from edgespec.core.verifier.engine_events import EngineLimits
+    from edgespec.verifier.daemon import Verifier
+    from edgespec.wire.codec import WireLimits
+    from edgespec.wire.grpc_server import GrpcServer
+
     folder = root / case.folder
     if not (folder / "edgespec.json").exists():
-        code = (
-            "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
-            " from memory import make_draft; from edgespec.core.device.memory import KvType;"
-            " make_draft(Path(sys.argv[2]), sys.argv[3], bits=int(sys.argv[4]),"
-            " context_length=int(sys.argv[5]), kv_type=KvType(sys.argv[6]))"
-        )
-        arguments = (str(HERE), str(folder), case.shape, str(case.bits), str(case.context))
-        maker = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, *arguments, case.kv_type
-        )
+        made = [str(folder), case.shape, case.bits, case.context, case.kv_type]
+        maker = await asyncio.create_subprocess_exec(*PYTHON, MAKE, json.dumps(made))
         assert await maker.wait() == 0
     address = f"unix:{root}/verifier-{os.getpid()}"
     verifier = Verifier(RandomText(case.shape), Limits(context_length=CONTEXT), EngineLimits())
@@ -219,11 +416,7 @@ async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[
     job = {"turns": 4, "prompt": 200, "tokens": 40} | job
     try:
         child = await asyncio.create_subprocess_exec(
-            *joining,
-            *SMALL_STACKS,
-            sys.executable,
-            str(HERE / "memory_device.py"),
-            json.dumps(job),
+            *(*joining, *SMALL_STACKS, *PYTHON, DEVICE, json.dumps(job)),
             stdout=asyncio.subprocess.PIPE,
         )
         out, _ = await child.communicate()
@@ -288,9 +481,6 @@ async def predict(large: bool, root: Path) -> None:
             f" {job['chunk']} | {expected / MIB:.1f} | {peak / MIB:.1f} | {errors[-1]:+.1%} |",
             flush=True,
         )
-        if os.environ.get("EDGESPEC_TERMS"):
-            told = {name: round(size / MIB, 1) for name, size in found["terms"].items()}
-            print(told, round(found["loaded"] / MIB, 1), round(found["closed"] / MIB, 1))
     print(
         f"\nerror of the prediction: median {statistics.median(map(abs, errors)):.1%},"
         f" from {min(errors):+.1%} to {max(errors):+.1%}"
@@ -304,7 +494,7 @@ def chat(shape: str, kv_type: str, budget: str) -> Case:
 
 
 # The budget is what so long a window takes, and this much more: a little above a plan's margin.
-_TRIED_WINDOW, _SPARE, _SPARE_SHARE = 384, 12 * MIB, 0.07
+_TRIED_WINDOW, _SPARE, _SPARE_SHARE = 384, 16 * MIB, 0.07
 LIMITED = [
     ("1M", 4, "float32"),
     ("5M", 32, "float32"),
@@ -372,21 +562,73 @@ def _planned_mib(line: str) -> float:
     return float(line.partition(":")[2].split()[0].replace(",", ""))
 
 
+# --- the time of a step --------------------------------------------------------------------------
+
+
+def step(shape: str, rounds: int, cached: int = 300) -> None:
+    """Medians, with the tenth and the ninth of ten parts."""
+    from edgespec.device.export.export import export_draft
+
+    sampling, samples = SamplingParams(max_tokens=64), dict[str, list[float]]()
+    with tempfile.TemporaryDirectory() as scratch:
+        drafters: dict[str, OnnxDrafter] = {}
+        for bits in (4, 8, 32):
+            out = Path(scratch) / str(bits)
+            if shape:
+                make_draft(out, shape, bits=bits)
+            else:
+                source = resolve_model("bundled", Role.DRAFT)
+                export_draft(source, out, model_info(source), bits=bits)
+            size_mb = (out / "model.onnx").stat().st_size / 1e6
+            name = f"{bits:2d} bits ({size_mb:.1f} MB)"
+            drafters[name] = OnnxDrafter(out)
+            drafters[name].begin(cached, sampling)
+            drafters[name].step(0, list(range(3, 3 + cached)), 2)
+        for number in range(rounds + 2):
+            for name, drafter in drafters.items():
+                began_s = time.perf_counter()
+                drafter.step(cached - 1, [7], 2)
+                if number >= 2:  # the first rounds warm up
+                    samples.setdefault(name, []).append(1e3 * (time.perf_counter() - began_s))
+    for name, found in samples.items():
+        low, *_, high = statistics.quantiles(found, n=10)
+        print(f"{name:20s} {statistics.median(found):7.2f} ms a step ({low:.2f} to {high:.2f})")
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+DEVICE, MAKE = "device", "make"
+"""As the first argument: what the processes do that this program starts."""
+PYTHON = (sys.executable, str(Path(__file__).resolve()))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("predict", "cgroup"))
+    match sys.argv[1:]:
+        case [what, job] if what == DEVICE:
+            return be_device(json.loads(job))
+        case [what, made] if what == MAKE:
+            folder, shape, bits, context, kv_type = json.loads(made)
+            kind = KvType(kv_type)
+            return make_draft(Path(folder), shape, bits=bits, context_length=context, kv_type=kind)
+    from edgespec.bench.report import machine, versions
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("predict", "cgroup", "step"))
     parser.add_argument("--large", action="store_true", help="0.6B shapes, minutes and gigabytes")
     parser.add_argument("--from", type=int, default=1, dest="first", help="of cgroup's rows")
+    parser.add_argument("--shape", default="", choices=("", *SHAPES), help="of step's draft")
+    parser.add_argument("--rounds", type=int, default=400, help="of steps")
     parser.add_argument("--drafts", type=Path, help="keep the drafts here (default: nowhere)")
     options = parser.parse_args()
-    print(machine(), versions())
+    print(machine(), versions(), sep="\n")
+    if options.what == "step":
+        return step(options.shape, options.rounds)
     with tempfile.TemporaryDirectory() as name:
         root = options.drafts or Path(name)
         root.mkdir(parents=True, exist_ok=True)
-        work = {
-            "predict": predict,
-            "cgroup": partial(cgroup, first=options.first),
-        }[options.what]
+        work = predict if options.what == "predict" else partial(cgroup, first=options.first)
         try:
             asyncio.run(work(options.large, root))
         except NoControlGroup as why:

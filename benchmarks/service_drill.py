@@ -27,35 +27,37 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
 import itertools
 import json
 import math
-import os
 import random
 import signal
 import ssl
 import sys
 import tempfile
 import time
-from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import grpc
-import grpc.aio
-from honest_devices import PATIENT, Request, make_requests, toy_text
-from hostile_clients import KINDS, OVER, SERVICE, Client, again_and_again
-from load_processes import START_WITHIN_S, line_of, ready_verifier, start
+from honest_devices import PATIENT, Request, make_requests, toy_answers
+from hostile_clients import WRONG_KEYS, Hostile
+from watched_verifier import START_WITHIN_S, Verifier, kill, make_keys
 
 from edgespec.bench.report import machine, versions
-from edgespec.config import AgentConfig, DeviceTlsSection, DraftSection
-from edgespec.config.key_file import KeyEntry, KeyFile, load_keys, new_key, save_keys
+from edgespec.config import (
+    AgentConfig,
+    DeviceTlsSection,
+    DraftSection,
+    LimitsSection,
+    PacingSection,
+    ServerTlsSection,
+    VerifierConfig,
+)
+from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.device.agent import Agent, GenerationError
@@ -63,7 +65,7 @@ from edgespec.device.build import build_agent
 from edgespec.wire.certificates import make_ca, make_server
 
 FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")
-LEAVER, FLOODER = "leaver", "flooder"
+LEAVER, FLOODER, KEYS = "leaver", "flooder", "keys.yaml"
 DRAIN_S = 2.0
 LEAVERS = 6
 REVOKED_WITHIN_S = 1.0
@@ -85,15 +87,7 @@ def make_files(folder: Path) -> None:
     """A CA, a certificate, the keys, and each device's own one."""
     make_ca(folder)
     make_certificate(folder)
-    made = {name: new_key() for name in (*FLEETS, LEAVER, FLOODER)}
-    limits = {FLOODER: 4}
-    entries = {
-        name: KeyEntry(sha256, max_sessions=limits.get(name, 0))
-        for name, (_, sha256) in made.items()
-    }
-    save_keys(folder / "keys.yaml", KeyFile(entries))
-    for name, (key, _) in made.items():
-        (folder / f"{name}.key").write_text(key)
+    make_keys(folder, {**dict.fromkeys((*FLEETS, LEAVER), 0), FLOODER: 4})
 
 
 def make_certificate(folder: Path) -> None:
@@ -102,48 +96,23 @@ def make_certificate(folder: Path) -> None:
     make_server(folder, ["127.0.0.1"])
 
 
-class Service:
-    """One verifier process; several share a folder of files."""
+class Service(Verifier):
+    """One verifier of the service; several share a folder of files."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, name: str = "verifier") -> None:
-        self.options, self.folder, self.port = options, folder, 0
-        self.log, self.keys_path = folder / f"{name}.log", folder / "keys.yaml"
-        self.process: Process | None = None
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        certificate, key = str(self.folder / "server.pem"), str(self.folder / "server.key")
-        sessions = str(2 * self.options.devices + 32)
-        with self.log.open("a") as log:
-            self.process, self.port = await ready_verifier(
-                *("--model", "toy", "--port", str(self.port)),
-                *(
-                    "--pass-ms",
-                    str(self.options.pass_ms),
-                    "--set",
-                    f"limits.max_sessions={sessions}",
-                ),
-                *("--tls-cert", certificate, "--tls-key", key, "--keys", str(self.keys_path)),
-                *("--set", f"drain_s={DRAIN_S}"),
-                stderr=log,
-            )
+    def __init__(self, options: argparse.Namespace, folder: Path, name: str) -> None:
+        certificate, key = str(folder / "server.pem"), str(folder / "server.key")
+        config = VerifierConfig(
+            model="toy",
+            pacing=PacingSection(options.pass_ms),
+            limits=LimitsSection(max_sessions=2 * options.devices + 32),
+            tls=ServerTlsSection(certificate, key),
+            keys=str(folder / KEYS),
+            drain_s=DRAIN_S,
+        )
+        super().__init__(config, folder, name=name)
 
     def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
         self.process.send_signal(number)
-
-    async def end(self) -> int:
-        assert self.process is not None
-        return await asyncio.wait_for(self.process.wait(), START_WITHIN_S)
-
-    async def kill(self) -> None:
-        """For the end of a run that went wrong."""
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
 
     async def shows(self, certificate: str) -> bool:
         """Whether a new connection is shown it."""
@@ -153,71 +122,10 @@ class Service:
 
     async def reloaded(self, count: int) -> None:
         """Wait until the log tells of so many reloads."""
-        await until(lambda: self.log.read_text().count("reload: ") >= count, START_WITHIN_S)
+        await until(lambda: self.log.count("reload: ") >= count, START_WITHIN_S)
 
-
-# --- clients that mean harm ----------------------------------------------------------------------
 
 FLOOD = ("stale-drafts", "wide-roots", "open-cancel", "info", "long-prompts", "no-open")
-WRONG_KEY_CLIENTS = 40
-
-
-class KeyedChannel:
-    """A channel whose every call shows a key; for the clients of ``hostile_clients.py``."""
-
-    def __init__(self, channel: Any, key: str) -> None:
-        self._channel, self._metadata = channel, (("authorization", f"Bearer {key}"),)
-
-    def stream_stream(self, *arguments: Any) -> Any:
-        return functools.partial(self._channel.stream_stream(*arguments), metadata=self._metadata)
-
-    def unary_unary(self, *arguments: Any) -> Any:
-        return functools.partial(self._channel.unary_unary(*arguments), metadata=self._metadata)
-
-
-async def try_keys(channel: Any, dice: random.Random, tally: Counter[str]) -> None:
-    """Another wrong key each time, at both calls."""
-    while True:
-        keyed = KeyedChannel(channel, f"edgespec-{dice.randbytes(32).hex()}")
-        try:
-            if dice.random() < 0.5:
-                await keyed.unary_unary(f"{SERVICE}Info", None, None)(b"")
-            else:
-                call = keyed.stream_stream(f"{SERVICE}Speculate", None, None)()
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            tally["let in"] += 1
-        except OVER as error:
-            code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
-            tally["other" if code is None else code.name] += 1
-
-
-async def hostile(what: str, port: str, folder: Path, seconds: float) -> None:
-    """``wrong-keys`` tries another key with each call, forty calls at a time; ``flood`` plays some
-    kinds of ``hostile_clients.py`` at once, all with one key. Prints a JSON object with what became
-    of the calls; then the process is gone, its streams open."""
-    os.nice(10)
-    tally = Counter[str]()
-    roots = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
-    local = [("grpc.use_local_subchannel_pool", 1)]
-    channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", roots, options=local)
-    work = []
-    if what == "wrong-keys":
-        for number in range(WRONG_KEY_CLIENTS):
-            work.append(try_keys(channel, random.Random(number), tally))
-    else:
-        keyed: Any = KeyedChannel(channel, (folder / f"{FLOODER}.key").read_text())
-        nowhere: Any = None  # these kinds need no link of their own
-        for name in FLOOD:
-            for number in range(KINDS[name].clients):
-                dice = random.Random(f"{name} {number}")
-                client = Client(nowhere, keyed, dice, tally, 4096)
-                work.append(again_and_again(client, KINDS[name].act))
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await asyncio.gather(*work)
-    print(json.dumps(dict(tally)), flush=True)
-    os._exit(0)  # its streams die with it
 
 
 # --- the devices -------------------------------------------------------------------------------
@@ -268,7 +176,7 @@ class Streamer:
         return self.knows != self.drills.addresses
 
     def _agent(self) -> Agent:
-        folder, self.knows = self.drills.service.folder, self.drills.addresses
+        folder, self.knows = self.drills.folder, self.drills.addresses
         return build_agent(
             AgentConfig(
                 verifier=self.knows,
@@ -276,7 +184,7 @@ class Streamer:
                 tokenizer="toy",
                 draft=DraftSection(model="toy" if self.drafting else "none"),
                 tls=DeviceTlsSection(ca=str(folder / "ca.pem")),
-                api_key_file=str(folder / f"{self.key}.key"),
+                api_key_file=str(folder / self.key),
                 reconnect=PATIENT,
             )
         )
@@ -319,8 +227,10 @@ class Streamer:
 class Drills:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         make_files(folder)
-        self.options, self.service = options, Service(options, folder)
+        self.options, self.folder = options, folder
+        self.service = Service(options, folder, "first")
         self.second = Service(options, folder, "second")
+        self.hostile = Hostile()
         self.addresses: tuple[str, ...] = ()
         """Of the verifiers that devices may use."""
         self.now, self.waits_s = Outcome("warm-up"), list[float]()
@@ -330,10 +240,7 @@ class Drills:
         self.devices: list[Streamer] = []
 
     async def run(self) -> None:
-        requests = [
-            Request(one.prompt, one.sampling, toy_text(one))
-            for one in make_requests(12, self.options.seed, 160)
-        ]
+        requests = toy_answers(make_requests(12, self.options.seed, 160))
         await self.service.start()
         self.addresses = (self.service.address,)
         keys = [FLEETS[number % len(FLEETS)] for number in range(self.options.devices)]
@@ -347,8 +254,8 @@ class Drills:
                 ("calm", calm),
                 ("rotation", self._rotation()),
                 ("revocation", self._revocation()),
-                ("wrong-keys", self._hostile("wrong-keys")),
-                ("flood", self._hostile("flood")),
+                (WRONG_KEYS, self._hostile(WRONG_KEYS)),
+                ("flood", self._hostile(*FLOOD)),
                 ("restart", self._restart()),
             ):
                 await self._drill(name, work)
@@ -363,12 +270,7 @@ class Drills:
                 task.cancel()
             ended = await asyncio.gather(*living, return_exceptions=True)
         self.findings += [f"a device failed: {e!r}" for e in ended if isinstance(e, Exception)]
-        self.second.signal(signal.SIGTERM)
-        if status := await self.second.end():
-            self.findings.append(f"the second verifier's exit status is {status}")
-        for service in (self.service, self.second):
-            if "Traceback" in (log := service.log.read_text()):
-                self.findings.append(f"a traceback: {log[log.index('Traceback') :][:3000]}")
+        self.findings += await self.second.stop()
 
     async def _drill(self, name: str, work: Any) -> None:
         for device in self.devices:
@@ -395,9 +297,9 @@ class Drills:
         await self.service.reloaded(self.reloads)
 
     async def _rotation(self) -> None:
-        certificate = self.service.folder / "server.pem"
+        certificate = self.folder / "server.pem"
         for _ in range(3):
-            make_certificate(self.service.folder)
+            make_certificate(self.folder)
             await self._reload()
             if not await self.service.shows(certificate.read_text()):
                 self.findings.append("rotation: the new certificate is not shown")
@@ -412,7 +314,7 @@ class Drills:
 
     async def _revocation(self) -> None:
         await asyncio.sleep(self.options.seconds / 4)
-        path = self.service.keys_path
+        path = self.folder / KEYS
         left = {name: one for name, one in load_keys(path).keys.items() if name != LEAVER}
         save_keys(path, KeyFile(left))
         asked_s = time.perf_counter()
@@ -425,22 +327,20 @@ class Drills:
         self.now.notes |= {"ended": len(took), "longest_s": round(max(took, default=0.0), 3)}
         await asyncio.sleep(self.options.seconds * 3 / 4)
 
-    async def _hostile(self, what: str) -> None:
-        service, seconds = self.service, str(self.options.seconds)
-        process = await start(
-            "service_drill.py", what, str(service.port), str(service.folder), seconds
-        )
-        tally = json.loads(await line_of(process))
-        await process.wait()
+    async def _hostile(self, *kinds: str) -> None:
+        """``hostile_clients.py``, all with one key."""
+        seconds, key, ca = self.options.seconds, self.folder / FLOODER, self.folder / "ca.pem"
+        await self.hostile.start(self.service, kinds, seconds, key=key, ca=ca)
+        tally = Counter[str]()
+        for found in (await self.hostile.play()).values():
+            tally.update(found)
         self.now.notes |= tally
-        if what == "wrong-keys" and (tally.get("let in") or not tally.get("UNAUTHENTICATED")):
+        if WRONG_KEYS in kinds and (tally["let in"] or not tally["UNAUTHENTICATED"]):
             self.findings.append(f"wrong-keys: {tally}")
 
     async def _restart(self) -> None:
         asked_s = time.perf_counter()
-        self.service.signal(signal.SIGTERM)
-        if status := await self.service.end():
-            self.findings.append(f"restart: the exit status is {status}")
+        self.findings += await self.service.stop()
         ended_s = time.perf_counter()
         await self.service.start()
         ready_s = time.perf_counter()
@@ -460,9 +360,7 @@ class Drills:
     async def _drain(self) -> None:
         """The first verifier goes for good."""
         asked_s, moved = time.perf_counter(), sum(one.failovers for one in self.devices)
-        self.service.signal(signal.SIGTERM)
-        if status := await self.service.end():
-            self.findings.append(f"drain: the exit status is {status}")
+        self.findings += await self.service.stop()
         ended_s = time.perf_counter()
         self.now.notes["ended_after_s"] = round(ended_s - asked_s, 2)
         await asyncio.sleep(max(3.0, self.options.seconds))
@@ -481,17 +379,12 @@ class Drills:
 
 def line(outcome: Outcome) -> str:
     notes = ", ".join(f"{name} {value}" for name, value in outcome.notes.items())
+    waits = (outcome.p50_s, outcome.p99_s, outcome.stall_s)
     return (
-        f"{outcome.name:12} {outcome.texts:6} {outcome.tokens:8} {len(outcome.lost):5}"
-        f" {len(outcome.wrong):6} {outcome.reconnects:11} {outcome.p50_s * 1e3:7.0f}"
-        f" {outcome.p99_s * 1e3:7.0f} {outcome.stall_s * 1e3:10.0f}   {notes}"
+        f"{outcome.name}: {outcome.texts} texts, {outcome.tokens} tokens, {len(outcome.lost)} lost,"
+        f" {len(outcome.wrong)} wrong, {outcome.reconnects} reconnects; waits of"
+        f" {' '.join(f'{1e3 * wait:.0f}' for wait in waits)} ms (p50, p99, longest)   {notes}"
     )
-
-
-HEAD = (
-    f"{'':12} {'texts':>6} {'tokens':>8} {'lost':>5} {'wrong':>6} {'reconnects':>11}"
-    f" {'p50 ms':>7} {'p99 ms':>7} {'stall ms':>10}"
-)
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -502,15 +395,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> Drills:
     try:
         await drills.run()
     finally:
-        await drills.service.kill()
-        await drills.second.kill()
+        for part in (drills.service, drills.second, drills.hostile):
+            await kill(part)
     return drills
 
 
 def main() -> int:
-    if sys.argv[1:2] in (["wrong-keys"], ["flood"]):
-        what, port, folder, seconds = sys.argv[1:]
-        asyncio.run(hostile(what, port, Path(folder), float(seconds)))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -520,7 +410,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(HEAD, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         drills = asyncio.run(measure(options, Path(folder)))
     for finding in drills.findings:

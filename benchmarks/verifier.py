@@ -10,8 +10,6 @@ For each count of sessions and rows (one fed token and a tree of the others):
   the model; ``choose``: choosing the tokens; ``outside``: all the rest.
 * ``roofline``: the greater of two times, for reading the weights and the cached keys and values
   at the bandwidth that this program measures first, and for the arithmetic at the measured rate.
-* ``library``: the model's own forward with a ``DynamicCache`` and one argmax, in turns with ours;
-  it gets chains, since it knows no trees, and our linear layers where weights are packed.
 
 The cache holds random rows: what a pass takes does not depend on them.
 """
@@ -257,38 +255,13 @@ class Bench:
         return {"pass": whole, **parts, "outside": whole - sum(parts.values())}
 
 
-def library_pass(bench: Bench, sessions: int, rows: int, context: int) -> Callable[[], object]:
-    """The model's forward with its own cache and attention, and the tokens."""
-    config, pool = bench.config, bench.pool
-    shape = (sessions, config.num_key_value_heads, context, bench.head_dim)
-    layers = config.num_hidden_layers
-    cache = transformers.DynamicCache(config=config)
-    for layer in range(layers):
-        states = torch.zeros(shape, dtype=pool.data.dtype, device=pool.data.device)
-        cache.update(states, states.clone(), layer)
-    ids = torch.full((sessions, rows), 5, device=pool.data.device)
-    ours = config._attn_implementation
-
-    def run() -> object:
-        bench.model.set_attn_implementation("sdpa")
-        with torch.inference_mode():
-            logits = bench.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-            chosen: list[int] = logits.argmax(dim=-1).tolist()
-            cache.crop(-rows)
-        bench.model.set_attn_implementation(ours)
-        return chosen
-
-    return run
-
-
 def measure(
     bench: Bench, sessions: int, rows: int, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Seconds of every pass by part, ours and the library's in turns."""
+    """Seconds of every pass by part."""
     samples: dict[str, list[float]] = {}
     room = 2 * (args.passes + 3) + rows
     bench.open(sessions, args.context, room)
-    library = None if args.no_library else library_pass(bench, sessions, rows, args.context)
     cached, step = args.context, 2 if rows > 2 else 1
     gc.collect()
     gc.disable()
@@ -296,10 +269,6 @@ def measure(
         requests = bench.requests(cached, rows)
         found = bench.run(requests)
         cached += step
-        if library is not None:
-            began = bench.clock.now()
-            library()
-            found["library"] = bench.clock.now() - began
         if number >= 2:  # the first ones warm up
             for name, seconds in found.items():
                 samples.setdefault(name, []).append(seconds)
@@ -334,7 +303,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--packed", action=argparse.BooleanOptionalAction, default=True, help="packed weights"
     )
-    parser.add_argument("--no-library", action="store_true", help="without transformers' forward")
     parser.add_argument("--json", type=Path, help="leave all samples there")
     return parser.parse_args()
 
@@ -360,7 +328,6 @@ def main() -> int:
         f" a session; {roof.bytes_per_s / 1e9:.1f} GB/s, {roof.flops_per_s / 1e9:.0f} GFLOP/s"
     )
     parts = ["pass", "model", "choose", "outside"]
-    parts += ["library"] * (not args.no_library)
     print(f"{'sessions':>8} {'rows':>4} {'roofline':>9} {'share':>6}", end=" ")
     print(" ".join(f"{name:>22}" for name in parts), "  ms, median (10 % to 90 %)")
     results = []

@@ -1,12 +1,11 @@
-"""The verifier command as users run it, in a process that a bench can look into.
+"""The verifier command as users run it, in a process that a bench can look into; and the parent's
+side of that process and of others.
 
-    python benchmarks/watched_verifier.py REPORT [--profile FILE] [--table]
-    [options of edgespec verifier]
+    python benchmarks/watched_verifier.py REPORT [--table] [options of edgespec verifier]
 
 At SIGUSR1 it writes a JSON object to REPORT: its asyncio tasks, sessions, streams, key-value blocks
 held, passes and their rows, the messages taken and sent so far, by type, the CPU time of the event
 loop's thread, of the target's and of the whole process, and when the latest passes were started.
-``--profile`` runs it under cProfile and leaves the statistics of the event loop's thread in FILE.
 ``--table`` looks the toy target's tokens up in a table: a model on an accelerator takes no time
 from the event loop, and the toy's own arithmetic would. Nothing else differs.
 """
@@ -14,8 +13,6 @@ from the event loop, and the toy's own arithmetic would. Nothing else differs.
 from __future__ import annotations
 
 import asyncio
-import cProfile
-import gc
 import importlib
 import json
 import os
@@ -23,20 +20,164 @@ import signal
 import sys
 import threading
 import time
+from asyncio.subprocess import PIPE, Process
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from edgespec.__main__ import main as edgespec
+from edgespec.config import VerifierConfig, dump_config
+from edgespec.config.key_file import KeyEntry, KeyFile, new_key, save_keys
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import Draft, Message
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.models.toy import TOY_MODEL
 
+HERE = Path(__file__).resolve().parent
+# Also for a loaded machine.
+START_WITHIN_S = 120.0
+UPLINK = ("Open", "Draft", "Received", "Cancel")
 # Of a point of ``daemon_load.py``: half a minute of passes.
 _STARTS_KEPT = 1_200
+
+
+# --- the parent's side ---------------------------------------------------------------------------
+
+
+async def start(script: str, *arguments: str, stderr: Any = None) -> Process:
+    """A script of this folder in a process of its own, with pipes to and from it."""
+    paths = os.pathsep.join((str(HERE.parent), str(HERE.parent / "sim")))
+    command = (sys.executable, str(HERE / script), *arguments)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, stderr=stderr, env=environment, limit=1 << 26
+    )
+
+
+async def line_of(process: Process, within_s: float = START_WITHIN_S) -> str:
+    """The next line that the process prints. Raises ``RuntimeError`` when there is none."""
+    assert process.stdout is not None
+    async with asyncio.timeout(within_s):
+        line = (await process.stdout.readline()).decode()
+    if not line:
+        raise RuntimeError(f"process {process.pid} ended with {await process.wait()}")
+    return line
+
+
+async def tell(process: Process, word: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{word}\n".encode())
+    await process.stdin.drain()
+
+
+async def kill(part: Any) -> None:
+    """End the ``process`` of ``part``, if it has one yet, for the end of a run that went wrong."""
+    process: Process | None = getattr(part, "process", None)
+    if process is not None:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def make_keys(folder: Path, max_sessions: Mapping[str, int]) -> str:
+    """A key for each name, in a file of that name, with its bound (0: none); the verifier's file of
+    them."""
+    entries: dict[str, KeyEntry] = {}
+    for name, bound in max_sessions.items():
+        key, digest = new_key()
+        (folder / name).touch(0o600)
+        (folder / name).write_text(key)
+        entries[name] = KeyEntry(digest, max_sessions=bound)
+    path = folder / "keys.yaml"
+    save_keys(path, KeyFile(entries))
+    return str(path)
+
+
+class Verifier:
+    """The daemon in a process of its own, its log in a file; ``look`` says what it holds. Started
+    anew, it listens at the port that it had."""
+
+    process: Process
+
+    def __init__(
+        self, config: VerifierConfig, folder: Path, *flags: str, name: str = "verifier"
+    ) -> None:
+        self.port = self.context_length = self._looks = 0
+        self._log, self._report = folder / f"{name}.log", folder / f"{name}.json"
+        self._config, self._flags = folder / f"{name}.yaml", flags
+        self._config.write_text(dump_config(config))
+
+    async def start(self) -> None:
+        settings = ("--config", str(self._config), "--port", str(self.port))
+        with self._log.open("a") as log:
+            self.process = await start(
+                "watched_verifier.py", str(self._report), *self._flags, *settings, stderr=log
+            )
+        line = await line_of(self.process)
+        if "ready on" not in line:
+            raise RuntimeError(f"the verifier did not start: {line}{self.log}")
+        self._looks, self.port = 0, int(line.split(": ")[0].rpartition(":")[2])
+        self.context_length = int(line.rpartition("context ")[2])
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def resident_bytes(self) -> int:
+        """Memory of the process; 0 when it has died."""
+        try:
+            return int(psutil.Process(self.process.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
+
+    async def look(self) -> dict[str, Any]:
+        """Its own counts, and its memory, file descriptors and CPU time from outside."""
+        self._looks += 1
+        self.process.send_signal(signal.SIGUSR1)
+        for _ in range(1_000):
+            await asyncio.sleep(0.01)
+            if self._report.exists():
+                found: dict[str, Any] = json.loads(self._report.read_text())
+                if found["asked"] == self._looks:
+                    break
+        else:
+            raise RuntimeError("the verifier does not answer")
+        outside = psutil.Process(self.process.pid)
+        times = outside.cpu_times()
+        found["resident_bytes"] = outside.memory_info().rss
+        found["descriptors"] = outside.num_fds()
+        found["cpu_s"] = times.user + times.system
+        found["read"] = sum(found["messages"].get(name, 0) for name in UPLINK)
+        return found
+
+    async def stop(self, within_s: float = START_WITHIN_S) -> list[str]:
+        """End it as a supervisor does; the findings: another exit status than 0, tracebacks."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+        found = list[str]()
+        try:
+            status = await asyncio.wait_for(self.process.wait(), within_s)
+        except TimeoutError:
+            self.process.kill()
+            status = await self.process.wait()
+        if status:
+            found.append(f"the verifier's exit status is {status}")
+        log = self.log
+        if "Traceback" in log:
+            first = log[log.index("Traceback") :][:4_000]
+            found.append(f"{log.count('Traceback')} tracebacks; the first:\n{first}")
+        return found
+
+
+# --- the process itself --------------------------------------------------------------------------
 
 
 class MessageCounter:
@@ -61,7 +202,6 @@ def watch(report: Path) -> None:
         meter = server._meter = MessageCounter()
         submit, rows, asked = verifier._worker.submit, Counter[str](), 0
         starts: deque[float] = deque(maxlen=_STARTS_KEPT)
-        collecting = CollectorWatch()
 
         def counted(requests: Any, draft_steps: int = 0) -> Any:
             if requests:
@@ -90,7 +230,6 @@ def watch(report: Path) -> None:
                 "loop_cpu_s": time.thread_time(),
                 "target_cpu_s": sum(map(cpu_s, verifier._worker._thread._threads)),
                 "process_cpu_s": time.process_time(),
-                "gc_cpu_s": collecting.total_s,
                 "starts_s": list(starts),
             }
             draft = report.with_suffix(".part")
@@ -101,21 +240,6 @@ def watch(report: Path) -> None:
         return verifier, server
 
     command.build_verifier = build_watched
-
-
-class CollectorWatch:
-    """The CPU time that garbage collections take from whatever thread they happen in."""
-
-    def __init__(self) -> None:
-        self.total_s = self._began_s = 0.0
-        gc.callbacks.append(self._hear)
-
-    def _hear(self, phase: str, _: dict[str, int]) -> None:
-        now_s = time.thread_time()
-        if phase == "start":
-            self._began_s = now_s
-        else:
-            self.total_s += now_s - self._began_s
 
 
 def cpu_s(thread: threading.Thread) -> float:
@@ -215,21 +339,11 @@ def answer(prompt: Sequence[int], length: int) -> list[int]:
 def main() -> None:
     arguments = sys.argv[2:]
     watch(Path(sys.argv[1]))
-    profile = None
-    if arguments[:1] == ["--profile"]:
-        profile, arguments = Path(arguments[1]), arguments[2:]
     if "--table" in arguments:
         arguments.remove("--table")
         look_tokens_up()
     sys.argv = ["edgespec", "verifier", *arguments]
-    if profile is None:
-        edgespec()
-        return
-    profiler = cProfile.Profile()
-    try:
-        profiler.runcall(edgespec)
-    finally:
-        profiler.dump_stats(os.fspath(profile))
+    edgespec()
 
 
 if __name__ == "__main__":
