@@ -77,7 +77,7 @@ def named(names: str) -> tuple[str, ...]:
 CORE, SAMPLING, CONFIG, TELEMETRY, MODELS, WIRE = named(
     "core sampling config telemetry models wire"
 )
-DEVICE, VERIFIER, ENDPOINT, BENCH = named("device verifier endpoint bench")
+DEVICE, VERIFIER, ENDPOINT, BENCH, TRAINING = named("device verifier endpoint bench training")
 DRAFTERS, EXPORT, TARGETS = named("device.drafters device.export verifier.targets")
 VLLM = f"{VERIFIER}.engines.vllm"
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
@@ -131,6 +131,13 @@ FLOORS = (
     Floor(ARMS, (CORE,), HEAVY | IMPURE, stdlib_only=True),
     # Measures agents it is handed; links, models and processes are the command line's.
     Floor(BENCH, (*ENDS, DEVICE, VERIFIER, "edgespec.__version__"), HEAVY),
+    # Of a bench, its prompts and intervals; its libraries are loaded by the command that trains.
+    Floor(f"{TRAINING}.settings", (), HEAVY, stdlib_only=True),
+    Floor(
+        TRAINING,
+        (*BELOW, MODELS, EXPORT, TARGETS, *named("bench.prompts bench.measurement")),
+        HEAVY - {"torch", "transformers"},
+    ),
     Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
     Floor("edgespec.api", (*ENDS, DEVICE), HEAVY),
     # The simulator's commands run its worlds in processes and know the real clock; it does not.

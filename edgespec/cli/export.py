@@ -74,8 +74,7 @@ def export(
             return
         if out is None:
             raise ConfigError("OUT, the folder to write, is missing (only --inspect needs none)")
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            fail(f"{out} is not an empty folder; choose another", FAILED)
+        check_free(out)
         if optimum is None:
             _export(source, out, bits, context_length, kv_type)
         elif (context_length, kv_type) != (0, KvType.FLOAT32):
@@ -89,7 +88,7 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
         folder = resolve_model(source, Role.TARGET)
         check_checkpoint(folder)
         layers = Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True))
-        with _placed(out) as work, layers:
+        with placed(out) as work, layers:
             bar = layers.add_task("layers", total=None)
             manifest = export_draft(
                 folder,
@@ -112,7 +111,7 @@ async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) ->
     folder = resolve_model(source, Role.TARGET)
     if not (folder / "tokenizer.json").is_file():
         raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
-    with _placed(out) as work:
+    with placed(out) as work:
         vocabulary = await export_by_optimum(folder, work, bits, python)
     typer.echo(
         f"{out}: by Optimum, {bits} bits, {_graph_bytes(out) / 1e6:.1f} MB, vocabulary"
@@ -152,8 +151,14 @@ def _graph_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.onnx*"))
 
 
+def check_free(out: Path) -> None:
+    """Leaves with a word where ``out`` holds something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        fail(f"{out} is not an empty folder; choose another", FAILED)
+
+
 @contextmanager
-def _placed(out: Path) -> Iterator[Path]:
+def placed(out: Path) -> Iterator[Path]:
     """A folder to write to, which becomes ``out`` only if all went well."""
     with work_folder(out.parent) as work:
         work.chmod(0o755)  # as a folder made by anybody, not as a secret one

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "edgespec.cli.serve:serve",
     "doctor": "edgespec.cli.doctor:doctor",
     "export": "edgespec.cli.export:export",
+    "distill": "edgespec.cli.distill:distill",
     "bench": "edgespec.cli.bench:bench",
     "profile": "edgespec.cli.bench:profile",
     "plan": "edgespec_sim.commands.plan:plan",

@@ -174,11 +174,37 @@ def stoppable() -> Iterator[None]:
     block, in which nothing is awaited, a stopping signal ends the process at once, as it ends any
     other program; a half-written folder is taken away by the next start. The first process of a
     container gets no signal that it does not handle."""
-    ends: Any = _ends_at_once if os.getpid() == 1 else signal.SIG_DFL
+    with _answered_by(_ends_at_once if os.getpid() == 1 else signal.SIG_DFL):
+        yield
+
+
+@contextmanager
+def stop_asked() -> Iterator[Callable[[], None]]:
+    """For long work without an event loop: what is yielded raises ``Interrupted`` once a stopping
+    signal has come, and is to be called where a stop loses nothing. The second signal ends the
+    process at once."""
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+
+    def check() -> None:
+        if received:
+            raise Interrupted(received[0])
+
+    with _answered_by(stop):
+        yield check
+
+
+@contextmanager
+def _answered_by(handler: Any) -> Iterator[None]:
+    """``handler`` answers the stopping signals in this block, but for those that are ignored."""
     before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
     heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
     for number in heeded:
-        signal.signal(number, ends)
+        signal.signal(number, handler)
     try:
         yield
     finally:

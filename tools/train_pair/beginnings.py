@@ -1,21 +1,27 @@
 """Beginnings for the target to go on from: questions, requests, code and prose of the corpus.
 
+python -m tools.train_pair.beginnings build/prompts.jsonl
+
 A draft is asked on texts that begin as users' prompts do, so beginnings look like these: whole
 questions of the corpus, sentences put as a request, functions up to their docstring, plain cuts.
-Only training documents are cut, or only held-out ones; no prompt of an evaluation set is among
-them.
+Only training documents are cut; no prompt of an evaluation set is among them.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tools.train_pair.corpus import ASSISTANT, USER, Document
+from edgespec.models.folders import BUNDLED_FOLDER
+from tools.train_pair.corpus import ASSISTANT, USER, Document, documents
 
 LONGEST = 320  # tokens of a beginning
 CODE = ("cpython311_lib", "standard_library")
@@ -61,8 +67,8 @@ def cut(text: str, dice: random.Random) -> str:
 KINDS = {"question": question, "request": request, "function": function, "cut": cut}
 
 
-class Beginnings(Iterator[list[int]]):
-    """Endless beginnings as token ids, 4 to ``LONGEST`` long, drawn by ``seed``."""
+class Beginnings(Iterator[str]):
+    """Endless beginnings of 4 to ``LONGEST`` tokens, drawn by ``seed``."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: Tokenizer, seed: int) -> None:
         self._dice = random.Random(seed)
@@ -80,13 +86,35 @@ class Beginnings(Iterator[list[int]]):
         if not self._all:
             raise ValueError("there are 0 documents to cut beginnings from, at least 1 is needed")
 
-    def __next__(self) -> list[int]:
+    def __next__(self) -> str:
         while True:
             (kind,) = self._dice.choices(list(SHARES), list(SHARES.values()))
             groups = self._groups.get(kind, self._all)
             if not groups:
                 continue
             text = KINDS[kind](self._dice.choice(self._dice.choice(groups)), self._dice)
-            ids: list[int] = self._tokenizer.encode(text).ids
-            if 4 <= len(ids) <= LONGEST:
-                return ids
+            if 4 <= len(self._tokenizer.encode(text).ids) <= LONGEST:
+                return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    found = [document for document in documents() if not document.held_out]
+    sizes = Counter[str]()
+    for document in found:
+        sizes[document.source] += len(document.text)
+    shares = ", ".join(f"{source} {size / 1e6:.1f}" for source, size in sizes.most_common())
+    print(f"beginnings are cut from (million characters): {shares}")
+    tokenizer = Tokenizer.from_file(str(BUNDLED_FOLDER / "target" / "tokenizer.json"))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w", encoding="utf-8") as file:
+        for text in islice(Beginnings(found, tokenizer, args.seed), args.count):
+            file.write(json.dumps({"prompt": text}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

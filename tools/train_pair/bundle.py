@@ -1,8 +1,7 @@
-"""From the package to a folder where its draft is trained on, and back: the draft in float32 and as
-int4 ONNX.
+"""A trained draft into the package, and a damaged copy of the bundled one to try training on.
 
-python -m tools.train_pair.bundle unpack
-python -m tools.train_pair.bundle pack          # after ``distill``
+python -m tools.train_pair.bundle pack build/draft
+python -m tools.train_pair.bundle cripple build/crippled --noise 0.3
 """
 
 from __future__ import annotations
@@ -11,51 +10,50 @@ import argparse
 import shutil
 from pathlib import Path
 
-import torch
-from transformers import LlamaForCausalLM
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
-from edgespec.device.export.export import export_draft
+from edgespec.device.export.export import COPIED_FILES, export_draft
 from edgespec.models.folders import BUNDLED_FOLDER, model_info, trained_length
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
+WEIGHTS = "model.safetensors"
 
 
-def unpack(bundled: Path, folder: Path) -> None:
-    """Raises ``FileExistsError`` rather than write over a draft that is being trained."""
-    if (folder / "draft").exists():
-        raise FileExistsError(f"{folder / 'draft'} is there already: distill on, or remove it")
-    for role in ("target", "draft"):
-        (folder / role).mkdir(parents=True, exist_ok=True)
-        for name in MODEL_FILES:
-            shutil.copyfile(bundled / role / name, folder / role / name)
-    (folder / "tokenizer").mkdir(exist_ok=True)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(bundled / "target" / name, folder / "tokenizer" / name)
-
-
-def pack(folder: Path, bundled: Path) -> None:
-    checkpoint = folder / "edgespec-draft"
-    shutil.rmtree(checkpoint, ignore_errors=True)
-    draft = LlamaForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
-    draft.save_pretrained(checkpoint)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(folder / "tokenizer" / name, checkpoint / name)
+def pack(checkpoint: Path, bundled: Path) -> None:
+    """What ``edgespec distill`` wrote becomes the bundled draft: float32 and int4 ONNX."""
     out, length = bundled / "draft", trained_length(checkpoint)
     export_draft(checkpoint, out, model_info(checkpoint), bits=4, trained_length=length)
-    shutil.copyfile(checkpoint / "model.safetensors", out / "model.safetensors")
+    shutil.copyfile(checkpoint / WEIGHTS, out / WEIGHTS)
+
+
+def cripple(bundled: Path, out: Path, noise: float, seed: int) -> None:
+    """Write the bundled draft with normal noise on each matrix, ``noise`` times as wide as the
+    matrix's own numbers."""
+    dice = np.random.default_rng(seed)
+    out.mkdir(parents=True)
+    for name in COPIED_FILES:
+        if (bundled / "draft" / name).is_file():
+            shutil.copyfile(bundled / "draft" / name, out / name)
+    tensors = load_file(bundled / "draft" / WEIGHTS)
+    for name, weight in sorted(tensors.items()):
+        if weight.ndim == 2:
+            drawn = dice.standard_normal(weight.shape).astype(np.float32)
+            tensors[name] = weight + np.float32(noise * weight.std()) * drawn
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stage", choices=("unpack", "pack"))
-    parser.add_argument("--folder", type=Path, default=Path("build/pair"))
+    parser.add_argument("stage", choices=("pack", "cripple"))
+    parser.add_argument("folder", type=Path, help="to read, to write")
     parser.add_argument("--bundled", type=Path, default=BUNDLED_FOLDER)
+    parser.add_argument("--noise", type=float, default=0.3)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.stage == "unpack":
-        unpack(args.bundled, args.folder)
-    else:
+    if args.stage == "pack":
         pack(args.folder, args.bundled)
+    else:
+        cripple(args.bundled, args.folder, args.noise, args.seed)
 
 
 if __name__ == "__main__":

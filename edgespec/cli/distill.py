@@ -1,0 +1,311 @@
+"""``edgespec distill``: a draft learns to guess a target's tokens on a user's kind of text."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
+
+from edgespec.cli.export import DEFAULT_BITS, check_free, placed
+from edgespec.cli.options import option
+from edgespec.cli.running import FAILED, Interrupted, fail, reported, say, stop_asked
+from edgespec.config import ConfigError
+from edgespec.config.common import needs
+from edgespec.models.folders import (
+    BUNDLED,
+    DRAFT_MANIFEST,
+    ModelFolderError,
+    Role,
+    check_checkpoint,
+    check_folder,
+    model_info,
+    resolve_model,
+    weights_fingerprint,
+)
+from edgespec.models.tokenizer import TextTokenizer
+from edgespec.training.settings import Budget, LossName, TrainingSettings
+
+if TYPE_CHECKING:
+    from edgespec.training.distill import Judged, Progress, Verdict
+
+_DEFAULT_MINUTES: Final = 10.0
+_SAY_EVERY_S: Final = 10.0
+_WHAT, _TEXT, _HOW = "What is trained", "The text", "How"
+_DEFAULTS = TrainingSettings()
+_TARGET = option("Target, as of a verifier", panel=_WHAT)
+_DRAFT = option("Draft to begin with: a Hugging Face folder or Hub id", panel=_WHAT)
+_OUT = option("Folder to write; must not hold anything yet", "--out", panel=_WHAT)
+_RESUME = option("Go on with the run that was stopped or refused", "--resume", panel=_WHAT)
+_FORCE = option("Write the draft even if it is not better", "--force", panel=_WHAT)
+_PROMPTS = option(
+    "Prompts, after which the target writes: JSON Lines as for `bench --prompts`, or plain text;"
+    " may be given more than once",
+    metavar="FILE",
+    panel=_TEXT,
+)
+_TEXTS = option("Texts to learn from as they are, in the same formats", metavar="FILE", panel=_TEXT)
+_CHAT = option("Wrap prompts by the target's chat template", "--chat", panel=_TEXT)
+_TEMPERATURE = option(
+    "Of what is written; several take turns \\[default: 0 and 0.7]",
+    "--temperature",
+    "-t",
+    panel=_TEXT,
+)
+_LENGTH = option("Tokens of a text, half of them for its prompt", panel=_TEXT)
+_LOSS = option("What is made small; the papers are in docs/papers.md", panel=_HOW)
+_MINUTES = option(f"How long to train \\[default: {_DEFAULT_MINUTES:g}]", panel=_HOW)
+_STEPS = option("Train so many steps instead: the same seed, the same weights", panel=_HOW)
+_SEED = option("Of all chance", panel=_HOW)
+_BITS = option("Of the export to come: 4, 8 or 32", "--bits", panel=_HOW)
+_RATE = option("0: by the size of the draft", "--learning-rate", panel=_HOW)
+
+
+def distill(
+    out: Annotated[Path, _OUT],
+    target: Annotated[str, _TARGET] = BUNDLED,
+    draft: Annotated[str, _DRAFT] = BUNDLED,
+    resume: Annotated[bool, _RESUME] = False,
+    force: Annotated[bool, _FORCE] = False,
+    prompts: Annotated[list[Path] | None, _PROMPTS] = None,
+    texts: Annotated[list[Path] | None, _TEXTS] = None,
+    chat: Annotated[bool, _CHAT] = False,
+    temperature: Annotated[list[float] | None, _TEMPERATURE] = None,
+    length: Annotated[int, _LENGTH] = _DEFAULTS.length,
+    loss: Annotated[LossName, _LOSS] = _DEFAULTS.loss,
+    minutes: Annotated[float | None, _MINUTES] = None,
+    steps: Annotated[int | None, _STEPS] = None,
+    seed: Annotated[int, _SEED] = 0,
+    bits: Annotated[int, _BITS] = DEFAULT_BITS,
+    learning_rate: Annotated[float, _RATE] = 0.0,
+) -> None:
+    """Train a draft on a target and on texts like yours, so that more guesses are right.
+
+    Acceptance before and after is counted on texts that are held back; a draft that is not better
+    is not written. Ctrl-C keeps what was learned for --resume.
+
+    [dim]edgespec distill --prompts mine.jsonl --out ./mine[/]
+
+    [dim]edgespec distill --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --chat --prompts mine.jsonl
+    --minutes 60 --out ./mine[/]
+    """
+    with reported():
+        if bool(prompts) == bool(texts):
+            raise ConfigError("give either --prompts or --texts")
+        files = prompts or texts or []
+        if chat and (texts or any(file.suffix != ".jsonl" for file in files)):
+            raise ConfigError("--chat wraps the prompts of .jsonl files, and nothing else")
+        try:
+            heat = tuple(temperature or _DEFAULTS.temperatures)
+            settings = TrainingSettings(loss, seed, length, heat, bits, learning_rate)
+            if minutes is None and steps is None:
+                minutes = _DEFAULT_MINUTES
+            budget = Budget(steps or 0, minutes or 0.0)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        check_free(out)
+        job = _Job(target, draft, files, out, settings, chat=chat, recorded=bool(texts))
+        with needs("torch and transformers", "edgespec[server]"):
+            job.run(budget, resume=resume, force=force)
+
+
+class _Job:
+    """One training, from its files to its folder."""
+
+    def __init__(
+        self,
+        target: str,
+        draft: str,
+        files: Sequence[Path],
+        out: Path,
+        settings: TrainingSettings,
+        *,
+        chat: bool,
+        recorded: bool,
+    ) -> None:
+        self._out, self._settings, self._recorded = out, settings, recorded
+        self._files, self._chat = files, chat
+        self._kept = out.with_name(f"{out.name}.training")
+        self._target = resolve_model(target, Role.TARGET)
+        self._draft = resolve_model(draft, Role.DRAFT)
+        check_folder(self._target, Role.TARGET)
+        if (self._draft / DRAFT_MANIFEST).is_file() and not any(self._draft.glob("*.safetensors")):
+            raise ModelFolderError(
+                f"{self._draft}: an exported draft has no weights to be trained; give the"
+                " checkpoint that it was made from"
+            )
+        check_checkpoint(self._draft)
+        theirs, own = model_info(self._target), model_info(self._draft)
+        if theirs.vocabulary != own.vocabulary:
+            raise ModelFolderError(
+                f"the draft's vocabulary is {own.vocabulary}, the target's {theirs.vocabulary}: a"
+                " draft can only learn from a target with the same tokenizer"
+            )
+        context = min(theirs.context_length, own.context_length)
+        if settings.length > context:
+            raise ConfigError(f"length is {settings.length}, but the context is {context} tokens")
+
+    def run(self, budget: Budget, *, resume: bool, force: bool) -> None:
+        from edgespec.training.distill import Distillation, Verdict, load_model, read_state
+        from edgespec.training.texts import HeldBack, split
+
+        if self._kept.exists() != resume:
+            fail(self._kept_or_not(resume), FAILED)
+        length, pieces = self._settings.length, self._pieces()
+        parts = split(pieces, self._settings.seed)
+        known = self._identity(pieces)
+        state = self._checked(read_state(self._kept), known) if resume else None
+        target, draft = load_model(self._target, exact=False), load_model(self._draft, exact=True)
+        size = min(target.config.vocab_size, draft.config.vocab_size)
+        with stop_asked() as check:
+            held = len(parts.choosing) + len(parts.judging)
+            say(f"{len(parts.training)} texts to learn from; the {held} held back are prepared")
+            choosing, judging = (
+                HeldBack(target, held, length // 2, size, check, recorded=self._recorded)
+                for held in (parts.choosing, parts.judging)
+            )
+            before = judging.acceptance(draft)
+            training = Distillation(
+                *(target, draft, parts.training, choosing, self._settings, check),
+                recorded=self._recorded,
+            )
+            if state is not None:
+                training.restore(state)
+
+            def save() -> None:
+                self._save({**known, "state": training.state()})
+
+            try:
+                with _shown() as report:
+                    training.run(budget, report, save)
+                verdict = Verdict.of(before, judging.acceptance(draft))
+            except Interrupted:
+                save()
+                say(f"stopped; {self._kept} keeps what was learned, and --resume goes on")
+                raise
+        self._finish(draft, verdict, improved=training.improved, force=force)
+
+    def _pieces(self) -> list[list[int]]:
+        from edgespec.training.texts import read_pieces
+
+        tokenizer, chat = TextTokenizer(self._target), self._chat
+
+        def encode(text: str) -> list[int]:
+            if chat:
+                text = tokenizer.render_chat([{"role": "user", "content": text}])
+            return tokenizer.encode(text, add_special_tokens=not chat)
+
+        length, recorded = self._settings.length, self._recorded
+        return read_pieces(self._files, encode, length, as_prompts=not recorded)
+
+    def _identity(self, pieces: Sequence[Sequence[int]]) -> dict[str, str]:
+        """What a run that goes on must have in common with the one that was stopped."""
+        settings = self._settings
+        return {
+            "target": weights_fingerprint(self._target),
+            "draft": weights_fingerprint(self._draft),
+            "texts": hashlib.sha256(repr(pieces).encode()).hexdigest()[:32],
+            "recorded": str(self._recorded),
+            **{name: str(getattr(settings, name)) for name in settings.__slots__},
+        }
+
+    def _kept_or_not(self, resume: bool) -> str:
+        if resume:
+            return f"there is no {self._kept} to go on from"
+        return f"{self._kept} is a run that was not finished: give --resume, or remove it"
+
+    def _checked(self, kept: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
+        for name, value in known.items():
+            if kept.get(name) != value:
+                raise ModelFolderError(
+                    f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume goes on"
+                    " with the same models, texts and settings"
+                )
+        found: dict[str, Any] = kept["state"]
+        return found
+
+    def _save(self, state: dict[str, Any]) -> None:
+        from edgespec.training.distill import save_state
+
+        self._kept.parent.mkdir(parents=True, exist_ok=True)
+        save_state(self._kept, state)
+
+    def _finish(self, draft: Any, verdict: Verdict, *, improved: bool, force: bool) -> None:
+        from edgespec.training.distill import write_checkpoint
+
+        typer.echo(_table(verdict))
+        if not (force or (improved and verdict.whole.mean > 0)):
+            fail(
+                "the draft guesses no better on texts that it did not learn from, so nothing was"
+                f" written. {self._kept} is kept: --resume with more minutes goes on, --resume"
+                " --force writes it as it is",
+                FAILED,
+            )
+        if verdict.whole.interval[0] <= 0:
+            say("warning: not better beyond its interval; more texts or minutes would tell")
+        with placed(self._out) as work:
+            write_checkpoint(draft, self._draft, work, self._settings.length - 1)
+        self._kept.unlink()
+        bits = self._settings.bits
+        words = ["edgespec", "export", str(self._out), f"{self._out}-draft"]
+        words += [] if bits == DEFAULT_BITS else ["--bits", str(bits)]
+        typer.echo(f"{self._out} is written; export it:\n{shlex.join(words)}")
+
+
+def _table(verdict: Verdict) -> str:
+    texts = f"acceptance, texts held back: {verdict.texts}"
+    lines = [f"{texts:<36}{'before':<24}{'after':<24}gain"]
+    for heat, before in verdict.before.items():
+        name = f"temperature {heat:g}" if heat else "greedy"
+        after, gain = verdict.after[heat], verdict.gain[heat]
+        lines.append(f"{name:<36}{_words(before):<24}{_words(after):<24}{_words(gain, '+')}")
+    return "\n".join(lines)
+
+
+def _words(judged: Judged, sign: str = "") -> str:
+    low, high = judged.interval
+    return f"{judged.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+@dataclass(slots=True)
+class _Said:
+    """What was said last, where there is no terminal."""
+
+    at_s: float = 0.0
+    acceptance: float = 0.0
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[Progress], None]]:
+    """Shows each step on a terminal; elsewhere a line every while and with each new acceptance."""
+    said, on_terminal = _Said(), sys.stderr.isatty()
+    bars = Bars(
+        *(BarColumn(), TextColumn("{task.description}")),
+        console=Console(stderr=True),
+        disable=not on_terminal,
+    )
+    with bars:
+        bar = bars.add_task("the first texts are being written", total=1.0)
+
+        def report(now: Progress) -> None:
+            words = (
+                f"step {now.step} ({now.share:.0%})  loss {now.loss:.3f}  acceptance"
+                f" {now.acceptance:.3f}  {now.left_s / 60:.1f} min left"
+            )
+            bars.update(bar, completed=now.share, description=words)
+            new = now.acceptance != said.acceptance
+            if not on_terminal and (new or time.monotonic() - said.at_s > _SAY_EVERY_S):
+                say(words)
+                said.at_s, said.acceptance = time.monotonic(), now.acceptance
+
+        yield report

@@ -1,0 +1,438 @@
+"""A draft learns its target's next-token distribution.
+
+The loop is plain: take the texts that were learned from least, ask target and draft for their
+distributions behind each prefix, take the loss between them (``losses.py``), step. Texts are
+recorded ones, what the target writes after prompts, or what the draft itself writes; new ones are
+written as they are used up.
+
+Drafts are exported in 4 bits, so training goes *through* the rounding (straight-through estimator,
+Bengio et al. 1308.3432): the model computes with rounded weights, its gradients move weights that
+are kept in full, and the rounded ones are what is saved. The exporter finds integers and scales
+that reproduce them, so int4 costs no acceptance.
+
+Chance comes from the seed and from counters alone, never from what ran before: a run that was
+stopped and goes on ends with the same weights, if its budget counts steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
+
+from edgespec.bench.measurement import Interval, mean_interval
+from edgespec.device.export.export import COPIED_FILES
+from edgespec.models.folders import trained_length
+from edgespec.training.losses import LOSSES, SELECTED_SHARE, most_to_gain
+from edgespec.training.settings import Budget, LossName, TrainingSettings
+from edgespec.training.texts import HeldBack, Text, padded, write
+from edgespec.verifier.targets.loading import check_loading
+
+BLOCK_SIZE: Final = 32  # of a scale, as ``device/export/quantize.py`` cuts
+LARGEST_RATE, OF_SIZE = 1e-3, 2e6
+"""The learning rate of a draft of so many weights and fewer; a larger one's falls with the root."""
+LOOKS: Final = 10
+"""How often the held-back texts are looked at."""
+SAVE_EVERY_S: Final = 60.0
+_ROUND: Final = 32  # texts that are written at once
+# How often a text is learned from on average, and the rounds that are written ahead. A draft's own
+# texts grow old as it learns: few of them are kept.
+_USES, _AHEAD = 4, 4
+_OWN_USES, _OWN_AHEAD, _OWN_KEPT = 2, 1, 4
+_NUMBERS_AT_ONCE: Final = 1 << 24  # logits of one forward pass
+_FIRST_PHASE: Final = 0.5  # of ``selective``: the share of the budget that trains the reference
+
+
+def load_model(folder: Path, *, exact: bool) -> Any:
+    """The model in ``folder``, on a GPU if there is one; ``exact``: in float32, as on every CPU.
+    Raises ``ValueError`` or ``OSError`` naming the folder."""
+    disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32 if exact or device == "cpu" else "auto",
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    model, info = loaded
+    check_loading(str(folder), info)
+    return model.to(device).eval()
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` [N, K] on the 4-bit grid of its blocks of 32 along K; K is filled up with zeros
+    meanwhile."""
+    filled = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % BLOCK_SIZE))
+    blocks = filled.unflatten(-1, (-1, BLOCK_SIZE))
+    peak = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = torch.where(peak == 0, torch.ones_like(peak), peak / -8)
+    values = (blocks / scale).round().clamp(-8, 7) * scale
+    cut: torch.Tensor = values.flatten(-2)[..., : weight.shape[-1]]
+    return cut
+
+
+def rate(share: float) -> float:
+    """Learning-rate factor after ``share`` of the budget: warm-up 2 %, flat, linear to 0.02."""
+    if share < 0.02:
+        return share / 0.02
+    return max(0.02, min(1.0, (1.0 - share) / 0.45))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a training is; ``acceptance`` is the last one on held-back texts."""
+
+    step: int
+    share: float
+    loss: float
+    acceptance: float
+    left_s: float
+
+
+class Distillation:
+    """``draft`` learns from ``target`` and ends with the weights that were best on ``choosing``.
+
+    ``pieces`` are prompts, or texts as they are (``recorded``). ``check`` is called where a stop
+    loses nothing, and may raise; ``state`` then has all that ``restore`` needs.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        pieces: Sequence[list[int]],
+        choosing: HeldBack,
+        settings: TrainingSettings,
+        check: Callable[[], None],
+        *,
+        recorded: bool,
+    ) -> None:
+        self._target, self._draft, self._choosing = target, draft, choosing
+        self._settings, self._check = settings, check
+        self._size = min(target.config.vocab_size, draft.config.vocab_size)
+        self._writes = settings.loss.on_own_samples or not recorded
+        self._prompts = [ids[: max(1, len(ids) // 2)] if recorded else ids for ids in pieces]
+        self._texts = [] if self._writes else [Text(ids, 1) for ids in pieces]
+        self._uses = [0] * len(self._texts)
+        self._written = self._looked = self._step = 0
+        self._seconds = 0.0
+        self._initial = self._weights()
+        self._masters = [weight.detach().clone() for weight in draft.parameters()]
+        self._optimizer = self._new_optimizer()
+        self._reference: Any = None
+        self._loss = math.nan
+        self.best_score = self.acceptance = self._look()
+        self._best: dict[str, torch.Tensor] = {}
+        self._place()
+
+    @property
+    def improved(self) -> bool:
+        """Whether a checkpoint was better on the held-back texts than the draft that came in."""
+        return bool(self._best)
+
+    def run(
+        self, budget: Budget, report: Callable[[Progress], None], save: Callable[[], None]
+    ) -> None:
+        """Train until the budget is used up, then take the best weights; the last ones where none
+        ``improved``. ``report`` hears of each step; ``save`` is called about once a minute and at
+        the end. Raises ``ValueError`` where the loss is no number, and what ``check`` and ``save``
+        raise."""
+        began = saved = time.monotonic()
+        before = self._seconds
+        share = min(1.0, budget.share(self._step, before))
+        self._looked = min(self._looked, int(LOOKS * share))
+        while True:
+            self._check()
+            if int(LOOKS * share) > self._looked:
+                self._keep_if_best(self._look())
+                self._looked = int(LOOKS * share)
+            if share >= 1.0:
+                break
+            self._enter_phase(share)
+            self._write_ahead()
+            self._loss = self._learn(share)
+            self._step += 1
+            now = time.monotonic()
+            self._seconds = before + now - began
+            share = min(1.0, budget.share(self._step, self._seconds))
+            left_s = self._seconds * (1.0 - share) / share
+            report(Progress(self._step, share, self._loss, self.acceptance, left_s))
+            if now - saved > SAVE_EVERY_S:
+                save()
+                saved = time.monotonic()
+        save()
+        if self._best:
+            self._draft.load_state_dict(self._best)
+
+    # --- what a step needs ---------------------------------------------------------------------
+
+    def _learn(self, share: float) -> float:
+        """One step on the texts that were used least; the mean loss of a token."""
+        settings, dice = self._settings, random.Random(f"{self._settings.seed}:{self._step}")
+        order = sorted((used, dice.random(), at) for at, used in enumerate(self._uses))
+        chosen = [at for _, _, at in order[: settings.rows]]
+        texts = [self._texts[at] for at in chosen]
+        total = sum(len(text.tokens) - text.start for text in texts)
+        longest = max(len(text.tokens) for text in texts)
+        at_once = max(1, _NUMBERS_AT_ONCE // (longest * self._size))
+        loss = 0.0
+        for first in range(0, len(texts), at_once):
+            values = self._losses(texts[first : first + at_once])
+            (values.sum() / total).backward()
+            loss += float(values.detach().sum()) / total
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss is {loss} at step {self._step}: give a --learning-rate below"
+                f" {self._learning_rate():.1e}"
+            )
+        for master, weight in zip(self._masters, self._draft.parameters(), strict=True):
+            master.grad, weight.grad = weight.grad, None
+        torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate() * rate(self._phase_share(share))
+        self._optimizer.step()
+        self._place()
+        for at in chosen:
+            self._uses[at] += 1
+        return loss
+
+    def _losses(self, texts: Sequence[Text]) -> torch.Tensor:
+        tokens, places = padded(texts, self._draft.device)
+        with torch.no_grad():
+            wanted = self._log_probabilities(self._target, tokens, places)
+        own = self._log_probabilities(self._draft, tokens, places)
+        values = LOSSES[self._settings.loss](own, wanted)
+        if self._reference is None:
+            return values
+        with torch.no_grad():
+            theirs = self._log_probabilities(self._reference, tokens, places)
+        return values * most_to_gain(own, wanted, theirs, SELECTED_SHARE) / SELECTED_SHARE
+
+    def _log_probabilities(
+        self, model: Any, tokens: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
+        kind = tokens.device.type
+        # A CPU without AVX-512 takes two to ten times as long with bfloat16.
+        quick = kind != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=quick):
+            logits = model(tokens, use_cache=False).logits
+        rows: torch.Tensor = logits[..., : self._size].flatten(0, 1)[places]
+        return rows.float().log_softmax(-1)
+
+    def _write_ahead(self) -> None:
+        """Write texts until there are enough for the steps to come."""
+        settings, own = self._settings, self._settings.loss.on_own_samples
+        model, kept = (self._draft, _OWN_KEPT * _ROUND) if own else (self._target, None)
+        uses, ahead = (_OWN_USES, _OWN_AHEAD) if own else (_USES, _AHEAD)
+        while self._writes and (
+            self._written < self._step * settings.rows / uses + ahead * _ROUND
+            and (any(settings.temperatures) or own or self._written < len(self._prompts))
+        ):
+            numbers = range(self._written, self._written + _ROUND)
+            prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
+            heat = [self._temperature(number) for number in numbers]
+            seeds = [settings.seed * 1_000_003 + number for number in numbers]
+            new = write(model, prompts, heat, seeds, settings.length // 2, self._check)
+            # They join the pass that is on, or they alone would be drawn for a while.
+            self._uses += [min(self._uses, default=0)] * len(new)
+            self._texts += new
+            if kept is not None:
+                self._texts, self._uses = self._texts[-kept:], self._uses[-kept:]
+            self._written += _ROUND
+
+    def _temperature(self, number: int) -> float:
+        """Of the text of this number. A greedy text is written once after each prompt."""
+        heat = self._settings.temperatures
+        passes = number // len(self._prompts)
+        found = heat[(number + passes) % len(heat)]
+        return found if found or passes < len(heat) else max(heat)
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        """The model computes with rounded weights."""
+        with torch.no_grad():
+            for master, weight in zip(self._masters, self._draft.parameters(), strict=True):
+                coarse = self._settings.bits == 4 and master.ndim == 2
+                weight.copy_(rounded(master) if coarse else master)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self._draft.state_dict().items()}
+
+    def _look(self) -> float:
+        shares = self._choosing.acceptance(self._draft).values()
+        return fmean(chain.from_iterable(shares))
+
+    def _keep_if_best(self, score: float) -> None:
+        self.acceptance = score
+        if score > self.best_score:
+            self.best_score, self._best = score, self._weights()
+
+    def _learning_rate(self) -> float:
+        size = sum(weight.numel() for weight in self._masters)
+        by_size = LARGEST_RATE * min(1.0, math.sqrt(OF_SIZE / size))
+        return self._settings.learning_rate or by_size
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self._masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def _phase_share(self, share: float) -> float:
+        if self._settings.loss is not LossName.SELECTIVE:
+            return share
+        return share / _FIRST_PHASE if self._reference is None else 2 * share - 1
+
+    def _enter_phase(self, share: float) -> None:
+        """``selective`` first trains a reference, then begins again with the draft that came in."""
+        selects = self._settings.loss is LossName.SELECTIVE and share >= _FIRST_PHASE
+        if not selects or self._reference is not None:
+            return
+        self._reference = copy.deepcopy(self._draft)
+        self._draft.load_state_dict(self._initial)
+        with torch.no_grad():
+            for master, weight in zip(self._masters, self._draft.parameters(), strict=True):
+                master.copy_(weight)
+        self._best, self.best_score = {}, self._look()
+        self._optimizer = self._new_optimizer()
+        self._place()
+
+    # --- what a stopped run goes on from -------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that changes, in types that ``torch.load`` reads without running code."""
+        flat = list(chain.from_iterable(text.tokens for text in self._texts))
+        reference = None if self._reference is None else self._reference.state_dict()
+        return {
+            "counters": [self._step, self._written, self._looked],
+            "numbers": [self._seconds, self.acceptance, self.best_score],
+            "masters": self._masters,
+            "optimizer": self._optimizer.state_dict(),
+            "best": self._best,
+            "reference": reference,
+            "tokens": torch.tensor(flat, dtype=torch.int32),
+            "texts": [
+                (len(text.tokens), text.start, used)
+                for text, used in zip(self._texts, self._uses, strict=True)
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state`` of the same models, texts and settings."""
+        self._step, self._written, self._looked = state["counters"]
+        self._seconds, self.acceptance, self.best_score = state["numbers"]
+        with torch.no_grad():
+            for master, saved in zip(self._masters, state["masters"], strict=True):
+                master.copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._best = state["best"]
+        if state["reference"] is not None:
+            self._reference = copy.deepcopy(self._draft)
+            self._reference.load_state_dict(state["reference"])
+        parts = state["tokens"].split([length for length, _, _ in state["texts"]])
+        kept = zip(parts, state["texts"], strict=True)
+        self._texts = [Text(part.tolist(), start) for part, (_, start, _) in kept]
+        self._uses = [used for _, _, used in state["texts"]]
+        self._place()
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Put ``state`` at ``path`` in one step. Raises ``OSError``; then ``path`` is as it was."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        # torch answers an error of the disk with one of its own.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"{path} cannot be written: {cause}") from error
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What ``save_state`` wrote. Raises ``OSError``, or ``ValueError`` naming the file."""
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of zip, pickle and torch, which share no base
+        raise ValueError(f"{path} holds no state of a training: {error}") from error
+    return found
+
+
+def write_checkpoint(draft: Any, source: Path, folder: Path, length: int) -> None:
+    """Write ``draft``, trained on texts of ``length`` tokens, into ``folder``, with the tokenizer
+    of ``source``, which it came from. Raises ``OSError``."""
+    if known := trained_length(source):
+        draft.config.trained_length = max(known, length)
+    draft.generation_config = GenerationConfig()  # it is copied, and need not be valid
+    try:
+        draft.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(f"{folder} cannot be written: {error}") from error
+    for written in folder.glob("*.safetensors"):
+        written.chmod(0o644)  # as any other file, not as a secret one
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for name in COPIED_FILES:
+        if name != "config.json" and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+# --- is it better? -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A mean over texts with its 95 % interval."""
+
+    mean: float
+    interval: Interval
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Judged:
+        return cls(fmean(values), mean_interval(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Acceptance before and after on texts that chose nothing."""
+
+    before: dict[float, Judged]
+    after: dict[float, Judged]
+    gain: dict[float, Judged]
+    """Of each temperature, text by text."""
+    whole: Judged
+    """The gain over all temperatures."""
+    texts: int
+
+    @classmethod
+    def of(cls, before: dict[float, list[float]], after: dict[float, list[float]]) -> Verdict:
+        gains = {
+            heat: [new - old for old, new in zip(before[heat], after[heat], strict=True)]
+            for heat in before
+        }
+        return cls(
+            {heat: Judged.of(values) for heat, values in before.items()},
+            {heat: Judged.of(values) for heat, values in after.items()},
+            {heat: Judged.of(values) for heat, values in gains.items()},
+            Judged.of([fmean(values) for values in zip(*gains.values(), strict=True)]),
+            len(next(iter(gains.values()))),
+        )

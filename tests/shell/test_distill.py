@@ -1,0 +1,404 @@
+"""Training a draft: losses, what is written and counted, a run that stops and goes on, the command.
+
+Oracles: sums over plain numbers, the scalar sampling law over whole prefixes without a cache, the
+exporter's own rounding, and a run that nobody stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnx")
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.device.export.quantize import quantize_matrix
+from edgespec.models.folders import check_checkpoint, trained_length
+from edgespec.training import distill as training
+from edgespec.training.distill import Distillation, Progress, Verdict, read_state, save_state
+from edgespec.training.losses import LOSSES, most_to_gain
+from edgespec.training.settings import Budget, LossName, TrainingSettings
+from edgespec.training.texts import HeldBack, Text, read_pieces, split, write
+from tests.shell.live_verifier import call
+from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
+
+SIZE, LENGTH, END = 64, 16, 0
+DICE = random.Random(7)
+PROMPTS = [[DICE.randrange(1, SIZE) for _ in range(2 + n % 5)] for n in range(30)]
+
+
+def nothing() -> None:
+    """Nobody asks for a stop."""
+
+
+def tiny(seed: int) -> Any:
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    more = {"initializer_range": 0.3, "tie_word_embeddings": True, "eos_token_id": END}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=SIZE, **shape | heads | more)).eval()
+
+
+TARGET = tiny(1)
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def scalar_loss(name: LossName, q: list[float], p: list[float]) -> float:
+    divergence = sum(b * math.log(b / a) for a, b in zip(q, p, strict=True))
+    match name:
+        case LossName.FORWARD_KL | LossName.SELECTIVE:
+            return divergence
+        case LossName.FIRST_CHOICE:
+            return divergence - 0.5 * math.log(q[p.index(max(p))])
+        case LossName.REVERSE_KL:
+            return sum(a * math.log(a / b) for a, b in zip(q, p, strict=True))
+        case LossName.TOTAL_VARIATION:
+            return 1 - sum(min(a, b) for a, b in zip(q, p, strict=True))
+
+
+def distributions(seed: int, rows: int = 6) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(rows, 5, generator=drawn, dtype=torch.float64)).log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", LossName, ids=lambda name: name.value)
+def test_a_loss_is_the_sum_of_its_paper(name: LossName) -> None:
+    draft, target = distributions(1).requires_grad_(), distributions(2)
+    found = LOSSES[name](draft, target)
+    rows = zip(draft.exp().tolist(), target.exp().tolist(), strict=True)
+    assert found.tolist() == pytest.approx([scalar_loss(name, q, p) for q, p in rows])
+    found.sum().backward()
+    assert draft.grad is not None
+    assert draft.grad.abs().max() > 0
+    least = LOSSES[name](target, target)
+    assert (least < found).all()
+
+
+def test_the_rows_with_most_to_gain_are_selected() -> None:
+    draft, target, reference = (distributions(seed) for seed in (1, 2, 3))
+    rows = zip(*(one.exp().tolist() for one in (draft, target, reference)), strict=True)
+    kl = LossName.FORWARD_KL
+    behind = [scalar_loss(kl, q, p) - scalar_loss(kl, r, p) for q, p, r in rows]
+    for share, count in ((0.4, 2), (0.5, 3), (0.0, 1), (1.0, 6)):
+        best = sorted(range(6), key=lambda row: -behind[row])[:count]
+        found = most_to_gain(draft, target, reference, share)
+        assert found.tolist() == [row in best for row in range(6)]
+
+
+@pytest.mark.parametrize("columns", [64, 40])
+def test_the_exporter_reproduces_rounded_weights(columns: int) -> None:
+    weight = torch.randn(7, columns, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    coarse = training.rounded(weight)
+    assert coarse.shape == weight.shape
+    packed = quantize_matrix(coarse.numpy(), 4)
+    low, high = packed.packed & 15, packed.packed >> 4
+    integers = np.stack([low, high], -1).reshape(7, -1, 32).astype(np.float32) - 8
+    again = (integers * packed.scales[..., None]).reshape(7, -1)[:, :columns]
+    assert np.allclose(again, coarse.numpy(), atol=1e-6)
+    assert (coarse - weight).abs().max() <= weight.abs().max() / 8
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def scalar_choice(model: Any, tokens: list[int], temperature: float, seed: int) -> int:
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].tolist()
+    return choose(logits, SamplingParams(temperature=temperature, seed=seed), len(tokens), tokens)
+
+
+def test_what_is_written_is_the_scalar_law_behind_each_prefix() -> None:
+    prompts, heat, seeds = PROMPTS[:6], [0.0, 0.7] * 3, list(range(10, 16))
+    texts = write(TARGET, prompts, heat, seeds, 9, nothing)
+    for prompt, text, temperature, seed in zip(prompts, texts, heat, seeds, strict=True):
+        assert (text.tokens[: text.start], text.start) == (prompt, len(prompt))
+        for at in range(text.start, len(text.tokens)):
+            assert text.tokens[at] == scalar_choice(TARGET, text.tokens[:at], temperature, seed)
+        assert END not in text.tokens[text.start : -1]
+        assert text.tokens[-1] == END or len(text.tokens) == len(prompt) + 9
+    assert len({tuple(text.tokens) for text in texts}) == 6
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_acceptance_is_the_share_of_equal_choices(recorded: bool) -> None:
+    draft, pieces = tiny(2), PROMPTS[:4]
+    held = HeldBack(TARGET, pieces, 6, SIZE, nothing, recorded=recorded)
+    same = held.acceptance(TARGET)
+    assert all(share == 1.0 for shares in same.values() for share in shares)
+    for temperature, shares in held.acceptance(draft).items():
+        heat = [temperature] * 4
+        written = write(TARGET, pieces, heat, range(4), 6, nothing)
+        texts = [Text(ids, 1) for ids in pieces] if recorded else written
+        for seed, (text, share) in enumerate(zip(texts, shares, strict=True)):
+            prefixes = [text.tokens[:at] for at in range(text.start, len(text.tokens))]
+            hits = [
+                scalar_choice(draft, ids, temperature, seed)
+                == scalar_choice(TARGET, ids, temperature, seed)
+                for ids in prefixes
+            ]
+            assert share == pytest.approx(sum(hits) / len(hits))
+
+
+def test_files_are_cut_into_pieces(tmp_path: Path) -> None:
+    lines, whole = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    lines.write_text('{"prompt": "' + "x" * 40 + '"}\n{"text": "yz"}\n')
+    whole.write_text("w" * 70)
+
+    def encode(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def sizes(as_prompts: bool) -> list[int]:
+        found = read_pieces([lines, whole], encode, 32, as_prompts=as_prompts)
+        return [len(piece) for piece in found]
+
+    assert sizes(as_prompts=True) == [16, 2] + [8] * 8
+    assert sizes(as_prompts=False) == [32, 8, 32, 32]
+
+
+def test_what_is_held_back_is_not_learned_from() -> None:
+    for count, held in ((24, 12), (100, 20), (2000, 96)):
+        pieces = [[number] for number in range(count)]
+        parts = split(pieces * 2, seed=3)
+        assert len(parts.choosing) + len(parts.judging) == held
+        assert sorted([*parts.training, *parts.choosing, *parts.judging]) == pieces
+        assert parts != split(pieces, seed=4)
+    with pytest.raises(ValueError, match="there are 23 different texts, but at least 24"):
+        split([[number] for number in range(23)], seed=3)
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """Somebody asked for a stop."""
+
+
+@pytest.fixture(autouse=True)
+def _few_texts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_ROUND", 4)
+
+
+def run(
+    folder: Path, stop_at: int = 0, *, steps: int = 8, recorded: bool = False, **settings: Any
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """How often a small training looked whether to stop, and its weights; the ``stop_at``-th look
+    stops it, and another run goes on."""
+    chosen = TrainingSettings(length=LENGTH, rows=4, **settings)
+    held = HeldBack(TARGET, PROMPTS[20:], LENGTH // 2, SIZE, nothing, recorded=recorded)
+    looks, draft = 0, tiny(2)
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == stop_at:
+            raise Stop
+
+    def report(now: Progress) -> None:
+        assert now.share == pytest.approx(now.step / steps)
+
+    def begun(draft: Any) -> Distillation:
+        return Distillation(TARGET, draft, PROMPTS[:20], held, chosen, check, recorded=recorded)
+
+    found = begun(draft)
+    try:
+        found.run(Budget(steps=steps), report, nothing)
+    except Stop:
+        save_state(folder / "state", found.state())
+        draft = tiny(2)
+        found = begun(draft)
+        found.restore(read_state(folder / "state"))
+        found.run(Budget(steps=steps), report, nothing)
+    return looks, draft.state_dict()
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+@pytest.mark.parametrize("name", ["forward-kl", "reverse-kl", "selective"])
+def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(
+    tmp_path: Path, name: str
+) -> None:
+    looks, whole = run(tmp_path, loss=LossName(name))
+    for stop_at in (looks // 3, looks - 1):
+        assert equal(run(tmp_path, stop_at, loss=LossName(name))[1], whole), stop_at
+    assert (tmp_path / "state").exists()
+
+
+def test_the_seed_and_nothing_else_decides(tmp_path: Path) -> None:
+    _, first = run(tmp_path, recorded=True)
+    assert equal(run(tmp_path, recorded=True)[1], first)
+    assert not equal(run(tmp_path, recorded=True, seed=1)[1], first)
+
+
+@pytest.mark.parametrize("name", LossName, ids=lambda name: name.value)
+def test_a_damaged_copy_of_the_target_gets_better(name: LossName) -> None:
+    draft = tiny(1)
+    dice = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.15 * torch.randn(weight.shape, generator=dice)
+    held = HeldBack(TARGET, PROMPTS[20:], 8, SIZE, nothing, recorded=False)
+    settings = TrainingSettings(loss=name, length=LENGTH, rows=8, learning_rate=0.01)
+    found = Distillation(TARGET, draft, PROMPTS[:20], held, settings, nothing, recorded=False)
+    before = found.best_score
+    found.run(Budget(steps=24), lambda now: None, nothing)
+    assert found.improved
+    after = np.mean([share for shares in held.acceptance(draft).values() for share in shares])
+    assert after == pytest.approx(found.best_score)
+    assert after > before + 0.05
+
+
+def test_a_loss_that_is_no_number_ends_the_run_by_name() -> None:
+    draft = tiny(2)
+    held = HeldBack(TARGET, PROMPTS[20:], 2, SIZE, nothing, recorded=True)
+    how = TrainingSettings()
+    found = Distillation(TARGET, draft, PROMPTS[:20], held, how, nothing, recorded=True)
+    torch.nn.init.constant_(draft.model.norm.weight, math.inf)
+    with pytest.raises(ValueError, match=r"the loss is nan at step 0: give a --learning-rate"):
+        found.run(Budget(steps=1), lambda now: None, nothing)
+
+
+def test_a_gain_is_taken_text_by_text() -> None:
+    before, after = {0.0: [0.1, 0.5], 0.7: [0.2, 0.2]}, {0.0: [0.2, 0.6], 0.7: [0.2, 0.4]}
+    verdict = Verdict.of(before, after)
+    assert verdict.gain[0.0].mean == pytest.approx(0.1)
+    assert verdict.gain[0.0].interval == pytest.approx((0.1, 0.1))
+    assert verdict.whole.mean == pytest.approx(0.1)
+    assert verdict.whole.interval == pytest.approx((0.05, 0.15))
+    assert (verdict.before[0.7].mean, verdict.after[0.7].mean) == pytest.approx((0.2, 0.3))
+
+
+def test_a_full_disk_leaves_the_state_that_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    save_state(path, {"steps": 3})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"state cannot be written: .*File too large"):
+            save_state(path, {"steps": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_state(path) == {"steps": 3}
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(b"no state")
+    with pytest.raises(ValueError, match="state holds no state of a training"):
+        read_state(path)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("distill")
+    small = tiny_config(trained_length=8)
+    write_checkpoint(root / "target")
+    noisy = {name: w + 0.3 * w.std() for name, w in tiny_tensors(small).items()}
+    write_checkpoint(root / "draft", small, noisy)
+    exported = write_checkpoint(root / "exported")
+    (exported / "model.safetensors").rename(exported / "model.onnx")
+    (exported / "edgespec.json").write_text("{}")
+    words = " ".join(SENTENCES).split()
+    rows = [{"prompt": " ".join(random.Random(n).choices(words, k=4))} for n in range(30)]
+    (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root
+
+
+def distill(folder: Path, out: Path, *arguments: object) -> Any:
+    models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
+    prompts = ("--prompts", folder / "prompts.jsonl", "--steps", 6, "--learning-rate", 0.01)
+    return call("distill", *models, *prompts, "--out", out, *arguments)
+
+
+def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = distill(folder, tmp_path / "whole")
+    assert whole.exit_code == 0, whole.output
+    assert "acceptance, texts held back: 8" in whole.stdout
+    assert whole.stdout.splitlines()[-1] == (
+        f"edgespec export {tmp_path / 'whole'} {tmp_path / 'whole-draft'}"
+    )
+    check_checkpoint(tmp_path / "whole")
+    assert trained_length(tmp_path / "whole") == 23
+    learn, steps = Distillation._learn, 0
+
+    def interrupted(self: Distillation, share: float) -> float:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            signal.raise_signal(signal.SIGINT)
+        return learn(self, share)
+
+    monkeypatch.setattr(Distillation, "_learn", interrupted)
+    stopped = distill(folder, tmp_path / "out")
+    assert (stopped.exit_code, steps) == (130, 3)
+    assert "--resume goes on" in stopped.stderr
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.training"]
+    assert "give --resume, or remove it" in distill(folder, tmp_path / "out").stderr
+    other = distill(folder, tmp_path / "out", "--resume", "--seed", 1)
+    assert "texts was" in other.stderr or "seed was 0, but is 1" in other.stderr
+    assert distill(folder, tmp_path / "out", "--resume").exit_code == 0
+    assert steps == 6
+    weights = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert not (tmp_path / "out.training").exists()
+
+
+def test_a_draft_that_is_not_better_is_not_written(folder: Path, tmp_path: Path) -> None:
+    out, perfect = tmp_path / "out", ("--draft", folder / "target")
+    refused = distill(folder, out, *perfect)
+    assert refused.exit_code == 1
+    assert "guesses no better on texts that it did not learn from" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out.training"]
+    forced = distill(folder, out, *perfect, "--resume", "--force")
+    assert forced.exit_code == 0, forced.output
+    assert "warning: not better beyond its interval" in forced.stderr
+    check_checkpoint(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--texts", "x.txt"), 2, "either --prompts or --texts"),
+        (("--minutes", 1), 2, "steps is 6 and minutes 1, but one must be above 0"),
+        (("--length", 512), 2, "length is 512, but the context is 256 tokens"),
+        (("--length", 8), 2, "length is 8, but must be in [16, 8192]"),
+        (("--bits", 5), 2, "bits is 5, but must be one of (4, 8, 32)"),
+        (("--temperature", -1), 2, "temperature is -1, but must be in [0, 10]"),
+        (("--prompts", "missing.jsonl"), 1, "missing.jsonl: no such file"),
+        (("--resume",), 1, "to go on from"),
+        (("--draft", "bundled"), 1, "with the same tokenizer"),
+        (("--draft", "missing"), 1, "model 'missing' is neither"),
+        (("--draft", "exported"), 1, "give the checkpoint that it was made from"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[object, ...],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    result = distill(folder, tmp_path / "out", *arguments)
+    assert result.exit_code == code, result.output
+    assert words in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
