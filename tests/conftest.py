@@ -113,6 +113,12 @@ def dead() -> Iterator[str]:
         yield where
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of any size are packed."""
+    monkeypatch.setattr("edgespec.verifier.targets.linear_layers.LEAST_WEIGHTS", 1)
+
+
 @pytest.fixture(scope="session")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     """Certificates that no test changes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import yaml
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models.toy import ToyTokenizer
 from tests.present import present
-from tests.shell.live_verifier import call, daemon, start, toy_text
+from tests.shell.live_verifier import call, daemon, ready, start, toy_text
 
 WITHIN_S = 60
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -27,14 +26,8 @@ TOY = ("--draft", "toy", "--port", "0")
 @contextlib.contextmanager
 def endpoint(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The real process; yields its URL."""
-    with start("serve", *TOY, *options) as process:
-        try:
-            line = present(process.stdout).readline()
-            found = re.search(r"ready on (http://\S+)/v1", line)
-            assert found is not None, line + (process.stderr.read() if process.stderr else "")
-            yield found[1], process
-        finally:
-            process.kill()
+    with ready(start("serve", *TOY, *options), r"ready on (http://\S+)/v1") as found:
+        yield found
 
 
 def curl(*arguments: str) -> Any:

@@ -147,13 +147,15 @@ def own_port() -> int:
 
 
 @contextlib.contextmanager
-def ready(process: subprocess.Popen[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A daemon that was just started, once it serves; killed in the end."""
+def ready(
+    process: subprocess.Popen[str], at: str = r"ready on (\S+:\d+): "
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A daemon that was just started, once it says where it serves; killed in the end."""
     with process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
-            found = re.search(r"ready on (\S+:\d+): ", line)
+            found = re.search(at, line)
             assert found is not None, line + (process.stderr.read() if process.stderr else "")
             yield found[1], process
         finally:

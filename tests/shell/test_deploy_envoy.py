@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from edgespec.config import AgentConfig, DraftSection, LimitsSection
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent
 from edgespec.device.build import build_agent
 from edgespec.verifier.build import build_verifier, load_target
@@ -28,10 +27,10 @@ from tests.shell.failing_verifiers import PACED, PATIENT
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import GatedTarget, toy_text
 from tests.shell.pki import NAMES, Pki
+from tests.shell.test_replicas import PARAMS, served
 
 WITHIN_S = 240.0
 """Ends a test that hangs; a busy machine takes its time to find homes at all three verifiers."""
-PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 # A token a pass, so that a text is under way after ten of them. All devices have Envoy's address.
 ONE_A_PASS = replace(PACED, server_drafts=False, limits=LimitsSection(peer_share=1.0))
 
@@ -102,23 +101,10 @@ def device(fleet: Fleet, pki: Pki) -> Agent:
     return build_agent(config)
 
 
-async def text(
-    one: Agent, prompt: Sequence[int], chat: str, at: int = 0, do: Callable[[], object] = int
-) -> None:
-    """It is the target's own; ``do`` is called once ``at`` tokens have come."""
-    tokens, done = list[int](), False
-    async for chunk in one.generate(prompt, PARAMS, conversation=chat):
-        tokens += chunk.tokens
-        if at and not done and len(tokens) >= at:
-            done = True
-            do()
-    assert tokens == toy_text(prompt, PARAMS)
-
-
 async def home(fleet: Fleet, one: Agent, prompt: Sequence[int], chat: str) -> int:
     """The port of who served this text; it was one of them."""
     before = fleet.asked()
-    await text(one, prompt, chat)
+    await served(one, prompt, chat)
     (found,) = fleet.served_since(before)
     return found
 
@@ -162,10 +148,10 @@ async def test_a_text_goes_on_elsewhere_and_its_chat_comes_back(pki: Pki, tmp_pa
             if other != lost:
                 target.gate.set()
         before = found.asked()
-        await text(one, [4, 5], "chat", 5, gate.kill)
-        served = found.served_since(before)
-        assert len(served) == 2
-        assert lost in served
+        await served(one, [4, 5], "chat", 5, gate.kill)
+        servers = found.served_since(before)
+        assert len(servers) == 2
+        assert lost in servers
         gate.port = port
         targets[list(found.replicas).index(lost)].gate.set()
         while await home(found, one, [1, 2, 3], "chat") != lost:

@@ -35,6 +35,7 @@ from edgespec.device.export.quantize import round_graph
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info, token_count
+from tests.shell.family_models import FAMILY_MODELS
 from tests.shell.foreign_graphs import concatenating_graph
 from tests.shell.live_verifier import call, start
 from tests.shell.test_grammar import runs, until
@@ -47,14 +48,7 @@ from tests.shell.tiny_checkpoints import (
 )
 
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, VOCABULARY_SIZE, 80)]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = FAMILY_MODELS["llama"][1]["rope_parameters"] | {"rope_theta": 1000.0}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,

@@ -58,12 +58,6 @@ def tiny(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path, tiny_config("qwen2"))
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of any size are packed."""
-    monkeypatch.setattr(linear_layers, "LEAST_WEIGHTS", 1)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_tree_packing_and_prefill_cut_gives_the_same_bits(folder: Path, dtype: str) -> None:
     recorder, rng = schedules.Recorder(folder, dtype), random.Random(dtype)

@@ -379,12 +379,6 @@ def test_8_bit_floats_are_served_as_ordinary_weights(folder: Path) -> None:
 # --- packed weights -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of any size are packed."""
-    monkeypatch.setattr(linear_layers, "LEAST_WEIGHTS", 1)
-
-
 def _layers() -> torch.nn.Sequential:
     torch.manual_seed(0)
     model = torch.nn.Sequential(

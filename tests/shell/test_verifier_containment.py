@@ -200,14 +200,21 @@ async def test_a_draft_model_that_raises_ends_drafts_and_no_text(operation: str)
         assert not verifier.broken.is_set()
 
 
+class HeldStep:
+    """Holds the first draft step up until ``go_on``."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, what: str, key: str) -> None:
+        if what == "step" and not self.reached.is_set():
+            self.reached.set()
+            assert self.go_on.wait(60.0)
+
+
 async def test_whatever_happens_to_sessions_in_a_round_the_texts_are_their_own() -> None:
     """One is cancelled, one comes back, one is opened anew, one is new, one goes on."""
-    reached, go_on = threading.Event(), threading.Event()
-
-    def waits(what: str, key: str) -> None:
-        if what == "step" and not reached.is_set():
-            reached.set()
-            assert go_on.wait(60.0)
+    held = HeldStep()
 
     def asked(key: str, prompt: tuple[int, ...] = PROMPT) -> m.Open:
         return m.Open(
@@ -223,9 +230,9 @@ async def test_whatever_happens_to_sessions_in_a_round_the_texts_are_their_own()
         await stream.send(request)
         return stream
 
-    async with running(drafter=FragileDraft(waits)) as (verifier, transport):
+    async with running(drafter=FragileDraft(held)) as (verifier, transport):
         streams = {key: await begin(asked(key)) for key in ("cancelled", "back", "anew", "on")}
-        await asyncio.to_thread(reached.wait, 60.0)
+        await asyncio.to_thread(held.reached.wait, 60.0)
         assert verifier.engine.running
         await streams["cancelled"].send(m.Cancel())
         await streams["back"].close()
@@ -234,7 +241,7 @@ async def test_whatever_happens_to_sessions_in_a_round_the_texts_are_their_own()
         late = await begin(asked("late"))
         sessions = verifier.engine.sessions
         await until(lambda: "late" in sessions and sessions["anew"].request.prompt == (4, 5))
-        go_on.set()
+        held.go_on.set()
         read = (_read(stream) for stream in (streams["on"], back, late))
         assert await asyncio.gather(*read) == [(TEXT, None)] * 3
         said: list[int] = []
@@ -248,16 +255,11 @@ async def test_whatever_happens_to_sessions_in_a_round_the_texts_are_their_own()
 
 @pytest.mark.parametrize("ending", ["stop", "revoke"])
 async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(ending: str) -> None:
-    reached, go_on = threading.Event(), threading.Event()
+    held = HeldStep()
 
-    def waits(what: str, key: str) -> None:
-        if what == "step" and not reached.is_set():
-            reached.set()
-            assert go_on.wait(60.0)
-
-    async with running(drafter=FragileDraft(waits)) as (verifier, transport):
+    async with running(drafter=FragileDraft(held)) as (verifier, transport):
         stream = await _open(transport, "a")
-        await asyncio.to_thread(reached.wait, 60.0)
+        await asyncio.to_thread(held.reached.wait, 60.0)
         if ending == "revoke":
             assert verifier.revoke([""]) == 1
             stopping = None
@@ -273,7 +275,7 @@ async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(endi
                 "revoke": m.FaultCode.UNAUTHENTICATED,
             }[ending]
         )
-        go_on.set()
+        held.go_on.set()
         if stopping is not None:
             await stopping
         else:
