@@ -2,7 +2,7 @@
 the time of a step.
 
     python benchmarks/memory.py predict [--large]   model sizes, precisions, contexts and widths
-    python benchmarks/memory.py cgroup [--large] [--from 7]   chats in a group with a hard limit
+    python benchmarks/memory.py cgroup [--large]   chats in a group with a hard limit
     python benchmarks/memory.py step [--shape 0.6B]   of the bundled draft, or of random weights
 
 Every row of the first two is a fresh process that holds what an agent of the command line holds and
@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import connect
+from edgespec.device.drafters.manifest import DraftManifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.model_drafter import exported_variant, planned_drafter
 from edgespec.models.folders import Role, model_info, read_config, resolve_model
@@ -78,46 +78,38 @@ class ControlGroup:
     path: Path
     version: int
 
+    def file(self, first: str, second: str) -> Path:
+        """By its name in version 1 and in version 2."""
+        return self.path / f"memory.{(first, second)[self.version - 1]}"
+
     @property
     def limit_file(self) -> Path:
-        return self.path / ("memory.limit_in_bytes" if self.version == 1 else "memory.max")
+        return self.file("limit_in_bytes", "max")
 
     @property
     def usage(self) -> int:
-        name = "memory.usage_in_bytes" if self.version == 1 else "memory.current"
-        return int((self.path / name).read_text())
+        return int(self.file("usage_in_bytes", "current").read_text())
 
     @property
     def peak(self) -> int:
         """The most that was charged at once."""
-        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
-        return int((self.path / name).read_text())
+        return int(self.file("max_usage_in_bytes", "peak").read_text())
 
     @property
     def at_the_limit(self) -> int:
         """How often the kernel had to reclaim memory of the group, as it was at its limit."""
         if self.version == 1:
             return int((self.path / "memory.failcnt").read_text())
-        return self._event("max")
+        return self.event("max")
 
-    @property
-    def kills(self) -> int:
-        """Processes that the kernel killed for want of memory."""
-        return self._event("oom_kill")
-
-    def _event(self, kind: str) -> int:
-        name = "memory.oom_control" if self.version == 1 else "memory.events"
-        for line in (self.path / name).read_text().splitlines():
-            if line.startswith(f"{kind} "):
-                return int(line.split()[1])
-        return 0
+    def event(self, kind: str) -> int:
+        """``oom_kill``: processes that the kernel killed for want of memory."""
+        lines = self.file("oom_control", "events").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind} "))
 
     def joining(self) -> tuple[str, ...]:
         """What goes before a command that shall run in the group."""
         return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$0" "$@"')
-
-    def set_limit(self, limit: int) -> None:
-        self.limit_file.write_text(str(limit))
 
 
 class Timed(WrappedDrafter):
@@ -186,7 +178,7 @@ def held_hard(group: ControlGroup, budget: int, runtime: int) -> int:
     """Limit the group this process is in to ``budget``, less what the process has resident and is
     charged to others, such as libraries that were in the system's cache; the limit."""
     limit = budget - max(0, runtime - group.usage)
-    group.set_limit(limit)
+    group.limit_file.write_text(str(limit))
     return limit
 
 
@@ -359,7 +351,7 @@ def make_draft(
     bits: int = 4,
     context_length: int = 4096,
     kv_type: KvType = KvType.FLOAT32,
-) -> None:
+) -> DraftManifest:
     """Write the draft of shape ``name`` into ``folder``."""
     from unittest import mock
 
@@ -373,7 +365,7 @@ def make_draft(
         mock.patch.object(export, "Checkpoint", _RandomCheckpoint),
         mock.patch.object(export_graph, "quantize_matrix", _random_matrix),
     ):
-        export.export_draft(
+        return export.export_draft(
             source, folder, info, bits=bits, context_length=context_length, kv_type=kv_type
         )
 
@@ -528,15 +520,14 @@ def control_group(name: str) -> Iterator[ControlGroup]:
         group.path.rmdir()  # its processes have ended
 
 
-async def cgroup(large: bool, root: Path, first: int = 1) -> None:
-    """Each draft (from the ``first`` on) once without a limit, to know what it takes, then 40 turns
-    within one."""
+async def cgroup(large: bool, root: Path) -> None:
+    """Each draft once without a limit, to know what it takes, then 40 turns within one."""
     print(
         "| shape | bits | KV | budget | limit | predicted | peak of process | predicted over peak |"
         " of group | at the limit | killed | wrong | steps | ms a step, longest | major faults |"
     )
     print("| --- | ---: | --- |" + " ---: |" * 12)
-    for shape, bits, kv_type in [("0.6B", 4, "int8")] if large else LIMITED[first - 1 :]:
+    for shape, bits, kv_type in [("0.6B", 4, "int8")] if large else LIMITED:
         free = await measured(case(shape, bits, kv_type, _TRIED_WINDOW), root)
         taken = sum(free["terms"].values())
         most = -(-int(taken + max(_SPARE, _SPARE_SHARE * taken)) // MIB)
@@ -550,7 +541,8 @@ async def cgroup(large: bool, root: Path, first: int = 1) -> None:
                 f"| {shape} | {bits} | {kv_type} | {most} | {found['limit'] / MIB:.0f} |"
                 f" {expected:.1f} | {found['peak'] / MIB:.1f} |"
                 f" {expected * MIB / found['peak']:.3f} | {group.peak / MIB:.1f} |"
-                f" {group.at_the_limit} | {group.kills} | {found['wrong']} of {found['tokens']} |"
+                f" {group.at_the_limit} | {group.event('oom_kill')} |"
+                f" {found['wrong']} of {found['tokens']} |"
                 f" {found['steps']} | {found['step_ms']:.0f}, {found['longest_step_ms']:.0f} |"
                 f" {found['major_faults']} |",
                 flush=True,
@@ -609,7 +601,8 @@ def main() -> None:
         case [what, made] if what == MAKE:
             folder, shape, bits, context, kv_type = json.loads(made)
             kind = KvType(kv_type)
-            return make_draft(Path(folder), shape, bits=bits, context_length=context, kv_type=kind)
+            make_draft(Path(folder), shape, bits=bits, context_length=context, kv_type=kind)
+            return None
     from edgespec.bench.report import machine, versions
 
     parser = argparse.ArgumentParser(
@@ -617,20 +610,16 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("predict", "cgroup", "step"))
     parser.add_argument("--large", action="store_true", help="0.6B shapes, minutes and gigabytes")
-    parser.add_argument("--from", type=int, default=1, dest="first", help="of cgroup's rows")
     parser.add_argument("--shape", default="", choices=("", *SHAPES), help="of step's draft")
     parser.add_argument("--rounds", type=int, default=400, help="of steps")
-    parser.add_argument("--drafts", type=Path, help="keep the drafts here (default: nowhere)")
     options = parser.parse_args()
     print(machine(), versions(), sep="\n")
     if options.what == "step":
         return step(options.shape, options.rounds)
     with tempfile.TemporaryDirectory() as name:
-        root = options.drafts or Path(name)
-        root.mkdir(parents=True, exist_ok=True)
-        work = predict if options.what == "predict" else partial(cgroup, first=options.first)
+        work = predict if options.what == "predict" else cgroup
         try:
-            asyncio.run(work(options.large, root))
+            asyncio.run(work(options.large, Path(name)))
         except NoControlGroup as why:
             print(f"skipped: {why}")
 
