@@ -24,7 +24,7 @@ from edgespec.core.device.events import TokenKind
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
-from edgespec.core.protocol.messages import FinishReason, RunAhead
+from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import (
@@ -61,6 +61,7 @@ def connect(
     draft: str = DraftSection().model,
     tokenizer: str = "",
     model: str = "",
+    rule: str = EXACT_RULE,
     policy: str = DEFAULT_POLICY.value,
     gamma: int | None = None,
     width: int = PolicySection().width,
@@ -83,7 +84,8 @@ def connect(
     Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream: then the
     first generation takes the verifier's tokenizer, unless ``tokenizer`` names one; ``model``
     asks for a target or an adapter by name, unless a text asks for another one
-    (``Agent.generate``); ``rtt_ms`` and ``draft_ms`` emulate a longer link and a slower device.
+    (``Agent.generate``), and so does ``rule`` for a LOSSY acceptance rule; ``rtt_ms`` and
+    ``draft_ms`` emulate a longer link and a slower device.
     ``tls`` encrypts and trusts the system's CAs, ``ca`` names a file of others; ``client_cert`` and
     ``client_key`` are for a verifier that asks for them. The key for a verifier that wants one
     comes from ``EDGESPEC_API_KEY`` or ``api_key_file``, and goes over TLS or loopback only, unless
@@ -95,6 +97,7 @@ def connect(
     settings = {
         "verifier": address if isinstance(address, str) else list(address),
         "model": model,
+        "rule": rule,
         "tokenizer": tokenizer,
         "draft.model": draft,
         "draft.draft_ms": draft_ms,
@@ -158,13 +161,19 @@ class SyncAgent:
         logprobs: int = 0,
         conversation: str = "",
         model: str = "",
+        rule: str = "",
     ) -> Generator[Chunk, None, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
 
         Raises ``GenerationError`` as ``Agent.generate`` does.
         """
         text = self._agent.generate(
-            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
+            prompt,
+            sampling,
+            logprobs=logprobs,
+            conversation=conversation,
+            model=model,
+            rule=rule,
         )
         reader = _Reader(text)
         try:

@@ -43,7 +43,7 @@ from edgespec.cli.device import (
     tell_worth,
     use_color,
 )
-from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, TEMPERATURE, from_config, option
+from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, from_config, option
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
@@ -476,7 +476,7 @@ _NO_HISTORY = option(
 )
 
 
-@from_config(AgentConfig, MAX_TOKENS, TEMPERATURE, *DEVICE_FLAGS)
+@from_config(AgentConfig, MAX_TOKENS, TEMPERATURE, RULE, *DEVICE_FLAGS)
 def chat(
     settings: AgentConfig,
     resume: Annotated[bool, _CONTINUE] = False,

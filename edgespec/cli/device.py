@@ -23,8 +23,9 @@ from edgespec.core.association.policies import Association, ranked
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.checks import printable
-from edgespec.core.protocol.messages import FinishReason, VerifierInfo
+from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device.agent import Agent, Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.device.build import (
@@ -37,9 +38,15 @@ from edgespec.device.build import (
 from edgespec.device.prober import Answer
 from edgespec.models.folders import BUNDLED
 
-STYLES = {TokenKind.ACCEPTED: "green", TokenKind.CORRECTED: "bold red", TokenKind.DECODED: ""}
+STYLES = {
+    TokenKind.ACCEPTED: "green",
+    TokenKind.REPLACED: "yellow",
+    TokenKind.CORRECTED: "bold red",
+    TokenKind.DECODED: "",
+}
 _MEANINGS = {
     TokenKind.ACCEPTED: "accepted: drafted on the device, confirmed by the target",
+    TokenKind.REPLACED: "replaced: drafted on the device, taken in place of the target's own",
     TokenKind.CORRECTED: "corrected: the draft said otherwise",
     TokenKind.DECODED: "decoded: by the target alone",
 }
@@ -94,7 +101,10 @@ class TextView:
 
 @dataclass(slots=True)
 class JsonView:
-    """One JSON object a chunk on stdout."""
+    """One JSON object a chunk on stdout; the last one says how far a LOSSY ``rule`` went."""
+
+    rule: str = EXACT_RULE
+    _replaced: int = 0
 
     def show(self, chunk: Chunk) -> None:
         line: dict[str, Any] = {
@@ -104,6 +114,9 @@ class JsonView:
             "pieces": [{"text": p.text, "kind": p.kind.value} for p in chunk.pieces],
             "finish": chunk.finish.value if chunk.finish else None,
         }
+        self._replaced += sum([one.kind is TokenKind.REPLACED for one in chunk.pieces])
+        if chunk.finish and self.rule != EXACT_RULE:
+            line |= {"rule": full_name(self.rule), "lossy": True, "replaced": self._replaced}
         if chunk.logprobs:
             line["logprobs"] = [
                 {
@@ -159,9 +172,10 @@ def use_color() -> bool:
     return wanted and not os.environ.get("NO_COLOR")
 
 
-def legend() -> Text:
+def legend(lossy: bool = False) -> Text:
     """What the styles mean, in one line."""
-    parts = [Text(_MEANINGS[kind], STYLES[kind]) for kind in TokenKind]
+    kinds = [kind for kind in TokenKind if lossy or kind is not TokenKind.REPLACED]
+    parts = [Text(_MEANINGS[kind], STYLES[kind]) for kind in kinds]
     return Text("  ·  ").join(parts)
 
 
@@ -179,7 +193,16 @@ def worth(progress: Progress, stats: GenerationStats | None) -> str:
         )
     share = counters.accepted / counters.committed if counters.committed else 0.0
     parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
+    if stats.lossy:
+        parts.append(loss(stats))
     return " · ".join(parts)
+
+
+def loss(stats: GenerationStats) -> str:
+    """What a relaxed rule did to the text."""
+    replaced, committed = stats.counters.replaced, stats.counters.committed
+    share = replaced / committed if committed else 0.0
+    return f"LOSSY ({stats.rule}): {replaced} tokens ({share:.0%}) are not the target's own"
 
 
 def tell_worth(
@@ -190,7 +213,7 @@ def tell_worth(
         console = Console(stderr=True, highlight=False)
         console.print(line, style="dim" if color else "", soft_wrap=True)
         if explain:
-            console.print(legend(), soft_wrap=True)
+            console.print(legend(stats is not None and stats.lossy), soft_wrap=True)
 
 
 def summary(progress: Progress, stats: GenerationStats | None) -> str:
@@ -223,6 +246,8 @@ def summary(progress: Progress, stats: GenerationStats | None) -> str:
         if c.rested > c.committed // 10:
             why = f": {stats.resting}" if stats.resting else ""
             lines.append(f"drafting rested for {c.rested} of {c.committed} tokens{why}")
+        if stats.lossy:
+            lines.append(loss(stats))
         if c.draft_failure:
             lines.append(f"drafting stopped: {c.draft_failure}")
     return "\n".join(lines)

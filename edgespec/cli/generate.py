@@ -25,6 +25,7 @@ from edgespec.cli.options import (
     DEVICE_FLAGS,
     MAX_TOKENS,
     OUTPUT,
+    RULE,
     TEMPERATURE,
     TEXT,
     Flag,
@@ -64,6 +65,7 @@ _SAMPLING = (
     MAX_TOKENS,
     TEMPERATURE,
     *(Flag(f"sampling.{n}", panel=TEXT) for n in ("top_p", "seed")),
+    RULE,
 )
 
 
@@ -85,7 +87,7 @@ def generate(
     """
     set_up_logging(settings.log_level, settings.log_format)
     settings = _held(settings, json_schema, grammar)
-    view = JsonView() if json_lines or logprobs else TextView(use_color())
+    view = JsonView(settings.rule) if json_lines or logprobs else TextView(use_color())
     run(_generate(settings, _prompt(prompt), view, stats, logprobs))
 
 

@@ -13,7 +13,7 @@ import typer
 
 from edgespec import __version__
 from edgespec.cli.device import misfit, no_verifier
-from edgespec.cli.options import DEVICE_FLAGS, Flag, from_config
+from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
 from edgespec.cli.running import (
     Stopping,
     cannot_listen,
@@ -236,7 +236,7 @@ _ENDPOINT_FLAGS = (
 )
 
 
-@from_config(AgentConfig, *_ENDPOINT_FLAGS, *DEVICE_FLAGS)
+@from_config(AgentConfig, *_ENDPOINT_FLAGS, RULE, *DEVICE_FLAGS)
 def serve(settings: AgentConfig) -> None:
     """Serve OpenAI's HTTP API on this device, until Ctrl-C or SIGTERM.
 

@@ -85,6 +85,7 @@ _FLAGS = (
     Flag("device"),
     Flag("quantize"),
     Flag("max_model_len"),
+    Flag("rules", metavar="NAME[:PARAMETER]"),
     Flag("limits.kv_budget", metavar="SIZE"),
     Flag("pacing.pass_ms"),
     Flag("host", panel=_SERVICE),

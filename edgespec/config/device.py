@@ -24,8 +24,9 @@ from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.ports import DEFAULT_CACHES, MAX_CACHES
 from edgespec.core.protocol.checks import bounded
-from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.messages import EXACT_RULE, RunAhead
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
+from edgespec.core.verifier.relaxed_rules import parse_rule
 
 ENDPOINT_HOST = "127.0.0.1"
 ENDPOINT_PORT = 7421
@@ -232,6 +233,10 @@ class AgentConfig:
     text goes on at another when it fails."""
     model: str = ""
     """Ask for this target or adapter by name. Empty takes what the verifier serves."""
+    rule: str = EXACT_RULE
+    """Accept drafts by this rule: exact, or one that the verifier offers of the LOSSY ones typical,
+    top-k:K, margin:NATS, dsd:SHARE and bild:NATS. Under these likely drafts replace the target's
+    own tokens, and the text depends on the draft and on time."""
     tokenizer: str = ""
     """Folder or Hub id, if it is not the draft's. Empty is the draft's, or the verifier's when no
     model drafts."""
@@ -269,6 +274,7 @@ class AgentConfig:
             )
         for address in self.verifiers:
             check_address(address)
+        parse_rule(self.rule)
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
         one_of("trace_tokens", self.trace_tokens, TRACE_TOKENS)

@@ -20,6 +20,7 @@ from edgespec.config.common import (
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.verifier.block_ledger import SharePrefixes
+from edgespec.core.verifier.relaxed_rules import check_offer
 
 QUANTIZE_FORMATS = ("", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -169,6 +170,9 @@ class VerifierConfig:
     """Tokens of prompt and output together. null is the model's own context."""
     server_drafts: bool = True
     """Guess from the text itself where a device sends no draft."""
+    rules: tuple[str, ...] = ()
+    """LOSSY acceptance rules that devices may ask for besides exact: typical, top-k, margin, dsd or
+    bild, each for all its parameters, or with those that it may have, such as ``dsd:0.5``."""
     pacing: PacingSection = field(default_factory=PacingSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
     keys: str = ""
@@ -201,6 +205,8 @@ class VerifierConfig:
         bounded("port", self.port, 0, 65_535)
         one_of("dtype", self.dtype, DTYPES)
         one_of("quantize", self.quantize, QUANTIZE_FORMATS)
+        for rule in self.rules:
+            check_offer(rule)
         self._check_engine()
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
@@ -230,6 +236,11 @@ class VerifierConfig:
             raise ValueError(
                 f"draft is {self.draft!r}, but vLLM drafts by itself: give its --speculative-config"
                 " behind --"
+            )
+        if self.rules:
+            raise ValueError(
+                f"rules are {list(self.rules)}, but vLLM accepts a draft only where it is the"
+                " target's own token: leave them out"
             )
         if self.canonical:
             raise ValueError("canonical is true, but only the native engine can be canonical")

@@ -32,10 +32,18 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol.checks import bounded, is_unicode
 from edgespec.core.protocol.constraint import Constraint
-from edgespec.core.protocol.messages import MAX_NAME_BYTES, FaultCode, FinishReason, Open, RunAhead
+from edgespec.core.protocol.messages import (
+    EXACT_RULE,
+    MAX_NAME_BYTES,
+    FaultCode,
+    FinishReason,
+    Open,
+    RunAhead,
+)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
+from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterPool
 from edgespec.device.prober import ask_all
@@ -198,6 +206,13 @@ class GenerationStats:
     route: VerifierRoute | None = None
     """None where the agent knows one verifier only."""
     policy: DraftPolicy | None = None
+    rule: str = EXACT_RULE
+    """With all its parameters. Any but the exact one is LOSSY: ``counters.replaced`` tokens are not
+    the target's own, and those behind them follow from them."""
+
+    @property
+    def lossy(self) -> bool:
+        return self.rule != EXACT_RULE
 
     @property
     def resting(self) -> str | None:
@@ -224,6 +239,8 @@ class AgentOptions:
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     model: str = ""
     """Name of the target wanted; empty takes what the verifier serves."""
+    rule: str = EXACT_RULE
+    """By which drafts are accepted (``core/verifier/relaxed_rules.py``)."""
     vocabulary: str = ""
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
     draft_caches: int = DEFAULT_CACHES
@@ -280,6 +297,7 @@ class Agent:
         logprobs: int = 0,
         conversation: str = "",
         model: str = "",
+        rule: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the target's text. Leaving the loop early cancels the generation.
@@ -289,7 +307,7 @@ class Agent:
         grow as it goes: ``stats`` are of the one started last. Texts of one ``conversation`` (any
         name; its hash alone leaves the device) go to the same replica where replicas are chosen by
         it; empty: those whose prompts begin alike. ``model`` names the model or adapter of this
-        text; empty: that of the options.
+        text; empty: that of the options. So does ``rule``, by which drafts are accepted.
 
         ``prompt`` is text or token ids. One longer than the draft's context is served without
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be,
@@ -300,6 +318,7 @@ class Agent:
         sampling = checked_sampling(sampling)
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         model = checked_model(model) or self.options.model
+        rule = full_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_prompt(text, self._vocabulary_size)
         sampling = await self._read(sampling)
@@ -309,7 +328,7 @@ class Agent:
         belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
         longest = len(tokens) + sampling.max_tokens
         connect, route = link_for(self.transport, belongs, longest, model)
-        session = self._session(tokens, sampling, drafter, logprobs, model)
+        session = self._session(tokens, sampling, drafter, logprobs, model, rule)
         notes = self.activity.began(session, route, self._tracer)
         lease = None
         if drafter is not None:
@@ -317,7 +336,7 @@ class Agent:
         driver = SessionDriver(session, connect, lease, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(
-            session.counters, session.estimates, route, self.options.policy
+            session.counters, session.estimates, route, self.options.policy, rule
         )
         try:
             if started is not None:
@@ -398,6 +417,7 @@ class Agent:
         drafter: Drafter | None,
         logprobs: int,
         model: str,
+        rule: str,
     ) -> DraftSession:
         request = Open(
             session_id=secrets.token_hex(16),
@@ -406,11 +426,14 @@ class Agent:
             prompt=prompt,
             sampling=sampling,
             run_ahead=self.options.run_ahead,
+            rule=rule,
             drafting=drafter is not None,
             session_secret=secrets.token_bytes(16),
             logprobs=logprobs,
         )
         context_length = 0 if drafter is None else drafter.info.context_length
+        # How often a draft is right by a relaxed rule says nothing of the exact one.
+        learned = self._learned.of(model if rule == EXACT_RULE else f"{model}\0{rule}")
         return DraftSession(
             request,
             self.options.policy,
@@ -419,7 +442,7 @@ class Agent:
             jitter_seed=secrets.randbits(32),
             vocabulary_size=self._vocabulary_size,
             verifier=self.verifier,
-            learned=self._learned.of(model),
+            learned=learned,
             text=self.options.text,
         )
 

@@ -248,6 +248,7 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
         run_ahead=policy.run_ahead,
         reconnect=config.reconnect,
         model=config.model,
+        rule=config.rule,
         vocabulary=vocabulary,
         draft_caches=config.draft.caches,
         text=text_tables(config),

@@ -174,6 +174,7 @@ class StatusSource:
             passes=counters.passes,
             reconnects=counters.reconnects,
             model=one_line(notes.model),
+            rule=session.request.rule,
         )
 
     def _drafting(self, running: tuple[GenerationNotes, ...]) -> DraftingStatus:

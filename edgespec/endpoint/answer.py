@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any, ClassVar, Final
 
-from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
@@ -301,7 +301,9 @@ class CompletionEnvelope(ChoicesEnvelope):
 
 
 def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
-    """Counts of an answer. ``edgespec`` is ours: how much of it was drafted on the device."""
+    """Counts of an answer. ``edgespec`` is ours: how much of it was drafted on the device, and by
+    which rule drafts became tokens; under a ``lossy`` one ``replaced_tokens`` are not the target's
+    own."""
     completion = sum(choice.tokens for choice in choices)
     stats = [choice.stats for choice in choices if choice.stats is not None]
     counters = [one.counters for one in stats]
@@ -312,11 +314,14 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
         "edgespec": {
             "drafted_tokens": sum(one.sent for one in counters),
             "accepted_tokens": sum(one.accepted for one in counters),
+            "replaced_tokens": sum(one.replaced for one in counters),
             "corrected_tokens": sum(one.corrected for one in counters),
             "verifier_passes": sum(one.passes for one in counters),
             "reconnects": sum(one.reconnects for one in counters),
             "failovers": sum(one.failovers for one in stats),
             "seed": seed,
+            "rule": stats[0].rule if stats else EXACT_RULE,
+            "lossy": any(one.lossy for one in stats),
         },
     }
 

@@ -24,6 +24,7 @@ from edgespec.core.protocol.sampling import (
     SamplingParams,
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
+from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.endpoint.request_json import Fields, encodable, invalid, shown, texts
 from edgespec.models.tokenizer import MAX_MESSAGES
 
@@ -31,7 +32,9 @@ COMMON: Final = frozenset(
     "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"
     " prompt_cache_key frequency_penalty presence_penalty response_format grammar regex"
     # Not OpenAI's: those of the servers that people have at home.
-    " top_k min_p repetition_penalty stop_token_ids ignore_eos".split()
+    " top_k min_p repetition_penalty stop_token_ids ignore_eos"
+    # Ours alone.
+    " rule".split()
 )
 CHAT: Final = COMMON | frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
@@ -171,6 +174,8 @@ class Request:
     """Its hash; empty: the request does not tell which one it belongs to."""
     ignored: tuple[str, ...]
     """Names of parameters that nobody here knows."""
+    rule: str = ""
+    """By which drafts are accepted; empty: as the device is configured."""
     prompts: tuple[Prompt, ...] = ()
     """The texts to continue."""
     echo: bool = False
@@ -258,7 +263,15 @@ def _request(
         top,
         conversation_named(json.dumps(["key", key])) if key else "",
         ignored,
+        _rule(fields),
     )
+
+
+def _rule(fields: Fields) -> str:
+    try:
+        return full_name(text) if (text := fields.text("rule")) else ""
+    except ValueError as error:
+        raise invalid("rule", str(error)) from None
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -79,6 +79,7 @@ counter prompt_tokens_total{model} counts.prompt_tokens Prompt tokens of the req
 counter completion_tokens_total{model} counts.completion_tokens Tokens of their answers
 counter drafted_tokens_total{model} counts.drafted_tokens Draft nodes sent for them
 counter accepted_tokens_total{model} counts.accepted_tokens Of the tokens, those drafted here
+counter replaced_tokens_total{model} counts.replaced_tokens Of these, LOSSY ones: not the target's
 gauge texts_running admission.running Texts that are generated now
 gauge requests_waiting admission.waiting Requests that wait for their turn
 gauge verifier_ready verifiers.ready 1: a verifier is there
@@ -104,7 +105,7 @@ class EndpointCounts:
         that failed in the middle."""
         self.answers, self.prompt_tokens = Counter[str](), Counter[str]()
         self.completion_tokens, self.drafted_tokens = Counter[str](), Counter[str]()
-        self.accepted_tokens = Counter[str]()
+        self.accepted_tokens, self.replaced_tokens = Counter[str](), Counter[str]()
         self.first_token_s, self.duration_s = Histogram(LATENCY_S), Histogram(LATENCY_S)
 
     def add_answer(
@@ -119,6 +120,7 @@ class EndpointCounts:
         self.completion_tokens[model] += sum(one.tokens for one in choices)
         self.drafted_tokens[model] += sum(one.sent for one in stats)
         self.accepted_tokens[model] += sum(one.accepted for one in stats)
+        self.replaced_tokens[model] += sum(one.replaced for one in stats)
 
 
 class Admission:
@@ -258,6 +260,7 @@ class Run:
                 logprobs=choice.logprobs,
                 conversation=choice.request.conversation,
                 model=choice.model,
+                rule=choice.request.rule,
                 started=partial(setattr, choice, "stats"),
             )
             async with aclosing(generation) as chunks:

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice, starmap
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from edgespec.core.protocol.sampling import (
     SamplingParams,
     position_keys,
 )
-from edgespec.core.protocol.work import LEAST_LOGPROB, TokenScore
+from edgespec.core.protocol.work import LEAST_LOGPROB, NodeScore, TokenScore
 from edgespec.sampling.arrays import Workspace, best_token
 
 
@@ -266,6 +267,53 @@ def _score_rows(
             own, ids.tolist(), best.tolist(), counts, strict=True
         )
     ]
+
+
+def score_nodes(
+    logits: torch.Tensor, batch: Sequence[PassRequest], blocks: Sequence[SampleBlock]
+) -> dict[str, tuple[NodeScore, ...]]:
+    """``core/protocol/work.score_node`` of every node of the sessions that ask, by key.
+
+    ``logits`` is [rows of all blocks, vocabulary] and is not changed; ``blocks`` are those of the
+    requests that sample, in order.
+    """
+    asked = {one.key: one for one in batch if one.node_scores and one.tokens}
+    rows: list[int] = []
+    behind: list[int] = []
+    tokens: list[int] = []
+    first = 0
+    for block in blocks:
+        last = first + len(block.positions)
+        if (request := asked.get(block.key)) is not None:
+            behind += [len(rows) + 1 + parent for parent in request.parents]
+            tokens += request.tokens
+            rows += range(first, last)
+        first = last
+    if not tokens:
+        return {}
+    mine = [block for block in blocks if block.key in asked]
+    masks = [mask for one in mine for mask in one.masks or (None,) * len(one.positions)]
+    raw, places = _only(logits, rows).float(), _at(behind, logits.device)
+    laws = warp_rows(forbid(raw, masks), mine).log_softmax(dim=-1)
+    found = iter(_score_nodes(laws, raw.log_softmax(dim=-1), places, tokens))
+    return {block.key: tuple(islice(found, len(asked[block.key].tokens))) for block in mine}
+
+
+def _score_nodes(
+    laws: torch.Tensor, raw: torch.Tensor, places: torch.Tensor, tokens: Sequence[int]
+) -> list[NodeScore]:
+    """``laws`` and ``raw`` are log-probabilities [rows, vocabulary], ``places`` the row of each
+    token."""
+    index = _at(tokens, laws.device)[:, None]
+    own = laws[places].gather(-1, index)
+    columns = (
+        own[:, 0],
+        laws.amax(dim=-1)[places],
+        (laws[places] > own).sum(dim=-1),
+        torch.special.entr(laws.exp()).sum(dim=-1)[places],
+        raw[places].gather(-1, index)[:, 0].clamp_(min=LEAST_LOGPROB),
+    )
+    return list(starmap(NodeScore, zip(*[one.tolist() for one in columns], strict=True)))
 
 
 _VECTOR_ELEMENTS = 64

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final
 
 from edgespec.core.protocol.checks import one_line
-from edgespec.core.protocol.messages import DraftTotals, VerifierInfo
+from edgespec.core.protocol.messages import EXACT_RULE, DraftTotals, VerifierInfo
 from edgespec.telemetry.metric_table import metrics
 from edgespec.telemetry.trace import plain
 
@@ -130,6 +130,8 @@ class GenerationStatus:
     model: str = ""
     """The model or adapter that it is of, as its verifier names it; before one has answered as it
     was asked for, and empty where it was asked for none."""
+    rule: str = EXACT_RULE
+    """By which drafts are accepted; with any but this one the text is LOSSY."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class StreamMeter:
         self.pass_rows = Histogram(_COUNTS)
         self.pass_tokens = Histogram(_COUNTS)
         self.prompt_tokens = self.generation_tokens = 0
-        self.drafts = self.draft_nodes = self.accepted = 0
+        self.drafts = self.draft_nodes = self.accepted = self.replaced = 0
         self.accepted_at = [0] * MAX_POSITIONS
         self.run_ahead_tokens = self.stale = self.wasted = 0
         self.failed_passes = self.late_streams = 0
@@ -220,6 +220,7 @@ class StreamMeter:
                     accepted += right
                     record.accepted += right
                     lengths[right] = lengths.get(right, 0) + 1
+                    self.replaced += len(commit.replaced)
             else:
                 run_ahead += count
             if record.tokens:
@@ -416,6 +417,7 @@ counter server_draft_failures_total drafts.failures Failures of that model: it d
 counter spec_decode_num_drafts_total streams.drafts Sessions' parts of passes with draft nodes
 counter spec_decode_num_draft_tokens_total streams.draft_nodes Draft nodes that passes looked at
 counter spec_decode_num_accepted_tokens_total streams.accepted Draft nodes that became tokens
+counter replaced_tokens_total streams.replaced Of these, LOSSY ones: not the target's own
 counter spec_decode_num_accepted_tokens_per_pos_total{position} accepted_at By their place in drafts
 counter stale_nodes_total streams.stale Draft nodes dropped when they came: late or impossible
 counter wasted_nodes_total streams.wasted Draft nodes that a pass looked at in vain

@@ -15,7 +15,7 @@ from edgespec.config.common import SetupError, needs
 from edgespec.config.verifier import VLLM, LimitsSection
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.ports import ServerDrafter, TargetModel, pass_shape
-from edgespec.core.protocol.messages import Limits
+from edgespec.core.protocol.messages import EXACT_RULE, Limits
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.engine_events import EngineLimits
@@ -145,6 +145,7 @@ def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool)
         drafter=drafts,
         trees=shape.trees,
         own_drafts=shape.own_drafts,
+        rules=(EXACT_RULE, *config.rules),
     )
 
 

@@ -4,7 +4,7 @@ Theory of operation. ``encode_*`` and ``decode_*`` are total: they return a resu
 ``ProtocolViolation``, whatever the bytes or the message. The size of a message is checked before it
 is parsed, the counts in it before anything is copied to Python, token ids against the vocabulary.
 What another version may add (unknown fields) is ignored; what would change the meaning (unknown
-enum values, rules, versions) is refused by name.
+enum values, versions) is refused by name.
 
 Two things do not travel: ``SamplingParams.stop`` (the device ends its text at these strings) and
 the base of a draft on which no node hangs. A parent is sent as ``node id - parent id``, a small
@@ -382,6 +382,8 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.VerifierMessage:
         wire.credit = check_number("Commit.credit", commit.credit, 0, MAX_UINT32)
     if commit.logprobs:
         wire.logprobs.extend(_encode_scores(commit.logprobs, count, limits))
+    if commit.replaced:
+        wire.replaced.extend(_check_replaced(commit.replaced, count))
     return message
 
 
@@ -404,6 +406,7 @@ def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
         row_price=min(wire.row_price, MAX_PRICE) if wire.HasField("row_price") else None,
         credit=wire.credit if wire.HasField("credit") else None,
         logprobs=_decode_scores(scores, len(wire.tokens), limits) if scores else (),
+        replaced=_check_replaced(wire.replaced, len(wire.tokens)) if wire.replaced else (),
     )
 
 
@@ -411,6 +414,13 @@ def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) ->
     check_count("Commit.tokens", count, limits.max_commit_tokens)
     check_number("Commit.position", commit.position, 0, MAX_UINT32 - count)
     check_number("Commit.accepted", commit.accepted, 0, count)
+
+
+def _check_replaced(places: Sequence[int], count: int) -> tuple[int, ...]:
+    check_count("Commit.replaced", len(places), count)
+    for place in places:
+        check_number("Commit.replaced", place, 0, count - 1)
+    return tuple(places)
 
 
 def _encode_scores(
@@ -475,7 +485,6 @@ _WIRE: Final[dict[type[Any], type[ProtobufMessage]]] = {
 }
 _TEXT_BYTES: Final = {
     "session_id": _MAX_SESSION_ID_BYTES,
-    "rule": _MAX_RULE_BYTES,
     **dict.fromkeys(("model", "name", "vocabulary", "fingerprint"), MAX_NAME_BYTES),
 }
 _MOST_ENTRIES: Final = {
@@ -598,9 +607,7 @@ def _check_open(message: Open | pb.Open, limits: WireLimits) -> None:
     check_number("Open.version", message.version, PROTOCOL_VERSION, PROTOCOL_VERSION)
     if not message.session_id:
         raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
-    if message.rule not in ("", EXACT_RULE):
-        check_text("Open.rule", message.rule, _MAX_RULE_BYTES)
-        raise ProtocolViolation(f"Open.rule is {message.rule!r}, but must be one of: {EXACT_RULE}")
+    check_text("Open.rule", message.rule, _MAX_RULE_BYTES)
     check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
     check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
     check_context(prompt_length + committed_length, limits)

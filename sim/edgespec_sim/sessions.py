@@ -28,6 +28,7 @@ from edgespec.core.device.events import (
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import CapacityError, Drafter, TargetModel
 from edgespec.core.protocol.messages import (
+    EXACT_RULE,
     Cancel,
     Commit,
     Downlink,
@@ -101,7 +102,8 @@ def message_bytes(message: Message) -> int:
         case Cancel():
             return _wrapped(0)
         case Open():
-            texts = message.session_id, message.model, message.vocabulary
+            rule = "" if message.rule == EXACT_RULE else message.rule
+            texts = message.session_id, message.model, message.vocabulary, rule
             text_bytes = sum(2 + len(text.encode()) for text in texts if text)
             tokens = _packed(message.prompt) + _packed(message.committed)
             secret = message.session_secret
@@ -142,6 +144,7 @@ def _commit_bytes(commit: Commit) -> int:
         commit.held_us,
     )
     size = _packed(commit.tokens) + (2 if commit.finish is not None else 0)
+    size += _packed(commit.replaced)
     for number in numbers:
         if number:
             size += 1 + _VARINT[number.bit_length()]

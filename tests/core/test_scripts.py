@@ -510,7 +510,9 @@ class _Broken:
     def __init__(self) -> None:
         self.walks = 0
 
-    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+    def walk(
+        self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int], *_: Any
+    ) -> Walk:
         self.walks += 1
         if self.walks == 3:
             raise ZeroDivisionError("a bug")
@@ -526,7 +528,8 @@ def _three_sessions(engine: VerifyEngine) -> ee.BatchDone:
 
 
 def test_a_bug_in_one_session_ends_that_session() -> None:
-    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), {"exact": _Broken()})
+    broken = _Broken()
+    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), lambda _: broken)
     actions = engine.handle(_three_sessions(engine), 0.2)
     ((stream, code),) = faults(actions)
     assert code is FaultCode.INTERNAL
@@ -540,7 +543,8 @@ def test_a_bug_in_one_session_ends_that_session() -> None:
 
 
 def test_tests_see_the_bug_itself() -> None:
-    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), {"exact": _Broken()}, contain=False)
+    broken = _Broken()
+    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), lambda _: broken, contain=False)
     event = _three_sessions(engine)
     with pytest.raises(ZeroDivisionError):
         engine.handle(event, 0.2)

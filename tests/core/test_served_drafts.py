@@ -55,7 +55,6 @@ def test_sessions_of_one_owner_profit_from_each_other() -> None:
 
 def test_the_device_decides_where_it_may() -> None:
     make = sd.ServedDraftsMaker()
-    assert make(Open("s", "", "", (1,), rule="relaxed"), ANYBODY) is None
     assert make(Open("s", "", "", (1,), run_ahead=RunAhead.NEVER), ANYBODY) is None
     assert make(Open("s", "", "", (1,), run_ahead=RunAhead.ALWAYS), ANYBODY) is not None
 

@@ -311,7 +311,9 @@ def sampled(**fields: Any) -> m.Open:
     ("request_", "code", "words"),
     [
         (replace(ASKED, version=2), INVALID, "version 2 is not 1"),
-        (replace(ASKED, rule="lossy"), INVALID, "'lossy'; known: exact"),
+        (replace(ASKED, rule="lossy"), INVALID, "rule is 'lossy', but must be one of: exact, typ"),
+        (replace(ASKED, rule="top-k:0"), INVALID, r"K of rule 'top-k:0' is 0.0, .* \[1.0, 1000"),
+        (replace(ASKED, rule="dsd:0.5"), INVALID, "'dsd:0.5' is not offered .*; offered: exact"),
         (replace(ASKED, model="small"), m.FaultCode.UNKNOWN_MODEL, "'small'.*'big'"),
         (replace(ASKED, vocabulary="w2"), m.FaultCode.VOCABULARY_MISMATCH, "w2.*words-1"),
         (replace(ASKED, session_id=""), INVALID, "session id is empty"),

@@ -166,6 +166,7 @@ class ScriptedAgent:
         logprobs: int = 0,
         conversation: str = "",
         model: str = "",
+        rule: str = "",
         started: Callable[[GenerationStats], None] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         self.prompts.append(tuple(prompt))

@@ -260,7 +260,7 @@ def _sampling(**fields: Any) -> bytes:
         (_open(version=2), r"Open.version is 2, but must be in \[1, 1\]"),
         (_open(session_id="x" * 129), "Open.session_id has 129 bytes, but must have at most 128"),
         (_open(session_id="a\nb"), "Open.session_id is 'a\\\\nb', but must be printable"),
-        (_open(rule="typical"), "Open.rule is 'typical', but must be one of: exact"),
+        (_open(rule="r" * 65), "Open.rule has 65 bytes"),
         (_open(prompt=[1] * 65), "Open.prompt has 65 entries, but must have 1 to 64"),
         (_open(prompt=[1, 32000]), r"Open.prompt\[1\] is 32000, but must be in \[0, 31999\]"),
         (_open(prompt=[1] * 129), r"Open has 129 tokens .*, but the context is 128"),

@@ -234,7 +234,7 @@ def resume_skips_a_token(attach: Any, *given: Any) -> Any:
 
 @MUTANTS.of(ExactRule, "walk", seeds=60)
 def independent_siblings(
-    walk: Any, rule: ExactRule, tokens: Any, parents: Any, targets: Any
+    walk: Any, rule: ExactRule, tokens: Any, parents: Any, targets: Any, *_: Any
 ) -> Walk:
     """Any node that some row of the pass predicts is accepted; the longest path wins."""
     path: list[int] = []

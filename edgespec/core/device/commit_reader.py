@@ -132,7 +132,7 @@ class CommitReader:
         tokens = commit.tokens[overlap:]
         kinds = tuple(
             [
-                self._commit_one(token, index < commit.accepted)
+                self._commit_one(token, index < commit.accepted, index in commit.replaced)
                 for index, token in enumerate(tokens, overlap)
             ]
         )
@@ -163,14 +163,17 @@ class CommitReader:
                 self.estimates.guesses.add(node, hit=node is right)
         return right
 
-    def _commit_one(self, token: int, accepted: bool) -> TokenKind:
+    def _commit_one(self, token: int, accepted: bool, replaced: bool) -> TokenKind:
         children = self._tree.roots
         matching = self.score(children, token) if children else None
         missed = matching is None and any(self._outbox.was_sent(node.id) for node in children)
         self._tree.commit((token,))
         self.counters.committed += 1
-        self.counters.accepted += accepted
+        self.counters.accepted += accepted or replaced
         self.counters.corrected += missed
+        if replaced:  # a commit that is sent again tells this and not that
+            self.counters.replaced += 1
+            return TokenKind.REPLACED
         if accepted:
             return TokenKind.ACCEPTED
         return TokenKind.CORRECTED if missed else TokenKind.DECODED

@@ -49,6 +49,8 @@ class TokenKind(Enum):
 
     ACCEPTED = "accepted"
     """Drafted here, verified there."""
+    REPLACED = "replaced"
+    """Drafted here, and taken there by a relaxed rule in place of the target's own: LOSSY."""
     CORRECTED = "corrected"
     """A draft was sent for this position, and the target said otherwise."""
     DECODED = "decoded"
@@ -182,6 +184,8 @@ class DraftCounters:
     """Tokens the user was given."""
     accepted: int = 0
     """Of them, those drafted here and verified there."""
+    replaced: int = 0
+    """Of these, those that a relaxed rule took in place of the target's own."""
     corrected: int = 0
     """Of them, those that came where a draft was sent and was wrong."""
     passes: int = 0
@@ -219,5 +223,7 @@ class DraftCounters:
         """Tokens of these kinds were committed but not given to the user: they stood behind a stop
         string, and how many do depends on the drafts."""
         self.committed -= len(kinds)
-        self.accepted -= kinds.count(TokenKind.ACCEPTED)
+        replaced = kinds.count(TokenKind.REPLACED)
+        self.replaced -= replaced
+        self.accepted -= kinds.count(TokenKind.ACCEPTED) + replaced
         self.corrected -= kinds.count(TokenKind.CORRECTED)

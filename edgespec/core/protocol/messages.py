@@ -155,7 +155,7 @@ class Opened:
 
 @statically_frozen
 class Commit:
-    """The target's own tokens for positions ``position`` .. ``position + len(tokens) - 1``.
+    """The target's tokens for positions ``position`` .. ``position + len(tokens) - 1``.
 
     At most ``MAX_COMMIT_TOKENS``; one without tokens and without a finish says that the verifier
     is still at work.
@@ -184,6 +184,9 @@ class Commit:
     """How many nodes the device may have outstanding now; None: as many as ``Opened`` said."""
     logprobs: tuple[TokenScore, ...] = ()
     """Of ``tokens``, one each, if the session asked for them and the verifier still has them."""
+    replaced: tuple[int, ...] = ()
+    """Places in ``tokens`` of drafted ones that a relaxed rule took in place of the target's own;
+    none under the exact rule."""
 
 
 @statically_frozen

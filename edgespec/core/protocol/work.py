@@ -35,8 +35,7 @@ def score_token(logits: Sequence[float], token: int, count: int) -> TokenScore:
     Worked number: of the logits (0, log 3) the second has the probability 3 / 4, so its score is
     log 0.75 = -0.288, with a margin of log 3 = 1.099.
     """
-    largest = max(logits)
-    norm = largest + math.log(math.fsum([math.exp(logit - largest) for logit in logits]))
+    norm = _log_sum_exp(logits)
     order = sorted(range(len(logits)), key=lambda one: (-logits[one], one))
     top = tuple([(one, _bounded(logits[one] - norm)) for one in order[:count]])
     margin = logits[order[0]] - logits[order[1]] if len(order) > 1 else -LEAST_LOGPROB
@@ -45,6 +44,52 @@ def score_token(logits: Sequence[float], token: int, count: int) -> TokenScore:
 
 def _bounded(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
+
+
+def _log_sum_exp(logits: Sequence[float]) -> float:
+    largest = max(logits)
+    return largest + math.log(math.fsum([math.exp(logit - largest) for logit in logits]))
+
+
+@statically_frozen
+class NodeScore:
+    """What a pass says of a drafted token at its place, for rules that may take it although it is
+    not the target's own (``core/verifier/relaxed_rules.py``).
+
+    Probabilities are those that the text is drawn from: after constraint, bias, penalties,
+    temperature and truncation; a greedy text's are those of temperature 1.
+    """
+
+    logprob: float
+    """Natural logarithm; minus infinity for a token that the session's sampling rules out."""
+    best_logprob: float
+    """Of the likeliest token."""
+    rank: int
+    """How many tokens are likelier."""
+    entropy: float
+    """Of the distribution, in nats."""
+    raw_logprob: float
+    """As ``TokenScore.logprob``, which no sampling parameter changes."""
+
+    @property
+    def margin(self) -> float:
+        """To the likeliest token, in nats; 0 for that one."""
+        return self.best_logprob - self.logprob
+
+
+def score_node(law: Sequence[float], logits: Sequence[float], token: int) -> NodeScore:
+    """``logits`` is the row behind which ``token`` is drafted, ``law`` what ``sampling.warp`` makes
+    of it under the constraint's mask.
+
+    Worked number: of the laws (0, log 3) the first token has rank 1, the probability 1 / 4, a
+    margin of log 3 = 1.099 and, like the other one, an entropy of 0.562.
+    """
+    norm = _log_sum_exp(law)
+    logprobs = [logit - norm for logit in law]
+    entropy = -math.fsum([math.exp(one) * one for one in logprobs if one > -math.inf])
+    rank = sum([logit > law[token] for logit in law])
+    raw = _bounded(logits[token] - _log_sum_exp(logits))
+    return NodeScore(logprobs[token], max(logprobs), rank, entropy, raw)
 
 
 @statically_frozen
@@ -108,6 +153,8 @@ class PassRequest:
     (``core/verifier/served_drafts.py``). The target treats all alike."""
     logprobs: int = 0
     """How many of the likeliest tokens to score at each sampled row; 0: no scores at all."""
+    node_scores: bool = False
+    """Whether to say of each node how likely the target holds it, for a relaxed rule."""
 
     def with_blocks(self, blocks: tuple[int, ...]) -> PassRequest:
         """The same request on these blocks; field by field, which is cheaper than ``replace``."""
@@ -121,6 +168,7 @@ class PassRequest:
             blocks,
             self.served,
             self.logprobs,
+            self.node_scores,
         )
 
     @property
@@ -157,6 +205,8 @@ class PassResult:
     guesses: tuple[int, ...] = ()
     """What the target's own speculator proposes behind the tokens that this pass commits
     (``PassShape.own_drafts``)."""
+    node_scores: tuple[NodeScore, ...] = ()
+    """Of the nodes, one each, if the request asked for them."""
 
 
 @statically_frozen

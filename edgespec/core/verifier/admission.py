@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -12,6 +12,7 @@ from edgespec.core.protocol.messages import PROTOCOL_VERSION, Fault, FaultCode, 
 from edgespec.core.protocol.work import MAX_LOGPROBS, ModelInfo
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.relaxed_rules import why_not_offered
 from edgespec.core.verifier.session import VerifySession
 
 
@@ -24,12 +25,13 @@ def refuse_open(
     request: Open,
     model: ModelInfo,
     limits: Limits,
-    rules: frozenset[str],
+    rules: Collection[str],
     credential: Credential = ANYBODY,
     served: Sequence[str] = (),
 ) -> Fault | None:
     """None when the request is fine. ``model`` is the one that it asks for, if that is served;
-    ``served`` are the names of all, empty: there is one. ``limits`` are those of the credential."""
+    ``served`` are the names of all, empty: there is one. ``limits`` are those of the credential,
+    ``rules`` as in ``EngineLimits``."""
     faults = _faults(request, model, rules, credential, served or (model.name,))
     return next(chain(faults, _token_faults(request, model, limits, credential)), None)
 
@@ -37,16 +39,15 @@ def refuse_open(
 def _faults(
     request: Open,
     model: ModelInfo,
-    rules: frozenset[str],
+    rules: Collection[str],
     credential: Credential,
     served: Sequence[str],
 ) -> Iterator[Fault]:
     invalid = partial(Fault, FaultCode.INVALID)
     if request.version != PROTOCOL_VERSION:
         yield invalid(f"protocol version {request.version} is not {PROTOCOL_VERSION}")
-    if request.rule not in rules:
-        known = ", ".join(sorted(rules))
-        yield invalid(f"unknown acceptance rule {request.rule!r}; known: {known}")
+    if (why := why_not_offered(request.rule, rules)) is not None:
+        yield invalid(why)
     if request.model and request.model != model.name:
         known = ", ".join(map(repr, served))
         why = f"unknown model {request.model!r}; this verifier serves {known}"

@@ -16,6 +16,7 @@ from typing import Protocol
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
 from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits, RunAhead
 from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, CommittedPrefix, Node, SpeculationTree
+from edgespec.core.protocol.work import NodeScore
 from edgespec.core.statically_frozen import statically_frozen
 
 
@@ -370,12 +371,23 @@ class Walk:
     """Indices of the accepted nodes of the pass, root to leaf."""
     tokens: tuple[int, ...]
     """What to commit: one token an accepted node, and one more. Never empty."""
+    replaced: tuple[int, ...] = ()
+    """Places in ``tokens`` of those that are not the target's own."""
 
 
 class AcceptanceRule(Protocol):
-    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+    def walk(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        targets: Sequence[int],
+        scores: Sequence[NodeScore] = (),
+        ends: frozenset[int] = frozenset(),
+    ) -> Walk:
         """``tokens[i]``/``parents[i]`` describe node i of the pass (-1 is the root);
-        ``targets[0]`` is the target's token at the root, ``targets[1 + i]`` after node i."""
+        ``targets[0]`` is the target's token at the root, ``targets[1 + i]`` after node i.
+        ``scores`` are of the first nodes, those that a relaxed rule may take; ``ends`` end the
+        text. The exact rule looks at neither."""
 
 
 @statically_frozen
@@ -383,7 +395,14 @@ class ExactRule:
     """From the root, go to the child that *is* the target's token, as long as there is one; what
     the target said at the last node is the correction or the bonus. Nothing to bias."""
 
-    def walk(self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]) -> Walk:
+    def walk(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        targets: Sequence[int],
+        scores: Sequence[NodeScore] = (),
+        ends: frozenset[int] = frozenset(),
+    ) -> Walk:
         nodes: list[int] = []
         committed = [targets[0]]
         at, wanted = -1, targets[0]

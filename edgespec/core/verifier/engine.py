@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from edgespec.core.protocol.messages import EXACT_RULE, Fault, FaultCode, Limits, Open, RunAhead
+from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as ev
@@ -23,18 +23,15 @@ from edgespec.core.verifier.admission import DISPLACED, SessionSlots, limits_of,
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.drafts import (
-    AcceptanceRule,
-    ExactRule,
-    RunAheadPolicy,
-    run_ahead_policy,
-)
+from edgespec.core.verifier.drafts import AcceptanceRule, RunAheadPolicy, run_ahead_policy
 from edgespec.core.verifier.own_drafts import ChainStart
+from edgespec.core.verifier.relaxed_rules import acceptance_rule
 from edgespec.core.verifier.scheduler import PassScheduler
 from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from edgespec.core.verifier.session import VerifySession, same_device, same_generation
 
 RunAheadFactory = Callable[[RunAhead], RunAheadPolicy]
+RuleFactory = Callable[[str], AcceptanceRule]
 
 
 class SessionRegistry:
@@ -50,7 +47,7 @@ class SessionRegistry:
         model: ModelInfo,
         limits: Limits,
         engine_limits: ee.EngineLimits,
-        rules: Mapping[str, AcceptanceRule],
+        rules: RuleFactory,
         run_ahead: RunAheadFactory,
         *,
         contain: bool,
@@ -65,7 +62,7 @@ class SessionRegistry:
         self._model, self._limits, self._rules = model, limits, rules
         self._served = {one.name: one for one in (model, *adapters)}
         self._run_ahead, self._contain = run_ahead, contain
-        self._trees = engine_limits.trees
+        self._trees, self._offered = engine_limits.trees, engine_limits.rules
         self._slots = SessionSlots(engine_limits, self.sessions)
         self.credential_of: Mapping[str, Credential] = self._slots.credential_of
         model_drafts = engine_limits.drafter or engine_limits.own_drafts > 0
@@ -79,9 +76,8 @@ class SessionRegistry:
         stream, request, key = event.stream, event.request, event.request.session_id
         known = self.sessions.get(key)
         limits = limits_of(event.credential, self._limits)
-        rules = frozenset(self._rules)
-        model = self._model_of(request)
-        fault = refuse_open(request, model, limits, rules, event.credential, tuple(self._served))
+        model, served = self._model_of(request), tuple(self._served)
+        fault = refuse_open(request, model, limits, self._offered, event.credential, served)
         if fault is None and known is not None:
             fault = self._refuse_known(known, request)
         if fault is None and key not in self.sessions:
@@ -112,7 +108,7 @@ class SessionRegistry:
             return displaced
         if displaced is not None:
             self.end(displaced, DISPLACED)
-        rule, run_ahead = self._rules[request.rule], self._run_ahead(request.run_ahead)
+        rule, run_ahead = self._rules(request.rule), self._run_ahead(request.run_ahead)
         model = self._model_of(request)
         guesses = self.guesses(request, credential, model.eos_token_ids)
         self.sessions[key] = VerifySession(
@@ -329,7 +325,7 @@ class VerifyEngine:
         model: ModelInfo,
         limits: Limits,
         engine_limits: ee.EngineLimits,
-        rules: dict[str, AcceptanceRule] | None = None,
+        rules: RuleFactory = acceptance_rule,
         run_ahead: RunAheadFactory = run_ahead_policy,
         *,
         contain: bool = True,
@@ -338,7 +334,6 @@ class VerifyEngine:
         cache = engine_limits.cache
         assert cache is None or cache.tokens >= limits.context_length
         self.model, self.limits, self.engine_limits = model, limits, engine_limits
-        rules = rules or {EXACT_RULE: ExactRule()}
         self.registry = SessionRegistry(
             model, limits, engine_limits, rules, run_ahead, contain=contain, adapters=adapters
         )
@@ -558,7 +553,9 @@ class VerifyEngine:
                 continue
             self._scheduler.run_with_others(key)
             before, taken = session.prefix.length, session.device_accepted
-            done = ev.PassDone(result.targets, result.scores, price, result.guesses)
+            done = ev.PassDone(
+                result.targets, result.scores, price, result.guesses, result.node_scores
+            )
             self.registry.tell(key, done, now)
             tokens += session.prefix.length - before
             self._scheduler.fairness.spend(key, session.prefix.length - before, now)

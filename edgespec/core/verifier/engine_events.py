@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
+from edgespec.core.protocol.messages import EXACT_RULE, Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.core.statically_frozen import statically_frozen
@@ -44,6 +44,9 @@ class EngineLimits:
     """Has the verifier a draft model of its own? (``own_drafts.py``)"""
     own_drafts: int = 0
     """As ``PassShape.own_drafts``."""
+    rules: tuple[str, ...] = (EXACT_RULE,)
+    """Acceptance rules that devices may ask for, by name (any parameters) or with parameters
+    (these alone)."""
 
 
 # --- events ---------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from heapq import heappop, heappush
 from typing import Final
 
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
-from edgespec.core.protocol.messages import EXACT_RULE, DraftTotals, Open, RunAhead
+from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
 from edgespec.core.protocol.text_guesses import Place, TextChances, TextReader, TextTables
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier.credential import Credential
@@ -314,10 +314,9 @@ class ServedDraftsMaker:
     def __call__(
         self, request: Open, credential: Credential, end_tokens: Collection[int] = ()
     ) -> ServedDrafts | None:
-        """None without a source, and where the device decides what is in the tree: under a relaxed
-        rule, which may commit what it finds there, and where the verifier is to wait for drafts.
-        ``end_tokens`` are those of the session's model."""
-        if request.rule != EXACT_RULE or request.run_ahead is RunAhead.NEVER:
+        """None without a source, and where the verifier is to wait for drafts. ``end_tokens`` are
+        those of the session's model."""
+        if request.run_ahead is RunAhead.NEVER:
             return None
         if not (self._text or self._model):
             return None

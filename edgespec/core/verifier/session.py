@@ -9,20 +9,23 @@ and committed. Drafts that arrive during a pass grow the tree for the next one.
     PASSING   one is running; its request is kept in ``_pass``
     FINISHED  the last token is committed, or the device cancelled
 A session outlives its stream by the lease (``Attachment``). Drafts only change *when* tokens are
-committed. Invariants: in a pass that samples, ``cache_length + len(feed) == prefix.length``; every
-such pass commits at least one token; nothing is committed past a stop id, max_tokens or the
-context. ``Evicted`` takes its cache away, ``Cached`` gives some back. ``deadline``: look again.
+committed; under a relaxed rule also which. Invariants: in a pass that samples, ``cache_length +
+len(feed) == prefix.length``; every such pass commits at least one token; nothing is committed past
+a stop id, max_tokens or the context. ``Evicted`` takes its cache away, ``Cached`` gives some back.
+``deadline``: look again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hmac import compare_digest
 from typing import assert_never
 
 from edgespec.core.protocol.checks import transition
 from edgespec.core.protocol.messages import (
+    EXACT_RULE,
     MAX_COMMIT_TOKENS,
     MAX_PRICE,
     Cancel,
@@ -39,7 +42,13 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.tree import CommittedPrefix, Ending
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, PassTree, RunAheadPolicy
+from edgespec.core.verifier.drafts import (
+    AcceptanceRule,
+    DraftInbox,
+    PassTree,
+    RunAheadPolicy,
+    Walk,
+)
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
@@ -106,18 +115,19 @@ class ScoreKeeper:
         self._position = 0
         """Of the first score that is kept; each of the others is for the next position."""
 
-    def commit(
-        self, position: int, rows: Sequence[TokenScore], nodes: Sequence[int], count: int
-    ) -> None:
-        """A pass committed ``count`` tokens from ``position`` on; ``rows`` are as in
-        ``PassResult.scores``, ``nodes`` the accepted ones."""
-        if not rows:
+    def commit(self, position: int, done: ev.PassDone, walk: Walk, count: int) -> None:
+        """A pass committed ``count`` tokens of ``walk`` from ``position`` on."""
+        if not done.scores:
             return
+        scores = [done.scores[row] for row in (0, *(1 + node for node in walk.nodes))]
+        for place in walk.replaced:
+            raw_logprob = done.node_scores[walk.nodes[place]].raw_logprob
+            scores[place] = replace(scores[place], logprob=raw_logprob)
         if position != self._position + len(self._kept):
             self._kept.clear()
         if not self._kept:
             self._position = position
-        self._kept += [rows[row] for row in (0, *(1 + node for node in nodes))[:count]]
+        self._kept += scores[:count]
 
     def acknowledged(self, position: int) -> None:
         while self._kept and self._position < position:
@@ -152,17 +162,28 @@ def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
 
 
 def missed_commits(
-    prefix: CommittedPrefix, held: int, finish: FinishReason | None, scores: ScoreKeeper
+    prefix: CommittedPrefix,
+    held: int,
+    finish: FinishReason | None,
+    scores: ScoreKeeper,
+    replaced: Sequence[int] = (),
 ) -> Iterator[Commit]:
     """What brings a device that holds ``held`` tokens up to date, in messages the wire can carry;
-    the last one says how the generation ended, if it has. With the scores that are kept."""
+    the last one says how the generation ended, if it has. With the scores that are kept;
+    ``replaced`` are the positions of tokens that are not the target's own."""
+
+    def places(end: int) -> tuple[int, ...]:
+        return tuple([at - start for at in replaced if start <= at < end])
+
     start = held
     while prefix.length - start > MAX_COMMIT_TOKENS:
-        yield Commit(start, tuple(prefix.tokens[start : start + MAX_COMMIT_TOKENS]))
-        start += MAX_COMMIT_TOKENS
+        end = start + MAX_COMMIT_TOKENS
+        yield Commit(start, tuple(prefix.tokens[start:end]), replaced=places(end))
+        start = end
     if start < prefix.length or finish is not None:
-        logprobs = scores.of(start, prefix.length - start)
-        yield Commit(start, tuple(prefix.tokens[start:]), finish=finish, logprobs=logprobs)
+        tokens, logprobs = tuple(prefix.tokens[start:]), scores.of(start, prefix.length - start)
+        changed = places(prefix.length)
+        yield Commit(start, tokens, finish=finish, logprobs=logprobs, replaced=changed)
 
 
 class VerifySession:
@@ -195,6 +216,8 @@ class VerifySession:
         self.device = Attachment(self.prefix.length, now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
+        self._replaced: list[int] = []
+        """Positions of committed tokens that are not the target's own."""
 
     @property
     def attached(self) -> bool:
@@ -280,7 +303,7 @@ class VerifySession:
         constrained = request.sampling.constraint is not None
         opened = Opened(self._limits, name, held, fingerprint, constrained)
         greeting = self._say(opened, now)
-        missed = missed_commits(self.prefix, held, self.finish, self._scores)
+        missed = missed_commits(self.prefix, held, self.finish, self._scores, self._replaced)
         return greeting, *(self._say(commit, now) for commit in missed)
 
     def _say(self, message: Opened | Commit | Fault, now: float) -> ev.Send:
@@ -382,23 +405,30 @@ class VerifySession:
             self.state = transition(VERIFY_MOVES, self.state, ev.READY)
             return (ev.Keep(()),)
         assert self.cache_length == self.prefix.length
-        walk = self._rule.walk(done.request.tokens, done.request.parents, event.targets)
+        walk = self._walk(done.request, event)
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
         inside = walk.nodes[: len(tokens)]  # not those behind the end
         accepted = self._learn(done.request, event.targets, inside, tokens)
         if event.scores:
-            self._scores.commit(self.prefix.length, event.scores, walk.nodes, len(tokens))
+            self._scores.commit(self.prefix.length, event, walk, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
         if self._served is not None and event.guesses and self.finish is None:
             self._served.propose(event.guesses)
         position = self.prefix.length - len(tokens)
-        commit = self._report(position, tokens, accepted, done, event.row_price, now)
+        replaced = tuple([at for at in walk.replaced if at < len(tokens)])
+        self._replaced += [position + at for at in replaced]
+        commit = self._report(position, tokens, accepted, replaced, done, event.row_price, now)
         send = (self._say(commit, now),) if self.attached else ()
         following = ev.READY if self.finish is None else ev.FINISHED
         self.state = transition(VERIFY_MOVES, self.state, following)
         self._note_unread(now)
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
+
+    def _walk(self, request: PassRequest, event: ev.PassDone) -> Walk:
+        """Guesses of the verifier's own, which stand behind the device's, are judged exactly."""
+        scores, ends = event.node_scores[: request.drafted], self._ending.stops
+        return self._rule.walk(request.tokens, request.parents, event.targets, scores, ends)
 
     def _form(self, offer: ev.Offer) -> PassRequest:
         """The request for a pass in which ``offer`` leaves room: the committed tokens that the
@@ -420,7 +450,17 @@ class VerifySession:
             self._served.note_sent(tree)
         served = len(tree.tokens) - tree.drafted
         tokens, parents = tuple(tree.tokens), tuple(tree.parents)
-        return PassRequest(key, first, feed, tokens, parents, served=served, logprobs=logprobs)
+        judged = tree.drafted > 0 and self.request.rule != EXACT_RULE
+        return PassRequest(
+            key,
+            first,
+            feed,
+            tokens,
+            parents,
+            served=served,
+            logprobs=logprobs,
+            node_scores=judged,
+        )
 
     @property
     def _depth(self) -> int:
@@ -458,12 +498,14 @@ class VerifySession:
         position: int,
         tokens: tuple[int, ...],
         accepted: int,
+        replaced: tuple[int, ...],
         done: ev.RunningPass,
         row_price: int,
         now: float,
     ) -> Commit:
-        """The commit of these tokens, of which the device drafted ``accepted``. A device that
-        drafts on hears its part of the price of a row; ``row_price`` 0: there is none to tell."""
+        """The commit of these tokens, of which the device drafted ``accepted`` and those at the
+        places ``replaced`` are not the target's own. A device that drafts on hears its part of the
+        price of a row; ``row_price`` 0: there is none to tell."""
         rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
         price = credit = None
         self._price_share.note_pass(done.started_at, now)
@@ -490,4 +532,5 @@ class VerifySession:
             price,
             credit,
             logprobs,
+            replaced,
         )

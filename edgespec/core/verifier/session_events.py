@@ -6,7 +6,7 @@ from enum import Enum
 from typing import ClassVar, Final
 
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
-from edgespec.core.protocol.work import PassRequest, TokenScore
+from edgespec.core.protocol.work import NodeScore, PassRequest, TokenScore
 from edgespec.core.statically_frozen import statically_frozen
 from edgespec.core.verifier.own_drafts import Chain, ChainStart
 
@@ -57,10 +57,11 @@ class Drafted:
 class PassDone:
     targets: tuple[int, ...]
     scores: tuple[TokenScore, ...] = ()
-    """Both as in ``PassResult``, and so are ``guesses``."""
+    """Both as in ``PassResult``, and so are ``guesses`` and ``node_scores``."""
     row_price: int = 0
     """What a row costs now, in thousandths (``Commit.row_price``); 0: nothing to tell."""
     guesses: tuple[int, ...] = ()
+    node_scores: tuple[NodeScore, ...] = ()
 
 
 @statically_frozen

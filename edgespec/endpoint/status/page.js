@@ -102,7 +102,8 @@ function showGenerations(found, running) {
   say("running", running === 1 ? "1 text runs" : running + " texts run");
   place("generations").replaceChildren(...found.map(one => {
     const row = document.createElement("tr");
-    row.append(...["#" + one.number, one.model || "–", one.link.replace("_", " "),
+    const lossy = one.rule === "exact" ? "" : ` LOSSY (${one.rule})`;
+    row.append(...["#" + one.number, (one.model || "–") + lossy, one.link.replace("_", " "),
       number(one.tokens), one.tokens_per_s === null ? "–" : number(one.tokens_per_s, 1),
       percent(one.acceptance), one.drafting ? "yes" : "no"].map(text => made("td", text)));
     return row;

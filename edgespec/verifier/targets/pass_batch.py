@@ -7,7 +7,7 @@ in C, and what is left are operations on arrays. A batch that looks wrong is not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgespec.core.ports import ModelInfo, PassRequest, PassResult
-from edgespec.core.protocol.work import TokenScore
+from edgespec.core.protocol.work import NodeScore, TokenScore
 from edgespec.verifier.targets.pass_requests import node_depths
 
 # Drafters draw the same few trees again and again, so small ones are kept.
@@ -61,7 +61,7 @@ def _shape(parents: tuple[int, ...]) -> TreeShape:
 Indices = npt.NDArray[np.int64]
 
 _columns = attrgetter(
-    "key", "cache_length", "feed", "tokens", "parents", "sample", "blocks", "logprobs"
+    *("key", "cache_length", "feed", "tokens", "parents", "sample", "blocks", "node_scores")
 )
 
 
@@ -76,7 +76,7 @@ class PassBatch(Sequence[PassRequest]):
     parents: tuple[tuple[int, ...], ...]
     samples: tuple[bool, ...]
     tables: tuple[tuple[int, ...], ...]
-    logprobs: tuple[int, ...]
+    node_scores: tuple[bool, ...]
     trees: tuple[TreeShape | None, ...]
     """None for a request without nodes."""
     cached: Indices
@@ -90,7 +90,7 @@ class PassBatch(Sequence[PassRequest]):
         and ``OverflowError`` for a number beyond 64 bits."""
         if isinstance(requests, PassBatch):
             return requests
-        keys, cached, feeds, nodes, parents, samples, tables, logprobs = zip(
+        keys, cached, feeds, nodes, parents, samples, tables, node_scores = zip(
             *map(_columns, requests), strict=True
         )
         count = len(keys)
@@ -103,7 +103,7 @@ class PassBatch(Sequence[PassRequest]):
             parents=parents,
             samples=samples,
             tables=tables,
-            logprobs=logprobs,
+            node_scores=node_scores,
             trees=tuple([tree_shape(one) if one else None for one in parents])
             if has_nodes
             else (None,) * count,
@@ -166,12 +166,16 @@ class PassBatch(Sequence[PassRequest]):
 
 
 def share_out(
-    batch: PassBatch, tokens: list[int], scores: dict[str, tuple[TokenScore, ...]]
+    batch: PassBatch,
+    tokens: list[int],
+    scores: Mapping[str, tuple[TokenScore, ...]],
+    nodes_scored: Mapping[str, tuple[NodeScore, ...]],
 ) -> list[PassResult]:
-    """Each session's share of the sampled rows' ``tokens``."""
+    """Each session's share of the sampled rows' ``tokens``, with the scores of those that ask."""
     results, first = [], 0
     for key, nodes, sample in zip(batch.keys, batch.nodes, batch.samples, strict=True):
         last = first + 1 + len(nodes) if sample else first
-        results.append(PassResult(key, tuple(tokens[first:last]), scores.get(key, ())))
+        mine, of_nodes = tuple(tokens[first:last]), nodes_scored.get(key, ())
+        results.append(PassResult(key, mine, scores.get(key, ()), node_scores=of_nodes))
         first = last
     return results

@@ -10,19 +10,20 @@ logits of a position the same to the last bit under every schedule.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from edgespec.core.ports import ModelInfo, PassRequest, PassResult, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import CacheShape
+from edgespec.core.protocol.work import CacheShape, NodeScore
 from edgespec.sampling.tensors import (
     SampleBlock,
     TextCountsCache,
     best_tokens,
     choose_tokens,
+    score_nodes,
     score_passes,
 )
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
@@ -185,10 +186,10 @@ class TorchTarget:
         batch = self._checked(batch)
         logits = self.run_pass(batch)
         with torch.inference_mode():
-            tokens = self._choose(logits, batch)
+            tokens, nodes_scored = self._choose(logits, batch)
             scores = score_passes(logits, batch, tokens)
         if scores or batch.has_nodes or not all(batch.samples):
-            return share_out(batch, tokens, scores)
+            return share_out(batch, tokens, scores, nodes_scored)
         return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
 
     def run_pass(self, batch: Sequence[PassRequest]) -> torch.Tensor:
@@ -284,13 +285,18 @@ class TorchTarget:
             check_batch(batch, self._pool.cached_length, self.info)
         return found
 
-    def _choose(self, logits: torch.Tensor, batch: PassBatch) -> list[int]:
-        if self._pool.special.isdisjoint(batch.keys):
+    def _choose(
+        self, logits: torch.Tensor, batch: PassBatch
+    ) -> tuple[list[int], Mapping[str, tuple[NodeScore, ...]]]:
+        """The sampled rows' tokens, and what nodes are worth, by the key of a session that asks."""
+        asked = any(batch.node_scores)
+        if not asked and self._pool.special.isdisjoint(batch.keys):
             best = best_tokens(logits)
             if best is not None:
-                return best
+                return best, {}
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
-        return choose_tokens(logits, blocks)
+        tokens = choose_tokens(logits, blocks)
+        return tokens, score_nodes(logits, batch, blocks) if asked else {}
 
     def _sample_block(self, request: PassRequest) -> SampleBlock:
         """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""

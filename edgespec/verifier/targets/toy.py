@@ -19,8 +19,23 @@ from edgespec.core.ports import (
     PassResult,
 )
 from edgespec.core.protocol.checks import bounded
-from edgespec.core.protocol.sampling import MASK_32, SamplingParams, choose, noise_bits
-from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, score_token
+from edgespec.core.protocol.sampling import (
+    MASK_32,
+    SamplingParams,
+    choose,
+    masked,
+    noise_bits,
+    warp,
+)
+from edgespec.core.protocol.work import (
+    CacheShape,
+    Candidate,
+    DraftStep,
+    NodeScore,
+    TokenScore,
+    score_node,
+    score_token,
+)
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.pass_requests import (
     ConstrainedRows,
@@ -243,13 +258,27 @@ class ToyTarget:
             masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
         rows = zip(((), *paths), masks, strict=True)
         targets = tuple([self._sample(sequence, path, mask) for path, mask in rows])
-        if not request.logprobs:
-            return PassResult(request.key, targets)
-        scores = [
-            score_token(self.model.logits(self._tail(sequence, path)), token, request.logprobs)
-            for path, token in zip(((), *paths), targets, strict=True)
-        ]
-        return PassResult(request.key, targets, tuple(scores))
+        scores: list[TokenScore] = []
+        if request.logprobs:
+            scores = [
+                score_token(self.model.logits(self._tail(sequence, path)), token, request.logprobs)
+                for path, token in zip(((), *paths), targets, strict=True)
+            ]
+        nodes_scored: list[NodeScore] = []
+        if request.node_scores:
+            nodes_scored = [
+                self._score_node(sequence, path, masks[1 + parent])
+                for path, parent in zip(paths, request.parents, strict=True)
+            ]
+        return PassResult(request.key, targets, tuple(scores), node_scores=tuple(nodes_scored))
+
+    def _score_node(
+        self, sequence: SequenceText, path: tuple[int, ...], mask: bytes | None
+    ) -> NodeScore:
+        """Of the last token of ``path``, given the others."""
+        logits = self.model.logits(self._tail(sequence, path[:-1]))
+        law = warp(masked(logits, mask), sequence.sampling, *self._said(sequence, path[:-1]))
+        return score_node(law, logits, path[-1])
 
     def _tail(self, sequence: SequenceText, path: tuple[int, ...]) -> list[int]:
         """What the model looks at: no copy of a long text."""
@@ -259,12 +288,17 @@ class ToyTarget:
         # Only the tail and, when penalised, the whole text are looked at.
         tail = self._tail(sequence, path)
         length = sequence.first + len(sequence.tokens) + len(path)
-        prompt: Sequence[int] = ()
-        output: Sequence[int] = ()
-        if sequence.sampling.penalised:
-            prompt = sequence.tokens[: sequence.prompt_length]
-            output = [*sequence.tokens[sequence.prompt_length :], *path]
+        prompt, output = self._said(sequence, path)
         return choose(self.model.logits(tail), sequence.sampling, length, prompt, output, mask)
+
+    def _said(
+        self, sequence: SequenceText, path: tuple[int, ...]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Prompt and output before the end of ``path``, if penalties look at them."""
+        if not sequence.sampling.penalised:
+            return (), ()
+        length = sequence.prompt_length
+        return sequence.tokens[:length], [*sequence.tokens[length:], *path]
 
 
 class ToyServerDrafter:

@@ -33,7 +33,7 @@ from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection
 from edgespec_sim.scenario.verifiers import Operation, law_of, link_delays_s, straggling
 from edgespec_sim.sessions import Compute, DraftModel, SimulatedVerifier, Stream
-from edgespec_sim.token_sources.relaxed_rule import rules_of
+from edgespec_sim.token_sources.relaxed_rule import rule_of
 from edgespec_sim.token_sources.source import TokenSource, drafter_of
 from edgespec_sim.world.conservation import AuditedQueue, Slots
 from edgespec_sim.world.meters import RequestRecord
@@ -301,11 +301,12 @@ class Site:
             max_sessions=max(1, self.section.max_sessions // slots),
             max_rows_per_pass=self.section.max_rows_per_pass,
             drafter=self.section.server_draft is not None,
+            rules=(rule_of(self._source),),
         )
         servers = []
         for number, compute in enumerate(self._computes):
             target = self._source.target()
-            engine = VerifyEngine(target.info, self._limits, engine_limits, rules_of(self._source))
+            engine = VerifyEngine(target.info, self._limits, engine_limits)
             name = self.name if slots == 1 else f"{self.name}/{number}"
             servers.append(
                 SimulatedVerifier(

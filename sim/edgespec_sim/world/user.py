@@ -487,7 +487,7 @@ class User:
             session=self.key,
             radiated_j=self._radiated_j if self.settings.air else None,
             energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
-            mismatches=self._mismatches(tokens),
+            mismatches=self._mismatches(device),
             lossy=isinstance(self.settings.source, LossySource),
             complete=complete,
             handed=self.handed,
@@ -517,14 +517,14 @@ class User:
             return
         self._last.energy_j += self.radio.take(self._queue.now)
 
-    def _mismatches(self, tokens: list[int]) -> int:
+    def _mismatches(self, device: SimulatedDevice) -> int:
         """Tokens that are not the target's own: of its text, or under a relaxed rule, where one
         change makes another text, after what was delivered before them."""
         assert self._request is not None
-        source = self.settings.source
+        source, tokens = self.settings.source, device.delivery.tokens
+        if isinstance(source, LossySource):
+            return device.session.counters.replaced
         if not tokens:
             return 0
-        if isinstance(source, LossySource):
-            return source.changed(self._request, tokens)
         expected = source.expected(self._request, len(tokens))
         return sum(a != b for a, b in zip(tokens, expected, strict=True))

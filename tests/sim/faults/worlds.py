@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from edgespec.core.device.events import DraftCounters, Fail, Finish, LinkState
 from edgespec.core.device.link_keeper import ReconnectPolicy
@@ -344,7 +344,7 @@ class FragileRule:
     break_down: Callable[[], None]
 
     def walk(
-        self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int]
+        self, tokens: Sequence[int], parents: Sequence[int], targets: Sequence[int], *_: Any
     ) -> drafts.Walk:
         self.break_down()
         return drafts.ExactRule().walk(tokens, parents, targets)
@@ -444,7 +444,7 @@ class _World:
             target.info,
             options.limits,
             bounds,
-            {m.EXACT_RULE: FragileRule(fragile)},
+            lambda rule: FragileRule(fragile),
             lambda kind: FragileRunAhead(drafts.run_ahead_policy(kind), fragile),
             contain=options.session_failure_chance > 0,
         )

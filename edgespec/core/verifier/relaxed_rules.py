@@ -1,0 +1,156 @@
+"""Acceptance rules by name. All but ``exact`` are LOSSY: a text may differ from the target's own.
+
+Theory of operation. Where the target's own token was drafted, every rule takes it. Where it was
+not, a relaxed rule may take a drafted one in its place, the likeliest of those that it finds good
+enough; then the walk goes on behind that token, whose row the pass has computed. A rule is a pure
+function of what the pass says of a node (``work.NodeScore``), and knows nothing else.
+
+What no rule may change: a token that the constraint or the sampling rules out is never taken, and
+only the target ends a text, so an end token neither takes a place nor gives one up. Guesses of the
+verifier's own are judged by the exact rule: they may come from what other texts of the same key
+said, and may change no token of this one.
+
+    exact               the target's own token
+    typical:EPS,DELTA   p > min(EPS, DELTA * exp(-entropy))  (Medusa, arXiv 2401.10774, section 2.3)
+    top-k:K             one of the K likeliest
+    margin:NATS         at most so far behind the likeliest
+    dsd:SHARE           p >= SHARE * p of the likeliest  (DSD, arXiv 2511.11733, its threshold)
+    bild:NATS           -log p <= NATS, else roll back  (BiLD, arXiv 2302.07863; its fallback, when
+                        the draft is unsure, is the device's draft policy)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.messages import EXACT_RULE
+from edgespec.core.protocol.work import NodeScore
+from edgespec.core.statically_frozen import statically_frozen
+from edgespec.core.verifier.drafts import AcceptanceRule, ExactRule, Walk
+
+Takes = Callable[..., bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Rules that differ in their parameters: the name and the range of each, and the usual values,
+    if there are any. ``takes`` gets a score and the parameters."""
+
+    takes: Takes
+    parameters: tuple[tuple[str, float, float], ...]
+    usual: tuple[float, ...] = ()
+
+    @property
+    def usage(self) -> str:
+        names = ",".join(name for name, _, _ in self.parameters)
+        return f"[:{names}]" if self.usual else f":{names}"
+
+
+_FAMILIES: Final[Mapping[str, _Family]] = {
+    "typical": _Family(
+        lambda one, eps, delta: math.exp(one.logprob) > min(eps, delta * math.exp(-one.entropy)),
+        (("EPS", 0.0, 1.0), ("DELTA", 0.0, 1.0)),
+        (0.09, 0.3),
+    ),
+    "top-k": _Family(lambda one, k: one.rank < k, (("K", 1.0, 1000.0),)),
+    "margin": _Family(lambda one, nats: one.margin <= nats, (("NATS", 0.0, 100.0),)),
+    "dsd": _Family(lambda one, share: math.exp(-one.margin) >= share, (("SHARE", 0.0, 1.0),)),
+    "bild": _Family(lambda one, nats: -one.logprob <= nats, (("NATS", 0.0, 100.0),)),
+}
+RULES_IN_WORDS: Final = ", ".join(
+    [EXACT_RULE, *(name + one.usage for name, one in _FAMILIES.items())]
+)
+
+
+@statically_frozen
+class RelaxedRule:
+    """One rule with its parameters; as text it names them all."""
+
+    name: str
+    parameters: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join([f'{one:g}' for one in self.parameters])}"
+
+    def takes(self, score: NodeScore) -> bool:
+        """Whether the token may stand where the target would say another one."""
+        possible = score.logprob > -math.inf
+        return possible and _FAMILIES[self.name].takes(score, *self.parameters)
+
+    def walk(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        targets: Sequence[int],
+        scores: Sequence[NodeScore] = (),
+        ends: frozenset[int] = frozenset(),
+    ) -> Walk:
+        nodes = zip(tokens, parents, strict=True)
+        own_drafted = {parent for token, parent in nodes if token == targets[1 + parent]}
+        taken: dict[int, int] = {}
+        for node, (score, parent) in enumerate(zip(scores, parents, strict=False)):
+            is_end = not ends.isdisjoint((tokens[node], targets[1 + parent]))
+            if parent in own_drafted or is_end or not self.takes(score):
+                continue
+            rival = taken.get(parent)
+            if rival is None or score.logprob > scores[rival].logprob:
+                taken[parent] = node
+        chosen = list(targets)
+        for parent, node in taken.items():
+            chosen[1 + parent] = tokens[node]
+        walk = ExactRule().walk(tokens, parents, chosen)
+        at_taken = set(taken.values()).intersection(walk.nodes)
+        replaced = tuple([at for at, node in enumerate(walk.nodes) if node in at_taken])
+        return Walk(walk.nodes, walk.tokens, replaced)
+
+
+def parse_rule(text: str) -> RelaxedRule | None:
+    """``NAME[:PARAMETER,...]``; None for the exact rule. Raises ``ValueError`` naming what is
+    known, or the parameter and its range."""
+    if text == EXACT_RULE:
+        return None
+    name, colon, given = text.partition(":")
+    if (family := _FAMILIES.get(name)) is None:
+        raise ValueError(f"rule is {text!r}, but must be one of: {RULES_IN_WORDS}")
+    try:
+        values = tuple([float(part) for part in given.split(",")]) if colon else family.usual
+    except ValueError:
+        values = ()
+    if len(values) != len(family.parameters):
+        raise ValueError(f"rule is {text!r}, but must be {name}{family.usage}, in numbers")
+    for value, (parameter, low, high) in zip(values, family.parameters, strict=True):
+        bounded(f"{parameter} of rule {text!r}", value, low, high)
+    return RelaxedRule(name, values)
+
+
+def full_name(text: str) -> str:
+    """The rule with all its parameters. Raises ``ValueError`` as ``parse_rule`` does."""
+    return str(parse_rule(text) or EXACT_RULE)
+
+
+def acceptance_rule(text: str) -> AcceptanceRule:
+    """Raises ``ValueError`` as ``parse_rule`` does."""
+    return parse_rule(text) or ExactRule()
+
+
+def check_offer(rule: str) -> None:
+    """Raises ``ValueError`` for what is neither the name of a rule nor one with its parameters."""
+    if rule not in _FAMILIES:
+        parse_rule(rule)
+
+
+def why_not_offered(text: str, offered: Collection[str]) -> str | None:
+    """Why a verifier that offers these rules, each by its name or with its parameters, does not
+    take a request for this one, or None. A name alone offers all parameters."""
+    try:
+        name = full_name(text)
+    except ValueError as error:
+        return str(error)
+    names = {name, name.partition(":")[0]}
+    if any(one in names or (":" in one and full_name(one) == name) for one in offered):
+        return None
+    return f"the rule {text!r} is not offered by this verifier; offered: {', '.join(offered)}"
