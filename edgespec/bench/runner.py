@@ -27,7 +27,8 @@ from edgespec.bench.measurement import (
     measure,
 )
 from edgespec.bench.prompts import Workload
-from edgespec.core.ports import Drafter
+from edgespec.bench.theory import ComparedText, Place, TheoryRecorder
+from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
@@ -312,9 +313,11 @@ async def record_tape(
     *,
     width: int = TAPE_WIDTH,
     about: Mapping[str, str],
+    recorder: TheoryRecorder | None = None,
 ) -> MatchTape:
     """``texts[i]`` is what the target says to prompt i of the workload; empty ones are left out.
-    The drafter must not be used meanwhile. Raises ``TapeError`` when no text is left."""
+    ``recorder`` compares both models along them. The drafter must not be used meanwhile. Raises
+    ``TapeError`` when no text is left."""
     generations = []
     context_length = drafter.info.context_length
     for number, text in enumerate(texts):
@@ -323,8 +326,11 @@ async def record_tape(
         tokens = tuple(text)[: max(0, context_length - len(prompt))]
         if not tokens:
             continue
-        say(f"tape: {name}, {number + 1} of {len(texts)}")
-        walk = await asyncio.to_thread(_walk, drafter, prompt, tokens, sampling, width)
+        what = "tape" if recorder is None else "laws along the text"
+        say(f"{what}: {name}, {number + 1} of {len(texts)}")
+        walk = await asyncio.to_thread(
+            _walk, drafter, name, prompt, tokens, sampling, width, recorder
+        )
         generations.append(TapedGeneration(name, prompt, tokens, *walk))
     return MatchTape(
         target,
@@ -338,10 +344,24 @@ async def record_tape(
 
 def _walk(
     drafter: Drafter,
+    name: str,
     prompt: Sequence[int],
     tokens: Sequence[int],
     sampling: SamplingParams,
     width: int,
+    recorder: TheoryRecorder | None,
 ) -> Walk:
     drafter.begin(len(prompt), sampling)
-    return walk_along(drafter.step, prompt, tokens, width)
+    if recorder is None:
+        return walk_along(drafter.step, prompt, tokens, width)
+    place, places = recorder.begin(prompt, tokens), list[Place]()
+
+    def step(keep: int, feed: Sequence[int], width: int) -> Sequence[Candidate]:
+        found = drafter.step(keep, feed, width)
+        places.append(place())
+        return found
+
+    walk = walk_along(step, prompt, tokens, width)
+    ranked = [one._replace(rank=rank) for one, rank in zip(places, walk.ranks, strict=True)]
+    recorder.texts.append(ComparedText(name, tuple(ranked)))
+    return walk

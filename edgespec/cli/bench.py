@@ -57,10 +57,17 @@ from edgespec.bench.runner import (
     parse_rtts_ms,
     record_tape,
 )
+from edgespec.bench.theory import TheoryRecorder, beside_theory, theory_lines, theory_table
 from edgespec.cli.options import option
 from edgespec.cli.running import FAILED, Interrupted, reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
-from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection
+from edgespec.config import (
+    AgentConfig,
+    ConfigError,
+    DraftSection,
+    LinkSection,
+    VerifierConfig,
+)
 from edgespec.core.ports import Drafter, ModelInfo
 from edgespec.core.protocol.messages import DraftTotals, VerifierInfo
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
@@ -79,6 +86,7 @@ from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
 from edgespec.telemetry.match_tape import write_tape
 from edgespec.telemetry.trace import TraceFile
+from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport, TrafficMeter
 
 DEFAULTS = BenchSettings()
@@ -103,6 +111,9 @@ _QUICK = _option(_WHAT, "Two minutes: less of everything", "--quick")
 _JSON = _option(_WHAT, "Write the results there", metavar="FILE")
 _TAPE = _option(
     _WHAT, "Write a match tape for the simulator there", "--record-tape", metavar="FILE"
+)
+_THEORY = _option(
+    _WHAT, "Say what theory lets the two models agree on, beside what they do", "--theory"
 )
 _MODEL = _option(_TEXT, "Target, as of a verifier", envvar="EDGESPEC_MODEL")
 _DRAFT = _option(_TEXT, "Draft, as of a device", envvar="EDGESPEC_DRAFT")
@@ -138,6 +149,7 @@ def bench(
     rtt_ms: Annotated[str | None, _RTTS_MS] = None,
     json: Annotated[Path | None, _JSON] = None,
     tape: Annotated[Path | None, _TAPE] = None,
+    theory: Annotated[bool, _THEORY] = False,
     model: Annotated[str, _MODEL] = "bundled",
     draft: Annotated[str, _DRAFT] = "bundled",
     server_draft: Annotated[str | None, _SERVER_DRAFT] = None,
@@ -181,7 +193,7 @@ def bench(
             )
             for option, path in (("json", json), ("record-tape", tape)):
                 _check_output(option, path)
-            whole = _Bench(settings, model, draft, server_draft, prompts, chat, tape)
+            whole = _Bench(settings, model, draft, server_draft, prompts, chat, tape, theory)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if status := whole.execute(json):
@@ -222,8 +234,15 @@ class _Bench:
         prompts: str,
         chat: bool,
         tape_path: Path | None,
+        theory: bool,
     ) -> None:
-        self._settings, self._tape_path = settings, tape_path
+        if theory and not settings.temperature:
+            raise ValueError(
+                "temperature is 0, but --theory compares two laws, which are one token each then:"
+                " give --temperature 0.7"
+            )
+        self._settings, self._tape_path, self._with_theory = settings, tape_path, theory
+        self._recorder: TheoryRecorder | None = None
         self._stderr = Console(stderr=True)
         self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
         self._prompts = _prompts(prompts)
@@ -237,13 +256,17 @@ class _Bench:
         """Run, print, write; the exit status."""
         draft = self._subject.draft
         drafter = load_drafter(self._config, say=self._say)
-        if draft in (NONE, LOOKUP) and self._tape_path is not None:
-            raise ValueError(f"draft is {draft!r}, so there is nothing to tape")
+        if draft in (NONE, LOOKUP) and (self._tape_path is not None or self._with_theory):
+            what = "compare" if self._with_theory else "tape"
+            raise ValueError(f"draft is {draft!r}, so there is nothing to {what}")
         if drafter is None and any(arm.drafts for arm in self._settings.arms):
             raise ValueError(f"draft is {draft!r}, so target-only is the only arm there is")
         self._say(f"{self._settings.timing}; Ctrl-C reports what there is")
         failure, stopped_by = None, 0
         try:
+            if self._with_theory and drafter is not None:
+                target = load_target(VerifierConfig(model=self._subject.model))
+                self._recorder = TheoryRecorder(target, drafter, self._settings.sampling)
             tokenizer = load_tokenizer(tokenizer_reference(self._config))
             with BenchProgress(self._stderr) as progress:
                 run(self._measure(drafter, tokenizer, progress))
@@ -282,14 +305,17 @@ class _Bench:
             await runner.run()
             if drafting:
                 self._drafts = (await told_by(drafting)).drafts
-            if self._tape_path is not None and drafter is not None:
+            if drafter is not None and (self._tape_path is not None or self._recorder):
                 about = tape_about(settings.sampling, self._subject.prompts)
                 texts, sampling = runner.references, settings.sampling
                 tape = await record_tape(
-                    drafter, info.name, workload, texts, sampling, progress.say, about=about
+                    *(drafter, info.name, workload, texts, sampling, progress.say),
+                    about=about,
+                    recorder=self._recorder,
                 )
-                write_tape(tape, self._tape_path)
-                self._say(tape_report(tape, runner.rows))
+                if self._tape_path is not None:
+                    write_tape(tape, self._tape_path)
+                    self._say(tape_report(tape, runner.rows))
 
     @contextlib.asynccontextmanager
     async def _verifiers(self) -> AsyncIterator[tuple[str, str]]:
@@ -344,11 +370,18 @@ class _Bench:
             content["server_drafts"] = asdict(self._drafts)
         if failure is not None:
             content["failure"] = failure
+        compared = None
+        if self._recorder is not None and self._recorder.texts:
+            content["theory"] = compared = beside_theory(self._recorder.texts)
         if path is not None:
             write_json(path, content)
         stdout = Console(width=None if sys.stdout.isatty() else 140)
         if rows:
             stdout.print(summary_table(self._settings, rows))
+        if compared is not None:
+            stdout.print(theory_table(compared))
+            for line in theory_lines(compared):
+                stdout.print(line, markup=False, highlight=False, soft_wrap=True)
         for line in footer(content):
             stdout.print(line, markup=False, highlight=False, soft_wrap=True)
         mismatches, sentence = verdict(rows)

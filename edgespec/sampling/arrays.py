@@ -326,6 +326,22 @@ def best_candidates(
     return found + _candidates(scores, fill, EVERYTHING.log_total(scores, work))
 
 
+def law(logits: Row, params: SamplingParams) -> NDArray[np.float64]:
+    """The probability of each token, [V], by the law that ``best_candidates`` draws from, where
+    nothing is penalised."""
+    work = Workspace()
+    scores = _biased(logits, params, None, work)
+    scores -= scores.max()
+    if params.greedy:
+        ids = _best(scores, 1, work)
+    else:
+        ids = _warmed(scores, params, work).ids(scores)
+    masses: NDArray[np.float64] = np.zeros(scores.size)
+    masses[ids] = np.exp(scores[ids].astype(np.float64))
+    masses /= masses.sum()
+    return masses
+
+
 def best_token(row: Row, params: SamplingParams, position: int, work: Workspace) -> int:
     """The first of ``best_candidates`` for logits [V] that are biased and penalised already, finite
     at their largest. ``row`` is not changed."""

@@ -1,0 +1,326 @@
+"""What theory allows a draft, beside what it does: ``edgespec bench --theory``.
+
+Theory of operation. At each place of the target's own texts there are two laws of the next token at
+the session's temperature, the target's p and the draft's q. With TV = sum |p - q| / 2,
+
+    ideal      1 - TV: no rule accepts a token drawn from q more often and keeps p (Leviathan et
+               al., arXiv 2211.17192)
+    expected   sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x): how often both ends, which
+               share their noise, draw the same token
+    bound      (1 - TV) / (1 + TV): it is at least that (Daliri, Musco and Suresh, arXiv 2408.07978)
+
+For two siblings no rule covers the target's token more often than 1 - max over A of p(A) - P(one
+of them is in A). Sets of the tokens with the largest p / q are tried, with siblings drawn without
+replacement (as here; RSD, arXiv 2402.14160) and independently (SpecTr, arXiv 2310.15141).
+
+A chain of up to g tokens a pass, of which one is right with chance a behind one that was not and
+with b behind one that was (b - a is the correlation of neighbours), brings in the long run
+
+    1 + f * (1 - b**g) / (1 - b),  f = a + s * (b - a),  s = a * b**g / (1 - b**g * (b - a))
+
+tokens a pass: f is the chance of its first token, s how often the token before it was right. At a =
+b it is Leviathan's (1 - a**(g + 1)) / (1 - a). Worked: a = 0.5, b = 0.8, g = 2: s = 0.32 / 0.808 =
+0.396, f = 0.619, 1 + 0.619 * 0.36 / 0.2 = 2.11 tokens.
+
+Means are over the places of a text and then over texts, intervals 95 % over texts (which share one
+seed, so equal positions have equal noise). What is measured above the ideal, or below what is
+certain, beyond its interval, is a bug, and is said to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import attrgetter
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.table import Table
+
+from edgespec.bench.measurement import mean_interval, ratio_interval
+from edgespec.core.ports import Drafter, PassRequest, TargetModel
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.sampling.arrays import Row, law
+
+GAMMAS: Final = (1, 2, 4, 8)
+_EDGES: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.01)
+_SLACK: Final = 1e-3
+"""Of rounding, which is no bug."""
+_LEAST_REST: Final = 1e-9
+"""Below that two siblings are taken for likelier to hit than they are."""
+_FEWEST_TEXTS: Final = 5
+"""Of fewer no interval says that something is impossible."""
+
+Law = NDArray[np.float64]
+
+
+class Place(NamedTuple):
+    """What theory says of one context, and what was measured there."""
+
+    variation: float
+    expected: float
+    pair_ideal: float
+    """Of two siblings drawn without replacement."""
+    independent_ideal: float
+    """Of two drawn independently."""
+    rank: int = -1
+    """Of the target's token among the draft's guesses; -1: it was not among them."""
+
+    @property
+    def ideal(self) -> float:
+        return 1.0 - self.variation
+
+    @property
+    def bound(self) -> float:
+        return self.ideal / (1.0 + self.variation)
+
+    @property
+    def measured(self) -> float:
+        return float(self.rank == 0)
+
+    @property
+    def pair_measured(self) -> float:
+        return float(0 <= self.rank < 2)
+
+    @property
+    def luck(self) -> float:
+        """What was measured less what was expected."""
+        return self.measured - self.expected
+
+
+def compared(p: Law, q: Law) -> Place:
+    """The target's law p and the draft's q, [V] each.
+
+    With tokens by p / q, the largest first, max(p_y / p_x, q_y / q_x) is the first for all y up to
+    x and the second behind it, so running sums give ``expected``.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(p > 0.0, p / q, 0.0)
+    order = np.argsort(-ratios, kind="stable")
+    p, q = p[order], q[order]
+    within, rest = np.cumsum(p), _behind(q)
+    both = (p > 0.0) & (q > 0.0)
+    sums = within[both] / p[both] + rest[both] / q[both]
+    # Two without replacement miss the tokens up to x with the sum over the others, whose mass is
+    # ``rest``, of q_y * (rest - q_y) / (1 - q_y).
+    odds = q / np.maximum(1.0 - q, _LEAST_REST)
+    missed = np.clip(rest * _behind(odds) - _behind(q * odds), 0.0, rest)
+    return Place(
+        0.5 * float(np.abs(p - q).sum()),
+        float((1.0 / sums).sum()),
+        1.0 - max(0.0, float((within - 1.0 + missed).max())),
+        1.0 - max(0.0, float((within - 1.0 + rest**2).max())),
+    )
+
+
+def _behind(values: Law) -> Law:
+    """The sum of what stands behind each of ``values``."""
+    return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
+
+
+# --- along the texts ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedText:
+    """One text, at least one place."""
+
+    name: str
+    places: tuple[Place, ...]
+
+
+class TheoryRecorder:
+    """Compares the laws along the texts that ``runner.record_tape`` walks."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter, sampling: SamplingParams) -> None:
+        """Raises ``ValueError`` for a model that shows no logits."""
+        inner = getattr(drafter, "inner", drafter)  # of a paced one
+        for name, one, shows in (("target", target, "run_pass"), ("draft", inner, "logits")):
+            if not hasattr(one, shows):
+                raise ValueError(f"--theory: the {name} shows no logits ({type(one).__name__})")
+        self.texts: list[ComparedText] = []
+        self._target: Any = target
+        self._drafter: Any = inner
+        self._sampling = sampling
+
+    def begin(self, prompt: Sequence[int], tokens: Sequence[int]) -> Callable[[], Place]:
+        """To be called behind each step of the drafter along ``tokens``."""
+        rows = self._target_rows(prompt, tokens)
+        number = iter(range(len(tokens)))
+
+        def place() -> Place:
+            laws = [law(row, self._sampling) for row in (rows[next(number)], self._drafter.logits)]
+            size = max(one.size for one in laws)
+            p, q = (np.pad(one, (0, size - one.size)) for one in laws)
+            return compared(p, q)
+
+        return place
+
+    def _target_rows(self, prompt: Sequence[int], tokens: Sequence[int]) -> Row:
+        """The logits behind ``prompt`` and each of ``tokens`` but the last, of one pass."""
+        nodes = tuple(tokens[:-1])
+        request = PassRequest("theory", 0, tuple(prompt), nodes, tuple(range(-1, len(nodes) - 1)))
+        self._target.open(request.key, len(prompt), self._sampling)
+        try:
+            found = self._target.run_pass([request])
+            rows: Row = found.float().cpu().numpy()
+        finally:
+            self._target.close(request.key)
+        return rows
+
+
+# --- what it comes to ---------------------------------------------------------------------------
+
+
+def chain_tokens(behind_miss: float, behind_hit: float, gamma: int) -> float:
+    """Tokens a pass, by the formula above."""
+    full = behind_hit**gamma
+    again = full * (behind_hit - behind_miss)
+    started = behind_miss * full / (1.0 - again) if behind_miss else 0.0
+    first = behind_miss + started * (behind_hit - behind_miss)
+    each = float(gamma) if behind_hit == 1.0 else (1.0 - full) / (1.0 - behind_hit)
+    return 1.0 + first * each
+
+
+def replayed_tokens(hits: Sequence[bool], gamma: int) -> float:
+    """Tokens a pass of chains of ``gamma`` along these places."""
+    at = passes = 0
+    while at < len(hits):
+        right = 0
+        while right < gamma and at + right < len(hits) and hits[at + right]:
+            right += 1
+        at, passes = at + right + 1, passes + 1
+    return len(hits) / passes
+
+
+def beside_theory(texts: Sequence[ComparedText]) -> dict[str, Any]:
+    """Everything, ready for JSON; at least one text."""
+    hits = [[place.rank == 0 for place in text.places] for text in texts]
+    pairs = [pair for one in hits for pair in pairwise(one)]
+    rate, after = fmean([hit for one in hits for hit in one]), dict[bool, float]()
+    for state in (False, True):
+        found = [hit for before, hit in pairs if before == state]
+        after[state] = fmean(found) if found else rate
+    return {
+        "texts": [
+            {"name": text.name}
+            | {name: [getattr(one, name) for one in text.places] for name in Place._fields}
+            for text in texts
+        ],
+        "means": {name: _over_texts(texts, attrgetter(name)) for name in _COLUMNS},
+        "by_variation": list(_by_variation(texts)),
+        "right_behind_wrong": after[False],
+        "right_behind_right": after[True],
+        "chains": [
+            {
+                "gamma": gamma,
+                "independent": chain_tokens(rate, rate, gamma),
+                "correlated": chain_tokens(after[False], after[True], gamma),
+                "measured": _estimate([replayed_tokens(one, gamma) for one in hits]),
+            }
+            for gamma in GAMMAS
+        ],
+        "impossible": list(_impossible(texts)),
+    }
+
+
+_IN_TABLE: Final = ("bound", "expected", "measured", "ideal")
+_COLUMNS: Final = ("variation", *_IN_TABLE, "luck", "pair_measured", *Place._fields[2:4])
+
+
+def _estimate(values: Sequence[float]) -> dict[str, Any]:
+    return {"mean": fmean(values), "interval": list(mean_interval(values))}
+
+
+def _over_texts(texts: Sequence[ComparedText], of: Callable[[Place], float]) -> dict[str, Any]:
+    return _estimate([fmean(map(of, text.places)) for text in texts])
+
+
+def _by_variation(texts: Sequence[ComparedText]) -> Iterator[dict[str, Any]]:
+    """The places in groups by their total variation: means over the places of a group, with an
+    interval of what was measured."""
+    for low, high in pairwise(_EDGES):
+        groups = [[one for one in text.places if low <= one.variation < high] for text in texts]
+        groups = [group for group in groups if group]
+        places = [one for group in groups for one in group]
+        if places:
+            right = [sum(one.measured for one in group) for group in groups]
+            yield {
+                "from": low,
+                "to": min(high, 1.0),
+                "places": len(places),
+                **{name: fmean(map(attrgetter(name), places)) for name in _IN_TABLE},
+                "interval": list(ratio_interval(right, [len(group) for group in groups])),
+            }
+
+
+def _impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
+    """What cannot be, in words."""
+    above: tuple[tuple[str, str, Callable[[Place], float]], ...] = (
+        ("the first guess is right", "1 - TV", lambda one: one.measured - one.ideal),
+        ("a guess of two is right", "two can", lambda one: one.pair_measured - one.pair_ideal),
+        (
+            "(1 - TV) / (1 + TV) lies",
+            "the first guess is right",
+            lambda one: one.bound - one.measured,
+        ),
+    )
+    for what, than, of in above if len(texts) >= _FEWEST_TEXTS else ():
+        low, high = _over_texts(texts, of)["interval"]
+        if low > _SLACK:
+            yield (
+                f"impossible: {what} {low:.3f} to {high:.3f} more often than {than}: that is a bug"
+                " of the sampling or of this comparison"
+            )
+
+
+# --- to read ------------------------------------------------------------------------------------
+
+
+def theory_table(found: Mapping[str, Any]) -> Table:
+    """One line a group of places, by their total variation, and one of all."""
+    title = "how often the first guess is right, by the total variation of the two laws there"
+    table = Table(title=title, title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("TV", "places", "at least", "expected", "measured", "at most"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found["by_variation"]:
+        cells = {name: f"{row[name]:.3f}" for name in _IN_TABLE}
+        cells["measured"] = _shown({"mean": row["measured"], "interval": row["interval"]})
+        table.add_row(f"{row['from']:g}-{row['to']:g}", str(row["places"]), *cells.values())
+    means, places = found["means"], sum(row["places"] for row in found["by_variation"])
+    table.add_section()
+    every = [_shown(means[name]) for name in _IN_TABLE]
+    table.add_row(f"{means['variation']['mean']:.3f}", str(places), *every)
+    return table
+
+
+def theory_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """What stands below the table; what is impossible comes last."""
+    means = found["means"]
+    yield f"measured less expected of the shared noise: {_shown(means['luck'])}"
+    more = means["pair_measured"]["mean"] - means["measured"]["mean"]
+    yield (
+        f"one of two siblings is right: {_shown(means['pair_measured'])}, {more:.3f} more than one;"
+        f" at most {means['pair_ideal']['mean']:.3f} drawn without replacement,"
+        f" {means['independent_ideal']['mean']:.3f} independently"
+    )
+    wrong, right = found["right_behind_wrong"], found["right_behind_right"]
+    yield (
+        f"right behind a right guess {right:.3f}, behind a wrong one {wrong:.3f}: correlation"
+        f" {right - wrong:.3f}"
+    )
+    for row in found["chains"]:
+        yield (
+            f"chains of {row['gamma']}: {_shown(row['measured'])} tokens a pass; by the formula"
+            f" {row['correlated']:.3f}, without correlation {row['independent']:.3f}"
+        )
+    yield from found["impossible"]
+
+
+def _shown(estimate: Mapping[str, Any]) -> str:
+    low, high = estimate["interval"]
+    return f"{estimate['mean']:.3f} ({low:.3f} to {high:.3f})"
