@@ -18,6 +18,7 @@ from tools.svg import text
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = ROOT / "docs" / "pictures"
+RECORDS = ROOT / "benchmarks" / "records"
 EVIL = "</text><script>&\"'"
 
 
@@ -61,7 +62,7 @@ def test_whatever_a_model_wrote_is_only_text(tmp_path: Path) -> None:
 def test_the_readme_shows_what_the_records_say(
     draw: Callable[[Path], str], name: str, limit: int
 ) -> None:
-    record, picture = PICTURES / f"{name}.json", PICTURES / f"{name}.svg"
+    record, picture = RECORDS / f"{name}.json", PICTURES / f"{name}.svg"
     svg = draw(record)
     assert picture.read_text(encoding="utf-8") == svg, f"run: python -m tools.draw_{name}"
     assert len(svg.encode()) < limit
