@@ -117,12 +117,17 @@ def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
 
 def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
     encode = load_tokenizer("bundled").encode
+    return said_behind(
+        [tuple(encode(text)[:_LONGEST_PROMPT]) for text in prompts], temperature, tokens
+    )
+
+
+def said_behind(prompts: Sequence[tuple[int, ...]], temperature: float, tokens: int) -> list[Text]:
     target, found = load_target(VerifierConfig(canonical=False, threads=1)), list[Text]()
-    for number, text in enumerate(prompts):
-        prompt = encode(text)[:_LONGEST_PROMPT]
+    for number, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature, seed=number, max_tokens=tokens, ignore_eos=True)
         answer = decode_alone(target, prompt, tokens, sampling)
-        found.append(Text(tuple(prompt), tuple(answer), sampling))
+        found.append(Text(prompt, tuple(answer), sampling))
     return found
 
 
