@@ -81,6 +81,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_capacity, "default_processes", lambda: 1)
     monkeypatch.setattr(plan_link, "default_processes", lambda: 1)
     monkeypatch.setattr(plan_link, "_COUNT", 1)
+    brief = {"duration_s": 10.0}
+    monkeypatch.setattr(plan_link, "link_settings", lambda *link: link_settings(*link) | brief)
 
 
 # --- the search -------------------------------------------------------------------------------
