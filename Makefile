@@ -28,7 +28,9 @@ help:  ## List the targets.
 demo: $(READY)  ## Run device, verifier and a slow link on this machine, and compare.
 	$(BIN)/edgespec demo
 
-test: lint types unit  ## Run every check: style, types, tests but the slow ones.
+# Side by side: the check of types has one core, and nothing else to do on the others.
+test:  ## Run every check: style, types, tests but the slow ones.
+	@$(MAKE) --no-print-directory --jobs=3 lint types unit
 
 test-all: test unit-slow  ## The same, and then the slow tests.
 
