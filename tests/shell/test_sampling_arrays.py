@@ -8,6 +8,7 @@ a grid and noise from a hash, so such a tie would be found once and then be a fa
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,7 @@ def test_a_broken_row_is_refused(bad: float) -> None:
 # --- rows of a large vocabulary ---------------------------------------------------------------
 
 
+@cache
 def large_rows() -> dict[str, Values]:
     dice = np.random.default_rng(7)
     normal = dice.standard_normal(LARGE).astype(np.float32)
