@@ -1,7 +1,7 @@
 """What a corpus on the device brings (``--draft-corpus``), in virtual time.
 
     EDGESPEC_DATA=... python benchmarks/corpus_drafts.py [--rtts 20,50] [--temperatures 0,0.7]
-        [--tokens 96] [--limit 24]
+        [--tokens 96] [--limit 24] [--sets questions,beside]
 
 As in ``judge_drafts.py``: the bundled draft runs for real, a pass takes 25 ms and a step 8, texts
 are played one after another on one device that keeps what it learned. Sets of texts:
@@ -12,11 +12,12 @@ are played one after another on one device that keeps what it learned. Sets of t
     questions   a question of Spec-Bench's retrieval set; all its documents are in the store
     beside      the same questions behind the last 400 tokens of their documents
 
-``bundled`` texts are what the bundled target says, ``written`` ones what stands in the file: what a
-target would say, greedily, that writes the file as it is. Sources: the draft model; guesses from
-the text (``draft.lookup``); both; and each of the last two with the corpus. Means over the texts
-with 95 % intervals; ``over`` is the time over that of the line above without the corpus, text by
-text. Exits 1 if a text is not the target's.
+``bundled`` texts are what the bundled target says, ``written`` ones what stands in the file, or for
+questions in the document from the sentence on that has most words of it: what a target would say,
+greedily, that writes the file as it is, or answers in the document's words. Sources: the draft
+model; guesses from the text (``draft.lookup``); both; and each of the last two with the corpus.
+Means over the texts with 95 % intervals; ``over`` is the time over that of the line above without
+the corpus, text by text. Exits 1 if a text is not the target's.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ ROOT: Final = Path(__file__).parents[1]
 HELD_OUT_EVERY: Final = 8
 PROMPT_TOKENS: Final = 200
 DOCUMENT_TOKENS: Final = 400
+SETS: Final = ("unseen", "edited", "questions", "beside")
 BUNDLED, WRITTEN = "bundled", "written"
 SOURCES: Final = ("model", "text", "text, corpus", "model, text", "model, text, corpus")
 TOKENIZER: Final = load_tokenizer("bundled")
@@ -105,8 +107,18 @@ def questions() -> Iterator[tuple[str, str]]:
                 yield documents, question
 
 
+def quoted(documents: str, question: str, tokens: int) -> tuple[int, ...]:
+    """The document from the sentence on that has most words of the question; empty: it ends before
+    so many tokens."""
+    sentences = re.split(r"(?<=[.!?]) ", documents)
+    asked = set(question.lower().rstrip("?").split())
+    shared = [len(asked & set(sentence.lower().split())) for sentence in sentences]
+    found = tuple(encode(" " + " ".join(sentences[shared.index(max(shared)) :])))[:tokens]
+    return found if len(found) == tokens else ()
+
+
 def sets(limit: int, tokens: int, folder: Path) -> Iterator[tuple[str, list[Cut], Corpus]]:
-    """Their names, cuts (nothing behind those of questions) and stores."""
+    """Their names, cuts and stores."""
     files = python_files()
     held = [path for number, path in enumerate(files) if number % HELD_OUT_EVERY == 0]
     kept = [path for path in files if path not in held]
@@ -120,12 +132,13 @@ def sets(limit: int, tokens: int, folder: Path) -> Iterator[tuple[str, list[Cut]
         store = _store([str(path)])
         chosen = asked[:: max(1, len(asked) // limit)][:limit]
         plain = [tuple(encode(f"Question: {question}\nAnswer:")) for _, question in chosen]
-        yield "questions", [(prompt, ()) for prompt in plain], store
+        behind = [quoted(*both, tokens) for both in chosen]
+        yield "questions", list(zip(plain, behind, strict=True)), store
         beside = [
             (*encode(documents)[-DOCUMENT_TOKENS:], *encode("\n"), *prompt)
             for (documents, _), prompt in zip(chosen, plain, strict=True)
         ]
-        yield "beside", [(prompt, ()) for prompt in beside], store
+        yield "beside", list(zip(beside, behind, strict=True)), store
 
 
 def _store(names: Sequence[str]) -> Corpus:
@@ -182,6 +195,7 @@ def main() -> int:
     parser.add_argument("--temperatures", default="0,0.7", help="with commas")
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
     parser.add_argument("--limit", type=int, default=24, help="texts of each set")
+    parser.add_argument("--sets", default=",".join(SETS), help="names, with commas")
     options = parser.parse_args()
     print(json.dumps({"machine": machine(), "versions": versions()}))
     print("| texts | T | RTT | source | tokens a pass | wasted a token | ms a token | over |")
@@ -190,6 +204,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # the stores of a bench are nobody's
         for name, found, corpus in sets(options.limit, options.tokens, Path(folder)):
+            if name not in options.sets.split(","):
+                continue
             for temperature in map(float, options.temperatures.split(",")):
                 for said_by in (BUNDLED,) if temperature else (BUNDLED, WRITTEN):
                     heard = texts(found, said_by, temperature, options.tokens)
