@@ -86,8 +86,8 @@ class GoodputPolicy:
 
     def best(self, view: DraftView) -> tuple[int, float]:
         """The leaf behind which a step would bring most, and how many tokens a step."""
-        rate, tree, gain_at = view.estimates.acceptance.rate, view.tree, dict[int, float]()
-        rates = [rate(rank) for rank in range(self.width)]
+        tree, gain_at = view.tree, dict[int, float]()
+        rates = [*map(view.estimates.acceptance.rate, range(self.width))]
         priced = view.row_chance / rates[0]
         if priced > 1.0:
             return ROOT, 0.0
@@ -110,7 +110,7 @@ class GoodputPolicy:
                 # The oldest of equals.
                 if gain > most or (gain == most and parent < best):
                     best, most = parent, gain
-            for node in children:
+            for node in reversed(children):  # the likeliest is looked at first, and rules out most
                 its = chance * node.chance
                 paying = pays if position < settled else pays * node.chance
                 # Else nothing behind it brings more, even at once, when a step brings ``hit``.

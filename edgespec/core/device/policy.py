@@ -137,8 +137,8 @@ class DraftView:
     def row_chance(self) -> float:
         """With how large a chance a node has to be right in its pass: what a row costs, in tokens.
         A row of 0.5 ms where a token takes 10 ms costs 0.05."""
-        row_s = max(0.0, self.estimates.row_s.get() or 0.0)
-        return max(self.estimates.price.least_chance, row_s / self.token_s)
+        row_s, least = self.estimates.row_s.get() or 0.0, self.estimates.price.least_chance
+        return max(least, row_s / self.token_s) if row_s > 0.0 else least
 
     def tip(self) -> int | None:
         """The end of the chain of first choices; None when the text ends there."""

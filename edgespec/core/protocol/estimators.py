@@ -171,34 +171,32 @@ class AcceptanceEstimator:
     prior: tuple[float, ...] = (0.7, 0.1, 0.04)
     prior_weight: float = 12.0
     memory: float = 0.98
-    hits: list[float] = field(default_factory=list)
-    trials: list[float] = field(default_factory=list)
+    hits: list[float] = field(init=False)
+    trials: list[float] = field(init=False)
+    rates: list[float] = field(init=False)
+    """Of each rank that has a prior, and of all ranks behind them; asked for far more often than
+    changed."""
+
+    def __post_init__(self) -> None:
+        self.hits, self.trials = [0.0] * len(self.prior), [0.0] * len(self.prior)
+        self.rates = self._rates()
 
     def add(self, rank: int | None, offered: int = 1 << 30) -> None:
         """One position was decided: by the sibling of this rank, or by none of those ``offered``.
         Ranks that were not offered were not tried."""
         memory, hits, trials = self.memory, self.hits, self.trials
-        if not hits:
-            hits += [0.0] * len(self.prior)
-            trials += hits
         for tried in range(len(hits)):
-            hits[tried] *= memory
-            trials[tried] *= memory
-            if tried < offered:
-                trials[tried] += 1.0
-        if rank is not None and rank < len(hits):
-            hits[rank] += 1.0
+            hits[tried] = hits[tried] * memory + (tried == rank)
+            trials[tried] = trials[tried] * memory + (tried < offered)
+        self.rates = self._rates()
 
     def rate(self, rank: int) -> float:
-        if rank >= len(self.prior):
-            return self.prior[-1] / 2
-        hits, trials = (self.hits[rank], self.trials[rank]) if self.hits else (0.0, 0.0)
-        return (hits + self.prior[rank] * self.prior_weight) / (trials + self.prior_weight)
+        return self.rates[rank if rank < len(self.prior) else -1]
 
-    @property
-    def rates(self) -> list[float]:
-        """``rate`` of each rank that has a prior, and of all ranks behind them."""
-        return [self.rate(rank) for rank in range(len(self.prior) + 1)]
+    def _rates(self) -> list[float]:
+        weight, found = self.prior_weight, zip(self.hits, self.trials, self.prior, strict=True)
+        known = [(hits + prior * weight) / (trials + weight) for hits, trials, prior in found]
+        return [*known, self.prior[-1] / 2]
 
 
 CELLS: Final = 10
