@@ -46,11 +46,13 @@ from edgespec.device.build import load_tokenizer
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.toy import SilentDrafter
 from edgespec.models.folders import Role, resolve_model
+from edgespec.telemetry.cost_profile import constant
 from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
 from edgespec.verifier.build import load_target
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.sessions import FixedDelay, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import TapeSource
+from edgespec_sim.world.site import Machine
 from tests.shell.torch_schedules import decode_alone
 
 KINDS: Final = ("code", "chat", "maths")
@@ -153,7 +155,7 @@ def play(
     engine = VerifyEngine(
         target.info, Limits(context_length=1 << 20), EngineLimits(server_drafts=False)
     )
-    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: PASS_S))
+    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(PASS_S), ""))
     session = DraftSession(
         Open("text", "", "", text.prompt, sampling=text.sampling),
         policy,

@@ -20,7 +20,7 @@ from edgespec_sim.replication import quantile
 FORMAT: Final = "edgespec-run"
 LOSSY: Final = "LOSSY"
 """Beside every figure of an arm whose output is not the target's own."""
-VERSION: Final = 2
+VERSION: Final = 3
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -86,10 +86,6 @@ class GroupSummary:
     """Of the device: drafting, and its radio in every state; None where a part is not known."""
     handovers: int = 0
     """Changes of cell while a request ran."""
-    moves_recomputed: int = 0
-    """Running sessions that went to another verifier, which computed their prefix again."""
-    moves_with_kv: int = 0
-    """Those whose keys and values went along."""
     memory_tightened: int = 0
     """Restrictions of a draft by its memory budget while a request ran, and their ends."""
     memory_loosened: int = 0
@@ -97,8 +93,6 @@ class GroupSummary:
     """Tokens that differ from the target's own stream; None: not compared (relaxed rules)."""
     unfinished: int = 0
     """Asked, and not over when the run was."""
-    radiated_j_per_token: float | None = None
-    """By the devices' radios, uplink; None where they have no air."""
     verifier_j_per_token: float | None = None
     """Of the verifiers' passes, by rows in them; None where powers are not known."""
     verifier_idle_j_per_token: float | None = None
@@ -204,8 +198,6 @@ class ArmSummary:
     groups: dict[str, GroupSummary]
     """By group of devices; empty when there is only one."""
     verifiers: tuple[VerifierSummary, ...]
-    bounds: dict[str, float]
-    """Lower bounds on the mean seconds per token, by name (``bounds.py``)."""
     pace: Pace | None = None
     rows: tuple[RequestRow, ...] = ()
     speedup: float | None = None

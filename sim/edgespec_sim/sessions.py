@@ -73,6 +73,9 @@ from edgespec.core.verifier.own_drafts import DraftRound
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
+from edgespec_sim.scenario.sections import FRAMING_BYTES
+from edgespec_sim.scenario.verifiers import RadioMeter
+from edgespec_sim.world.conservation import StreamWatch
 
 # How many bytes a message takes on the wire, without encoding it.
 #
@@ -191,31 +194,29 @@ class FixedDelay:
         self._queue.after(self._delay_s, deliver)
 
 
-def _never() -> bool:
-    return False
-
-
 class Stream:
-    """Drafts and commits arrive twice whenever ``duplicate`` says so; neither may do harm.
+    """One generation's stream, with its counts and, in watched worlds, its ``StreamWatch``.
 
-    ``to_verifier`` and ``to_device`` are called as messages arrive; both ends hear of a cut."""
+    ``to_verifier`` and ``to_device`` are called as messages arrive; both ends hear of a cut.
+    Payload bytes are those of drafts, acknowledgements and commits; the request with its prompt,
+    which any system has to send, stands apart. A radio's meter hears of every packet, both ways."""
 
     __slots__ = (
-        "_down",
-        "_duplicate",
-        "_queue",
-        "_up",
-        "lost_at_device",
-        "lost_at_verifier",
-        "open",
-        "to_device",
-        "to_verifier",
+        *("_down", "_queue", "_radio", "_up", "_watch", "down_bytes", "up_bytes"),
+        *("lost_at_device", "lost_at_verifier", "open", "to_device", "to_verifier"),
     )
 
     def __init__(
-        self, queue: EventQueue, up: Path, down: Path, duplicate: Callable[[], bool] = _never
+        self,
+        queue: EventQueue,
+        up: Path,
+        down: Path,
+        watch: StreamWatch | None = None,
+        radio: RadioMeter | None = None,
     ) -> None:
-        self._queue, self._up, self._down, self._duplicate = queue, up, down, duplicate
+        self._queue, self._up, self._down = queue, up, down
+        self._watch, self._radio = watch, radio
+        self.up_bytes = self.down_bytes = 0
         self.open = True
         self.to_verifier: Callable[[Uplink], None] = lambda message: None
         self.to_device: Callable[[Downlink], None] = lambda message: None
@@ -223,22 +224,35 @@ class Stream:
         self.lost_at_device: Callable[[str], None] = lambda why: None
 
     def send_up(self, message: Uplink) -> None:
-        size = message_bytes(message)
-        self._up.send(size, lambda: self._arrive_up(message))
-        if isinstance(message, Draft) and self._duplicate():
-            self._up.send(size, lambda: self._arrive_up(message))
+        size_bytes = message_bytes(message)
+        if not isinstance(message, Open):
+            self.up_bytes += size_bytes
+        if self._radio is not None:
+            self._radio.packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
+        if self._watch is not None:
+            self._watch.up.sent(message, self._queue.now, size_bytes)
+        self._up.send(size_bytes, lambda: self._arrive_up(message))
 
     def send_down(self, message: Downlink) -> None:
-        size = message_bytes(message)
-        self._down.send(size, lambda: self._arrive_down(message))
-        if isinstance(message, Commit) and self._duplicate():
-            self._down.send(size, lambda: self._arrive_down(message))
+        size_bytes = message_bytes(message)
+        if isinstance(message, Commit):
+            self.down_bytes += size_bytes
+        if self._watch is not None:
+            self._watch.sent_down(message, self._queue.now, size_bytes)
+        self._down.send(size_bytes, lambda: self._arrive_down(message))
 
     def _arrive_up(self, message: Uplink) -> None:
+        if self._watch is not None:
+            self._watch.up.arrived(message, self._queue.now)
         if self.open:
             self.to_verifier(message)
 
     def _arrive_down(self, message: Downlink) -> None:
+        if self._watch is not None:
+            self._watch.arrived_down(message, self._queue.now)
+        if self._radio is not None:
+            size_bytes = message_bytes(message) + FRAMING_BYTES
+            self._radio.packet(self._queue.now, down_bytes=size_bytes)
         if self.open:
             self.to_device(message)
 
@@ -346,6 +360,8 @@ class SimulatedDevice:
         tracer.record(now, "device", key, "event", event)
         for action in actions:
             tracer.record(now, "device", key, "action", action)
+            if isinstance(action, Finish | Fail):
+                tracer.record(now, "device", key, "event", self.session.counters)
 
     def _do(self, action: DraftAction) -> None:
         match action:
@@ -374,16 +390,6 @@ class SimulatedDevice:
                 self._on_end()
             case _:
                 assert_never(action)
-
-    def reconnect(self, why: str) -> None:
-        """Let go of the stream, if there is one, and open another at once. The session that it
-        leads to is told that it is over, so that nothing there waits for its return."""
-        if self.stream is None:
-            return
-        self.stream.send_up(Cancel())
-        self.stream.close_from_device()
-        self.stream = None
-        self.handle(LinkDown(why, again_s=0.0))
 
     def _open_stream(self) -> None:
         opened = self._connect()
@@ -420,23 +426,6 @@ class Compute(Protocol):
     def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
         """Call ``done`` when draft steps of so many seconds for these sessions, which start now,
         are over."""
-
-
-class PassTime:
-    """A machine that does one pass at a time and nothing else."""
-
-    def __init__(
-        self, queue: EventQueue, pass_s: Callable[[tuple[PassRequest, ...]], float]
-    ) -> None:
-        self._queue, self._pass_s = queue, pass_s
-        self.busy_s = 0.0
-
-    def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
-        self.draft((), self._pass_s(requests), done)
-
-    def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
-        self.busy_s += seconds
-        self._queue.after(seconds, done)
 
 
 class DraftedSequence:

@@ -1,4 +1,4 @@
-"""Multi-agent soft actor-critic (Haarnoja et al., 2018) on the paper's environment and reward.
+"""Multi-agent soft actor-critic (Haarnoja et al., 2018) on the paper's reward.
 
 One shared actor, an agent a server. Twin centralised critics, the smaller of the two counts; target
 critics follow slowly; the entropy temperature is tuned to a target entropy.
@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from gymnasium import spaces
-from numpy.typing import NDArray
-from pettingzoo import ParallelEnv
 from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from torch.nn import functional as F
@@ -244,167 +241,67 @@ def _step(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
     optimiser.step()
 
 
-# --- the slot game as a PettingZoo environment, an agent a server ------------------------------
+# --- the slot game, an agent a server ----------------------------------------------------------
 # A step is a slot: actions become weights of bandwidth and compute (``methods.action_weights``),
 # the paper's matching (swaps alone) associates devices under them, shares and cost follow, the
 # world moves on.
 # Reward, for all agents the same: cost of random association with uniform shares, divided by
 # ours. Higher is better, 1 is no better than random. (The paper prints "divided by that of
-# random", which would reward cost.) The observation holds the paper's state: positions, gains,
-# task, battery, queue.
+# random", which would reward cost.)
 # Agents are servers, not devices: a share is a server's to give, so each agent's action is
 # feasible by itself (a softmax over its devices), whereas devices would have to agree on a sum.
 
 
-Observation = NDArray[np.float32]
 SLOTS = 10
 """Of an episode."""
-PAIR_COLUMNS, DEVICE_COLUMNS, SERVER_COLUMNS = 7, 5, 4
 _LIMIT = 20.0
 _SEEDS = 2**31
-
-
-def observation(world: UaraWorld, cost: CostModel) -> Observation:
-    """(E, M + 1, columns): for each server a row a device, then a row for itself."""
-    now, terms = world.snapshot, cost.terms(world.snapshot)
-    devices, servers = terms.constant.shape
-    seen = np.zeros((servers, devices + 1, PAIR_COLUMNS + DEVICE_COLUMNS))
-    seen[:, :devices, :6] = pair_features(terms).transpose(1, 0, 2)
-    seen[:, :devices, 6] = np.log10(np.maximum(now.gains.T, 1e-20)) / 10.0 + 1.0
-    rows = seen[:, :devices, PAIR_COLUMNS:]
-    rows[:, :, :2] = now.devices_m / now.settings.side_m
-    rows[:, :, 2] = now.battery_percent / 100.0
-    rows[:, :, 3] = np.log10(now.draft_flop) - 11.0
-    rows[:, :, 4] = np.log10(now.upload_bits) - 4.0
-    whole = seen[:, devices, :SERVER_COLUMNS]
-    whole[:, :2] = now.servers_m / now.settings.side_m
-    whole[:, 2] = np.log10(now.server_flops) - 13.0
-    whole[:, 3] = now.queue_slots
-    return np.clip(seen, -_LIMIT, _LIMIT).astype(np.float32)
-
-
-class ServersEnv(ParallelEnv):  # type: ignore[misc]  # No annotations there.
-    """An agent a server, all acting at once, all rewarded alike."""
-
-    metadata: dict[str, Any] = {"name": "edgespec_uara_v0", "render_modes": []}  # noqa: RUF012
-
-    def __init__(self, settings: UaraSettings | None = None, cost: CostModel | None = None) -> None:
-        self._settings, self._cost = settings or UaraSettings(), cost or PaperCost()
-        self.possible_agents = [f"server_{index}" for index in range(self._settings.servers)]
-        self.agents: list[str] = []
-        self.render_mode = None
-        shape = (self._settings.devices + 1, PAIR_COLUMNS + DEVICE_COLUMNS)
-        seen = spaces.Box(-_LIMIT, _LIMIT, shape, np.float32)
-        acts = spaces.Box(-1.0, 1.0, (2 * self._settings.devices + 1,), np.float32)
-        self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
-        self.action_spaces = dict.fromkeys(self.possible_agents, acts)
-        self._seeds = np.random.default_rng()
-        self._world: UaraWorld | None = None
-
-    def observation_space(self, agent: str) -> spaces.Space[Any]:
-        return self.observation_spaces[agent]
-
-    def action_space(self, agent: str) -> spaces.Space[Any]:
-        return self.action_spaces[agent]
-
-    def reset(
-        self, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Observation], dict[str, dict[str, Any]]]:
-        if seed is not None:
-            self._seeds = np.random.default_rng(seed)
-        self.agents = list(self.possible_agents)
-        seed = int(self._seeds.integers(_SEEDS))
-        self._world, self._slot = UaraWorld(self._settings, seed), 0
-        self._dice = np.random.default_rng([seed, 1])
-        return self._observe(self._world), {agent: {} for agent in self.agents}
-
-    def step(
-        self, actions: dict[str, Observation]
-    ) -> tuple[
-        dict[str, Observation],
-        dict[str, float],
-        dict[str, bool],
-        dict[str, bool],
-        dict[str, dict[str, Any]],
-    ]:
-        """An action is every device's bandwidth, every one's compute, the band used."""
-        if self._world is None:
-            raise RuntimeError("reset() comes before step()")
-        joint = np.stack([actions[agent] for agent in self.agents]).astype(np.float64)
-        cost, reference = self._play(self._world, joint)
-        self._slot += 1
-        agents, over = self.agents, self._slot >= SLOTS
-        if over:
-            self.agents = []
-        return (
-            self._observe(self._world),
-            dict.fromkeys(agents, reference / cost),
-            dict.fromkeys(agents, False),
-            dict.fromkeys(agents, over),
-            {agent: {"cost": cost} for agent in agents},
-        )
-
-    def _play(self, world: UaraWorld, joint: Floats) -> tuple[float, float]:
-        """Costs of one slot: ours, and that of random association and uniform shares."""
-        terms = self._cost.terms(world.snapshot)
-        devices = terms.devices
-        pairs = np.stack([joint[:, :devices].T, joint[:, devices:-1].T], axis=-1)
-        weights = action_weights(pairs, joint[:, -1:])
-        start = best_gain(world.snapshot.gains)
-        decision = weighted(weights, two_phase_matching(terms, weights, start, Steps.SWAPS))
-        chance = self._dice.integers(terms.servers, size=devices)
-        world.advance(decision.association)
-        return objective(terms, decision), objective(terms, uniform(terms, chance))
-
-    def _observe(self, world: UaraWorld) -> dict[str, Observation]:
-        return dict(zip(self.possible_agents, observation(world, self._cost), strict=True))
-
-
 DEVICES: Final = (30, 60)
 SERVERS: Final = (4, 8)
 """Of the paper's sweep those that a core can train on: rows are devices times servers."""
 
 
 class PaperRollout:
-    """Plays episodes of ``ServersEnv`` without end, in worlds of ``base`` but for their size."""
+    """Plays episodes without end, in worlds of ``base`` but for their size."""
 
     def __init__(self, base: UaraSettings, cost: CostModel, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._envs = {
-            (devices, servers): ServersEnv(replace(base, devices=devices, servers=servers), cost)
-            for devices in DEVICES
-            for servers in SERVERS
-        }
+        self._base, self._cost, self._rng = base, cost, np.random.default_rng(seed)
 
     def episode(self, actor: Actor) -> list[Transition]:
         """Transitions of one world."""
-        size = int(self._rng.choice(DEVICES)), int(self._rng.choice(SERVERS))
-        env = self._envs[size]
-        seen, _ = env.reset(seed=int(self._rng.integers(_SEEDS)))
-        features, transitions = _features(seen), []
-        while env.agents:
+        devices, servers = int(self._rng.choice(DEVICES)), int(self._rng.choice(SERVERS))
+        seeds = np.random.default_rng(int(self._rng.integers(_SEEDS)))
+        seed = int(seeds.integers(_SEEDS))
+        world = UaraWorld(replace(self._base, devices=devices, servers=servers), seed)
+        dice, transitions = np.random.default_rng([seed, 1]), list[Transition]()
+        features = self._features(world)
+        for slot in range(SLOTS):
             with torch.no_grad():
                 actions = actor.sample(features)
-            seen, rewards, _, over, _ = env.step(_joint(env.agents, actions))
-            following = _features(seen)
-            paid = torch.tensor(list(rewards.values()), dtype=torch.float32)
-            ended = all(over.values())
+            reward = self._play(world, actions, dice)
+            following, over = self._features(world), slot == SLOTS - 1
+            paid = torch.full((servers,), reward, dtype=torch.float32)
             transitions.append(
-                Transition(features, actions.pairs, actions.servers, paid, following, ended)
+                Transition(features, actions.pairs, actions.servers, paid, following, over)
             )
             features = following
         return transitions
 
+    def _features(self, world: UaraWorld) -> Tensor:
+        """(E, M, F): what the policy reads."""
+        seen = pair_features(self._cost.terms(world.snapshot)).transpose(1, 0, 2)
+        return torch.from_numpy(np.clip(seen, -_LIMIT, _LIMIT).astype(np.float32))
 
-def _features(seen: dict[str, Observation]) -> Tensor:
-    """(E, M, F): what the policy reads of the observation."""
-    return torch.from_numpy(np.stack([one[:-1, :FEATURES] for one in seen.values()]))
-
-
-def _joint(agents: Sequence[str], actions: Actions) -> dict[str, Observation]:
-    pairs = actions.pairs.transpose(1, 2).flatten(1)
-    joint = torch.cat([pairs, actions.servers], dim=1).numpy()
-    return dict(zip(agents, joint, strict=True))
+    def _play(self, world: UaraWorld, actions: Actions, dice: np.random.Generator) -> float:
+        """The reward of one slot."""
+        terms = self._cost.terms(world.snapshot)
+        pairs, servers = (one.double().numpy() for one in (actions.pairs, actions.servers))
+        weights = action_weights(pairs.transpose(1, 0, 2), servers)
+        start = best_gain(world.snapshot.gains)
+        decision = weighted(weights, two_phase_matching(terms, weights, start, Steps.SWAPS))
+        chance = dice.integers(terms.servers, size=terms.devices)
+        world.advance(decision.association)
+        return objective(terms, uniform(terms, chance)) / objective(terms, decision)
 
 
 CAPACITY, BATCH = 400, 8

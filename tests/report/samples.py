@@ -72,14 +72,12 @@ def _arm(index: int) -> ArmSummary:
     }
     load = VerifierSummary("edge-1", 0.61 - 0.09 * index, 1400 - 200 * index, 5.1, 1.6, None)
     other = VerifierSummary("edge-2", 0.3, 900, 4.0, 1.2, spread_of([0.001, 0.004, 0.012]))
-    bounds = {"target-only": 0.03} if index == 0 else {"a round trip per miss": tpot_s * 0.8}
     return ArmSummary(
         arm=name,
         label=_LABELS[index],
         all=whole,
         groups=groups,
         verifiers=(load, other),
-        bounds=bounds | {"perfect drafts": 0.009},
         rows=tuple(
             RequestRow(f"laptop {i}", "edge-1", 2.0 * i, 0.21, tpot_s, 64, 2.5, 0.71)
             for i in range(4)

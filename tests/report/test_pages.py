@@ -132,7 +132,7 @@ def test_whatever_a_name_holds_is_only_text() -> None:
 def test_a_run_in_which_nothing_worked_has_a_page() -> None:
     run = five_arms()
     nothing = replace(run.arms[0].all, requests=0, ttft_s=None, tpot_s=None, itl_s=None, tokens=0)
-    arm = replace(run.arms[0], all=nothing, groups={}, verifiers=(), bounds={}, rows=())
+    arm = replace(run.arms[0], all=nothing, groups={}, verifiers=(), rows=())
     empty = RunSummary("nothing", "", "", None, False, 0.0, (arm,))
     page = Page(render(empty))
     assert "figure" not in page.tags

@@ -13,9 +13,11 @@ from edgespec.core.protocol.messages import Limits, Open, RunAhead
 from edgespec.core.verifier import drafts
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.telemetry.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
-from edgespec_sim.sessions import FixedDelay, PassTime, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.sessions import FixedDelay, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.world.site import Machine
 
 # A session that has not ended by then is stuck: no set-up takes seconds a token.
 _LONGEST_S = 1e6
@@ -38,7 +40,7 @@ def alone(
     queue = EventQueue()
     limits = Limits(context_length=_CONTEXT_LENGTH)
     engine = VerifyEngine(target.info, limits, EngineLimits(), run_ahead=run_ahead)
-    verifier = SimulatedVerifier(queue, engine, target, PassTime(queue, lambda batch: pass_s))
+    verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(pass_s), ""))
     session = DraftSession(opened, policy, ReconnectPolicy(), drafter.info.context_length)
 
     def connect() -> tuple[Stream, float]:

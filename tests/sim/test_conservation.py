@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.link_model import LinkModel, SharedQueue
+from edgespec.core.link_model import LinkModel
 from edgespec.core.protocol.messages import Commit
 from edgespec_sim.links.path import OneHop
 from edgespec_sim.scenario.sections import DeviceSection, LinkSection, Scenario, WorkloadSection
-from edgespec_sim.sessions import SimulatedDevice
+from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.world.conservation import ConservationError, Way
-from edgespec_sim.world.meters import MeteredStream
 from edgespec_sim.world.run import Job, play
 from edgespec_sim.world.user import User
 from tests.mutants import Mutants
@@ -56,17 +55,6 @@ def a_link_without_propagation(arrival: Any, link: LinkModel, now_s: float, size
     return now_s
 
 
-@MUTANTS.of(SharedQueue, "first_free_s")
-def everyone_gets_the_full_rate(first_free_s: Any, *given: Any) -> Any:
-    _, _, ready_s, _ = given
-    return ready_s
-
-
-@MUTANTS.of(SharedQueue, "serialisation_s")
-def a_queue_faster_than_its_rate(serialisation_s: Any, *given: Any) -> Any:
-    return 0.5 * serialisation_s(*given)
-
-
 @MUTANTS.of(LinkModel, "arrival")
 def messages_overtake(arrival: Any, *given: Any) -> Any:
     return arrival(*given) + (0.2 if next(NUMBERS) % 50 == 49 else 0.0)
@@ -84,16 +72,16 @@ def messages_get_lost(send: Any, *given: Any) -> None:
         send(*given)
 
 
-@MUTANTS.of(MeteredStream, "send_down")
-def commits_are_made_up_on_the_way(send_down: Any, stream: MeteredStream, message: Any) -> None:
+@MUTANTS.of(Stream, "send_down")
+def commits_are_made_up_on_the_way(send_down: Any, stream: Stream, message: Any) -> None:
     """A token delivered before the verifier has committed it."""
     if isinstance(message, Commit):
         message = replace(message, tokens=(*message.tokens, 7))
     send_down(stream, message)
 
 
-@MUTANTS.of(MeteredStream, "_arrive_down")
-def a_message_changes_on_the_way(arrive_down: Any, stream: MeteredStream, message: Any) -> None:
+@MUTANTS.of(Stream, "_arrive_down")
+def a_message_changes_on_the_way(arrive_down: Any, stream: Stream, message: Any) -> None:
     if isinstance(message, Commit):
         message = replace(message, tokens=message.tokens[::-1])
     arrive_down(stream, message)

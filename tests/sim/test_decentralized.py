@@ -6,9 +6,7 @@ target's own text.
 
 from __future__ import annotations
 
-import io
 import re
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +19,10 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits, SendTo, StreamOpened
 from edgespec_sim.commands.play import show
-from edgespec_sim.links.network_trace import TraceError
 from edgespec_sim.report.page import render
 from edgespec_sim.report.sweep_page import render_sweep
 from edgespec_sim.run_summary import RunSummary
 from edgespec_sim.scenario import sections as sc
-from edgespec_sim.scenario.verifiers import link_delays_s
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
@@ -71,49 +67,11 @@ def tpot_s(scenario: sc.Scenario) -> float:
 # --- the model ------------------------------------------------------------------------------
 
 
-def test_stragglers_lengthen_their_share_of_passes() -> None:
-    """A fifth of each node's passes takes four times as long: 1.6 times the compute in the mean."""
-    stages = sc.StagesSection(nodes=4, link_ms=0.0, stragglers=0.2)
-    assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(1.6 * COMPUTE_S, rel=0.06)
-
-
-def matrix_file(folder: Path, rtts_s: list[list[float]]) -> str:
-    text = "\n".join("\t".join(map(str, row)) for row in rtts_s).encode()
-    path = folder / "matrix.tar.xz"
-    with tarfile.open(path, "w:xz") as archive:
-        member = tarfile.TarInfo("SeattleData_1")
-        member.size = len(text)
-        archive.addfile(member, io.BytesIO(text))
-    return str(path)
-
-
-def test_links_follow_a_matrix_of_round_trips(tmp_path: Path) -> None:
-    rtts_s = [[0.0, 0.010, 0.080], [0.010, 0.0, 0.030], [0.080, 0.0, 0.0]]
-    name = matrix_file(tmp_path, rtts_s)
-    stages = sc.StagesSection(nodes=3, rtt_matrix=name)
-    expected_s = COMPUTE_S + 0.005 + 0.015
-    assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
-    hole = matrix_file(tmp_path, [[0.0, 0.0], [0.0, 0.0]])
-    with pytest.raises(TraceError, match="from node 0 to 1 nothing was measured"):
-        outcome(swarm(sc.StagesSection(nodes=2, rtt_matrix=hole), Arm.TARGET_ONLY))
-    with pytest.raises(TraceError, match="4 nodes are asked for, but it has 2"):
-        outcome(swarm(sc.StagesSection(nodes=4, rtt_matrix=hole), Arm.TARGET_ONLY))
-    Path(hole).write_bytes(Path(hole).read_bytes()[:60])
-    with pytest.raises(TraceError, match=r"expected a square of times in tar\.xz"):
-        outcome(swarm(sc.StagesSection(nodes=2, rtt_matrix=hole), Arm.TARGET_ONLY))
-
-
 def test_a_row_takes_its_time_on_each_link() -> None:
     stages = sc.StagesSection(nodes=3, link_ms=10.0, link_mbps=10.0, hidden_bytes=12_500)
     expected_s = COMPUTE_S + 2 * (0.010 + 0.010)
     assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
-    delays_s = link_delays_s(stages, Path())
-    assert stages.least_links_s(delays_s) == pytest.approx(0.040)
-    assert stages.hop_s(3, 0.010) == pytest.approx(0.040)
-    # A bound has to hold for the nodes that are left.
-    lost = replace(stages, lost_at_s=(1.0,))
-    assert lost.least_links_s(delays_s) == pytest.approx(0.020)
-    assert replace(lost, spares=1).least_links_s(delays_s) == pytest.approx(0.040)
+    assert stages.hop_s(3) == pytest.approx(0.040)
 
 
 # --- a node is lost -------------------------------------------------------------------------

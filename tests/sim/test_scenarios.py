@@ -149,13 +149,13 @@ def test_plain_streaming_is_as_fast_as_passes_come() -> None:
     assert arm.all.tokens_per_pass == pytest.approx(1.0)
 
 
-def test_results_are_above_their_bounds() -> None:
+def test_no_token_takes_less_than_a_pass_or_a_draft_step() -> None:
     device = sc.DeviceSection(path=("wan",), workload=WORK)
+    least_s = min(0.025, 0.001 * (device.draft.ms or 0.0))
     for arm in run(replace(SMALL, devices={"one": device})).arms:
-        assert arm.bounds
         assert arm.all.tpot_s is not None
-        for name, bound_s in arm.bounds.items():
-            assert arm.all.tpot_s.mean >= 0.98 * bound_s, (arm.arm, name)
+        bound_s = 0.025 if arm.arm == Arm.TARGET_ONLY.value else least_s
+        assert arm.all.tpot_s.mean >= 0.98 * bound_s, arm.arm
 
 
 def test_equal_seeds_give_equal_results_and_others_do_not() -> None:

@@ -6,7 +6,7 @@ doubled until they are, and bisected. Then the number itself and one less are pl
 with all users, or, where these are too many, a few of them with their part of the load. Where
 events contradict, the number moves; seeds are added while an interval holds an objective, until the
 time is up. A request that has a verifier to itself and misses an objective misses it on any number
-of verifiers, and the terms of ``bounds.py`` say why.
+of verifiers, and the times that it waits for say why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from rich.table import Table
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError
-from edgespec_sim.bounds import lower_bounds
 from edgespec_sim.commands.play import Task, Workers, default_processes, parse_settings
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import LOSSY
@@ -478,26 +477,16 @@ def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
     rtt_s = max(network.view(group, 0, verifier).rtt_s for group in scenario.devices)
     steps = [law_of(one.draft, Operation.DRAFT_STEP, folder) for one in scenario.devices.values()]
     step_s = max(law.seconds(1) for law in steps)
-    section = scenario.verifiers[question.kind]
-    passes, draft = section.pass_time, section.server_draft
+    passes = scenario.verifiers[question.kind].pass_time
     law = law_of(passes, Operation.TARGET_PASS, folder)
-    bounds = lower_bounds(
-        arm.value,
-        rtt_s=rtt_s,
-        step_s=step_s,
-        pass_s=law.seconds(1),
-        acceptance=scenario.tokens.acceptance or 0.7,
-        server_step_s=None if draft is None else draft.ms / 1e3,
-    )
-    name, bound_s = max(bounds.items(), key=lambda one: one[1])
     prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
     prefill = f"connecting and asking take a round trip each, the prompt {_ms(law.seconds(prompt))}"
     parts = [
         f"{what} p95 is to be {_ms(limit_s)} at most, but is {_ms(found[0])} for requests that have"
-        f" a verifier to themselves: {why}"
+        f" a verifier to themselves{why}"
         for what, found, limit_s, why in (
-            ("TPOT", alone.tpot_p95_s, slo.tpot_s, f"the bound '{name}' is {_ms(bound_s)}"),
-            ("TTFT", alone.ttft_p95_s, slo.ttft_s, prefill),
+            ("TPOT", alone.tpot_p95_s, slo.tpot_s, ""),
+            ("TTFT", alone.ttft_p95_s, slo.ttft_s, f": {prefill}"),
         )
         if found[0] > limit_s
     ]

@@ -18,8 +18,6 @@ import typer
 
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import reported
-from edgespec.core.device.policy import DEFAULT_WIDTH
-from edgespec_sim.bounds import Costs, RunLengths, any_policy_s
 from edgespec_sim.commands.play import (
     Ask,
     Point,
@@ -81,10 +79,10 @@ class LinkAdvice:
 def advise(
     summary: RunSummary,
     totals: Mapping[Arm, Sequence[Total]],
-    costs: Costs,
-    texts: Sequence[Sequence[int]],
+    draft_ms: float,
+    pass_ms: float,
 ) -> LinkAdvice:
-    """``totals``: of each arm, world by world. ``texts``: the ranks of their tokens."""
+    """``totals``: of each arm, world by world."""
     arms = {Arm(arm.arm): arm for arm in summary.arms if arm.speedup is not None}
     fastest = max(arms, key=lambda arm: arms[arm].speedup or 0.0)
     equal = [arm for arm in arms if _takes_as_long(totals[fastest], totals[arm])]
@@ -94,7 +92,7 @@ def advise(
     if (arms[fastest].speedup or 0.0) < LEAST_GAIN:
         take = Arm.TARGET_ONLY
     if take is Arm.TARGET_ONLY:
-        return LinkAdvice(take, _why_not(arms, fastest, costs, texts))
+        return LinkAdvice(take, _why_not(arms, fastest, draft_ms, pass_ms))
     return LinkAdvice(take, _why(arms, take, fastest))
 
 
@@ -128,27 +126,10 @@ def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm) -> str:
     )
 
 
-def _why_not(
-    arms: Mapping[Arm, ArmSummary], fastest: Arm, costs: Costs, texts: Sequence[Sequence[int]]
-) -> str:
-    if fastest is Arm.SERVER_DRAFT:
-        return (
-            f"Drafting does not pay here: {fastest.value} is only {arms[fastest].speedup:.2f} times"
-            " as fast."
-        )
-    least_s = any_policy_s(costs, 0.0, RunLengths.of_ranks(texts, DEFAULT_WIDTH).endless)
-    if costs.step_s >= costs.pass_s:
-        why = (
-            f"a draft step ({1e3 * costs.step_s:g} ms) takes no less than a pass"
-            f" ({1e3 * costs.pass_s:g} ms)"
-        )
-    elif least_s * LEAST_GAIN > costs.pass_s:
-        why = (
-            f"at a round trip of {1e3 * costs.rtt_s:g} ms no policy could save {LEAST_GAIN - 1:.0%}"
-            " with drafts like these"
-        )
-    else:
-        why = f"the fastest arm, {fastest.value}, is only {arms[fastest].speedup:.2f} times as fast"
+def _why_not(arms: Mapping[Arm, ArmSummary], fastest: Arm, draft_ms: float, pass_ms: float) -> str:
+    why = f"the fastest arm, {fastest.value}, is only {arms[fastest].speedup:.2f} times as fast"
+    if draft_ms >= pass_ms and fastest is not Arm.SERVER_DRAFT:
+        why = f"a draft step ({draft_ms:g} ms) takes no less than a pass ({pass_ms:g} ms)"
     return f"Drafting does not pay here, because {why}."
 
 
@@ -188,10 +169,8 @@ def link(
         play_seeds([point], ask, default_processes(), quiet=as_json)
         worlds = {arm: [o for one, o in point.outcomes if one is arm] for arm in scenario.arms}
         totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
-        texts = [ranks for one in worlds[scenario.arms[0]] for ranks in one.meters.ranks]
-        costs = Costs(rtt_ms / 1e3, draft_ms / 1e3, pass_ms / 1e3)
         summary = summary_of(point, ask)
-        found = advise(summary, totals, costs, texts)
+        found = advise(summary, totals, draft_ms, pass_ms)
     sets = " ".join(f"--set {key}={value:.12g}" for key, value in settings.items())
     same = f"edgespec-sim run {SCENARIO} {sets}"
     if as_json:
@@ -226,7 +205,6 @@ def _plain(summary: RunSummary, found: LinkAdvice, same: str) -> dict[str, Any]:
                 "tokens_per_pass": arm.all.tokens_per_pass,
                 "wasted_per_token": arm.all.wasted_per_token,
                 "up_bytes_per_token": arm.all.up_bytes_per_token,
-                "bound_ms": 1e3 * max(arm.bounds.values()),
                 "gpu_ms_per_token": gpu_ms(arm),
             }
             for arm in summary.arms

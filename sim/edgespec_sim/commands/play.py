@@ -42,8 +42,15 @@ from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.report.page import first_question, first_questions
-from edgespec_sim.report.tables import DRAFTS_HEADER, drafts_rows, seeds_played, speedup
-from edgespec_sim.run_summary import LOSSY, ArmSummary, RunSummary, Spread
+from edgespec_sim.report.tables import (
+    DRAFTS_HEADER,
+    arm_columns,
+    count,
+    drafts_rows,
+    milliseconds,
+    seeds_played,
+)
+from edgespec_sim.run_summary import LOSSY, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, check, jobs_of, play, summarise, widest
@@ -255,35 +262,31 @@ def parse_settings(settings: Sequence[str]) -> dict[str, object]:
     return parsed
 
 
+_SHOWN: Final = (
+    *("TTFT p50 ms", "TPOT mean ms", "p95 ms", "speed-up", "tokens / pass", "acceptance"),
+    *("wasted / token", "tokens/s", "GPU busy", "differ"),
+)
+"""On a terminal, of the columns of a page."""
+
+
 def arms_table(summary: RunSummary) -> Table:
+    columns = arm_columns(summary)
     table = Table(
         title=f"{summary.marked_name}, {seeds_played(summary)}: {summary.tokens_from}",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
     table.add_column("\narm", no_wrap=True)
-    for name in (
-        "TTFT\np50 ms",
-        "TPOT\nmean",
-        "\np95",
-        "bound\nms",
-        "speed-up\n(95 %)",
-        "tokens\n/pass",
-        "first\nright",
-        "wasted\n/token",
-        "tokens\n/s",
-        "GPU\nbusy",
-        "\nrequests",
-        "\ndiffer",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in (*_SHOWN, "requests"):
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     table.caption = (
-        "bound: mean TPOT that an arm of its kind cannot go below; speed-up: of the mean TPOT, in"
-        " brackets its 95 % interval; first right: share of positions at which the draft's first"
-        " guess was; differ: tokens that are not the target's"
+        "speed-up: of the mean TPOT, in brackets its 95 % interval; acceptance: share of positions"
+        " at which the draft's first guess was right; differ: tokens that are not the target's"
     )
     for arm in summary.arms:
-        table.add_row(*_cells(arm))
+        ended = count(arm.all.requests) + (f" ({arm.all.failed} failed)" if arm.all.failed else "")
+        cells = [columns[name](arm).replace(" (", "\n(") for name in _SHOWN]
+        table.add_row(arm.name, *cells, ended)
     return table
 
 
@@ -314,9 +317,9 @@ def service_table(summary: RunSummary) -> Table | None:
         low, high = found.share_interval
         table.add_row(
             arm.name,
-            _ms(arm.all.ttft_s, 2),
+            _median(arm.all.ttft_s),
             _p95(arm.all.ttft_s, found.ttft_p95_interval),
-            _ms(arm.all.tpot_s, 2),
+            _median(arm.all.tpot_s),
             _p95(arm.all.tpot_s, found.tpot_p95_interval),
             f"{100 * found.share:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
             f"{found.goodput:.2f}",
@@ -324,6 +327,10 @@ def service_table(summary: RunSummary) -> Table | None:
             str(arm.all.unfinished),
         )
     return table
+
+
+def _median(spread: Spread | None) -> str:
+    return milliseconds(None if spread is None else spread.median)
 
 
 def _objective(slo_s: float | None) -> str:
@@ -334,31 +341,6 @@ def _p95(spread: Spread | None, ends: tuple[float, float] | None) -> str:
     if spread is None or ends is None:
         return "–"
     return f"{1e3 * spread.p95:.1f} ({1e3 * ends[0]:.1f}–{1e3 * ends[1]:.1f})"
-
-
-def _cells(arm: ArmSummary) -> tuple[str, ...]:
-    whole = arm.all
-    busy = [one.utilisation for one in arm.verifiers]
-    mismatches = "–" if whole.mismatches is None else str(whole.mismatches)
-    return (
-        arm.name,
-        _ms(whole.ttft_s, 2),
-        "–" if whole.tpot_s is None else f"{1e3 * whole.tpot_s.mean:.1f}",
-        _ms(whole.tpot_s, 4),
-        f"{1e3 * max(arm.bounds.values()):.1f}" if arm.bounds else "–",
-        speedup(arm).replace(" ", "\n"),
-        f"{whole.tokens_per_pass:.2f}",
-        "–" if whole.acceptance is None else f"{whole.acceptance:.2f}",
-        f"{whole.wasted_per_token:.2f}",
-        f"{whole.tokens_per_second:.0f}",
-        f"{100 * sum(busy) / len(busy):.0f} %" if busy else "–",
-        f"{whole.requests}" + (f" ({whole.failed} failed)" if whole.failed else ""),
-        mismatches,
-    )
-
-
-def _ms(spread: Spread | None, index: int) -> str:
-    return "–" if spread is None else f"{1e3 * spread.quantiles[index]:.1f}"
 
 
 def output() -> Console:

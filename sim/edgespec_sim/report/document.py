@@ -272,7 +272,6 @@ def arm_cells(arm: ArmSummary) -> dict[str, Cell]:
         "speedup_low": None if arm.speedup_interval is None else arm.speedup_interval[0],
         "speedup_high": None if arm.speedup_interval is None else arm.speedup_interval[1],
         "mean_utilisation": sum(busy) / len(busy) if busy else None,
-        **{f"bound_{name}_s": bound for name, bound in arm.bounds.items()},
     }
 
 

@@ -95,9 +95,6 @@ def pace_plot(run: RunSummary) -> Figure | None:
         if series.low:
             data += _area(series, paint[arm.arm])
     data += [_pace_line(arm, series, paint[arm.arm], run.duration_s) for arm, series in lines]
-    bound = _bound(run)
-    if bound is not None:
-        data.append(_pace_limit(*bound, paint[bound[0].arm], run.duration_s))
     means_ms = [1e3 * arm.all.tpot_s.mean for arm, _ in lines if arm.all.tpot_s is not None]
     known = [v for _, one in lines for v in (*one.values, *one.high) if v is not None]
     top, cut = 1.05 * max(known), False
@@ -115,18 +112,16 @@ def pace_plot(run: RunSummary) -> Figure | None:
         if arm.all.tpot_s is not None
     )
     label_ = f"Time per token over the run by arm: {said}"
-    return Figure(data, shape, _caption(run, bound, cut=cut), label_)
+    return Figure(data, shape, _caption(run, cut=cut), label_)
 
 
-def _caption(run: RunSummary, bound: tuple[ArmSummary, float] | None, *, cut: bool) -> str:
+def _caption(run: RunSummary, *, cut: bool) -> str:
     text = (
         "Mean time per token over the run, of the tokens that came in each step, tokens of one "
         "delivery sharing the time since the one before; target-only streaming in grey."
     )
     if run.seeds > 1:
         text += f" Bands: 95 % intervals over {run.seeds:,} seeds."
-    if bound is not None:
-        text += f" Dotted: what {bound[0].name} cannot go below."
     return f"{text} Higher peaks are cut off." if cut else text
 
 
@@ -163,26 +158,6 @@ def _pace_line(arm: ArmSummary, series: Pace, color: str, duration_s: float) -> 
         "y": [None if value is None else round(value, 4) for value in series.values],
         "line": {"color": color, "width": 3 if is_ours(arm.arm) or base else 1.5},
         "hovertemplate": f"{label(arm.name)}: %{{y:.3g}} ms at %{{x:.3g}} s<extra></extra>",
-    }
-
-
-def _bound(run: RunSummary) -> tuple[ArmSummary, float] | None:
-    """Of ours, or else of the arm with the lowest one."""
-    known = [(arm, max(arm.bounds.values())) for arm in run.arms if arm.bounds]
-    ours = [pair for pair in known if is_ours(pair[0].arm)]
-    chosen = ours or sorted(known, key=lambda pair: pair[1])
-    return chosen[0] if chosen else None
-
-
-def _pace_limit(arm: ArmSummary, bound_s: float, color: str, duration_s: float) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": label(f"bound of {arm.name}"),
-        "x": [0.0, duration_s],
-        "y": [1e3 * bound_s, 1e3 * bound_s],
-        "line": {"color": color, "width": 2, "dash": "dot"},
-        "hovertemplate": f"cannot go below {1e3 * bound_s:.3g} ms<extra></extra>",
     }
 
 

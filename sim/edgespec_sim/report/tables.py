@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from typing import Final
 
@@ -129,53 +130,45 @@ _TIMES = ("TTFT p50 ms", "TPOT mean ms", "p50 ms", "p95 ms", "p99 ms")
 _WORK = ("tokens / pass", "acceptance", "wasted / token", "bytes up", "bytes down")
 
 
+def arm_columns(run: RunSummary) -> dict[str, Callable[[ArmSummary], str]]:
+    """What a table of arms can say, by column; of energy, what anything is known of."""
+    columns: dict[str, Callable[[ArmSummary], str]] = {
+        name: partial(_cell, _times, index) for index, name in enumerate(_TIMES)
+    }
+    columns["speed-up"] = speedup
+    columns |= {name: partial(_cell, _work, index) for index, name in enumerate(_WORK)}
+    energies = {"device J": device_j, "GPU J, at most": verifiers_j, "GPU idle J": verifiers_idle_j}
+    for name, of in energies.items():
+        if any(of(arm) is not None for arm in run.arms):
+            columns[name] = partial(_number_of, of)
+    columns["GPU busy"] = lambda arm: percent(_mean_utilisation(arm))
+    columns["tokens/s"] = lambda arm: number(arm.all.tokens_per_second)
+    columns["differ"] = lambda arm: count(arm.all.mismatches)
+    return columns
+
+
+def _cell(of: Callable[[GroupSummary], tuple[str, ...]], index: int, arm: ArmSummary) -> str:
+    return of(arm.all)[index]
+
+
+def _number_of(of: Callable[[ArmSummary], float | None], arm: ArmSummary) -> str:
+    return number(of(arm))
+
+
 def arms_table(run: RunSummary) -> str:
-    energy = _energy(run)
-    header = ("arm", *_TIMES, "speed-up", "not below ms", *_WORK, *energy)
-    header = (*header, "GPU busy", "tokens/s", "differ")
-    rows = [
-        (
-            _named(arm),
-            *_times(arm.all),
-            speedup(arm),
-            milliseconds(max(arm.bounds.values(), default=None)),
-            *_work(arm.all),
-            *(number(of(arm)) for of in energy.values()),
-            percent(_mean_utilisation(arm)),
-            number(arm.all.tokens_per_second),
-            count(arm.all.mismatches),
-        )
-        for arm in run.arms
-    ]
+    columns = arm_columns(run)
+    rows = [(_named(arm), *(of(arm) for of in columns.values())) for arm in run.arms]
     caption = (
         "Arms side by side, ours marked. Speed-up: mean TPOT of target-only over the arm's, in "
-        "brackets its 95 % interval; not below: its largest lower bound on the mean TPOT. Bytes "
-        "and energy are per token; differ: tokens that are not the target's own."
+        "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not "
+        "the target's own."
     )
-    return table(caption, header, rows, [is_ours(arm.arm) for arm in run.arms])
-
-
-def _energy(run: RunSummary) -> dict[str, Callable[[ArmSummary], float | None]]:
-    """The columns of energy of which anything is known."""
-    columns = {
-        "device J": device_j,
-        "radiated mJ": _radiated_mj,
-        "GPU J, at most": verifiers_j,
-        "GPU idle J": verifiers_idle_j,
-    }
-    return {
-        name: of for name, of in columns.items() if any(of(arm) is not None for arm in run.arms)
-    }
+    return table(caption, ("arm", *columns), rows, [is_ours(arm.arm) for arm in run.arms])
 
 
 def device_j(arm: ArmSummary) -> float | None:
     """A token; None where a part is not known."""
     return arm.all.energy_j_per_token
-
-
-def _radiated_mj(arm: ArmSummary) -> float | None:
-    joules = arm.all.radiated_j_per_token
-    return None if joules is None else 1e3 * joules
 
 
 def verifiers_j(arm: ArmSummary) -> float | None:
@@ -245,9 +238,7 @@ def requests_ended_table(run: RunSummary) -> str:
     )
     if any(arm.all.handovers for arm in run.arms):
         columns["handovers"] = lambda group: count(group.handovers)
-        columns["moved, recomputed"] = lambda group: count(group.moves_recomputed)
-        columns["moved with KV"] = lambda group: count(group.moves_with_kv)
-        caption += " Handovers are those of running requests; moved: to another verifier."
+        caption += " Handovers are those of running requests."
     if any(arm.all.memory_tightened or arm.all.memory_loosened for arm in run.arms):
         columns["memory less"] = lambda group: count(group.memory_tightened)
         columns["memory more"] = lambda group: count(group.memory_loosened)

@@ -24,16 +24,6 @@ from edgespec_sim.scenario.verifiers import VerifierSection as VerifierSection
 _MINUTE_MS = 60_000.0
 
 
-class Sessions(Enum):
-    """What a handover does to the session that runs. ``RECOMPUTE`` and ``KV`` move it to the new
-    cell's verifier, which computes the prefix again or gets its keys and values."""
-
-    CHEAPEST = "cheapest"
-    STAY = "stay"
-    RECOMPUTE = "recompute"
-    KV = "kv"
-
-
 @dataclass(frozen=True, slots=True)
 class BackhaulSection(Section):
     """Between the base stations; each has one line to the others, for all that it sends."""
@@ -47,15 +37,10 @@ class BackhaulSection(Section):
 @dataclass(frozen=True, slots=True)
 class CellHandoverSection(Section):
     """A phone is attached to the cell that it hears best, and may use any verifier; what is not
-    its cell's own goes over the backhaul."""
+    its cell's own goes over the backhaul. A session that runs stays with its verifier."""
 
     gap_ms: float = limited(60.0, 0.0, _MINUTE_MS)
     """Nothing passes on the air meanwhile."""
-    sessions: Sessions = Sessions.CHEAPEST
-    """cheapest, stay, recompute or kv."""
-    kv_bytes_per_token: int = limited(131_072, 1, 1 << 30)
-    """Of a position's keys and values: 32 layers of 8 heads of 128, two of two bytes (Llama 3.1
-    8B)."""
     backhaul: BackhaulSection = field(default_factory=BackhaulSection)
 
 
@@ -65,9 +50,6 @@ _MAX_MBPS = 1e6
 # Ethernet 18, IPv4 20, TCP with timestamps 32, HTTP/2 frame 9, gRPC prefix 5: RFCs 894, 791,
 # 9293, 7323, 9113. TLS would add 22.
 FRAMING_BYTES = 84
-
-# 3GPP TS 38.331: the values that Alpha can have.
-ALPHAS = (0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,24 +116,6 @@ class LinkSection:
 
 
 @dataclass(frozen=True, slots=True)
-class PowerControlSection:
-    """Phones send as strongly as their path loss asks for: open-loop fractional power control of
-    3GPP TS 38.213, 7.1.1 (``radio_network.py``), up to ``device_dbm``."""
-
-    p0_dbm: float = limited(-80.0, -202.0, 24.0)  # TS 38.331: p0-NominalWithGrant
-    """What a station is to receive of a resource block of 180 kHz, were ``alpha`` 1. Operators set
-    it, for a deployment; this value is ours."""
-    alpha: float = 0.8
-    """Share of the path loss that is made up for: one of those of TS 38.331 (``Alpha``)."""
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.alpha not in ALPHAS:
-            known = ", ".join(f"{one:g}" for one in ALPHAS)
-            raise ValueError(f"alpha is {self.alpha:g}, but must be one of {known}")
-
-
-@dataclass(frozen=True, slots=True)
 class RadioSection(Section):
     """Mobile edge: devices move among the verifiers' base stations."""
 
@@ -160,15 +124,13 @@ class RadioSection(Section):
     bandwidth_mhz: float = limited(10.0, 0.1, 1000.0)
     """Of each base station, each way; its devices share the airtime. All use the same band."""
     device_dbm: float = limited(20.0, -20.0, 40.0)
-    """What a device radiates while it sends; its amplifier draws more (``radio_network.py``)."""
+    """What a device radiates while it sends, near or far; its amplifier draws more."""
     load: float = limited(0.0, 0.0, 0.95)
     """Share of every cell's airtime that others use, each way, in [0, 0.95]."""
     speed_m_per_s: float = limited(1.5, 0.0, 100.0)
     """Random waypoint, each leg at half to one and a half times this; 0: nobody moves."""
     handover: CellHandoverSection | None = None
     """None: a phone is in the cell of the verifier that it uses."""
-    power_control: PowerControlSection | None = None
-    """None: phones send at ``device_dbm``, near or far."""
 
 
 HOURS = 24

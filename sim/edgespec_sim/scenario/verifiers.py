@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import itertools
-import lzma
 import math
-import re
 import statistics
-import tarfile
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from edgespec.core.protocol.checks import bounded
 from edgespec.telemetry.cost_profile import CostProfile, TimeLaw, read_profile
-from edgespec_sim.links.network_trace import TraceError, file_named
-from edgespec_sim.replication import quantile
+from edgespec_sim.links.network_trace import file_named
 
 # --- limits of keys, declared beside their defaults --------------------------------------------
 
@@ -205,11 +196,6 @@ class StagesSection:
     """Until the way around a lost node stands. The others keep their weights meanwhile."""
     jitter_ms: float = limited(0.0, 0.0, _MINUTE_MS)
     """Mean of an exponential extra delay of each pass on each link."""
-    stragglers: float = limited(0.0, 0.0, 0.5)
-    """Share of the passes of each node that take four times as long."""
-    rtt_matrix: str = ""
-    """An archive of RTT matrices: the first rows of its first slice are the nodes, and take the
-    place of ``link_ms``, half each way."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -219,15 +205,9 @@ class StagesSection:
                 f" but {self.nodes} nodes and {self.spares} spares survive fewer"
             )
 
-    def hop_s(self, rows: int, delay_s: float) -> float:
-        """What a link of that delay adds at least to a pass that has it alone."""
-        return delay_s + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
-
-    def least_links_s(self, delays_s: tuple[float, ...]) -> float:
-        """All links (of these delays, one way, first to last) together, for a pass of one row, when
-        the fewest nodes are left."""
-        left = min(self.nodes, self.nodes + self.spares - len(self.lost_at_s))
-        return sum(self.hop_s(1, delay_s) for delay_s in delays_s[: left - 1])
+    def hop_s(self, rows: int) -> float:
+        """What a link adds at least to a pass that has it alone."""
+        return self.link_ms / 1e3 + rows * self.hidden_bytes * 8 / (self.link_mbps * 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,66 +382,3 @@ def _log_normal(deviation: float) -> tuple[float, ...]:
     normal = statistics.NormalDist(-sigma * sigma / 2.0, sigma)
     shares = ((index + 0.5) / _SPREAD_POINTS for index in range(_SPREAD_POINTS))
     return tuple(math.exp(normal.inv_cdf(share)) for share in shares)
-
-
-_POINTS = 101
-_STRAGGLE_FACTOR = 4.0
-
-
-def link_delays_s(section: StagesSection, folder: Path) -> tuple[float, ...]:
-    """One way between each node and the next, in seconds, without jitter: ``link_ms``, or half the
-    RTT in the first slice of the matrix. Raises ``TraceError`` or ``OSError``."""
-    if not section.rtt_matrix:
-        return (section.link_ms / 1e3,) * (section.nodes - 1)
-    path = file_named(section.rtt_matrix, folder)
-    if not path.is_file():
-        raise TraceError(f"{section.rtt_matrix}: no such file in {folder}")
-    matrix = _first_slice(path)
-    if section.nodes > len(matrix):
-        raise TraceError(f"{path}: {section.nodes} nodes are asked for, but it has {len(matrix)}")
-    delays_s = []
-    for here, there in itertools.pairwise(range(section.nodes)):
-        rtt_s = float(matrix[here, there])
-        if rtt_s <= 0.0:
-            raise TraceError(f"{path}: from node {here} to {there} nothing was measured")
-        delays_s.append(rtt_s / 2.0)
-    return tuple(delays_s)
-
-
-_MOST_SLICE_BYTES: Final = 2**23
-_SLICE: Final = re.compile(r"(?:.*/)?(Seattle|PlanetLab)Data_([0-9]{1,9})")
-_UNIT_S: Final = {"Seattle": 1.0, "PlanetLab": 1e-3}
-
-
-def _first_slice(path: Path) -> npt.NDArray[np.float64]:
-    """Of an archive of NetLatency: a tab-separated square of round trips a time slice, 0 where
-    nothing was measured. In seconds. Raises ``TraceError``."""
-    first: tuple[int, str, bytes] | None = None
-    try:
-        with tarfile.open(path, mode="r|xz") as archive:
-            for member in archive:
-                named = _SLICE.fullmatch(member.name)
-                if named is None or member.size > _MOST_SLICE_BYTES:
-                    raise TraceError(f"{path}: {member.name}: no slice of a matrix")
-                if first is None or int(named[2]) < first[0]:
-                    content = archive.extractfile(member)
-                    first = int(named[2]), named[1], content.read() if content else b""
-        if first is None:
-            raise TraceError(f"{path}: holds no matrix")
-        matrix = np.loadtxt(io.BytesIO(first[2]), ndmin=2) * _UNIT_S[first[1]]
-    except (tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
-        raise TraceError(f"{path}: expected a square of times in tar.xz: {error}") from error
-    if matrix.shape[0] != matrix.shape[1] or not (np.isfinite(matrix) & (matrix >= 0.0)).all():
-        raise TraceError(f"{path}: the first slice is no square of times")
-    return matrix
-
-
-def straggling(law: TimeLaw, section: StagesSection) -> TimeLaw:
-    """``law`` with a share of its times so many times as long, whatever their own spread."""
-    if not section.stragglers:
-        return law
-    slow = round(section.stragglers * (_POINTS - 1))
-    usual = [quantile(law.spread, index / (_POINTS - 1)) for index in range(_POINTS - slow)]
-    late = [quantile(law.spread, index / max(1, slow - 1)) for index in range(slow)]
-    spread = sorted([*usual, *(_STRAGGLE_FACTOR * one for one in late)])
-    return replace(law, spread=tuple(spread))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -72,15 +72,6 @@ class TokenSource(Protocol):
     def expected(self, request: Request, count: int) -> Sequence[int]:
         """The first ``count`` tokens that the target gives for it, computed without any session:
         what was delivered is held against it."""
-
-
-@runtime_checkable
-class Ranked(Protocol):
-    """A source that knows how good its drafts are, token by token."""
-
-    def ranks(self, request: Request, count: int) -> Sequence[int]:
-        """Of the first ``count`` tokens of a request: the rank each has among the drafter's guesses
-        on the committed text before it, -1 for none."""
 
 
 # --- texts known beforehand, and the two models that act them out ------------------------------
@@ -381,9 +372,6 @@ class _ScriptedSource(ABC):
     def expected(self, request: Request, count: int) -> Sequence[int]:
         max_tokens = request.sampling.max_tokens
         return self._find(request.prompt, max_tokens).tokens[: min(count, max_tokens)]
-
-    def ranks(self, request: Request, count: int) -> Sequence[int]:
-        return self._find(request.prompt, request.sampling.max_tokens).ranks[:count]
 
     @abstractmethod
     def _find(self, prompt: tuple[int, ...], max_tokens: int) -> Script:

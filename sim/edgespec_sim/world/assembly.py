@@ -8,27 +8,28 @@ the others. Worlds with several shards are played one by one and added up.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.bench.arms import Arm
 from edgespec.core.device.link_keeper import ReconnectPolicy
-from edgespec.core.protocol.messages import Limits, RunAhead
+from edgespec.core.protocol.messages import Limits
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import (
     LinkLoad,
     VerifierSummary,
 )
-from edgespec_sim.scenario.sections import Scenario, Sessions
+from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of
+from edgespec_sim.sessions import Stream
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
 from edgespec_sim.world.conservation import Conservation
-from edgespec_sim.world.meters import MeteredStream, Meters, RequestRecord
+from edgespec_sim.world.meters import Meters, RequestRecord
 from edgespec_sim.world.network import Network
-from edgespec_sim.world.radio_network import Cells, Change
+from edgespec_sim.world.radio_network import Change
 from edgespec_sim.world.site import (
     Hardware,
     Powered,
@@ -39,107 +40,6 @@ from edgespec_sim.world.site import (
     charge,
 )
 from edgespec_sim.world.user import ConditionCourse, User, UserSettings
-
-# --- what becomes of a running session whose phone changes its cell ----------------------------
-# The session stays with its verifier, over the backhaul, or moves to the new cell's. To move, the
-# device lets go of its stream and opens the session at the new verifier with all it has
-# delivered, as after any lost link: the text is the target's own wherever it goes on. There the
-# prefix is computed again, or its keys and values come over the backhaul and only what they lack
-# is computed. ``cheapest`` compares what is left of the answer:
-#     stay                 tokens left x a token's time at the old verifier
-#     move, by either way  tokens left x a token's time at the new one + the way there
-# A token's time is a pass with the sessions that are there, and for an arm that waits for each
-# verdict the round trip as well, over the tokens that a pass brought so far.
-
-
-@dataclass(frozen=True, slots=True)
-class _Price:
-    """In seconds for the rest of an answer."""
-
-    stay_s: float
-    recompute_s: float
-    kv_s: float
-
-    @property
-    def best(self) -> Sessions:
-        if self.stay_s <= min(self.recompute_s, self.kv_s):
-            return Sessions.STAY
-        return Sessions.KV if self.kv_s < self.recompute_s else Sessions.RECOMPUTE
-
-
-class HandingOver:
-    """``sites`` in the order of the stations."""
-
-    def __init__(
-        self,
-        network: Network,
-        cells: Cells,
-        sites: Sequence[tuple[Site, Hardware]],
-        users: Sequence[User],
-        now_s: Callable[[], float],
-    ) -> None:
-        self._network, self._cells, self._sites, self._users = network, cells, sites, users
-        self._now_s = now_s
-        cells.changed = self._changed
-
-    def _changed(self, change: Change) -> None:
-        user = self._users[change.device]
-        device, old = user.device, user.site
-        site, hardware = self._sites[change.new]
-        if device is None or old is None:
-            return
-        user.handed.handovers += 1
-        how = Sessions.STAY
-        if site is not old and site.reachable and _has_room(site):
-            how = self._how(user, old, site, hardware)
-        if how is not Sessions.STAY:
-            self._move(user, old, site, hardware, how)
-
-    def _how(self, user: User, old: Site, site: Site, hardware: Hardware) -> Sessions:
-        wanted = self._cells.section.sessions
-        return self.price(user, old, site, hardware).best if wanted is Sessions.CHEAPEST else wanted
-
-    def price(self, user: User, old: Site, site: Site, hardware: Hardware) -> _Price:
-        """Of the three ways, for the session that runs."""
-        left = user.tokens_left
-        setup_s = self._network.connecting_s(user.settings.group, user.number, site.name)
-        there_s = left * self._token_s(user, site, 1) + setup_s
-        first_s = hardware.prefill_s(user.prefix_tokens)
-        kv_s = self._cells.transfer_s(self._kv_bytes(user))
-        return _Price(
-            stay_s=left * self._token_s(user, old, 0),
-            recompute_s=there_s + first_s,
-            kv_s=there_s + max(0.0, kv_s - setup_s),
-        )
-
-    def _token_s(self, user: User, site: Site, more: int) -> float:
-        view = site.view
-        pass_s = view.pass_s + view.session_s * max(0, view.sessions - 1 + more)
-        if user.run_ahead is RunAhead.NEVER:
-            pass_s += self._rtt_s(user, site)
-        return pass_s / user.tokens_per_pass
-
-    def _rtt_s(self, user: User, site: Site) -> float:
-        return self._network.view(user.settings.group, user.number, site.name).rtt_s
-
-    def _kv_bytes(self, user: User) -> int:
-        return user.prefix_tokens * self._cells.section.kv_bytes_per_token
-
-    def _move(self, user: User, old: Site, site: Site, hardware: Hardware, how: Sessions) -> None:
-        ready_s = self._now_s() + self._cells.gap_s
-        if how is Sessions.KV:
-            ready_s = max(ready_s, self._cells.transfer(old.name, self._kv_bytes(user)))
-            hardware.bring(user.key, user.prefix_tokens)
-            user.handed.with_kv += 1
-        else:
-            user.handed.recomputed += 1
-        user.move_to(site, ready_s)
-
-
-def _has_room(site: Site) -> bool:
-    view = site.view
-    return view.sessions < view.max_sessions
-
 
 # Laptops keep trying: a user waits out a restart rather than give up.
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
@@ -179,7 +79,6 @@ class World:
             scenario,
             seed,
             surrounding.folder,
-            audited=surrounding.checks,
         )
         self._tracer, self._traced = tracer, traced
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
@@ -203,13 +102,7 @@ class World:
         self._after = self._before
         """What verifiers had done when the requests that count began, and ended, to come."""
         if self.network.cells is not None:
-            HandingOver(
-                self.network,
-                self.network.cells,
-                self.sites,
-                self.users,
-                lambda: self.queue.now,
-            )
+            self.network.cells.changed = self._changed
 
     def _make_users(self, seed: str) -> list[User]:
         users: list[User] = []
@@ -224,7 +117,6 @@ class World:
                 source=self.surrounding.source,
                 reconnect=_RECONNECT,
                 eos_token_ids=frozenset(target_info.eos_token_ids),
-                air=self.scenario.radio is not None,
                 course=None
                 if section.conditions is None
                 else ConditionCourse(section.conditions.course),
@@ -248,6 +140,9 @@ class World:
             user.on_free = partial(reception.free, user.number)
         return reception
 
+    def _changed(self, change: Change) -> None:
+        self.users[change.device].handovers += 1
+
     # --- what users ask of the world -------------------------------------------------------
 
     def choose(self, user: User) -> Site:
@@ -258,16 +153,15 @@ class World:
         views = [site.view for site in sites]
         return sites[self.surrounding.association(user.name, views, links)]
 
-    def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
+    def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
         if not site.reachable:
             return None
         up, down, rtt_s = self.network.route(user.settings.group, user.number, site.name)
-        sending = self.network.sending(user.settings.group, user.number, site.name)
         watch = None
         if self.conservation is not None:
             least_s = self.network.least_ways_s(user.settings.group, site.name)
             watch = self.conservation.watch(site.session, user.name, key, *least_s)
-        stream = MeteredStream(self.queue, up, down, sending, watch, user.radio)
+        stream = Stream(self.queue, up, down, watch, user.radio)
         site.accept(stream, key)
         self.network.connections.watch(user.settings.group, user.number, stream)
         return stream, rtt_s
@@ -355,7 +249,7 @@ class World:
             longest_s = user.settings.step.seconds(32_000, 32_000, 1.0)
             if user.settings.course is not None:
                 longest_s *= user.settings.course.most_slowdown
-            conservation.check_device(user.name, now_s, user.drafting_s, user.airtime_s, longest_s)
+            conservation.check_device(user.name, now_s, user.drafting_s, longest_s)
 
     def _verifier(self, index: int) -> VerifierSummary:
         site, hardware = self.sites[index]

@@ -4,10 +4,7 @@
                a commit only if the verifier has committed its tokens
     prefix     what a device holds is never longer than what its verifier has committed
     order      a stream delivers what it was given: once, in order, nothing else
-    capacity   slots of a queue do not overlap, and none is shorter than its bits need; a radio
-               cell's queue is one of airtime
-    machines   each works on one pass at a time
-    energy     no drafter works, and no radio sends, for longer than the time there was
+    energy     no drafter works for longer than the time there was
     bytes      sent = delivered + under way + lost with a broken stream
 
 Everything is computed anew from what is seen here, not taken from the counters of the simulator.
@@ -15,27 +12,17 @@ Everything is computed anew from what is seen here, not taken from the counters 
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from edgespec.core.protocol.messages import Commit, Downlink
 from edgespec.core.verifier.session import VerifySession
-from edgespec_sim.links.path import LoadedQueue
-
-# -----------------------------------------------------------------------------------------------
-# The books an auditor keeps of one queue or machine, and the error for a law that was broken.
-# Every slot that was given out is written down and judged at once: it may not overlap another,
-# and it may not be shorter than what it holds needs. ``conservation.py`` judges messages in the
-# same way.
-
 
 FindSession = Callable[[str], VerifySession | None]
 """The session of that key at the verifier; None: it is over, or lost in a restart."""
 SLACK_S = 1e-9
 """What rounding may do to a sum of times."""
-_REMEMBERED_SLOTS = 4096
 
 
 class ConservationError(AssertionError):
@@ -50,43 +37,6 @@ def broken(now_s: float, what: str) -> ConservationError:
 def require(law: bool, now_s: float, what: str) -> None:
     if not law:
         raise broken(now_s, what)
-
-
-class Slots:
-    """The slots of one queue or machine, as an auditor keeps them."""
-
-    def __init__(self, what: str = "messages leave through one queue") -> None:
-        self._what = what
-        self._slots: list[tuple[float, float]] = []
-
-    def add(self, start_s: float, end_s: float, least_s: float) -> None:
-        if end_s - start_s < least_s - SLACK_S:
-            why = f"a slot of {end_s - start_s:.9f} s holds what needs {least_s:.9f}"
-            raise broken(start_s, f"{why}: {self._what}")
-        slots = self._slots
-        if len(slots) == _REMEMBERED_SLOTS:
-            del slots[: _REMEMBERED_SLOTS // 2]
-        if not slots or slots[-1][1] <= start_s:  # behind all others, as usual
-            slots.append((start_s, end_s))
-            return
-        index = bisect.bisect(slots, (start_s, end_s))
-        before = slots[index - 1][1] if index else start_s
-        after = slots[index][0] if index < len(slots) else end_s
-        if before > start_s + SLACK_S or end_s > after + SLACK_S:
-            raise broken(start_s, f"two {self._what} at the same time")
-        slots.insert(index, (start_s, end_s))
-
-
-class AuditedQueue(LoadedQueue):
-    """A queue whose every slot is judged, those of cross traffic as well."""
-
-    def __init__(self, bits_per_s: float, share: float = 0.0, seed: int = 0) -> None:
-        super().__init__(bits_per_s, share, seed=seed)
-        self._audit, self._rate = Slots(), bits_per_s
-
-    def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
-        self._audit.add(start_s, end_s, size_bytes * 8 / self._rate)
-        super().take(start_s, end_s, size_bytes)
 
 
 @dataclass(slots=True)
@@ -135,8 +85,6 @@ class StreamWatch:
     ) -> None:
         self._session, self._key = session, key
         self.device = device
-        self.on_air_s: deque[float] = deque()
-        """Air time of each message that has not arrived: it may still wait to be sent."""
         self.up, self._down = Way(f"{key} up", up_s), Way(f"{key} down", down_s)
 
     def sent_down(self, message: Downlink, now_s: float, size_bytes: int) -> None:
@@ -176,17 +124,13 @@ class Conservation:
         self._watches.append(watch)
         return watch
 
-    def check_device(
-        self, name: str, now_s: float, drafting_s: float, airtime_s: float, step_s: float
-    ) -> None:
+    def check_device(self, name: str, now_s: float, drafting_s: float, step_s: float) -> None:
         """``step_s``: how long the last draft step may go on behind the end."""
         require(
             drafting_s <= now_s + step_s + SLACK_S,
             now_s,
             f"{name} drafted for {drafting_s:.3f} s",
         )
-        airtime_s -= sum(sum(one.on_air_s) for one in self._watches if one.device == name)
-        require(airtime_s <= now_s + step_s, now_s, f"{name} sent for {airtime_s:.3f} s")
 
     def check_end(self, now_s: float) -> None:
         for watch in self._watches:

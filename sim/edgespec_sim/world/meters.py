@@ -13,34 +13,14 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.protocol.messages import Commit, Downlink, Open, Uplink
-from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Path
 from edgespec_sim.replication import Total, ratio_interval
 from edgespec_sim.run_summary import GroupSummary, Pace, RequestRow, Spread, spread_of
-from edgespec_sim.scenario.sections import FRAMING_BYTES
-from edgespec_sim.scenario.verifiers import RadioMeter
-from edgespec_sim.sessions import Stream, message_bytes
-from edgespec_sim.world.conservation import StreamWatch
 
 MAX_ROWS = 500
 PACE_STEPS = 30
 """Of the time per token, which takes more tokens a step to be known."""
-
-
-@dataclass(slots=True)
-class Handed:
-    """What changes of cell did to one request."""
-
-    handovers: int = 0
-    """While it ran."""
-    recomputed: int = 0
-    """Moves to another verifier that computed the prefix again."""
-    with_kv: int = 0
-    """Moves with the keys and values."""
 
 
 @dataclass(slots=True)
@@ -73,7 +53,8 @@ class RequestRecord:
     complete: bool = False
     """False: the world ended first, before it began perhaps."""
     failed: str = ""
-    handed: Handed = field(default_factory=Handed)
+    handovers: int = 0
+    """Changes of cell while it ran."""
     walked: Walked = field(default_factory=Walked)
     pace_s: float | None = None
     """As ``tpot_s``, also of a request that the world's end cut off: so far."""
@@ -81,8 +62,6 @@ class RequestRecord:
     """Whether ``energy_j`` has all that the device took: drafting, and the radio in each state."""
     session: str = ""
     """Its id; empty: it never had one."""
-    radiated_j: float | None = None
-    """By the device, uplink; None without air."""
     verifier_j: float | None = None
     verifier_idle_j: float | None = None
     """What it bears of its verifiers', known at the world's end."""
@@ -90,7 +69,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Meters:
-    """Of one arm. Made to be merged: shards of a world add up. Records, ranks, gaps and
+    """Of one arm. Made to be merged: shards of a world add up. Records, gaps and
     the pace are those of the requests that count; the pace ends at ``duration_s``, whatever ends
     later."""
 
@@ -98,8 +77,6 @@ class Meters:
     window_s: float
     """In which requests that count were asked; rates are over it."""
     records: list[RequestRecord] = field(default_factory=list)
-    ranks: list[Sequence[int]] = field(default_factory=list)
-    """Of the tokens of the first requests (``tokens.Ranked``): what the bounds are made of."""
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
     pace_at: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)] * PACE_STEPS)
     """Of the tokens behind a request's first that came in each step: the time since the token
@@ -122,7 +99,6 @@ class Meters:
 
     def merge(self, other: Meters) -> None:
         self.records += other.records
-        self.ranks += other.ranks
         self.gaps_s.extend(other.gaps_s)
         self.events += other.events
         for step, (seconds, tokens) in enumerate(other.pace_at):
@@ -195,14 +171,11 @@ class Meters:
             up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
             down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
-            handovers=int(total(lambda one: one.handed.handovers)),
-            moves_recomputed=int(total(lambda one: one.handed.recomputed)),
-            moves_with_kv=int(total(lambda one: one.handed.with_kv)),
+            handovers=int(total(lambda one: one.handovers)),
             memory_tightened=int(total(lambda one: one.walked.tightened)),
             memory_loosened=int(total(lambda one: one.walked.loosened)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
-            radiated_j_per_token=_mean_j([one.radiated_j for one in records], tokens),
             verifier_j_per_token=_mean_j([one.verifier_j for one in records], tokens),
             verifier_idle_j_per_token=_mean_j([one.verifier_idle_j for one in records], tokens),
             guessed=int(total(lambda one: one.counters.sent)),
@@ -257,83 +230,3 @@ def pace(seeds: Sequence[Meters]) -> Pace:
         tuple(None if one is None else 1e3 * one.low for one in found) if several else (),
         tuple(None if one is None else 1e3 * one.high for one in found) if several else (),
     )
-
-
-# --- a stream that counts what it carries, and lets a watch see it -----------------------------
-# Payload bytes are those of drafts, acknowledgements and commits; the request with its prompt,
-# which any system has to send, stands apart. Air time is what sending takes on the device's first
-# link, and what is radiated meanwhile is known where that is the air. A radio's meter hears of
-# every packet, both ways.
-
-
-class Sending(NamedTuple):
-    """What one message makes a device's radio do."""
-
-    airtime_s: float
-    radiated_j: float
-
-
-class MeteredStream(Stream):
-    """One generation's stream, with its counts and, in watched worlds, its ``StreamWatch``."""
-
-    __slots__ = (
-        "_radio",
-        "_sending",
-        "_watch",
-        "airtime_s",
-        "down_bytes",
-        "radiated_j",
-        "up_bytes",
-    )
-
-    def __init__(
-        self,
-        queue: EventQueue,
-        up: Path,
-        down: Path,
-        sending: Callable[[int], Sending],
-        watch: StreamWatch | None = None,
-        radio: RadioMeter | None = None,
-    ) -> None:
-        super().__init__(queue, up, down)
-        self._sending, self._watch, self._radio = sending, watch, radio
-        self.up_bytes = self.down_bytes = 0
-        self.airtime_s = self.radiated_j = 0.0
-
-    def send_up(self, message: Uplink) -> None:
-        size_bytes = message_bytes(message)
-        if not isinstance(message, Open):
-            self.up_bytes += size_bytes
-        airtime_s, radiated_j = self._sending(size_bytes)
-        self.airtime_s += airtime_s
-        self.radiated_j += radiated_j
-        if self._radio is not None:
-            self._radio.packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
-        if self._watch is not None:
-            self._watch.up.sent(message, self._queue.now, size_bytes)
-            self._watch.on_air_s.append(airtime_s)
-        self._up.send(size_bytes, lambda: self._arrive_up(message))
-
-    def send_down(self, message: Downlink) -> None:
-        size_bytes = message_bytes(message)
-        if isinstance(message, Commit):
-            self.down_bytes += size_bytes
-        if self._watch is not None:
-            self._watch.sent_down(message, self._queue.now, size_bytes)
-        self._down.send(size_bytes, lambda: self._arrive_down(message))
-
-    def _arrive_up(self, message: Uplink) -> None:
-        if self._watch is not None:
-            self._watch.up.arrived(message, self._queue.now)
-            self._watch.on_air_s.popleft()
-        if self.open:
-            self.to_verifier(message)
-
-    def _arrive_down(self, message: Downlink) -> None:
-        if self._watch is not None:
-            self._watch.arrived_down(message, self._queue.now)
-        if self._radio is not None:
-            size_bytes = message_bytes(message) + FRAMING_BYTES
-            self._radio.packet(self._queue.now, down_bytes=size_bytes)
-        if self.open:
-            self.to_device(message)

@@ -29,8 +29,6 @@ from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConne
 from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
 from edgespec_sim.sessions import FixedDelay, Stream
-from edgespec_sim.world.conservation import AuditedQueue
-from edgespec_sim.world.meters import Sending
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
 from edgespec_sim.world.site import LinkView
 
@@ -118,10 +116,10 @@ class LinkInstances:
     """One link of the scenario, in as many instances as it has devices."""
 
     def __init__(
-        self, section: LinkSection, duration_s: float, seed: str, folder: FilePath, audited: bool
+        self, section: LinkSection, duration_s: float, seed: str, folder: FilePath
     ) -> None:
         self.section = section
-        self._duration_s, self._seed, self._audited = duration_s, seed, audited
+        self._duration_s, self._seed = duration_s, seed
         self._trace = trace_of(section, seed, duration_s, folder)
         self._traced = TraceLinks.of(self._trace) if self._trace else None
         self._queues: dict[int, Queues] = {}
@@ -190,10 +188,9 @@ class LinkInstances:
 
     def _make_queues(self, key: int) -> Queues:
         section, seed = self.section, number_of(f"{self._seed}/queue/{key}")
-        make = _audited_queue if self._audited else _queue
         queues = (
-            make(section.up_mbps * 1e6, section.cross_up, seed),
-            make(section.down_mbps * 1e6, section.cross_down, seed + 1),
+            _queue(section.up_mbps * 1e6, section.cross_up, seed),
+            _queue(section.down_mbps * 1e6, section.cross_down, seed + 1),
         )
         return self._traced.queues(self._offset_s(key), queues) if self._traced else queues
 
@@ -226,10 +223,6 @@ class LinkInstances:
 
 def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
     return LoadedQueue(bits_per_s, share, seed=seed) if share else SharedQueue(bits_per_s)
-
-
-def _audited_queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
-    return SharedQueue() if bits_per_s == math.inf else AuditedQueue(bits_per_s, share, seed)
 
 
 # --- which device is connected to which verifier, and what ends a connection -------------------
@@ -293,8 +286,6 @@ class Connections:
             stream.cut(0.0, 1.0, "the address changed at a handover")
 
 
-# A phone's uplink while it holds a grant; only for energy, and only where no capacity is given.
-_ASSUMED_UP_BITS_PER_S = 20e6
 # Of a call on an HTTP/2 connection that has had one before: they leave before its first message.
 _HEADERS_BYTES = 60
 
@@ -306,8 +297,6 @@ class Network:
         scenario: Scenario,
         seed: str,
         folder: FilePath,
-        *,
-        audited: bool = False,
     ) -> None:
         self._queue, self._scenario = queue, scenario
         self._stations = {
@@ -318,13 +307,11 @@ class Network:
                 for number in range(section.count)
             )
         }
-        self._radio = self._make_radio(seed, audited)
-        self.cells = self._make_cells(audited)
+        self._radio = self._make_radio(seed)
+        self.cells = self._make_cells()
         """With handover: which cell each device is in."""
         self._links = {
-            name: LinkInstances(
-                section, scenario.duration_s, f"{seed}/link/{name}", folder, audited
-            )
+            name: LinkInstances(section, scenario.duration_s, f"{seed}/link/{name}", folder)
             for name, section in scenario.links.items()
         }
         self.connections = Connections(queue, scenario, self._links)
@@ -398,19 +385,6 @@ class Network:
         down_s = sum(self._links[name].least_ways_s[1] for name in names)
         return fixed_s + up_s, fixed_s + down_s
 
-    def sending(self, group: str, number: int, verifier: str) -> Callable[[int], Sending]:
-        """What a message of a size makes the device's radio do."""
-        if self._radio is not None:
-            return partial(self._on_air, self._radio, number, verifier)
-        path = self._scenario.devices[group].path
-        section = self._links[path[0]].section if path else LinkSection()
-        bits_per_s = min(section.up_mbps * 1e6, _ASSUMED_UP_BITS_PER_S)
-        framing = section.framing_bytes
-        return lambda size_bytes: Sending((size_bytes + framing) * 8 / bits_per_s, 0.0)
-
-    def _on_air(self, radio: RadioNetwork, number: int, verifier: str, size_bytes: int) -> Sending:
-        return radio.sending(number, self._station(number, verifier), size_bytes)
-
     def _wired_view(self, group: str, verifier: str) -> LinkView:
         links = [self._links[name] for name in self.names(group, verifier)]
         rtt_s = 2 * self.fixed_s + sum(link.typical_rtt_s for link in links)
@@ -475,13 +449,13 @@ class Network:
         ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
         return TcpConnection(self._queue, *ways, (up_s, down_s), self.fixed_s)
 
-    def _make_cells(self, audited: bool) -> Cells | None:
+    def _make_cells(self) -> Cells | None:
         radio = self._scenario.radio
         if self._radio is None or radio is None or radio.handover is None:
             return None
-        return Cells(self._queue, self._radio, radio.handover, self._stations, audited=audited)
+        return Cells(self._queue, self._radio, radio.handover, self._stations)
 
-    def _make_radio(self, seed: str, audited: bool) -> RadioNetwork | None:
+    def _make_radio(self, seed: str) -> RadioNetwork | None:
         scenario = self._scenario
         if scenario.radio is None:
             return None
@@ -492,7 +466,6 @@ class Network:
             devices,
             len(self._stations),
             f"{seed}/radio",
-            audited=audited,
         )
 
 

@@ -9,8 +9,7 @@ get through.
 
 Interference follows what is sent: a station, or a device of another cell, counts as noise for the
 share of the last step in which it sent, plus ``load`` (whose uplink comes from where the devices
-of that cell are, and with their power). A device's signal does not interfere with itself. Phones
-send at full power, or with power control as strongly as their path loss asks for.
+of that cell are). A device's signal does not interfere with itself. Phones send at full power.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Handover, Link, Path
 from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import FRAMING_BYTES, CellHandoverSection, RadioSection
-from edgespec_sim.world.conservation import AuditedQueue
-from edgespec_sim.world.meters import Sending
 
 # --- gains between devices and base stations: 3GPP TR 38.901, urban micro street canyon --------
 # Path loss (table 7.4.1-1), with or without line of sight by table 7.4.2-1, redrawn as the device
@@ -215,36 +212,6 @@ def _db(gains: Floats) -> Floats:
     return heard
 
 
-RESOURCE_BLOCK_HZ: Final = 180e3
-LEAST_DBM: Final = -40.0
-"""What a phone sends at least: TS 38.101-1, table 6.3.1-1, channels of up to 20 MHz."""
-
-
-class UplinkPower:
-    """Follows the path losses of devices."""
-
-    def __init__(self, section: RadioSection) -> None:
-        self._section, self._control = section, section.power_control
-        self._loss_db: Floats | None = None
-
-    def measure(self, gains: Floats) -> Floats:
-        """How dense in power each device's signal to each station is, over what full power on the
-        whole band would be; 1 everywhere without power control. Shape of ``gains``."""
-        if self._control is None:
-            return np.ones_like(gains)
-        loss_db = -10.0 * np.log10(np.maximum(gains, 1e-30))
-        if self._loss_db is None:
-            self._loss_db = loss_db
-        else:
-            self._loss_db += 2.0 ** (-FILTER_K / 4.0) * (loss_db - self._loss_db)
-        most_dbm = self._section.device_dbm
-        blocks_db = 10.0 * math.log10(self._section.bandwidth_mhz * 1e6 / RESOURCE_BLOCK_HZ)
-        wanted = self._control.p0_dbm + blocks_db + self._control.alpha * self._loss_db
-        dbm = np.clip(wanted, LEAST_DBM, most_dbm)
-        density: Floats = 10.0 ** ((dbm - most_dbm) / 10.0)
-        return density
-
-
 # 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A
 # device that hears less is served at the lowest, as coverage extensions do.
 MOST_BITS_PER_HZ, LEAST_BITS_PER_HZ = 7.4063, 0.0586
@@ -280,10 +247,8 @@ class RadioNetwork:
         devices: int,
         stations: int,
         seed: str,
-        *,
-        audited: bool = False,
     ) -> None:
-        self._queue, self._section, self._audited = queue, section, audited
+        self._queue, self._section = queue, section
         number = random.Random(seed).getrandbits(32)
         walk_rng, gains_rng = np.random.default_rng(number).spawn(2)
         self.stations_m = grid_m(stations, section.area_m)
@@ -303,9 +268,6 @@ class RadioNetwork:
         self._queues: dict[tuple[bool, int], SharedQueue] = {}
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
         """Time on the air within this step."""
-        self._power = UplinkPower(section)
-        self._density = np.ones((devices, stations))
-        """Of a device's signal to a station, over that of full power on the whole band."""
         self._up = self._down = np.zeros((devices, stations))
         self._snr_db = np.zeros((devices, stations))
         self._step(np.zeros(devices))
@@ -334,12 +296,6 @@ class RadioNetwork:
             share * float(self._up[device, station]),
             share * float(self._down[device, station]),
         )
-
-    def sending(self, device: int, station: int, size_bytes: int) -> Sending:
-        """What a message of that size makes the device's radio do now."""
-        airtime_s = self._seconds(self._up, device, station, size_bytes)
-        full_w = _watts(self._section.device_dbm)
-        return Sending(airtime_s, full_w * self._dense(device, station) * airtime_s)
 
     def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
         """Of the air of each station, in their order: others' part of the airtime comes first."""
@@ -370,14 +326,10 @@ class RadioNetwork:
         bits = (size_bytes + FRAMING_BYTES) * 8
         return bits / float(rates[device, station])
 
-    def _dense(self, device: int, station: int) -> float:
-        return float(self._density[device, station])
-
     def _queue_of(self, down: bool, station: int) -> SharedQueue:
         key = down, station
         if key not in self._queues:
-            make = AuditedQueue if self._audited else SharedQueue
-            self._queues[key] = make(8.0 * _TICKS_PER_S)
+            self._queues[key] = SharedQueue(8.0 * _TICKS_PER_S)
         return self._queues[key]
 
     def _advance(self) -> None:
@@ -404,7 +356,6 @@ class RadioNetwork:
         section = self._section
         gains = self._gains.next(self._walk.positions_m, self.stations_m, gone_m)
         changes = self._attach(gains)
-        self._density = self._power.measure(gains)
         band_hz = section.bandwidth_mhz * 1e6
         device_w, station_w = _watts(section.device_dbm), _watts(_STATION_DBM)
         noise_w = _watts(NOISE_DBM_HZ) * band_hz
@@ -412,10 +363,10 @@ class RadioNetwork:
         down_noise_w = noise_w * 10.0 ** (DEVICE_NOISE_DB / 10.0)
         sends = np.minimum(self._device_s / _STEP_S, 1.0)
         radiates = np.minimum(section.load + self._station_s / _STEP_S, 1.0)
-        up_w = device_w * _uplink_noise(gains, self._density, self.serving, sends, section.load)
+        up_w = device_w * _uplink_noise(gains, self.serving, sends, section.load)
         heard = gains * radiates
         down_w = station_w * (heard.sum(axis=1, keepdims=True) - heard)
-        up = device_w * gains * self._density / (up_noise_w + up_w)
+        up = device_w * gains / (up_noise_w + up_w)
         down = station_w * gains / (down_noise_w + down_w)
         self._up, self._down = (band_hz * _bits_per_hz(snr) for snr in (up, down))
         self._snr_db = 10.0 * np.log10(np.maximum(down, 1e-12))
@@ -446,16 +397,12 @@ def grid_m(count: int, side_m: float) -> Floats:
     return np.array(places)
 
 
-def _uplink_noise(
-    gains: Floats, density: Floats, serving: Floats, sends: Floats, load: float
-) -> Floats:
+def _uplink_noise(gains: Floats, serving: Floats, sends: Floats, load: float) -> Floats:
     """(devices, stations): power received from devices of other cells, in units of full power.
-    ``sends`` is each device's share of time on the air, ``density`` that of full power which it
-    sends with to each station."""
-    devices, stations = np.arange(len(gains)), np.arange(gains.shape[1])
+    ``sends`` is each device's share of time on the air."""
+    stations = np.arange(gains.shape[1])
     served = serving[:, None] == stations
-    own = sends * density[devices, np.maximum(serving, 0)]
-    foreign = np.where(served | (serving < 0)[:, None], 0.0, gains * own[:, None])
+    foreign = np.where(served | (serving < 0)[:, None], 0.0, gains * sends[:, None])
     ours: Floats = foreign.sum(axis=0) - foreign
     # Others send from where our devices are that hear the other cell best, in the mean.
     nearest = gains.argmax(axis=1)
@@ -463,7 +410,7 @@ def _uplink_noise(
     for station in stations:
         members = nearest == station
         if members.any():
-            heard = (gains[members] * density[members, station, None]).mean(axis=0)
+            heard = gains[members].mean(axis=0)
             heard[station] = 0.0
             others += load * heard
     return ours + others
@@ -493,15 +440,12 @@ class Cells:
         radio: RadioNetwork,
         section: CellHandoverSection,
         stations: Mapping[str, int],
-        *,
-        audited: bool = False,
     ) -> None:
         self._queue, self._radio, self.section, self._stations = queue, radio, section, stations
         self.gap_s = section.gap_ms / 1e3
         self._one_way_s = section.backhaul.rtt_ms / 2e3
         bits_per_s = section.backhaul.mbps * 1e6
-        make = AuditedQueue if audited else SharedQueue
-        self._lines = [(make(bits_per_s), make(bits_per_s)) for _ in stations]
+        self._lines = [(SharedQueue(bits_per_s), SharedQueue(bits_per_s)) for _ in stations]
         """Of each station: out and in."""
         self._riding: dict[int, tuple[Handover, Handover, Callable[[], Paths]]] = {}
         """Of each device its last stream's paths, and how to make them anew."""
@@ -531,17 +475,6 @@ class Cells:
         up, down = (Handover(self._queue, path, self.gap_s) for path in make())
         self._riding[number] = (up, down, make)
         return up, down
-
-    def transfer_s(self, size_bytes: int) -> float:
-        """What keys and values take from one station to another that have the line to
-        themselves."""
-        return self._one_way_s + size_bytes * 8 / (self.section.backhaul.mbps * 1e6)
-
-    def transfer(self, verifier: str, size_bytes: int) -> float:
-        """Send them from that verifier's station now; when they are there."""
-        out, _ = self._lines[self._stations[verifier]]
-        line = LinkModel(LinkSettings(one_way_s=self._one_way_s), out)
-        return line.arrival(self._queue.now, size_bytes)
 
     def loads(self, duration_s: float) -> list[LinkLoad]:
         """Of each station's line: up is out of the station."""

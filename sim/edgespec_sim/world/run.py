@@ -18,12 +18,9 @@ from typing import assert_never
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import dump_config
-from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.bounds import RunLengths, lower_bounds
-from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.replication import (
     Interval,
     quantile_interval,
@@ -46,7 +43,7 @@ from edgespec_sim.scenario.sections import (
     TokensFrom,
     VerifierSection,
 )
-from edgespec_sim.scenario.verifiers import Operation, law_of, link_delays_s, measured
+from edgespec_sim.scenario.verifiers import measured
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.token_sources.relaxed_rule import LossySource
 from edgespec_sim.token_sources.source import (
@@ -58,7 +55,6 @@ from edgespec_sim.token_sources.source import (
 )
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
 from edgespec_sim.world.meters import Meters, RequestRecord, pace
-from edgespec_sim.world.network import Network
 from edgespec_sim.world.site import Surrounding, association_policy
 
 # --- what a reader of a run has to know --------------------------------------------------------
@@ -344,7 +340,7 @@ def summarise(
     arms = []
     for arm in scenario.arms:
         value, interval = speedups.get(arm, (None, None))
-        summary = _arm_summary(scenario, folder, arm, worlds[arm], len(seeds))
+        summary = _arm_summary(scenario, arm, worlds[arm], len(seeds))
         ends = (interval.low, interval.high) if interval is not None else None
         arms.append(
             replace(
@@ -398,7 +394,7 @@ def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
 
 
 def _arm_summary(
-    scenario: Scenario, folder: Path, arm: Arm, outcomes: Sequence[WorldOutcome], seeds: int
+    scenario: Scenario, arm: Arm, outcomes: Sequence[WorldOutcome], seeds: int
 ) -> ArmSummary:
     shards = len(outcomes) // seeds
     each = [outcomes[first : first + shards] for first in range(0, len(outcomes), shards)]
@@ -423,7 +419,6 @@ def _arm_summary(
         all=meters.whole(),
         groups=meters.groups(),
         verifiers=verifiers,
-        bounds=_bounds(scenario, folder, arm, meters),
         pace=paces,
         rows=meters.rows(),
         tpot_interval=(tpot.low, tpot.high) if tpot is not None and seeds > 1 else None,
@@ -476,45 +471,3 @@ def _pooled_verifiers(
 
 def _summed(values: Sequence[float | None]) -> float | None:
     return None if None in values else sum(one or 0.0 for one in values)
-
-
-def _bounds(scenario: Scenario, folder: Path, arm: Arm, meters: Meters) -> dict[str, float]:
-    """For a device of the luckiest group on the best verifier, alone there, and the texts that
-    were played."""
-    acceptance = meters.whole().acceptance
-    network = Network(EventQueue(), scenario, "bounds", folder)
-    rtt_s = min(
-        sum(network.least_ways_s(group, verifier))
-        for group in scenario.devices
-        for verifier in scenario.verifiers
-    )
-    step_s = min(
-        law_of(section.draft, Operation.DRAFT_STEP, folder).seconds(1, 0, 0.0)
-        for section in scenario.devices.values()
-    )
-    pass_s = min(_least_pass_s(section, folder) for section in scenario.verifiers.values())
-    drafts = [section.server_draft for section in scenario.verifiers.values()]
-    return lower_bounds(
-        arm.value,
-        rtt_s=rtt_s,
-        step_s=step_s,
-        pass_s=pass_s,
-        acceptance=1.0 if acceptance is None else acceptance,
-        runs=_runs(meters.ranks, arm),
-        gamma=scenario.gamma,
-        server_step_s=min([one.ms / 1e3 for one in drafts if one is not None], default=None),
-    )
-
-
-def _runs(ranks: Sequence[Sequence[int]], arm: Arm) -> RunLengths | None:
-    """How long the runs of hits were, for guesses as wide as the arm's; None: unknown."""
-    width = DEFAULT_WIDTH if arm is Arm.EDGESPEC else 1
-    return RunLengths.of_ranks(ranks, width) if ranks else None
-
-
-def _least_pass_s(section: VerifierSection, folder: Path) -> float:
-    law = law_of(section.pass_time, Operation.TARGET_PASS, folder)
-    if section.stages is None:
-        return law.seconds(1, 0, 0.0)
-    delays_s = link_delays_s(section.stages, folder)
-    return law.seconds(1, 0, 0.0) + section.stages.least_links_s(delays_s)

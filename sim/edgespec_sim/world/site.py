@@ -31,11 +31,10 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection
-from edgespec_sim.scenario.verifiers import Operation, law_of, link_delays_s, straggling
+from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Compute, DraftModel, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.relaxed_rule import rule_of
 from edgespec_sim.token_sources.source import TokenSource, drafter_of
-from edgespec_sim.world.conservation import AuditedQueue, Slots
 from edgespec_sim.world.meters import RequestRecord
 
 # Which verifier does a device use? Asked anew before each session opens.
@@ -160,14 +159,13 @@ class SiteCounters:
 
 class Machine:
     """Runs one pass at a time, in the order in which they come; counts what it did. ``law`` may
-    change: passes that come later take it. ``audit`` sees every pass."""
+    change: passes that come later take it."""
 
     def __init__(
         self,
         queue: EventQueue,
         law: TimeLaw,
         seed: str,
-        audit: Slots | None = None,
         *,
         charges: bool = False,
     ) -> None:
@@ -176,17 +174,12 @@ class Machine:
         self.pass_s_of: dict[str, float] | None = {} if charges else None
         """By session: its part of the passes, by rows."""
         self.law = law
-        self._queue, self._audit = queue, audit
+        self._queue = queue
         self._dice = random.Random(seed) if len(law.spread) > 1 else None
         self._free_at_s = 0.0
-        self.brought: dict[str, int] = {}
-        """By session: of how many positions the keys and values came from elsewhere, and so need no
-        row when they are fed."""
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         rows = sum(len(request.feed) + len(request.tokens) for request in requests)
-        if self.brought:
-            rows -= sum(self._brought(request) for request in requests)
         context = sum(request.cache_length for request in requests) if self.law.context_s else 0
         chance = self._dice.random() if self._dice else 0.5
         pass_s = self.law.seconds(rows, context, chance, len(requests))
@@ -208,8 +201,6 @@ class Machine:
     def _work(self, seconds: float, done: Callable[[], None]) -> None:
         start_s = max(self._queue.now, self._free_at_s)
         self._free_at_s = start_s + seconds
-        if self._audit is not None:
-            self._audit.add(start_s, self._free_at_s, seconds)
         self.counters.busy_s += seconds
         self._queue.at(self._free_at_s, done)
 
@@ -217,16 +208,6 @@ class Machine:
         if (taken_s := self.pass_s_of) is not None:
             for key, own in zip(keys, rows, strict=True):
                 taken_s[key] = taken_s.get(key, 0.0) + seconds * own / sum(rows)
-
-    def _brought(self, request: PassRequest) -> int:
-        """Rows of this request that are there already. The last position is computed where it is
-        asked for what follows, and then nothing is left of what came."""
-        positions = self.brought.get(request.key, 0)
-        computed = 1 if request.sample else 0
-        spared = min(positions - request.cache_length, len(request.feed) - computed)
-        if request.sample:
-            self.brought.pop(request.key, None)
-        return max(0, spared)
 
 
 class Site:
@@ -338,15 +319,6 @@ class Hardware:
     def machines(self) -> int:
         return len(self.nodes)
 
-    def prefill_s(self, rows: int) -> float:
-        """What so many rows take in a pass of their own, above a pass of one."""
-        return sum(node.law.seconds(max(1, rows)) - node.law.seconds(1) for node in self.nodes)
-
-    def bring(self, key: str, positions: int) -> None:
-        """Keys and values of a session come from elsewhere."""
-        for node in self.nodes:
-            node.brought[key] = positions
-
     @property
     def pass_s_of(self) -> dict[str, float]:
         """By session, its part of all nodes' passes; empty where nobody asked for it."""
@@ -365,8 +337,7 @@ class Hardware:
 
 class Stages:
     """Sends a pass through all nodes, one behind another. ``law_of_share`` is the law of a node
-    that holds such a share of the layers; ``audited`` links are judged. ``delays_s``: of each link,
-    one way; None: the section's ``link_ms``."""
+    that holds such a share of the layers."""
 
     def __init__(
         self,
@@ -374,29 +345,22 @@ class Stages:
         section: StagesSection,
         law_of_share: LawOfShare,
         nodes: tuple[Machine, ...],
-        *,
-        audited: bool = False,
-        delays_s: tuple[float, ...] | None = None,
-        seed: str = "",
+        seed: str,
     ) -> None:
         self._queue, self._section, self._law_of_share = queue, section, law_of_share
         self._nodes, self._spares = list(nodes), section.spares
-        if delays_s is None:
-            delays_s = (section.link_ms / 1e3,) * (len(nodes) - 1)
-        self._delays_s = list(delays_s)
         bits_per_s = section.link_mbps * 1e6
-        make = AuditedQueue if audited and bits_per_s < math.inf else SharedQueue
         dice = random.Random(f"{seed}/stages")
         self._links = [
             LinkModel(
                 LinkSettings(
-                    one_way_s=delay_s,
+                    one_way_s=section.link_ms / 1e3,
                     jitter_s=section.jitter_ms / 1e3,
                     seed=dice.getrandbits(31),
                 ),
-                make(bits_per_s),
+                SharedQueue(bits_per_s),
             )
-            for delay_s in delays_s
+            for _ in nodes[1:]
         ]
         self._losses = 0
 
@@ -405,9 +369,8 @@ class Stages:
         """Of one row, with the nodes to itself."""
         count = len(self._nodes)
         node_s = self._law_of_share(1.0 / count).seconds(1)
-        mean_s = self._section.jitter_ms / 1e3
-        links_s = [self._section.hop_s(1, delay_s) + mean_s for delay_s in self._delays_s]
-        return count * node_s + sum(links_s)
+        link_s = self._section.hop_s(1) + self._section.jitter_ms / 1e3
+        return count * node_s + len(self._links) * link_s
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
         self._on_node(0, self._losses, requests, done)
@@ -425,7 +388,6 @@ class Stages:
         self._nodes.pop()
         if self._links:
             self._links.pop()
-            self._delays_s.pop()
         law = self._law_of_share(1.0 / len(self._nodes))
         for node in self._nodes:
             node.law = law
@@ -458,23 +420,6 @@ class Stages:
             done()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ground:
-    """What all builders below need."""
-
-    queue: EventQueue
-    name: str
-    law_of_share: LawOfShare
-    seed: str
-    audited: bool
-    charges: bool
-
-    def machine(self, label: str | int, law: TimeLaw) -> Machine:
-        audit = Slots(f"passes run on {self.name}") if self.audited else None
-        seed = f"{self.seed}/machine/{self.name}/{label}"
-        return Machine(self.queue, law, seed, audit, charges=self.charges)
-
-
 def build_site(
     queue: EventQueue,
     scenario: Scenario,
@@ -488,17 +433,22 @@ def build_site(
     section = scenario.verifiers[kind]
     name = scenario.verifier_name(kind, number)
     law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
-    charges = section.power_busy_w > 0.0
-    ground = _Ground(queue, name, law_of_share, seed, surrounding.checks, charges)
-    law = law_of_share(1.0)
-    computes: tuple[Compute, ...]
+    law, split = law_of_share(1.0), section.stages
+    count = 1 if split is None else split.nodes
+    nodes = tuple(
+        Machine(
+            queue,
+            law_of_share(1.0 / count),
+            f"{seed}/machine/{name}/{index}",
+            charges=section.power_busy_w > 0.0,
+        )
+        for index in range(count)
+    )
+    computes: tuple[Compute, ...] = nodes
     pass_s, stages = law.seconds(1), None
-    if section.stages is not None:
-        stages, nodes = _stages(ground, section.stages, surrounding.folder)
-        computes, pass_s = (stages,) * section.stages.slots, stages.pass_s
-    else:
-        nodes = (ground.machine(0, law),)
-        computes = nodes
+    if split is not None:
+        stages = Stages(queue, split, law_of_share, nodes, f"{seed}/{name}")
+        computes, pass_s = (stages,) * split.slots, stages.pass_s
     site = Site(
         queue,
         name,
@@ -510,30 +460,10 @@ def build_site(
         max(0.0, law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1)),
         tracer,
     )
-    if stages is not None and section.stages is not None:
-        for at_s in section.stages.lost_at_s:
-            queue.at(at_s, partial(_lose, site, stages, section.stages.reroute_s))
+    if stages is not None and split is not None:
+        for at_s in split.lost_at_s:
+            queue.at(at_s, partial(_lose, site, stages, split.reroute_s))
     return site, Hardware(nodes)
-
-
-def _stages(
-    ground: _Ground, section: StagesSection, folder: Path
-) -> tuple[Stages, tuple[Machine, ...]]:
-    def law_of_share(share: float) -> TimeLaw:
-        return straggling(ground.law_of_share(share), section)
-
-    law = law_of_share(1.0 / section.nodes)
-    nodes = tuple(ground.machine(index, law) for index in range(section.nodes))
-    stages = Stages(
-        ground.queue,
-        section,
-        law_of_share,
-        nodes,
-        audited=ground.audited,
-        delays_s=link_delays_s(section, folder),
-        seed=f"{ground.seed}/{ground.name}",
-    )
-    return stages, nodes
 
 
 def _lose(site: Site, stages: Stages, reroute_s: float) -> None:

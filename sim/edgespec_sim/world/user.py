@@ -23,7 +23,7 @@ from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
-from edgespec.core.protocol.messages import Open, RunAhead
+from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.guarded import GuardedDrafter
 from edgespec.device.drafters.token_cache import DraftWindow
@@ -36,11 +36,11 @@ from edgespec_sim.scenario.sections import (
     DeviceSection,
 )
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
-from edgespec_sim.sessions import SimulatedDevice
+from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
-from edgespec_sim.token_sources.source import Ranked, Request, TokenSource
+from edgespec_sim.token_sources.source import Request, TokenSource
 from edgespec_sim.world.arrivals import Arrival, drawn_length
-from edgespec_sim.world.meters import MAX_ROWS, Handed, MeteredStream, Meters, RequestRecord, Walked
+from edgespec_sim.world.meters import Meters, RequestRecord, Walked
 from edgespec_sim.world.site import Site
 
 
@@ -230,7 +230,7 @@ class Surroundings(Protocol):
 
     def choose(self, user: User) -> Site: ...
 
-    def connect(self, user: User, site: Site, key: str) -> tuple[MeteredStream, float] | None:
+    def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
         """A stream and its set-up time; None while the site is down."""
 
     def tracer(self, user: User) -> Tracer | None: ...
@@ -251,8 +251,6 @@ class UserSettings:
     source: TokenSource
     reconnect: ReconnectPolicy
     eos_token_ids: frozenset[int]
-    air: bool = False
-    """Whether its first hop is a radio's."""
     course: ConditionCourse | None = None
     """Of the section's conditions."""
 
@@ -274,7 +272,7 @@ class User:
         self.name, self.number, self.settings = name, number, settings
         self.site: Site | None = None
         self.device: SimulatedDevice | None = None
-        self.drafting_s = self.airtime_s = 0.0
+        self.drafting_s = 0.0
         """Of all its requests."""
         power = RADIOS.get(settings.section.radio_power)
         self.radio = None if power is None else RadioMeter(power)
@@ -295,15 +293,12 @@ class User:
         self.first_s = 0.0
         """When it asks its first question, once ``start`` has drawn that."""
         self._asked = 0
-        self.handed = Handed()
-        """Of the request that runs, or of the last one."""
+        self.handovers = 0
+        """Changes of cell since the last request was asked."""
         self.key = ""
         """Its session's."""
-        self.run_ahead = RunAhead.NEVER
-        self._ready_s = 0.0
-        """When the verifier that it moved to has what it needs."""
         self._request: Request | None = None
-        self._streams: list[MeteredStream] = []
+        self._streams: list[Stream] = []
 
     def _make_governors(self) -> Governors | None:
         section, course = self.settings.section.conditions, self.settings.course
@@ -349,14 +344,14 @@ class User:
         self._asked += 1
         self.asked_s = asked_s
         self._streams = []
-        self.handed, self._ready_s = Handed(), 0.0
+        self.handovers = 0
         self.site = site = self._surroundings.choose(self)
         arm = self.settings.arm
         policy = named_policy(section.policy) if arm.is_ours else None
         settings = arm_settings(arm, self.settings.gamma, policy)
         governors = self.governors
         key = f"{self.name}#{self._asked}"
-        self.key, self.run_ahead = key, settings.run_ahead
+        self.key = key
         request = Open(
             session_id=key,
             model="",
@@ -401,41 +396,11 @@ class User:
                 return 0.0  # a draft at rest computes nothing
         return slowdown * self.settings.step.seconds(fed, kept, chance)
 
-    def _connect(self, site: Site, key: str) -> tuple[MeteredStream, float] | None:
+    def _connect(self, site: Site, key: str) -> tuple[Stream, float] | None:
         opened = self._surroundings.connect(self, site, key)
         if opened is not None:
             self._streams.append(opened[0])
-            stream, setup_s = opened
-            opened = stream, max(setup_s, self._ready_s - self._queue.now)
         return opened
-
-    # --- a session that moves --------------------------------------------------------------
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Of the session that runs: its prompt and what it has delivered."""
-        assert self.device is not None
-        return len(self.device.session.request.prompt) + len(self.device.delivery.tokens)
-
-    @property
-    def tokens_left(self) -> int:
-        """At most, of its answer."""
-        assert self.device is not None
-        most = self.device.session.request.sampling.max_tokens
-        return max(0, most - len(self.device.delivery.tokens))
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """So far; 1 before anything is known."""
-        assert self.device is not None
-        counters = self.device.session.counters
-        return max(1.0, counters.committed / counters.passes) if counters.passes else 1.0
-
-    def move_to(self, site: Site, ready_s: float = 0.0) -> None:
-        """Go on with the session there, no sooner than at ``ready_s``."""
-        assert self.device is not None
-        self.site, self._ready_s = site, ready_s
-        self.device.reconnect(f"moved to {site.name}")
 
     # --- the end of a request --------------------------------------------------------------
 
@@ -457,9 +422,7 @@ class User:
 
     def _record(self, device: SimulatedDevice, *, complete: bool) -> None:
         delivery, ended, site = device.delivery, device.delivery.ended, self.site
-        source = self.settings.source
         assert site is not None
-        assert self._request is not None
         tokens = delivery.tokens
         count = len(tokens)
         if count and tokens[-1] in self.settings.eos_token_ids:
@@ -469,8 +432,6 @@ class User:
         energy_j = self._energy_j(device)
         counts = self._surroundings.counts(self.asked_s)
         self._meters.delivered(times_s, counts=counts)
-        if counts and count and len(self._meters.ranks) < MAX_ROWS and isinstance(source, Ranked):
-            self._meters.ranks.append(source.ranks(self._request, count))
         self._last = RequestRecord(
             group=self.settings.group,
             device=self.name,
@@ -485,12 +446,11 @@ class User:
             down_bytes=sum(stream.down_bytes for stream in self._streams),
             energy_j=energy_j,
             session=self.key,
-            radiated_j=self._radiated_j if self.settings.air else None,
             energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
             mismatches=self._mismatches(device),
             lossy=isinstance(self.settings.source, LossySource),
             complete=complete,
-            handed=self.handed,
+            handovers=self.handovers,
             walked=Walked() if self.governors is None else self.governors.ended(),
             failed=ended.why if isinstance(ended, Fail) else "",
         )
@@ -499,17 +459,11 @@ class User:
 
     def _energy_j(self, device: SimulatedDevice) -> float:
         section = self.settings.section
-        airtime_s = sum(stream.airtime_s for stream in self._streams)
         self.drafting_s += device.drafting_s
-        self.airtime_s += airtime_s
         drafting_j = section.draft_w * device.drafting_s
         if self.radio is None:
             return drafting_j
         return drafting_j + self.radio.take(self._queue.now)
-
-    @property
-    def _radiated_j(self) -> float:
-        return sum(stream.radiated_j for stream in self._streams)
 
     def _settle_radio(self) -> None:
         """What the radio took since the last answer: its tail, and idling."""

@@ -38,7 +38,6 @@ from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import (
     DraftModel,
-    PassTime,
     SimulatedDevice,
     SimulatedVerifier,
     Stream,
@@ -394,6 +393,36 @@ class _JitteryPath:
         self._queue.at(self._last_s, deliver)
 
 
+class _Doubling(Stream):
+    """Drafts and commits arrive twice whenever ``twice`` says so; neither may do harm."""
+
+    twice: Callable[[], bool]
+
+    def send_up(self, message: m.Uplink) -> None:
+        super().send_up(message)
+        if isinstance(message, m.Draft) and self.twice():
+            super().send_up(message)
+
+    def send_down(self, message: m.Downlink) -> None:
+        super().send_down(message)
+        if isinstance(message, m.Commit) and self.twice():
+            super().send_down(message)
+
+
+@dataclass(slots=True)
+class _PassTime:
+    """A machine that does one pass at a time and nothing else."""
+
+    queue: EventQueue
+    pass_s: Callable[[tuple[PassRequest, ...]], float]
+
+    def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
+        self.queue.after(self.pass_s(requests), done)
+
+    def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
+        self.queue.after(seconds, done)
+
+
 class _World:
     def __init__(self, options: WorldOptions, dice: random.Random) -> None:
         self.options, self.dice, self.queue = options, dice, EventQueue()
@@ -453,7 +482,7 @@ class _World:
             engine.sessions, self.records, options.limits, bounds, guessed
         )
         drafter = self._draft_model(engine, guessed)
-        compute = PassTime(self.queue, self._pass_s)
+        compute = _PassTime(self.queue, self._pass_s)
         self.engines.append(engine)
         return SimulatedVerifier(self.queue, engine, target, compute, drafter=drafter)
 
@@ -523,12 +552,12 @@ class _World:
         if self.queue.now < self.down_until_s:
             return None
         delay_s, jitter_s = self.options.delay_s, self.options.jitter_s
-        stream = Stream(
+        stream = _Doubling(
             self.queue,
             _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
             _JitteryPath(self.queue, delay_s, jitter_s, self.dice),
-            lambda: self._chance(self.options.duplicate_chance),
         )
+        stream.twice = lambda: self._chance(self.options.duplicate_chance)
         credentials = self.options.credentials
         self.server.accept(stream, credentials[index % len(credentials)])
         self.streams.append(stream)
