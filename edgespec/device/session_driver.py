@@ -225,6 +225,9 @@ class SessionDriver:
             self._timer = None
         if self._drafter is not None:
             self._drafter.end()
+        # What it came to: whoever sums a trace up need not count again.
+        key, counters = self.session.request.session_id, self.session.counters
+        self._tracer.record(self._clock(), "device", key, "event", counters)
         self._outcomes.put_nowait(last)
 
     def _fail(self, error: BaseException) -> None:

@@ -5,8 +5,10 @@ Oracles: sums done by hand, and the times written here.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Commit, Draft, Received
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import Clocks, Lane, Line, build_timeline
@@ -32,14 +34,6 @@ def commit(at_s: float, position: int, tokens: list[int], **more: Any) -> list[L
     ]
 
 
-def step(at_s: float, keep: int, feed: list[int], *guesses: int) -> list[Line]:
-    candidates = [{"name": "Candidate", "token": token, "logprob": 0.0} for token in guesses]
-    return [
-        line(at_s, "StartStep", keep_length=keep, feed=feed, width=2),
-        line(at_s + 0.1, "StepDone", candidates=candidates),
-    ]
-
-
 def request(*lines: Line) -> GroupSummary:
     begin = [
         line(0.0, "Start"),
@@ -50,35 +44,25 @@ def request(*lines: Line) -> GroupSummary:
     return summarise([*begin, *lines]).arms[0].all
 
 
-def test_tokens_told_again_after_a_reconnect_are_no_pass() -> None:
+def counters(at_s: float, **counted: int) -> Line:
+    return line(at_s, "DraftCounters", **{**asdict(DraftCounters()), **counted})
+
+
+def test_what_the_device_counted_is_taken_from_it() -> None:
     found = request(
         *commit(1.0, 3, [7]),
-        line(2.0, "LinkDown", why="gone", retryable=True),
-        *commit(2.1, 4, [8])[:1],  # said on a link that is gone
-        line(2.5, "Connect"),
-        line(3.0, "Connected"),
-        line(3.0, "Transmit", message={**OPEN, "committed": [7]}),
-        *commit(3.5, 4, [8, 9], verify_us=0),
-        *commit(4.0, 6, [5], finish="length"),
-        line(4.0, "Finish", reason="length"),
+        *commit(2.0, 4, [8, 9], finish="length"),
+        line(2.0, "Finish", reason="length"),
+        counters(2.0, committed=3, passes=2, tried=4, hits=3, sent=7, accepted=1, reconnects=1),
     )
-    assert found.reconnects == 1
-    assert found.tokens == 4
-    assert found.tokens_per_pass == 2.0
+    assert (found.reconnects, found.tokens, found.tokens_per_pass) == (1, 3, 1.5)
+    assert (found.acceptance, found.wasted_per_token) == (0.75, 2.0)
 
 
-def test_a_guess_counts_once_its_path_is_committed() -> None:
-    found = request(
-        *step(0.6, 0, [1, 2, 3], 7, 8),  # position 3: its second choice wins
-        *step(0.7, 3, [7], 9),  # behind the first choice: never decided
-        *step(0.8, 3, [8], 5),  # position 4, behind what will be committed: a hit
-        line(0.9, "StartStep", keep_length=4, feed=[5], width=1),
-        *commit(1.0, 3, [8, 5, 6]),
-        line(1.1, "StepDone", candidates=[{"token": 6}]),  # late for position 5: a hit
-        *step(1.2, 5, [6], 4),  # position 6: never decided
-    )
-    assert found.acceptance == 2 / 3
-    assert (found.requests, found.failed) == (0, 1), "the trace ends before the request does"
+def test_a_trace_that_ends_before_the_request_knows_its_tokens() -> None:
+    found = request(*commit(1.0, 3, [8, 5, 6]))
+    assert (found.requests, found.failed) == (0, 1)
+    assert (found.tokens, found.acceptance) == (3, None)
 
 
 def test_bytes_are_those_of_drafts_acknowledgements_and_commits() -> None:
@@ -93,7 +77,6 @@ def test_bytes_are_those_of_drafts_acknowledgements_and_commits() -> None:
     down_bytes = message_bytes(Commit(3, (7, 300), accepted=1, verify_us=9, rows=2))
     assert found.up_bytes_per_token == up_bytes / 2
     assert found.down_bytes_per_token == down_bytes / 2
-    assert found.wasted_per_token == 0.5
 
 
 def test_a_failed_request_says_why() -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Final
 
+from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import FinishReason
 from edgespec_sim.report.timeline import DEVICE, Line, sized
 from edgespec_sim.run_summary import (
@@ -23,81 +24,6 @@ from edgespec_sim.run_summary import (
     spread_of,
 )
 from edgespec_sim.sessions import message_bytes
-
-# -----------------------------------------------------------------------------------------------
-# How often the draft's first choice was the target's token, from the lines of a device's trace.
-# The rule is that of ``core/device/commit_reader.py``: every position that was decided while the
-# drafter had a guess there, or was making one, is one trial. The tree is not in the trace, but
-# what each step was fed is: its guesses count where all tokens before them were committed.
-
-
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    base: int
-    """Committed length when the step began."""
-    path: tuple[int, ...]
-    """Tokens from there to the guess."""
-    first: int | None
-
-
-class Guesses:
-    """Of one generation. ``held`` is the committed length, None before it is known."""
-
-    def __init__(self) -> None:
-        self.tried = 0
-        self.hits = 0
-        self.held: int | None = None
-        self._first = 0
-        self._committed: list[int] = []
-        """Tokens from position ``_first`` on."""
-        self._cache: list[int] = []
-        self._step_base = 0
-        self._pending: dict[int, list[_Guess]] = defaultdict(list)
-
-    def opened(self, held: int) -> None:
-        """A stream was opened with this many tokens held."""
-        if self.held is None:
-            self.held = self._first = held
-
-    def step(self, line: Line) -> None:
-        """``StartStep``."""
-        del self._cache[line["keep_length"] :]
-        self._cache += line["feed"]
-        if self.held is None:  # the first step is on the prompt
-            self.opened(len(self._cache))
-        self._step_base = self.held or 0
-
-    def step_done(self, line: Line) -> None:
-        """``StepDone``: the guesses wait to be decided, or have been meanwhile."""
-        text, tokens = self._cache, [candidate["token"] for candidate in line["candidates"]]
-        position = len(text)
-        path = tuple(text[self._step_base :])
-        guess = _Guess(self._step_base, path, tokens[0] if tokens else None)
-        if position < (self.held or 0):
-            if self._agrees(guess):
-                self._score(guess, self._committed[position - self._first])
-        elif tokens:
-            self._pending[position].append(guess)
-
-    def delivered(self, line: Line) -> None:
-        """``Deliver``."""
-        self.opened(line["position"])
-        for position, token in enumerate(line["tokens"], start=line["position"]):
-            for guess in self._pending.pop(position, ()):
-                if self._agrees(guess):
-                    self._score(guess, token)
-                    break  # one trial a position
-            self._committed.append(token)
-        self.held = line["position"] + len(line["tokens"])
-
-    def _agrees(self, guess: _Guess) -> bool:
-        start = guess.base - self._first
-        return tuple(self._committed[start : start + len(guess.path)]) == guess.path
-
-    def _score(self, guess: _Guess, token: int) -> None:
-        self.tried += 1
-        self.hits += guess.first == token
-
 
 # --- what one device session's lines add up to, request by request -----------------------------
 
@@ -111,19 +37,14 @@ class Request:
 
     started_s: float
     ended_s: float
-    guesses: Guesses = field(default_factory=Guesses)
+    counters: DraftCounters = field(default_factory=DraftCounters)
+    """The device's own, from the line behind the end; of a trace that ends before, tokens alone."""
     first_s: float | None = None
     last_s: float | None = None
     tokens: int = 0
     """Delivered before the end token."""
     gaps_s: list[float] = field(default_factory=list)
     """Between deliveries."""
-    committed: int = 0
-    sent: int = 0
-    accepted: int = 0
-    passes: int = 0
-    rows: int = 0
-    connects: int = 0
     up_bytes: int = 0
     down_bytes: int = 0
     over: bool = False
@@ -139,10 +60,6 @@ class Request:
             return None
         return (self.last_s - self.first_s) / (self.tokens - 1)
 
-    @property
-    def reconnects(self) -> int:
-        return max(0, self.connects - 1)
-
 
 class DeviceTally:
     """Feed it one session's lines in order; generations that follow each other are kept apart."""
@@ -157,25 +74,25 @@ class DeviceTally:
         if name == "Start":
             self.requests.append(Request(at_s, at_s))
             self._streaming = self._ends = False
-        if not self.requests or self.requests[-1].over:
-            return  # the trace begins in the middle, or this is what comes after the end
+        if not self.requests:
+            return  # the trace begins in the middle
         request = self.requests[-1]
+        if name == "DraftCounters":
+            known = {one.name: line[one.name] for one in fields(DraftCounters)}
+            request.counters = DraftCounters(**known)
+        if request.over:
+            return
         request.ended_s = at_s
         match name:
-            case "Connect":
-                request.connects += 1
             case "Connected":
                 self._streaming = True
             case "Disconnect" | "LinkDown":
                 self._streaming = False
-            case "StartStep":
-                request.guesses.step(line)
-            case "StepDone":
-                request.guesses.step_done(line)
             case "Transmit":
-                self._send(request, line["message"])
+                request.up_bytes += _payload_bytes(line["message"])
             case "Commit" if self._streaming:
-                self._receive(request, line)
+                request.down_bytes += _payload_bytes(line)
+                self._ends = line["finish"] == FinishReason.STOP.value
             case "Deliver":
                 self._deliver(request, line)
             case "Finish":
@@ -183,24 +100,8 @@ class DeviceTally:
             case "Fail":
                 request.over, request.failed = True, str(line["why"]) or "failed"
 
-    def _send(self, request: Request, message: Line) -> None:
-        request.up_bytes += _payload_bytes(message)
-        if message["name"] == "Draft":
-            request.sent += len(message["tokens"])
-        elif message["name"] == "Open":
-            request.guesses.opened(len(message["prompt"]) + len(message["committed"]))
-
-    def _receive(self, request: Request, line: Line) -> None:
-        request.down_bytes += _payload_bytes(line)
-        if line["position"] <= (request.guesses.held or 0):
-            request.passes += bool(line["verify_us"])
-            request.rows += line["rows"]
-        self._ends = line["finish"] == FinishReason.STOP.value
-
     def _deliver(self, request: Request, line: Line) -> None:
-        request.guesses.delivered(line)
-        request.committed += len(line["tokens"])
-        request.accepted += line["kinds"].count("accepted")
+        request.counters.committed += len(line["tokens"])
         # What a stop id ended ends with that id, which the user is not shown.
         count = len(line["tokens"]) - self._ends
         if not count:
@@ -300,7 +201,6 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
         all=whole,
         groups={},
         verifiers=tuple(_load(of, tally, duration_s) for of, tally in verifiers.items()),
-        bounds={},
         rows=rows,
     )
     return RunSummary(
@@ -317,10 +217,12 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
 
 def _whole(requests: Sequence[Request], duration_s: float) -> GroupSummary:
     done = [one for one in requests if not one.failed]
-    tokens = sum(one.tokens for one in requests)
-    committed = sum(one.committed for one in requests)
-    tried = sum(one.guesses.tried for one in requests)
-    wasted = sum(one.sent - one.accepted for one in requests)
+
+    def total(of: Callable[[DraftCounters], int]) -> int:
+        return sum(of(one.counters) for one in requests)
+
+    tokens, committed = sum(one.tokens for one in requests), total(lambda one: one.committed)
+    tried = total(lambda one: one.tried)
     return GroupSummary(
         requests=len(done),
         failed=len(requests) - len(done),
@@ -329,17 +231,16 @@ def _whole(requests: Sequence[Request], duration_s: float) -> GroupSummary:
         tpot_s=spread_of([one.tpot_s for one in done if one.tpot_s is not None]),
         itl_s=spread_of([gap for one in requests for gap in one.gaps_s]),
         tokens_per_second=_per(tokens, duration_s),
-        tokens_per_pass=_per(committed, sum(one.passes for one in requests)),
-        acceptance=_per(sum(one.guesses.hits for one in requests), tried) if tried else None,
-        wasted_per_token=_per(wasted, committed),
+        tokens_per_pass=_per(committed, total(lambda one: one.passes)),
+        acceptance=total(lambda one: one.hits) / tried if tried else None,
+        wasted_per_token=_per(total(lambda one: one.wasted), committed),
         up_bytes_per_token=_per(sum(one.up_bytes for one in requests), committed),
         down_bytes_per_token=_per(sum(one.down_bytes for one in requests), committed),
-        reconnects=sum(one.reconnects for one in requests),
+        reconnects=total(lambda one: one.reconnects),
     )
 
 
 def _row(device: str, verifier: str, one: Request, zero_s: float) -> RequestRow:
-    guesses = one.guesses
     return RequestRow(
         device=device,
         verifier=verifier,
@@ -347,8 +248,8 @@ def _row(device: str, verifier: str, one: Request, zero_s: float) -> RequestRow:
         ttft_s=one.ttft_s,
         tpot_s=one.tpot_s,
         tokens=one.tokens,
-        tokens_per_pass=_per(one.committed, one.passes),
-        acceptance=guesses.hits / guesses.tried if guesses.tried else None,
+        tokens_per_pass=_per(one.counters.committed, one.counters.passes),
+        acceptance=one.counters.acceptance,
         failed=one.failed,
     )
 
