@@ -55,6 +55,7 @@ from edgespec_sim.scenario.sections import (
 from edgespec_sim.scenario.verifiers import MACHINES
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, play
+from tests.present import present
 from tests.shell.live_verifier import call
 
 # --- capacity ---------------------------------------------------------------------------------
@@ -151,6 +152,50 @@ def test_a_fixed_pass_takes_one_verifier_and_every_round_has_seeds_of_its_own() 
     assert (search.candidate, search.interval, search.unplayed) == (1, (1, 1), [])
     assert search.observed[1].tpot_p95_s[0] == pytest.approx(0.020, rel=0.2)
     assert seeds[-1] == [1, 2], "two worlds at once, no seed twice"
+
+
+@pytest.mark.parametrize(
+    ("users", "pass_time", "work", "slo", "right"),
+    [
+        (12, (10.0, 4.0), (4, 8, 0.5), {"tpot_p95_ms": 30.0}, 2),
+        (8, (10.0, 5.0), (40, 4, 1.0), {"ttft_p95_ms": 800.0}, 3),
+    ],
+)
+def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
+    users: int,
+    pass_time: tuple[float, float],
+    work: tuple[int, int, float],
+    slo: dict[str, float],
+    right: int,
+) -> None:
+    """Beside longer worlds on dice of their own: the promise is kept on the number that is named,
+    and broken on one fewer."""
+    asked, (ms, row_ms), (prompt, output, think_s) = question(**slo), pass_time, work
+    device, gpu = asked.scenario.devices["laptop"], CostSection(ms=ms, row_ms=row_ms)
+    load = replace(device.workload, prompt_tokens=prompt, output_tokens=output, think_s=think_s)
+    scenario = replace(
+        asked.scenario,
+        devices={"laptop": replace(device, count=users, workload=load)},
+        verifiers={"gpu": VerifierSection(pass_time=gpu)},
+    )
+    planner = Planner(replace(asked, scenario=scenario), played, at_once=2)
+    planner.search(math.inf)
+    assert present(planner.best).candidate == right
+    load = replace(load, start_within_s=1.0)
+    for number in (right - 1, right):
+        world = replace(
+            scenario,
+            devices={"laptop": replace(device, count=users, workload=load)},
+            verifiers={"gpu": VerifierSection(number, gpu)},
+            warm_up_s=4.0,
+            duration_s=34.0,
+            drain_s=5.0,
+        )
+        records = play(Job(world, Arm.TARGET_ONLY, 0, 101, FOLDER)).meters.records
+        times = [one.pace_s if "tpot_p95_ms" in slo else one.ttft_s for one in records]
+        known = sorted(one for one in times if one is not None)
+        kept = 1e3 * known[int(0.95 * len(known))] <= next(iter(slo.values()))
+        assert kept == (number == right), number
 
 
 def test_without_time_the_answer_says_what_was_not_played(

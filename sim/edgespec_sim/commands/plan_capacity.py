@@ -171,10 +171,6 @@ class CapacityQuestion:
         return next(iter(self.scenario.verifiers))
 
     @property
-    def users(self) -> int:
-        return sum(section.count for section in self.scenario.devices.values())
-
-    @property
     def cycle_s(self) -> float:
         """About what a request takes, only to choose how long to look: 20 ms a token or so."""
         return 0.5 + 0.02 * max(map(mean_tokens, self.scenario.devices.values()))
@@ -185,12 +181,14 @@ class CapacityQuestion:
         if self.rate is not None:
             return self.rate * self.cycle_s
         think_s = max(one.workload.think_s for one in self.scenario.devices.values())
-        return self.users * self.cycle_s / (self.cycle_s + think_s)
+        return self.scenario.device_count * self.cycle_s / (self.cycle_s + think_s)
 
     @property
     def most(self) -> int:
         """Verifiers, so many that requests hardly ever meet."""
-        return max(1, min(MOST_VERIFIERS, math.ceil(max(self.users, 4.0 * self.active))))
+        return max(
+            1, min(MOST_VERIFIERS, math.ceil(max(self.scenario.device_count, 4.0 * self.active)))
+        )
 
     def world(self, number: int, sessions: float, session_seconds: float) -> Scenario:
         """As many of ``number`` verifiers as hold so many sessions, with their part of the load and
@@ -200,7 +198,7 @@ class CapacityQuestion:
         played = max(1, min(number, math.ceil(sessions / each)))
         part = played / number
         if self.rate is None:
-            count = max(1, round(self.users * part))
+            count = max(1, round(self.scenario.device_count * part))
         else:
             arrivals = ArrivalsSection(ArrivalKind.POISSON, self.rate * part, at=AtDevice.FREE)
             count = math.ceil(self.rate * part * _DEVICES_A_RATE) + _LEAST_DEVICES
@@ -271,7 +269,8 @@ def judged(
 ) -> Observed:
     """What worlds of ``scenario``, which stands for so many verifiers, say of the objectives."""
     groups = clusters(scenario, outcomes)
-    ttft = p95(groups, _ttft_s) or (math.inf,) * 3
+    never = math.inf  # of a request that never got there
+    ttft = p95(groups, lambda one: never if one.ttft_s is None else one.ttft_s) or (math.inf,) * 3
     tpot = p95(groups, _tpot_s) or (math.inf,) * 3
     busy = [one.utilisation for outcome in outcomes for one in outcome.verifiers]
     return Observed(
@@ -285,11 +284,6 @@ def judged(
         utilisation=sum(busy) / len(busy),
         meets=_meets((ttft, slo.ttft_s), (tpot, slo.tpot_s)),
     )
-
-
-def _ttft_s(one: RequestRecord) -> float | None:
-    """Of a request that never got there, without end."""
-    return math.inf if one.ttft_s is None else one.ttft_s
 
 
 def _tpot_s(one: RequestRecord) -> float | None:
@@ -701,7 +695,7 @@ def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, 
     """JSON has no infinity: "never" is null."""
     best = planner.best
     return {
-        "users": question.users if question.rate is None else None,
+        "users": question.scenario.device_count if question.rate is None else None,
         "rate": question.rate,
         "ttft_p95_ms": question.slo.ttft_p95_ms,
         "tpot_p95_ms": question.slo.tpot_p95_ms,

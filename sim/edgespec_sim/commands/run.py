@@ -103,9 +103,10 @@ def list_scenarios() -> None:
             table.add_column(name)
         for name, path in bundled_scenarios().items():
             scenario = load_scenario(str(path))
-            devices = sum(section.count for section in scenario.devices.values())
             verifiers = sum(section.count for section in scenario.verifiers.values())
-            table.add_row(name, f"{devices:,}", str(verifiers), scenario.about.strip())
+            table.add_row(
+                name, f"{scenario.device_count:,}", str(verifiers), scenario.about.strip()
+            )
         output().print(table)
 
 

@@ -443,6 +443,10 @@ class Scenario:
             return self.drain_s
         return DRAIN_S if self.arrivals is not None else 0.0
 
+    @property
+    def device_count(self) -> int:
+        return sum(section.count for section in self.devices.values())
+
     def verifier_name(self, kind: str, number: int) -> str:
         """Of the verifier of that kind and number (from 0)."""
         return kind if self.verifiers[kind].count == 1 else f"{kind}-{number + 1}"

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.bench.arms import Arm
-from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import Limits
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
@@ -39,10 +38,8 @@ from edgespec_sim.world.site import (
     build_site,
     charge,
 )
-from edgespec_sim.world.user import ConditionCourse, User, UserSettings
+from edgespec_sim.world.user import ConditionCourse, User
 
-# Laptops keep trying: a user waits out a restart rather than give up.
-_RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 _MAX_PROGRESS_STEPS = 200
 _DRAIN_STEPS = 100
 
@@ -74,12 +71,7 @@ class World:
         self.queue = EventQueue()
         self.meters = Meters(scenario.duration_s, scenario.window_s)
         self.conservation = Conservation() if surrounding.checks else None
-        self.network = Network(
-            self.queue,
-            scenario,
-            seed,
-            surrounding.folder,
-        )
+        self.network = Network(self.queue, scenario, seed, surrounding.folder)
         self._tracer, self._traced = tracer, traced
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
         self.sites: list[tuple[Site, Hardware]] = [
@@ -96,6 +88,7 @@ class World:
             for kind, section in scenario.verifiers.items()
             for number in range(section.count)
         ]
+        self.eos_token_ids = surrounding.source.target().info.eos_token_ids
         self.users = self._make_users(seed)
         self.reception = self._make_reception(seed)
         self._before = [SiteCounters() for _ in self.sites]
@@ -106,26 +99,14 @@ class World:
 
     def _make_users(self, seed: str) -> list[User]:
         users: list[User] = []
-        target_info = self.surrounding.source.target().info
         for group, section in self.scenario.devices.items():
-            settings = UserSettings(
-                group=group,
-                section=section,
-                arm=self.arm,
-                gamma=self.scenario.gamma,
-                step=law_of(section.draft, Operation.DRAFT_STEP, self.surrounding.folder),
-                source=self.surrounding.source,
-                reconnect=_RECONNECT,
-                eos_token_ids=frozenset(target_info.eos_token_ids),
-                course=None
-                if section.conditions is None
-                else ConditionCourse(section.conditions.course),
-            )
+            step = law_of(section.draft, Operation.DRAFT_STEP, self.surrounding.folder)
+            conditions = section.conditions
+            course = None if conditions is None else ConditionCourse(conditions.course)
             for index in range(section.count):
-                name = self.scenario.device_name(group, index)
-                number = len(users)
-                user_seed = f"{seed}/user/{number}"
-                users.append(User(self.queue, name, number, settings, self, self.meters, user_seed))
+                name, number = self.scenario.device_name(group, index), len(users)
+                of = f"{seed}/user/{number}"
+                users.append(User(self, group, name, number, step, course, of))
         return users
 
     def _make_reception(self, seed: str) -> Reception | None:
@@ -134,7 +115,7 @@ class World:
         if section is None:
             return None
         arrivals = draw_arrivals(self.scenario, seed, self.surrounding.folder)
-        servers = [Server(user.serve, user.settings.group) for user in self.users]
+        servers = [Server(user.serve, user.group) for user in self.users]
         reception = Reception(self.queue, arrivals, section.at, servers)
         for user in self.users:
             user.on_free = partial(reception.free, user.number)
@@ -149,21 +130,21 @@ class World:
         sites = [site for site, _ in self.sites if site.reachable] or [s for s, _ in self.sites]
         if len(sites) == 1:
             return sites[0]
-        links = [self.network.view(user.settings.group, user.number, site.name) for site in sites]
+        links = [self.network.view(user.group, user.number, site.name) for site in sites]
         views = [site.view for site in sites]
         return sites[self.surrounding.association(user.name, views, links)]
 
     def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
         if not site.reachable:
             return None
-        up, down, rtt_s = self.network.route(user.settings.group, user.number, site.name)
+        up, down, rtt_s = self.network.route(user.group, user.number, site.name)
         watch = None
         if self.conservation is not None:
-            least_s = self.network.least_ways_s(user.settings.group, site.name)
+            least_s = self.network.least_ways_s(user.group, site.name)
             watch = self.conservation.watch(site.session, user.name, key, *least_s)
         stream = Stream(self.queue, up, down, watch, user.radio)
         site.accept(stream, key)
-        self.network.connections.watch(user.settings.group, user.number, stream)
+        self.network.connections.watch(user.group, user.number, stream)
         return stream, rtt_s
 
     def tracer(self, user: User) -> Tracer | None:
@@ -239,16 +220,16 @@ class World:
         for arrival in reception.waiting:
             if self.counts(arrival.at_s):
                 user = self.users[arrival.device]
-                record = RequestRecord(user.settings.group, user.name, "", arrival.at_s)
+                record = RequestRecord(user.group, user.name, "", arrival.at_s)
                 self.meters.records.append(record)
 
     def _check_end(self, conservation: Conservation) -> None:
         now_s = self.queue.now
         conservation.check_end(now_s)
         for user in self.users:
-            longest_s = user.settings.step.seconds(32_000, 32_000, 1.0)
-            if user.settings.course is not None:
-                longest_s *= user.settings.course.most_slowdown
+            longest_s = user.step.seconds(32_000, 32_000, 1.0)
+            if user.course is not None:
+                longest_s *= user.course.most_slowdown
             conservation.check_device(user.name, now_s, user.drafting_s, longest_s)
 
     def _verifier(self, index: int) -> VerifierSummary:

@@ -307,9 +307,14 @@ class Network:
                 for number in range(section.count)
             )
         }
-        self._radio = self._make_radio(seed)
-        self.cells = self._make_cells()
+        self._radio: RadioNetwork | None = None
+        self.cells: Cells | None = None
         """With handover: which cell each device is in."""
+        if (radio := scenario.radio) is not None:
+            devices, stations = scenario.device_count, len(self._stations)
+            self._radio = RadioNetwork(queue, radio, devices, stations, f"{seed}/radio")
+            if radio.handover is not None:
+                self.cells = Cells(queue, self._radio, radio.handover, self._stations)
         self._links = {
             name: LinkInstances(section, scenario.duration_s, f"{seed}/link/{name}", folder)
             for name, section in scenario.links.items()
@@ -329,7 +334,7 @@ class Network:
         if any(self._links[name].lossy for name in names):
             connect = partial(self._make_connection, number, verifier, names)
             connection = self.connections.tcp(number, verifier, connect)
-            connection.up.send(_HEADERS_BYTES, _nothing)
+            connection.up.send(_HEADERS_BYTES, lambda: None)  # nobody waits for them
             return connection.up, connection.down, connect_s
         make = partial(self._paths, group, number, verifier, self._streams)
         up, down = make() if self.cells is None else self.cells.ride(number, make)
@@ -354,7 +359,8 @@ class Network:
 
     def names(self, group: str, verifier: str) -> tuple[str, ...]:
         """Names of the links from device to verifier."""
-        kind = self._kind(verifier)
+        known = verifier in self._scenario.verifiers
+        kind = verifier if known else verifier.rpartition("-")[0]
         return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
 
     @property
@@ -369,9 +375,13 @@ class Network:
             view = self._wired[group, verifier] = self._wired_view(group, verifier)
         if self._radio is None:
             return view
-        signal = self._radio.signal(number, self._station(number, verifier))
+        station, backhaul_rtt_s = self._stations[verifier], 0.0
+        if self.cells is not None:
+            station = self.cells.of(number)
+            backhaul_rtt_s = self.cells.backhaul_rtt_s(number, verifier)
+        signal = self._radio.signal(number, station)
         return LinkView(
-            view.rtt_s + self._access_s + self._backhaul_rtt_s(number, verifier),
+            view.rtt_s + self._access_s + backhaul_rtt_s,
             min(view.up_bits_per_s, signal.up_bits_per_s),
             min(view.down_bits_per_s, signal.down_bits_per_s),
             signal.snr_db,
@@ -391,18 +401,6 @@ class Network:
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
         return LinkView(rtt_s, up * 1e6, down * 1e6, None)
-
-    def _station(self, number: int, verifier: str) -> int:
-        """Whose air a device is on when it uses that verifier."""
-        return self._stations[verifier] if self.cells is None else self.cells.of(number)
-
-    def _backhaul_rtt_s(self, number: int, verifier: str) -> float:
-        return 0.0 if self.cells is None else self.cells.backhaul_rtt_s(number, verifier)
-
-    def _kind(self, verifier: str) -> str:
-        if verifier in self._scenario.verifiers:
-            return verifier
-        return verifier.rpartition("-")[0]
 
     @property
     def _access_s(self) -> float:
@@ -448,26 +446,3 @@ class Network:
                 hops.append(link.models(number, self._streams, packets=True))
         ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
         return TcpConnection(self._queue, *ways, (up_s, down_s), self.fixed_s)
-
-    def _make_cells(self) -> Cells | None:
-        radio = self._scenario.radio
-        if self._radio is None or radio is None or radio.handover is None:
-            return None
-        return Cells(self._queue, self._radio, radio.handover, self._stations)
-
-    def _make_radio(self, seed: str) -> RadioNetwork | None:
-        scenario = self._scenario
-        if scenario.radio is None:
-            return None
-        devices = sum(section.count for section in scenario.devices.values())
-        return RadioNetwork(
-            self._queue,
-            scenario.radio,
-            devices,
-            len(self._stations),
-            f"{seed}/radio",
-        )
-
-
-def _nothing() -> None:
-    """Headers arrive, and nobody waits for them."""

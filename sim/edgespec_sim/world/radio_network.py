@@ -18,6 +18,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -285,8 +286,8 @@ class RadioNetwork:
         down = LinkModel(settings, self._queue_of(True, station))
         stretch = 1.0 / (1.0 - self._section.load)
         return (
-            _Air(up, lambda size: self._send_s(device, station, size), stretch),
-            _Air(down, lambda size: self._receive_s(device, station, size), stretch),
+            _Air(up, partial(self._send_s, device, station), stretch),
+            _Air(down, partial(self._receive_s, device, station), stretch),
         )
 
     def signal(self, device: int, station: int) -> Signal:
@@ -313,18 +314,14 @@ class RadioNetwork:
     # --- parts -----------------------------------------------------------------------------
 
     def _send_s(self, device: int, station: int, size_bytes: int) -> float:
-        airtime_s = self._seconds(self._up, device, station, size_bytes)
+        airtime_s = (size_bytes + FRAMING_BYTES) * 8 / float(self._up[device, station])
         self._device_s[device] += airtime_s
         return airtime_s
 
     def _receive_s(self, device: int, station: int, size_bytes: int) -> float:
-        airtime_s = self._seconds(self._down, device, station, size_bytes)
+        airtime_s = (size_bytes + FRAMING_BYTES) * 8 / float(self._down[device, station])
         self._station_s[station] += airtime_s
         return airtime_s
-
-    def _seconds(self, rates: Floats, device: int, station: int, size_bytes: int) -> float:
-        bits = (size_bytes + FRAMING_BYTES) * 8
-        return bits / float(rates[device, station])
 
     def _queue_of(self, down: bool, station: int) -> SharedQueue:
         key = down, station

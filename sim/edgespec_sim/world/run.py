@@ -285,12 +285,11 @@ def check(scenario: Scenario, folder: Path) -> None:
 
 def _world(job: Job, tracer: Tracer | None) -> World:
     scenario = shard_of(job.scenario)
-    devices = sum(section.count for section in job.scenario.devices.values())
     surrounding = Surrounding(
         source=token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
         association=association_policy(scenario.association, job.seed),
         folder=job.folder,
-        checks=job.checks and devices <= _CHECKED_DEVICES,
+        checks=job.checks and job.scenario.device_count <= _CHECKED_DEVICES,
     )
     seed = f"{job.seed}/{job.shard}"
     traced = _TRACED_DEVICES if tracer is not None else 0

@@ -12,9 +12,9 @@ import bisect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from edgespec.bench.arms import Arm, arm_settings
+from edgespec.bench.arms import arm_settings
 from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import named_policy
@@ -33,15 +33,17 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import (
     ConditionSection,
     ConditionsSection,
-    DeviceSection,
 )
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
-from edgespec_sim.token_sources.source import Request, TokenSource
+from edgespec_sim.token_sources.source import Request
 from edgespec_sim.world.arrivals import Arrival, drawn_length
-from edgespec_sim.world.meters import Meters, RequestRecord, Walked
+from edgespec_sim.world.meters import RequestRecord, Walked
 from edgespec_sim.world.site import Site
+
+if TYPE_CHECKING:
+    from edgespec_sim.world.assembly import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,36 +225,8 @@ class Governors:
 # Requests of different users never meet: each has this many numbers of its own.
 REQUESTS_PER_USER = 1 << 20
 _DRAFT_CONTEXT = 65_536
-
-
-class Surroundings(Protocol):
-    """What a user needs of the world."""
-
-    def choose(self, user: User) -> Site: ...
-
-    def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
-        """A stream and its set-up time; None while the site is down."""
-
-    def tracer(self, user: User) -> Tracer | None: ...
-
-    def counts(self, asked_s: float) -> bool:
-        """Whether a request that is asked at that time counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class UserSettings:
-    """What all users of a group share."""
-
-    group: str
-    section: DeviceSection
-    arm: Arm
-    gamma: int | None
-    step: TimeLaw
-    source: TokenSource
-    reconnect: ReconnectPolicy
-    eos_token_ids: frozenset[int]
-    course: ConditionCourse | None = None
-    """Of the section's conditions."""
+# Laptops keep trying: a user waits out a restart rather than give up.
+_RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 
 
 class User:
@@ -261,29 +235,32 @@ class User:
 
     def __init__(
         self,
-        queue: EventQueue,
+        world: World,
+        group: str,
         name: str,
         number: int,
-        settings: UserSettings,
-        surroundings: Surroundings,
-        meters: Meters,
+        step: TimeLaw,
+        course: ConditionCourse | None,
         seed: str,
     ) -> None:
-        self.name, self.number, self.settings = name, number, settings
+        """``step`` and ``course`` (of the group's conditions) are shared by the group."""
+        self.group, self.name, self.number = group, name, number
+        self.step, self.course = step, course
+        self._section, self._source = world.scenario.devices[group], world.surrounding.source
         self.site: Site | None = None
         self.device: SimulatedDevice | None = None
         self.drafting_s = 0.0
         """Of all its requests."""
-        power = RADIOS.get(settings.section.radio_power)
+        power = RADIOS.get(self._section.radio_power)
         self.radio = None if power is None else RadioMeter(power)
         self.on_free: Callable[[], None] | None = None
         self._last: RequestRecord | None = None
         """Its radio's tail and idle time until the next one are its own."""
-        self._queue, self._surroundings, self._meters = queue, surroundings, meters
+        self._queue, self._world, self._meters = world.queue, world, world.meters
         self._dice = random.Random(seed)
         # Costs have dice of their own: the questions are the same whatever the arm.
-        self._cost_dice = random.Random(f"{seed}/cost") if len(settings.step.spread) > 1 else None
-        self._drafter: Drafter = settings.source.drafter()
+        self._cost_dice = random.Random(f"{seed}/cost") if len(step.spread) > 1 else None
+        self._drafter: Drafter = self._source.drafter()
         self.governors = self._make_governors()
         self._verifiers: dict[str, VerifierEstimates] = {}
         """What each verifier last asked for a row."""
@@ -301,17 +278,15 @@ class User:
         self._streams: list[Stream] = []
 
     def _make_governors(self) -> Governors | None:
-        section, course = self.settings.section.conditions, self.settings.course
-        if section is None or course is None:
-            return None
-        if not self.settings.arm.is_ours:
+        section, course = self._section.conditions, self.course
+        if section is None or course is None or not self._world.arm.is_ours:
             return None
         governors = Governors(self._queue, section, course, self._drafter)
         self._drafter = governors.drafter
         return governors
 
     def start(self) -> None:
-        workload = self.settings.section.workload
+        workload = self._section.workload
         first_s = self._dice.uniform(0.0, workload.start_within_s)
         self.first_s = self._pause_s() if workload.start_thinking else first_s
         self._queue.after(self.first_s, self._ask)
@@ -332,23 +307,22 @@ class User:
 
     def _ask(self) -> None:
         self._settle_radio()
-        load = self.settings.section.workload
+        load = self._section.workload
         prompt_length = drawn_length(load.prompt_tokens, load.length_spread, self._dice)
         max_tokens = drawn_length(load.output_tokens, load.length_spread, self._dice)
         number = self.number * REQUESTS_PER_USER + self._asked
         self._begin(number, prompt_length, max_tokens, self._queue.now)
 
     def _begin(self, number: int, prompt_length: int, max_tokens: int, asked_s: float) -> None:
-        section, source = self.settings.section, self.settings.source
+        source, arm = self._source, self._world.arm
         self._request = source.request(number, prompt_length, max_tokens)
         self._asked += 1
         self.asked_s = asked_s
         self._streams = []
         self.handovers = 0
-        self.site = site = self._surroundings.choose(self)
-        arm = self.settings.arm
-        policy = named_policy(section.policy) if arm.is_ours else None
-        settings = arm_settings(arm, self.settings.gamma, policy)
+        self.site = site = self._world.choose(self)
+        policy = named_policy(self._section.policy) if arm.is_ours else None
+        settings = arm_settings(arm, self._world.scenario.gamma, policy)
         governors = self.governors
         key = f"{self.name}#{self._asked}"
         self.key = key
@@ -365,13 +339,13 @@ class User:
         session = DraftSession(
             request,
             settings.policy,
-            self.settings.reconnect,
+            _RECONNECT,
             _DRAFT_CONTEXT,
             jitter_seed=self.number,
             verifier=self._verifiers.setdefault(site.name, VerifierEstimates()),
             learned=self._learned,
         )
-        tracer = self._surroundings.tracer(self)
+        tracer = self._world.tracer(self)
         self.device = SimulatedDevice(
             self._queue,
             session,
@@ -387,17 +361,17 @@ class User:
 
     def _step_s(self, kept: int, fed: int) -> float:
         chance = self._cost_dice.random() if self._cost_dice else 0.5
-        course, slowdown = self.settings.course, 1.0
+        course, slowdown = self.course, 1.0
         if course is not None:
             slowdown = course.slowdown(self._queue.now)
         if self.governors is not None:
             kept, fed = self.governors.step_of(kept, fed)
             if not fed:
                 return 0.0  # a draft at rest computes nothing
-        return slowdown * self.settings.step.seconds(fed, kept, chance)
+        return slowdown * self.step.seconds(fed, kept, chance)
 
     def _connect(self, site: Site, key: str) -> tuple[Stream, float] | None:
-        opened = self._surroundings.connect(self, site, key)
+        opened = self._world.connect(self, site, key)
         if opened is not None:
             self._streams.append(opened[0])
         return opened
@@ -411,13 +385,13 @@ class User:
         if self.on_free is not None:
             self.on_free()
             return
-        workload = self.settings.section.workload
+        workload = self._section.workload
         if workload.requests and self._asked >= workload.requests:
             return
         self._queue.after(self._pause_s(), self._ask)
 
     def _pause_s(self) -> float:
-        think_s = self.settings.section.workload.think_s
+        think_s = self._section.workload.think_s
         return self._dice.expovariate(1.0 / think_s) if think_s else 0.0
 
     def _record(self, device: SimulatedDevice, *, complete: bool) -> None:
@@ -425,15 +399,15 @@ class User:
         assert site is not None
         tokens = delivery.tokens
         count = len(tokens)
-        if count and tokens[-1] in self.settings.eos_token_ids:
+        if count and tokens[-1] in self._world.eos_token_ids:
             count -= 1
         times_s = delivery.times_s[:count]
         pace_s = (times_s[-1] - times_s[0]) / (count - 1) if count > 1 else None
         energy_j = self._energy_j(device)
-        counts = self._surroundings.counts(self.asked_s)
+        counts = self._world.counts(self.asked_s)
         self._meters.delivered(times_s, counts=counts)
         self._last = RequestRecord(
-            group=self.settings.group,
+            group=self.group,
             device=self.name,
             verifier=site.name,
             started_s=self.asked_s,
@@ -446,9 +420,9 @@ class User:
             down_bytes=sum(stream.down_bytes for stream in self._streams),
             energy_j=energy_j,
             session=self.key,
-            energy_known=self.radio is not None and self.settings.section.draft_w > 0.0,
+            energy_known=self.radio is not None and self._section.draft_w > 0.0,
             mismatches=self._mismatches(device),
-            lossy=isinstance(self.settings.source, LossySource),
+            lossy=isinstance(self._source, LossySource),
             complete=complete,
             handovers=self.handovers,
             walked=Walked() if self.governors is None else self.governors.ended(),
@@ -458,7 +432,7 @@ class User:
             self._meters.records.append(self._last)
 
     def _energy_j(self, device: SimulatedDevice) -> float:
-        section = self.settings.section
+        section = self._section
         self.drafting_s += device.drafting_s
         drafting_j = section.draft_w * device.drafting_s
         if self.radio is None:
@@ -475,7 +449,7 @@ class User:
         """Tokens that are not the target's own: of its text, or under a relaxed rule, where one
         change makes another text, after what was delivered before them."""
         assert self._request is not None
-        source, tokens = self.settings.source, device.delivery.tokens
+        source, tokens = self._source, device.delivery.tokens
         if isinstance(source, LossySource):
             return device.session.counters.replaced
         if not tokens:
