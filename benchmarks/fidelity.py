@@ -66,7 +66,7 @@ from edgespec_sim.token_sources.acceptance_process import fit
 from edgespec_sim.token_sources.source import ProcessSource, Request, TapeSource, TokenSource
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.meters import RequestRecord
-from edgespec_sim.world.site import Surrounding, association_policy
+from edgespec_sim.world.site import Surrounding
 
 PASS_MS, DRAFT_MS, GAMMA = 25.0, 8.0, 4
 RTTS_MS = (2.0, 20.0, 50.0, 100.0, 200.0)
@@ -208,7 +208,7 @@ def without_tape(scenario: Scenario, tape: MatchTape) -> Scenario:
 def simulate(
     set_up: SetUp, source: TokenSource, scenario: Scenario, folder: Path, seed: int
 ) -> list[RequestRecord]:
-    surrounding = Surrounding(source, association_policy("lowest-delay"), folder)
+    surrounding = Surrounding(source, folder)
     world = World(scenario, set_up.arm, str(seed), surrounding)
     return world.run().meters.records
 

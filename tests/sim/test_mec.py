@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
+from edgespec.core.association.policies import Association
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world import radio_network
@@ -24,7 +25,7 @@ from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, path_loss_db
 from edgespec_sim.world.run import token_source
-from edgespec_sim.world.site import Surrounding, association_policy
+from edgespec_sim.world.site import Surrounding
 
 HERE = Path()
 STEP_S = 0.5
@@ -64,8 +65,7 @@ def written(monkeypatch: pytest.MonkeyPatch, *slots: list[list[float]]) -> None:
 
 
 def run(scenario: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
-    policy = association_policy(scenario.association)
-    surrounding = Surrounding(token_source(scenario, 1, HERE), policy, HERE)
+    surrounding = Surrounding(token_source(scenario, 1, HERE), HERE)
     return World(scenario, arm, "1", surrounding).run()
 
 
@@ -198,7 +198,7 @@ def cellular(
         name="cells",
         duration_s=3.2,
         tokens=sc.TokensSection(source=sc.TokensFrom.TOY),
-        association="listed",
+        association=Association.LISTED,
         radio=radio,
         devices={"phone": sc.DeviceSection(count=phones, workload=work)},
         verifiers={

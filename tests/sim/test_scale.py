@@ -21,7 +21,7 @@ from edgespec_sim.token_sources.acceptance_process import fit
 from edgespec_sim.token_sources.source import ProcessSource, tape_named
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import jobs_of, play, summarise
-from edgespec_sim.world.site import Surrounding, association_policy
+from edgespec_sim.world.site import Surrounding
 
 PER_VERIFIER = 50
 
@@ -37,9 +37,8 @@ def city(devices: int, **changes: object) -> Scenario:
 
 
 def calls_an_event(scenario: Scenario) -> float:
-    policy = association_policy(scenario.association)
     source = ProcessSource(fit(tape_named("bundled-greedy")).at(0.8), 1)
-    world = World(scenario, Arm.EDGESPEC, "1/0", Surrounding(source, policy, Path(), checks=False))
+    world = World(scenario, Arm.EDGESPEC, "1/0", Surrounding(source, Path(), checks=False))
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

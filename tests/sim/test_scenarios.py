@@ -11,14 +11,16 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError, dump_config, load_config
+from edgespec.core.association.policies import VerifierView
 from edgespec.core.device.goodput_policy import PolicyName
 from edgespec_sim.report.tables import drafts_rows
 from edgespec_sim.run_summary import RunSummary, read_summary
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.sections import CostSection, Scenario, bundled_scenarios, load_scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of, measured, roofline_law
-from edgespec_sim.world.run import jobs_of, play, summarise
-from edgespec_sim.world.site import LinkView, VerifierView, association_policy, round_s
+from edgespec_sim.world.assembly import World
+from edgespec_sim.world.run import jobs_of, play, summarise, token_source
+from edgespec_sim.world.site import LinkView, Surrounding
 
 HERE = Path()
 WORK = sc.WorkloadSection(prompt_tokens=16, output_tokens=40, think_s=0.3, length_spread=0.3)
@@ -303,45 +305,16 @@ def test_a_pass_of_few_rows_is_bound_by_memory_and_one_of_many_by_arithmetic() -
     assert law.seconds(1, 100_000) > 1.2 * few
 
 
-NEAR, FAR = LinkView(0.010, snr_db=3.0), LinkView(0.050, snr_db=20.0)
-SLOW = VerifierView("slow", 0.040, 0, 4, session_s=0.010)
-FAST = VerifierView("fast", 0.020, 3, 4, session_s=0.010)
-FULL = VerifierView("full", 0.001, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "chosen"), [("listed", 0), ("lowest-delay", 0), ("strongest-signal", 1)]
-)
-def test_a_policy_chooses_by_what_it_is_called(name: str, chosen: int) -> None:
-    choose = association_policy(name)
-    assert choose("phone", [SLOW, FAST], [NEAR, FAR]) == chosen
-    assert choose("phone", [FULL, SLOW, FAST], [NEAR, NEAR, FAR]) == chosen + 1, "full ones last"
-    assert choose("phone", [FULL, FULL], [NEAR, NEAR]) == 0
-    same = [VerifierView("a", 0.02, 2, 9), VerifierView("b", 0.02, 1, 9)]
-    if name != "listed":
-        assert choose("phone", same, [NEAR, NEAR]) == 1, "fewest sessions"
-
-
 def test_a_round_is_link_pass_and_messages() -> None:
-    link = LinkView(0.010, up_bits_per_s=96_000.0, down_bits_per_s=96_000.0)
-    assert round_s(FAST, link) == pytest.approx(0.010 + 0.020 + 3 * 0.010 + 2 * 0.010)
-
-
-def test_chance_and_hash_spread_devices_and_stay() -> None:
-    verifiers = [VerifierView(f"v{index}", 0.02, 0, 99) for index in range(4)]
-    for name in ("random", "rendezvous"):
-        choose = association_policy(name, 3)
-        chosen = [choose(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(200)]
-        assert min(chosen.count(index) for index in range(4)) > 25
-        assert chosen == [choose(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(200)]
-    others = [
-        association_policy("random", 4)(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(9)
-    ]
-    assert others != [
-        association_policy("random", 3)(f"phone-{n}", verifiers, [NEAR] * 4) for n in range(9)
-    ]
+    """And a full verifier says so."""
+    gpu = sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=2.5), max_sessions=1)
+    scenario = replace(SMALL, verifiers={"gpu": gpu})
+    source = token_source(scenario, 1, HERE)
+    (site, _), *_ = World(scenario, Arm.EDGESPEC, "1", Surrounding(source, HERE)).sites
+    offered = site.offered(LinkView(0.010, up_bits_per_s=96_000.0, down_bits_per_s=96_000.0))
+    assert offered == VerifierView("gpu", pytest.approx(0.010 + 0.020 + 2 * 0.010), 0, False)
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'nearest', but must be one of listed, lowest-delay"):
-        association_policy("nearest")
+    with pytest.raises(ConfigError, match="association"):
+        sc.load_scenario("mec", {"association": "nearest"})

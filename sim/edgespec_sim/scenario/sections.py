@@ -11,6 +11,7 @@ from pathlib import Path
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import ConfigError, load_config
+from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
 from edgespec.core.protocol.checks import bounded
@@ -397,7 +398,8 @@ class Scenario:
     """All of them: those of a server's draft only where a verifier has one."""
     gamma: int | None = limited(None, 1, 32)
     """Draft length of the arm ``vanilla``; null: the best one by its own estimates."""
-    association: str = "lowest-delay"
+    association: Association = Association.LOWEST_DELAY
+    """Of a verifier for each request: listed, lowest-delay or rendezvous."""
     radio: RadioSection | None = None
     shards: int = limited(1, 1, 1024)
     """Worlds apart from one another that devices and verifiers are dealt out to."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.bench.arms import Arm
+from edgespec.core.association.policies import ranked
 from edgespec.core.protocol.messages import Limits
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
@@ -130,9 +131,11 @@ class World:
         sites = [site for site, _ in self.sites if site.reachable] or [s for s, _ in self.sites]
         if len(sites) == 1:
             return sites[0]
-        links = [self.network.view(user.group, user.number, site.name) for site in sites]
-        views = [site.view for site in sites]
-        return sites[self.surrounding.association(user.name, views, links)]
+        offers = [
+            site.offered(self.network.view(user.group, user.number, site.name)) for site in sites
+        ]
+        best = ranked(self.scenario.association, user.name, offers)[0]
+        return next(site for site in sites if site.name == best)
 
     def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
         if not site.reachable:

@@ -369,7 +369,7 @@ class Network:
         return self._scenario.message_ms / 1e3
 
     def view(self, group: str, number: int, verifier: str) -> LinkView:
-        """What a device could know: typical round trip, capacities, signal."""
+        """What a device could know: typical round trip and capacities."""
         view = self._wired.get((group, verifier))
         if view is None:
             view = self._wired[group, verifier] = self._wired_view(group, verifier)
@@ -384,7 +384,6 @@ class Network:
             view.rtt_s + self._access_s + backhaul_rtt_s,
             min(view.up_bits_per_s, signal.up_bits_per_s),
             min(view.down_bits_per_s, signal.down_bits_per_s),
-            signal.snr_db,
         )
 
     def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
@@ -400,7 +399,7 @@ class Network:
         rtt_s = 2 * self.fixed_s + sum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
-        return LinkView(rtt_s, up * 1e6, down * 1e6, None)
+        return LinkView(rtt_s, up * 1e6, down * 1e6)
 
     @property
     def _access_s(self) -> float:

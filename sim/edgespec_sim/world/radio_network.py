@@ -234,8 +234,6 @@ _TICKS_PER_S = 1e9
 class Signal:
     """Of one device at one station, now."""
 
-    snr_db: float
-    """What the device hears: signal to interference and noise."""
     up_bits_per_s: float
     down_bits_per_s: float
 
@@ -270,7 +268,6 @@ class RadioNetwork:
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
         """Time on the air within this step."""
         self._up = self._down = np.zeros((devices, stations))
-        self._snr_db = np.zeros((devices, stations))
         self._step(np.zeros(devices))
         self._queue.after(_STEP_S, self._advance)
 
@@ -293,7 +290,6 @@ class RadioNetwork:
     def signal(self, device: int, station: int) -> Signal:
         share = 1.0 - self._section.load
         return Signal(
-            float(self._snr_db[device, station]),
             share * float(self._up[device, station]),
             share * float(self._down[device, station]),
         )
@@ -366,7 +362,6 @@ class RadioNetwork:
         up = device_w * gains / (up_noise_w + up_w)
         down = station_w * gains / (down_noise_w + down_w)
         self._up, self._down = (band_hz * _bits_per_hz(snr) for snr in (up, down))
-        self._snr_db = 10.0 * np.log10(np.maximum(down, 1e-12))
         self._device_s[:] = 0.0
         self._station_s[:] = 0.0
         return changes

@@ -55,7 +55,7 @@ from edgespec_sim.token_sources.source import (
 )
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
 from edgespec_sim.world.meters import Meters, RequestRecord, pace
-from edgespec_sim.world.site import Surrounding, association_policy
+from edgespec_sim.world.site import Surrounding
 
 # --- what a reader of a run has to know --------------------------------------------------------
 # where times and energies come from, and what was relaxed.
@@ -287,7 +287,6 @@ def _world(job: Job, tracer: Tracer | None) -> World:
     scenario = shard_of(job.scenario)
     surrounding = Surrounding(
         source=token_source(scenario, job.seed, job.folder, lossy=job.arm.drafts),
-        association=association_policy(scenario.association, job.seed),
         folder=job.folder,
         checks=job.checks and job.scenario.device_count <= _CHECKED_DEVICES,
     )
