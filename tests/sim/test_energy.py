@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.bench.arms import Arm
+from edgespec.core.association.policies import Association
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.verifiers import GPU_POWERS, RADIOS, RadioMeter, RadioPower
 from edgespec_sim.world.assembly import WorldOutcome
@@ -22,7 +23,7 @@ WORLD = sc.Scenario(
     duration_s=3.0,
     drain_s=20.0,
     tokens=sc.TokensSection(source=sc.TokensFrom.TOY),
-    association="listed",
+    association=Association.LISTED,
     devices={"laptop": sc.DeviceSection(count=3, workload=WORK)},
     verifiers={"used": GPU, "spare": GPU},
 )

@@ -128,8 +128,6 @@ def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm) -> str:
 
 def _why_not(arms: Mapping[Arm, ArmSummary], fastest: Arm, draft_ms: float, pass_ms: float) -> str:
     why = f"the fastest arm, {fastest.value}, is only {arms[fastest].speedup:.2f} times as fast"
-    if fastest is Arm.TARGET_ONLY:
-        why = "no arm is faster than plain streaming"
     if draft_ms >= pass_ms and fastest is not Arm.SERVER_DRAFT:
         why = f"a draft step ({draft_ms:g} ms) takes no less than a pass ({pass_ms:g} ms)"
     return f"Drafting does not pay here, because {why}."
