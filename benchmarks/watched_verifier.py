@@ -337,6 +337,8 @@ def answer(prompt: Sequence[int], length: int) -> list[int]:
 
 
 def main() -> None:
+    if sys.argv[1:] in ([], ["--help"]):
+        raise SystemExit(__doc__)
     arguments = sys.argv[2:]
     watch(Path(sys.argv[1]))
     if "--table" in arguments:
