@@ -5,11 +5,11 @@
 
 The bundled pair runs for real and the clock does not: a pass takes 25 ms and a draft step 8 ms, so
 the machine's load changes no figure. Every rule plays the same prompts (by default those of the
-simulator's tapes) with the same seeds; ``vanilla`` drafts four deep and waits. A line has tokens a
-pass, the speed over the exact rule, text by text, the share of tokens that are not the target's
-own, the target's perplexity of the texts (raw, at temperature 1) over that of its exact ones, and
-how many texts behind Python are Python as far as their last whole line. Intervals are 95 % over
-texts.
+simulator's tapes) with the same seeds; ``vanilla`` drafts four deep and waits. A line has the time
+a token takes, tokens a pass, the speed over the exact rule, text by text, the share of tokens that
+are not the target's own, the target's perplexity of the texts (raw, at temperature 1) over that of
+its exact ones, and how many texts behind Python are Python as far as their last whole line.
+Intervals are 95 % over texts.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def row(found: Sequence[Played], exact: Sequence[Played]) -> str:
         (math.exp(fmean(worse)), [math.exp(one) for one in mean_interval(worse)]),
     ]
     told = [f"{value:.3f} ({low:.3f} to {high:.3f})" for value, (low, high) in cells]
-    return " | ".join([*told, f"{sum(code)} of {len(code)}"])
+    pace = f"{1e3 * fmean(times[1]):.1f}"
+    return " | ".join([pace, *told, f"{sum(code)} of {len(code)}"])
 
 
 def main() -> None:
@@ -133,8 +134,8 @@ def main() -> None:
     options.text = load_tokenizer("bundled")
     prompts = [tuple(options.text.encode(one.text)) for one in read_prompts(options.prompts)]
     prompts = [one for one in prompts if len(one) < 400][: options.limit]
-    print("| arm | RTT | rule | tokens a pass | speed | replaced | perplexity | compile |")
-    print("| --- | ---: | --- | --- | --- | --- | --- | ---: |")
+    print("| arm | RTT | rule | ms | tokens a pass | speed | replaced | perplexity | compile |")
+    print("| --- | ---: | --- | ---: | --- | --- | --- | --- | ---: |")
     for arm, rtt_ms in product(options.arms.split(","), map(float, options.rtts.split(","))):
         options.arm, options.rtt_s = arm_settings(Arm(arm), 4), rtt_ms / 1e3
         exact: list[Played] = []
