@@ -75,7 +75,7 @@ class Flag:
 
 MAX_TOKENS = Flag("sampling.max_tokens", ("--max-tokens", "-n"), panel=TEXT)
 TEMPERATURE = Flag("sampling.temperature", ("--temperature", "-t"), panel=TEXT)
-RULE = Flag("rule", metavar="NAME[:PARAMETER]", panel=TEXT)
+RULE = Flag("rule", metavar="NAME", panel=TEXT)
 VERIFIER_FLAGS = (
     Flag("verifier", metavar="HOST:PORT", panel=WHERE),
     Flag("tls.ca", metavar="FILE", panel=WHERE),

@@ -118,8 +118,8 @@ class DraftSection:
     """Type of cached keys and values when a checkpoint is exported. null is float32, or what the
     memory budget asks for."""
     window: int = 0
-    """Tokens whose keys and values are held, the first and the last ones of a text; 0: as many as
-    the draft was trained on, by its ``edgespec.json``, else the whole context."""
+    """Tokens of a text that the draft's cache holds, the first and last. 0: as many as the draft
+    was trained on, by its ``edgespec.json``, else the whole context."""
     memory_budget: str = ""
     """Memory of the process: 600MiB, 25% or auto. ``auto`` is what is free on the machine;
     empty is no budget."""
@@ -130,8 +130,8 @@ class DraftSection:
     """Guesses from the text stand in the tree beside the model's, by what each is worth
     (``--draft lookup`` has no others)."""
     corpus: tuple[str, ...] = ()
-    """Guess from this file's text too, or those of a folder; give it once for each. They stand
-    beside guesses from the text, as with ``lookup``. An index is made in the cache once, and anew
+    """Guess from this file or folder too. Give it once for each; such guesses stand
+    beside those from the text, as with ``lookup``. An index is made in the cache once, and anew
     when a file has changed."""
     provider: str = "cpu"
     """What of onnxruntime the draft runs on: cpu, cuda, tensorrt, dml, coreml or openvino."""
@@ -234,9 +234,9 @@ class AgentConfig:
     model: str = ""
     """Ask for this target or adapter by name. Empty takes what the verifier serves."""
     rule: str = EXACT_RULE
-    """Accept drafts by this rule: exact, or one that the verifier offers of the LOSSY ones typical,
-    top-k:K, margin:NATS, dsd:SHARE and bild:NATS. Under these likely drafts replace the target's
-    own tokens, and the text depends on the draft and on time."""
+    """Accept drafts by this rule; all but exact are LOSSY. Of typical, top-k:K, margin:NATS,
+    dsd:SHARE and bild:NATS the verifier has to offer the one you name. Under these likely drafts
+    replace the target's own tokens, and the text depends on the draft and on time."""
     tokenizer: str = ""
     """Folder or Hub id, if it is not the draft's. Empty is the draft's, or the verifier's when no
     model drafts."""
