@@ -1,8 +1,10 @@
-"""Drafts and policies beside one another on the target's own texts, in virtual time.
+"""Drafts, policies and relaxed rules beside one another on the target's own texts, in virtual time.
 
     EDGESPEC_DATA=... python benchmarks/judge_drafts.py [--draft OLD NEW]
         [--policy windowed,goodput] [--sources model,text,both] [--rtts 20,50]
         [--temperatures 0,0.7] [--tokens 96]
+    python benchmarks/judge_drafts.py --rules "typical dsd:0.3" [--arms edgespec,vanilla]
+        [--prompts FILE.jsonl]
 
 The target says each text once; then every draft, which is run for real, drafts it under every
 policy: the model alone, guesses from the text alone, or both in one tree. A pass takes 25 ms and a
@@ -12,32 +14,44 @@ the table begins with nothing. Sets of texts: the bench's built-in prompts, thos
 tapes, and code, chat and maths of ``EDGESPEC_DATA`` (left out without it). Times are means over the
 texts with 95 % intervals; the speed is 25 ms over that, and the last column the time over that of
 the first row, text by text. Exits 1 if a text is not the target's.
+
+With ``--rules`` the bundled draft plays the prompts of a file (by default the tapes') under each of
+these rules and the exact one, every step in 8 ms; ``vanilla`` drafts four deep and waits. A line
+has the time a token takes, tokens a pass, the speed over the exact rule, text by text, the share of
+tokens that are not the target's own, the target's perplexity of the texts (raw, at temperature 1)
+over that of its exact ones, and how many texts behind Python are Python as far as their last whole
+line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from codeop import compile_command
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import mean_interval, ratio_interval
 from edgespec.bench.prompts import DEFAULT_PROMPTS, read_prompts
 from edgespec.bench.report import machine, versions
 from edgespec.config import VerifierConfig
 from edgespec.core.device.estimates import Learned
-from edgespec.core.device.events import Finish
+from edgespec.core.device.events import Deliver, Finish
 from edgespec.core.device.goodput_policy import PolicyName, named_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.messages import Limits, Open
+from edgespec.core.ports import Drafter, TargetModel
+from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.verifier.engine import VerifyEngine
@@ -59,7 +73,7 @@ KINDS: Final = ("code", "chat", "maths")
 PASS_S: Final = 0.025
 STEP_S: Final = 0.008
 MODEL, TEXT, BOTH = "model", "text", "both"
-_TAPES: Final = Path(__file__).parents[1] / "sim" / "edgespec_sim" / "data" / "prompts"
+_TAPES: Final = Path(__file__).parents[1] / "sim" / "edgespec_sim" / "data/prompts/tapes.jsonl"
 _LONGEST_S: Final = 1e5
 _LONGEST_PROMPT: Final = 700
 
@@ -73,18 +87,24 @@ class Text:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Played:
-    tpot_ms: float
-    sent: float
+    """What became of a text; as its device's tracer the raw log-probability of each token."""
+
+    logprobs: list[float] = field(default_factory=list)
+    tpot_ms: float = 0.0
+    passes: int = 0
+    sent: float = 0.0
     """Nodes a token."""
-    steps: float
+    steps: float = 0.0
     """Draft steps a token."""
-    pass_tokens: float
-    """Tokens a pass."""
-    wasted: float
-    """Nodes a token that were sent and verified in vain."""
-    exact: bool
+    replaced: float = 0.0
+    """The share of tokens that are not the target's own."""
+    said: tuple[int, ...] = ()
+
+    def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
+        if isinstance(item, Deliver):
+            self.logprobs += [one.logprob for one in item.logprobs]
 
 
 def texts(folder: Path, kind: str) -> list[str]:
@@ -105,7 +125,7 @@ def texts(folder: Path, kind: str) -> list[str]:
 
 def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
     yield "built-in", [prompt.text for prompt in DEFAULT_PROMPTS][:limit]
-    yield "tapes", [prompt.text for prompt in read_prompts(_TAPES / "tapes.jsonl")][:limit]
+    yield "tapes", [prompt.text for prompt in read_prompts(_TAPES)][:limit]
     folder = Path(os.environ.get("EDGESPEC_DATA", "")) / "prompts"
     if not (folder / "humaneval.jsonl").is_file():
         print(
@@ -118,15 +138,10 @@ def prompt_sets(limit: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
-    encode = load_tokenizer("bundled").encode
-    return said_behind(
-        [tuple(encode(text)[:_LONGEST_PROMPT]) for text in prompts], temperature, tokens
-    )
-
-
-def said_behind(prompts: Sequence[tuple[int, ...]], temperature: float, tokens: int) -> list[Text]:
     target, found = load_target(VerifierConfig(canonical=False, threads=1)), list[Text]()
-    for number, prompt in enumerate(prompts):
+    encode = load_tokenizer("bundled").encode
+    for number, text in enumerate(prompts):
+        prompt = tuple(encode(text)[:_LONGEST_PROMPT])
         sampling = SamplingParams(temperature, seed=number, max_tokens=tokens, ignore_eos=True)
         answer = decode_alone(target, prompt, tokens, sampling)
         found.append(Text(prompt, tuple(answer), sampling))
@@ -138,58 +153,72 @@ def step_s(kept: int, fed: int) -> float:
     return STEP_S * (0.9 + 0.1 * min(fed, 8))
 
 
-def play(
-    text: Text,
-    drafter: OnnxDrafter,
-    policy: DraftPolicy,
-    rtt_s: float,
-    learned: Learned,
-    said: TextTables | None,
-    *,
-    model: bool = True,
-) -> Played:
-    count = len(text.said)
-    taped = TapedGeneration("text", text.prompt, text.said, (0,) * count)
-    target = TapeSource(MatchTape("bundled", "bundled", 1, (taped,))).target()
-    queue = EventQueue()
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What texts are played with, one after another."""
+
+    drafter: Drafter
+    policy: DraftPolicy
+    rtt_s: float
+    step_s: Callable[[int, int], float]
+    tables: TextTables | None = None
+    """Guesses from the text."""
+    target: TargetModel | None = None
+    """None: a tape of the text, since by the exact rule there is no other."""
+    rule: str = EXACT_RULE
+    run_ahead: RunAhead = RunAhead.AUTO
+    learned: Learned = field(default_factory=Learned)
+
+
+def taped(text: Text) -> TargetModel:
+    generation = TapedGeneration("text", text.prompt, text.said, (0,) * len(text.said))
+    return TapeSource(MatchTape("bundled", "bundled", 1, (generation,))).target()
+
+
+def play(text: Text, stage: Stage) -> Played:
+    target, queue, found = stage.target or taped(text), EventQueue(), Played()
     engine = VerifyEngine(
-        target.info, Limits(context_length=1 << 20), EngineLimits(server_drafts=False)
+        target.info, Limits(context_length=1 << 20), EngineLimits(rules=(stage.rule,))
     )
     verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(PASS_S), ""))
+    asked = Open(
+        "text",
+        "",
+        "",
+        text.prompt,
+        sampling=text.sampling,
+        run_ahead=stage.run_ahead,
+        rule=stage.rule,
+        logprobs=int(stage.target is not None),
+    )
     session = DraftSession(
-        Open("text", "", "", text.prompt, sampling=text.sampling),
-        policy,
+        asked,
+        stage.policy,
         ReconnectPolicy(),
-        drafter.info.context_length,
-        learned=learned,
-        text=said,
+        stage.drafter.info.context_length,
+        learned=stage.learned,
+        text=stage.tables,
     )
 
     def connect() -> tuple[Stream, float]:
-        stream = Stream(queue, FixedDelay(queue, rtt_s / 2), FixedDelay(queue, rtt_s / 2))
-        verifier.accept(stream)
-        return stream, rtt_s
+        delay = FixedDelay(queue, stage.rtt_s / 2)
+        verifier.accept(stream := Stream(queue, delay, delay))
+        return stream, stage.rtt_s
 
-    device = SimulatedDevice(
-        queue,
-        session,
-        drafter if model else SilentDrafter(drafter.info),
-        step_s if model else lambda kept, fed: 0.0,
-        connect,
-    )
+    device = SimulatedDevice(queue, session, stage.drafter, stage.step_s, connect, found)
     device.start()
     queue.run(until_s=_LONGEST_S)
-    found, counters = device.delivery, session.counters
-    if not isinstance(found.ended, Finish):
-        raise RuntimeError(f"the session did not finish: {found.ended}")
-    return Played(
-        1e3 * (found.times_s[-1] - found.times_s[0]) / (count - 1),
-        counters.sent / count,
-        counters.steps / count,
-        counters.committed / counters.passes,
-        counters.wasted / count,
-        tuple(found.tokens) == text.said,
-    )
+    times_s, count = device.delivery.times_s, len(device.delivery.tokens)
+    if not isinstance(device.delivery.ended, Finish):
+        raise RuntimeError(f"the session did not finish: {device.delivery.ended}")
+    found.tpot_ms = 1e3 * (times_s[-1] - times_s[0]) / (count - 1)
+    counters, found.said = session.counters, tuple(device.delivery.tokens)
+    found.sent, found.steps = counters.sent / count, counters.steps / count
+    found.passes, found.replaced = counters.passes, counters.replaced / count
+    return found
+
+
+# --- drafts and policies -------------------------------------------------------------------------
 
 
 def row(found: Sequence[Played], first: Sequence[Played]) -> str:
@@ -213,17 +242,84 @@ def compare(
         first: list[Played] = []
         for draft, drafter in drafts.items():
             for policy, source in product(options.policy.split(","), options.sources.split(",")):
-                learned, chosen = Learned(), named_policy(PolicyName(policy))
-                said = None if source == MODEL else TextTables(ngrams=True)
-                found = [
-                    play(one, drafter, chosen, rtt_ms / 1e3, learned, said, model=source != TEXT)
-                    for one in heard
-                ]
+                stage = Stage(
+                    SilentDrafter(drafter.info) if source == TEXT else drafter,
+                    named_policy(PolicyName(policy)),
+                    rtt_ms / 1e3,
+                    (lambda kept, fed: 0.0) if source == TEXT else step_s,
+                    None if source == MODEL else TextTables(ngrams=True),
+                )
+                found = [play(one, stage) for one in heard]
                 first = first or found
-                wrong += sum(not one.exact for one in found)
+                wrong += sum(one.said != text.said for one, text in zip(found, heard, strict=True))
                 name = f"{Path(draft).name}, {policy}, {source}"
                 print(f"{head} {rtt_ms:g} | {name} | {row(found, first)}", flush=True)
     return wrong
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+def is_python(text: str) -> bool:
+    """Whether it is Python, or begins it."""
+    with suppress(SyntaxError, ValueError, OverflowError):
+        compile_command(text, symbol="exec")
+        return True
+    return False
+
+
+def rule_row(
+    found: Sequence[Played], exact: Sequence[Played], prompts: Sequence[tuple[int, ...]]
+) -> str:
+    decode = load_tokenizer("bundled").decode
+    counts = [[float(len(one.said)) for one in found], [float(one.passes) for one in found]]
+    times = [[one.tpot_ms for one in side] for side in (exact, found)]
+    shares = [one.replaced for one in found]
+    worse = [fmean(b.logprobs) - fmean(a.logprobs) for a, b in zip(found, exact, strict=True)]
+    code = [
+        is_python(decode([*prompt, *one.said]).rpartition("\n")[0])
+        for prompt, one in zip(prompts, found, strict=True)
+        if is_python(decode(prompt))
+    ]
+    cells = [
+        (sum(counts[0]) / sum(counts[1]), ratio_interval(*counts)),
+        (sum(times[0]) / sum(times[1]), ratio_interval(*times)),
+        (fmean(shares), mean_interval(shares)),
+        (math.exp(fmean(worse)), [math.exp(one) for one in mean_interval(worse)]),
+    ]
+    told = [f"{value:.3f} ({low:.3f} to {high:.3f})" for value, (low, high) in cells]
+    return " | ".join([f"{fmean(times[1]):.1f}", *told, f"{sum(code)} of {len(code)}"])
+
+
+def compare_rules(options: Any) -> None:
+    target = load_target(VerifierConfig(canonical=False, threads=1))
+    drafter = OnnxDrafter(resolve_model("bundled", Role.DRAFT), threads=1)
+    encode = load_tokenizer("bundled").encode
+    prompts = [tuple(encode(one.text)) for one in read_prompts(options.prompts)]
+    prompts = [one for one in prompts if len(one) < 400][: options.limit]
+    print("| arm | T | RTT | rule | ms | tokens a pass | speed | replaced | perplexity | compile |")
+    print("| --- | ---: | ---: | --- | --- | --- | --- | --- | --- | ---: |")
+    numbers = (map(float, words.split(",")) for words in (options.temperatures, options.rtts))
+    for arm, temperature, rtt_ms in product(options.arms.split(","), *numbers):
+        settings, exact = arm_settings(Arm(arm), 4), list[Played]()
+        texts = []
+        for seed, prompt in enumerate(prompts):
+            law = SamplingParams(temperature, seed=seed, max_tokens=options.tokens, ignore_eos=True)
+            texts.append(Text(prompt, (), law))
+        for rule in dict.fromkeys((EXACT_RULE, *options.rules.split())):
+            stage = Stage(
+                drafter,
+                settings.policy,
+                rtt_ms / 1e3,
+                lambda kept, fed: STEP_S,
+                target=target,
+                rule=rule,
+                run_ahead=settings.run_ahead,
+            )
+            found = [play(text, stage) for text in texts]
+            exact = exact or found
+            head = f"| {arm} | {temperature:g} | {rtt_ms:g} | {rule}"
+            print(f"{head} | {rule_row(found, exact, prompts)} |", flush=True)
 
 
 def main() -> int:
@@ -235,10 +331,16 @@ def main() -> int:
     parser.add_argument("--temperatures", default="0,0.7", help="with commas")
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
     parser.add_argument("--limit", type=int, default=24, help="texts of each set")
+    parser.add_argument("--rules", default="", help="with spaces between; compare these instead")
+    parser.add_argument("--arms", default="edgespec,vanilla", help="of --rules, with commas")
+    parser.add_argument("--prompts", type=Path, default=_TAPES, help="of --rules: JSON Lines")
     options = parser.parse_args()
     if unknown := {*options.sources.split(",")} - {MODEL, TEXT, BOTH}:
         parser.error(f"sources: {sorted(unknown)} are unknown; there are {MODEL}, {TEXT}, {BOTH}")
     print(json.dumps({"machine": machine(), "versions": versions()}))
+    if options.rules:
+        compare_rules(options)
+        return 0
     drafts = {one: OnnxDrafter(resolve_model(one, Role.DRAFT), threads=1) for one in options.draft}
     wrong = 0
     print(

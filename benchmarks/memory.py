@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -37,14 +36,7 @@ import edgespec.cli.main  # noqa: F401 # counted with the runtime
 from edgespec.config import DraftSection
 from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.device.memory import MIB, DraftSettings, KvType, memory_terms, parse_budget
-from edgespec.core.ports import (
-    Cancelled,
-    Candidate,
-    Drafter,
-    ModelInfo,
-    Transport,
-    never_cancelled,
-)
+from edgespec.core.ports import Drafter, ModelInfo, Transport
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
@@ -55,7 +47,6 @@ from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.model_drafter import exported_variant, planned_drafter
 from edgespec.models.folders import Role, model_info, read_config, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
-from tests.adversarial import WrappedDrafter
 
 CONTEXT = 8192
 # A hard limit counts the stacks of a process's threads whether they are used or not.
@@ -96,41 +87,14 @@ class ControlGroup:
         return int(self.file("max_usage_in_bytes", "peak").read_text())
 
     @property
-    def at_the_limit(self) -> int:
-        """How often the kernel had to reclaim memory of the group, as it was at its limit."""
-        if self.version == 1:
-            return int((self.path / "memory.failcnt").read_text())
-        return self.event("max")
-
-    def event(self, kind: str) -> int:
-        """``oom_kill``: processes that the kernel killed for want of memory."""
+    def killed(self) -> int:
+        """Processes that the kernel killed for want of memory."""
         lines = self.file("oom_control", "events").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind} "))
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     def joining(self) -> tuple[str, ...]:
         """What goes before a command that shall run in the group."""
         return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$0" "$@"')
-
-
-class Timed(WrappedDrafter):
-    """``inner``, with the times of its usual steps."""
-
-    def __init__(self, inner: Drafter) -> None:
-        super().__init__(inner)
-        self.step_s: list[float] = []
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        started_at = time.perf_counter()
-        found = super().step(keep_length, feed, width, cancelled)
-        if len(feed) <= 2:
-            self.step_s.append(time.perf_counter() - started_at)
-        return found
 
 
 def make_drafter(job: dict[str, Any], told: list[str]) -> Drafter:
@@ -214,21 +178,16 @@ def be_device(job: dict[str, Any]) -> None:
         found = ControlGroup(Path(group["path"]), group["version"])
         most = parse_budget(job["budget"]).resolve(machine_memory())
         limit = held_hard(found, most, runtime)
-    timed = Timed(make_drafter(job, told))
+    drafter = make_drafter(job, told)
     if fill := job.get("fill"):  # the whole window, whatever the chat comes to
-        timed.begin(1, SamplingParams(temperature=0.7))
-        timed.step(0, [1 + token % 1000 for token in range(fill)], job["width"])
-    made, wrong = asyncio.run(converse(job, timed, transport))
-    steps = timed.step_s[5:] or [0.0]
+        drafter.begin(1, SamplingParams(temperature=0.7))
+        drafter.step(0, [1 + token % 1000 for token in range(fill)], job["width"])
+    made, wrong = asyncio.run(converse(job, drafter, transport))
     result = {
         "peak": peak_bytes(),
         "tokens": made,
         "wrong": wrong,
         "limit": limit,
-        "steps": len(timed.step_s),
-        "step_ms": statistics.median(steps) * 1e3,
-        "longest_step_ms": max(steps) * 1e3,
-        "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
         "told": told,
     }
     if not job.get("budget"):
@@ -395,9 +354,13 @@ async def measured(case: Case, root: Path, joining: Sequence[str] = ()) -> dict[
 
     folder = root / case.folder
     if not (folder / "edgespec.json").exists():
-        made = [str(folder), case.shape, case.bits, case.context, case.kv_type]
-        maker = await asyncio.create_subprocess_exec(*PYTHON, MAKE, json.dumps(made))
-        assert await maker.wait() == 0
+        make_draft(
+            folder,
+            case.shape,
+            bits=case.bits,
+            context_length=case.context,
+            kv_type=KvType(case.kv_type),
+        )
     address = f"unix:{root}/verifier-{os.getpid()}"
     verifier = Verifier(RandomText(case.shape), Limits(context_length=CONTEXT), EngineLimits())
     server = GrpcServer(
@@ -524,9 +487,9 @@ async def cgroup(large: bool, root: Path) -> None:
     """Each draft once without a limit, to know what it takes, then 40 turns within one."""
     print(
         "| shape | bits | KV | budget | limit | predicted | peak of process | predicted over peak |"
-        " of group | at the limit | killed | wrong | steps | ms a step, longest | major faults |"
+        " of group | killed | wrong |"
     )
-    print("| --- | ---: | --- |" + " ---: |" * 12)
+    print("| --- | ---: | --- |" + " ---: |" * 8)
     for shape, bits, kv_type in [("0.6B", 4, "int8")] if large else LIMITED:
         free = await measured(case(shape, bits, kv_type, _TRIED_WINDOW), root)
         taken = sum(free["terms"].values())
@@ -541,10 +504,7 @@ async def cgroup(large: bool, root: Path) -> None:
                 f"| {shape} | {bits} | {kv_type} | {most} | {found['limit'] / MIB:.0f} |"
                 f" {expected:.1f} | {found['peak'] / MIB:.1f} |"
                 f" {expected * MIB / found['peak']:.3f} | {group.peak / MIB:.1f} |"
-                f" {group.at_the_limit} | {group.event('oom_kill')} |"
-                f" {found['wrong']} of {found['tokens']} |"
-                f" {found['steps']} | {found['step_ms']:.0f}, {found['longest_step_ms']:.0f} |"
-                f" {found['major_faults']} |",
+                f" {group.killed} | {found['wrong']} of {found['tokens']} |",
                 flush=True,
             )
 
@@ -589,20 +549,14 @@ def step(shape: str, rounds: int, cached: int = 300) -> None:
 
 # --- the command ---------------------------------------------------------------------------------
 
-DEVICE, MAKE = "device", "make"
-"""As the first argument: what the processes do that this program starts."""
+DEVICE = "device"
+"""As the first argument: what this program starts for each row."""
 PYTHON = (sys.executable, str(Path(__file__).resolve()))
 
 
 def main() -> None:
-    match sys.argv[1:]:
-        case [what, job] if what == DEVICE:
-            return be_device(json.loads(job))
-        case [what, made] if what == MAKE:
-            folder, shape, bits, context, kv_type = json.loads(made)
-            kind = KvType(kv_type)
-            make_draft(Path(folder), shape, bits=bits, context_length=context, kv_type=kind)
-            return None
+    if sys.argv[1:2] == [DEVICE]:
+        return be_device(json.loads(sys.argv[2]))
     from edgespec.bench.report import machine, versions
 
     parser = argparse.ArgumentParser(
