@@ -88,7 +88,7 @@ ARMS = f"{BENCH}.arms"
 # The toys are the simulator's models, so they keep its rules: no clock, no chance, no library.
 TOYS = named(
     "device.drafters.toy device.drafters.token_cache verifier.targets.toy "
-    "verifier.targets.pass_requests sampling.token_counts"
+    "verifier.targets.pass_requests"
 )
 GUARDED = f"{DRAFTERS}.guarded"
 # The first floor that holds a module is its floor.

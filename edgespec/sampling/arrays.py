@@ -31,8 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.core.ports import Candidate
-from edgespec.core.protocol.sampling import GOLDEN, MIX_A, MIX_B, SamplingParams, position_keys
-from edgespec.sampling.token_counts import TokenCounts
+from edgespec.core.protocol.sampling import (
+    GOLDEN,
+    MIX_A,
+    MIX_B,
+    SamplingParams,
+    TokenCounts,
+    position_keys,
+)
 
 
 class Workspace:
@@ -76,17 +82,6 @@ def gumbel(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
 def gumbel_noise(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
     """The noise of each of ``tokens`` at ``position``."""
     return gumbel(noise_bits(seed, position, tokens))
-
-
-def row_bits(
-    seed: int, position: int, vocabulary_size: int, work: Workspace | None = None
-) -> NDArray[np.uint32]:
-    """``noise_bits`` of every token id below ``vocabulary_size``, shape [V]; they last until the
-    next row of the same ``work``."""
-    work = work or Workspace()
-    bits = work.array("bits", vocabulary_size, np.uint32)
-    bits[:] = _spread(vocabulary_size)
-    return _keyed(bits, seed, position, work.array("shifted", vocabulary_size, np.uint32))
 
 
 def least_bits(noise: float) -> np.uint32:

@@ -1,7 +1,7 @@
 """A draft learns its target's next-token distribution.
 
 The loop is plain: take the texts that were learned from least, ask target and draft for their
-distributions behind each prefix, take the loss between them (``losses.py``), step. Texts are
+distributions behind each prefix, take the loss between them (``LOSSES``), step. Texts are
 recorded ones, what the target writes after prompts, or what the draft itself writes; new ones are
 written as they are used up.
 
@@ -22,7 +22,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -38,7 +38,6 @@ from transformers.utils.logging import disable_progress_bar
 from edgespec.bench.measurement import Interval, mean_interval
 from edgespec.device.export.export import COPIED_FILES
 from edgespec.models.folders import trained_length
-from edgespec.training.losses import LOSSES, SELECTED_SHARE, most_to_gain
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 from edgespec.training.texts import HeldBack, Text, padded, write
 from edgespec.verifier.targets.loading import check_loading
@@ -55,7 +54,65 @@ _ROUND: Final = 32  # texts that are written at once
 _USES, _AHEAD = 4, 4
 _OWN_USES, _OWN_AHEAD, _OWN_KEPT = 2, 1, 4
 _NUMBERS_AT_ONCE: Final = 1 << 24  # logits of one forward pass
+FIRST_CHOICE_WEIGHT: Final = 0.5
+SELECTED_SHARE: Final = 0.4
+"""Of the tokens of a step, as in AdaSPEC."""
 _FIRST_PHASE: Final = 0.5  # of ``selective``: the share of the budget that trains the reference
+
+
+# --- losses of a draft's next-token distribution q against the target's p -------------------------
+#
+# Each takes log-probabilities [rows, vocabulary] of the draft and of the target, one row for each
+# token to be guessed, and returns one loss a row. Gradients go into the draft alone.
+
+
+def forward_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """KL(p || q): the draft covers all that the target may say (FastDraft, 2411.11055)."""
+    return (target.exp() * (target - draft)).sum(-1)
+
+
+def reverse_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """KL(q || p): the draft says nothing that the target would not (DistillSpec, 2310.08461)."""
+    return (draft.exp() * (draft - target)).sum(-1)
+
+
+def total_variation(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """TV(p, q), the share that even the best coupling rejects (DistillSpec, 2310.08461)."""
+    return 0.5 * (draft.exp() - target.exp()).abs().sum(-1)
+
+
+def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) plus half the cross-entropy on the target's first choice, which is what greedy
+    acceptance counts; the bundled pair was trained by it."""
+    best = target.argmax(-1, keepdim=True)
+    likelihood = draft.gather(-1, best).squeeze(-1)
+    return forward_kl(draft, target) - FIRST_CHOICE_WEIGHT * likelihood
+
+
+def most_to_gain(
+    draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor, share: float
+) -> torch.Tensor:
+    """bool [rows]: the ``share`` of rows, at least one, at which the draft is furthest behind
+    ``reference``, a trained draft of its size. What no draft of this size learns is left out
+    (AdaSPEC, 2510.19779). Ties go to the first rows."""
+    behind = (forward_kl(draft, target) - forward_kl(reference, target)).detach()
+    order = behind.argsort(descending=True, stable=True)
+    chosen = torch.zeros(len(behind), dtype=torch.bool, device=behind.device)
+    chosen[order[: max(1, round(share * len(behind)))]] = True
+    return chosen
+
+
+LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    LossName.FIRST_CHOICE: first_choice,
+    LossName.FORWARD_KL: forward_kl,
+    LossName.REVERSE_KL: reverse_kl,
+    LossName.TOTAL_VARIATION: total_variation,
+    LossName.SELECTIVE: forward_kl,
+}
+"""``selective`` takes the rows of ``most_to_gain`` alone."""
+
+
+# --- the loop ------------------------------------------------------------------------------------
 
 
 def load_model(folder: Path, *, exact: bool) -> Any:

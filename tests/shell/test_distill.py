@@ -27,8 +27,15 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.export.quantize import quantize_matrix
 from edgespec.models.folders import check_checkpoint, trained_length
 from edgespec.training import distill as training
-from edgespec.training.distill import Distillation, Progress, Verdict, read_state, save_state
-from edgespec.training.losses import LOSSES, most_to_gain
+from edgespec.training.distill import (
+    LOSSES,
+    Distillation,
+    Progress,
+    Verdict,
+    most_to_gain,
+    read_state,
+    save_state,
+)
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 from edgespec.training.texts import HeldBack, Text, read_pieces, split, write
 from tests.shell.live_verifier import call

@@ -16,11 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
-from edgespec.sampling.arrays import Workspace, best_candidates, row_bits
-from edgespec.sampling.arrays import gumbel as array_gumbel
+from edgespec.core.protocol.sampling import (
+    SamplingParams,
+    TokenCounts,
+    choose,
+    gumbel,
+    noise_bits,
+    warp,
+)
+from edgespec.sampling.arrays import Workspace, best_candidates, gumbel_noise
 from edgespec.sampling.arrays import noise_bits as array_noise_bits
-from edgespec.sampling.token_counts import TokenCounts
 
 VOCABULARY_SIZE, LARGE = 40, 151_936
 Values = np.ndarray[Any, np.dtype[np.float32]]
@@ -165,7 +170,7 @@ def expected(logits: Values, params: SamplingParams, position: int, width: int) 
         inside = inside[: int(np.searchsorted(mass, params.top_p * mass[-1])) + 1]
     if params.min_p > 0.0:
         inside = inside[scores[inside] >= np.float32(np.log(params.min_p))]
-    perturbed = scores + array_gumbel(row_bits(params.seed, position, scores.size))
+    perturbed = scores + gumbel_noise(params.seed, position, np.arange(scores.size))
     outside = np.setdiff1d(ranked, inside)
 
     def best(ids: np.ndarray[Any, np.dtype[np.intp]]) -> list[int]:

@@ -107,10 +107,6 @@ class KvBuffers:
                 moved = rows[start + count :]
                 rows[start : length - count] = turned_back(moved, angles)
 
-    def memory_bytes(self, length: int) -> int:
-        """What ``length`` cached tokens keep resident."""
-        return self.bytes_per_token * length
-
     def shrink(self, length: int) -> None:
         """Give the blocks behind row ``length`` back to the system; they read as zeros. Costs one
         call a head and buffer, and nothing where no such row was written."""
@@ -201,9 +197,6 @@ class ReslicedCache:
             left = np.concatenate([kept, turned_back(moved, angles)], axis)
             past[: left.size] = left.ravel()
         self._length = length - count
-
-    def memory_bytes(self, length: int) -> int:
-        return self.bytes_per_token * length
 
     def shrink(self, length: int) -> None:
         """Nothing is given back before ``close``."""

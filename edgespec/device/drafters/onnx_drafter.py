@@ -80,9 +80,6 @@ DEFAULT_CONTEXT_LIMIT = 16_384
 # Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
 
-# Initializers plus the kernels' repacked copies, over the size of the file; measured at 135M.
-_RESIDENT_PER_STORED = {4: 2.2, 8: 1.5, 32: 1.4}
-
 Row = NDArray[np.float32]
 _log = logging.getLogger(__name__)
 
@@ -100,7 +97,6 @@ class GraphDrafter:
         *,
         capacity: int,
         proposable: int,
-        resident_per_stored: float,
         chunk: int = CHUNK,
         window: int = 0,
     ) -> None:
@@ -113,7 +109,6 @@ class GraphDrafter:
         self._store_kind: type[KvBuffers] | type[ReslicedCache] = KvBuffers
         self.weights_bytes = weights_bytes(path)
         """Of the file and its external data."""
-        self._resident_bytes = int(self.weights_bytes * resident_per_stored)
         self._run_options: ort.RunOptions | None = None
         moving = not any(cache.dtype == "int8" for cache in graph.caches)
         self._most_guesses, self._window = MAX_WIDTH, DraftWindow(window or capacity, moving=moving)
@@ -198,14 +193,6 @@ class GraphDrafter:
         self._session = self._binding = None
         self._store.close()
         give_back()
-
-    def memory_bytes(self, cached_length: int | None = None) -> int:
-        """An estimate of what this drafter keeps resident: weights, cache rows, logits. With
-        ``cached_length``, what it would be with so many tokens cached; else with the most so far.
-        Not counted: the runtime itself (about 50 MB with its imports) and scratch.
-        """
-        rows = self._store.touched_length if cached_length is None else cached_length
-        return self._resident_bytes + self._store.memory_bytes(rows) + self._row.nbytes
 
     def cached_rows(self, length: int) -> Iterator[tuple[CacheTensor, Buffer]]:
         """Layer by layer keys and values: the first ``length`` rows, [heads, length, head size]."""
@@ -398,7 +385,6 @@ class OnnxDrafter(GraphDrafter):
             info,
             capacity=capacity,
             proposable=manifest.proposable,
-            resident_per_stored=_RESIDENT_PER_STORED.get(manifest.bits, 1.5),
             chunk=chunk,
         )
         self._lay_out()
@@ -527,7 +513,6 @@ class ForeignDrafter(GraphDrafter):
             replace(limited, vocabulary_size=size),
             capacity=capacity,
             proposable=min(token_count or size, size),
-            resident_per_stored=1.5,
             window=window,
         )
         self._run_options = ort.RunOptions()

@@ -11,8 +11,7 @@ from typing import Final
 
 from edgespec.core.ports import Drafter, ModelInfo, Twinned
 from edgespec.core.protocol.constraint import ConstrainedText
-from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.sampling.token_counts import TokenCounts
+from edgespec.core.protocol.sampling import SamplingParams, TokenCounts
 
 
 class TokenCache:
