@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from edgespec_sim.report import tables
 from edgespec_sim.report.document import (
     LIBRARY,
     Document,
@@ -201,23 +200,6 @@ def test_a_sweep_says_which_arm_wins_where() -> None:
     assert "Asked: which way of decoding is fastest where, over rtt_ms and devices?" in html
     assert html.count(">yes<") == 5
     assert html.count(">?<") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (tables.number(None), "–"),
-        (tables.number(float("nan")), "–"),
-        (tables.number(1234567.8), "1,234,568"),
-        (tables.milliseconds(0.0182), "18.2"),
-        (tables.percent(0.0123), "1.2 %"),
-        (tables.duration(0.25), "250 ms"),
-        (tables.duration(86400.0), "24.0 h"),
-        (tables.shortened("a" * 40), "a" * 27 + "…"),
-    ],
-)
-def test_numbers_have_few_digits(text: str, expected: str) -> None:
-    assert text == expected
 
 
 # --- files ----------------------------------------------------------------------------------

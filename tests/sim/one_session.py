@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from edgespec.core.device.events import Fail
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Drafter, TargetModel
-from edgespec.core.protocol.messages import Limits, Open, RunAhead
-from edgespec.core.verifier import drafts
+from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.telemetry.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Path
 from edgespec_sim.sessions import FixedDelay, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.site import Machine
 
@@ -32,19 +28,16 @@ def alone(
     rtt_s: float,
     step_s: float,
     pass_s: float,
-    *,
-    stream: Callable[[EventQueue, Path, Path], Stream] = Stream,
-    run_ahead: Callable[[RunAhead], drafts.RunAheadPolicy] = drafts.run_ahead_policy,
 ) -> SimulatedDevice:
     """The device of the only session of a verifier, when all is over."""
     queue = EventQueue()
     limits = Limits(context_length=_CONTEXT_LENGTH)
-    engine = VerifyEngine(target.info, limits, EngineLimits(), run_ahead=run_ahead)
+    engine = VerifyEngine(target.info, limits, EngineLimits())
     verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(pass_s), ""))
     session = DraftSession(opened, policy, ReconnectPolicy(), drafter.info.context_length)
 
     def connect() -> tuple[Stream, float]:
-        made = stream(queue, FixedDelay(queue, rtt_s / 2), FixedDelay(queue, rtt_s / 2))
+        made = Stream(queue, FixedDelay(queue, rtt_s / 2), FixedDelay(queue, rtt_s / 2))
         verifier.accept(made)
         return made, rtt_s
 
