@@ -136,19 +136,6 @@ def test_a_draft_guesses_under_the_mask() -> None:
     assert len(drafter.step(0, PROMPT, 4)) == 4  # nobody here reads it
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", r"bytes of the regex constraint is 0, but must be in \[1, 32768\]"),
-        ("é" * (co.MAX_CONSTRAINT_BYTES // 2 + 1), "constraint is 32770"),
-        ("\ud800", "the regex constraint is no Unicode"),
-    ],
-)
-def test_bounds_of_a_constraint(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        co.Constraint(co.ConstraintKind.REGEX, text)
-
-
 def test_a_verifier_refuses_what_it_cannot_keep() -> None:
     constraint = Automaton(({},), frozenset()).constraint()
     model = ModelInfo("big", "", 8, 64, (EOS,))

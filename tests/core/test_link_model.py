@@ -189,31 +189,6 @@ def test_messages_arrive_in_order_after_they_could_and_the_same_each_time(
         assert max(a for _, _, a in found) >= found[0][1] + total_s + 0.02 - 1e-9
 
 
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        (lambda: SharedQueue(0.0), "bits_per_s is 0.0, but must be above 0"),
-        (lambda: LinkSettings(one_way_s=-1.0), "one_way_s is -1.0"),
-        (lambda: LinkSettings(loss=1.0), r"loss is 1.0, but must be in \[0, 1\)"),
-        (lambda: LinkSettings(outages_s=((2.0, 3.0), (1.0, 2.0))), r"outage \(1.0, 2.0\)"),
-        (lambda: DelaySchedule(()), "a schedule has 0 steps"),
-        (lambda: DelaySchedule(((1.0, 0.1), (1.0, 0.2))), "must increase"),
-        (lambda: DelaySchedule(((1.0, -0.1),)), "one_way_s at 1.0 s is -0.1"),
-        (lambda: DelaySchedule(((1.0, 0.1),), period_s=1.0), "period_s is 1.0"),
-        (lambda: CapacitySchedule(((0.0, 0.0),)), "bits_per_s at 0.0 s is 0.0"),
-        (lambda: CapacitySchedule(((0.0, math.inf),)), "must be finite"),
-        (lambda: LossSchedule(((0.0, 1.0),)), r"loss at 0.0 s is 1.0, but must be in \[0, 1\)"),
-        (lambda: OutageSchedule(((1.0, 2.0),), period_s=1.5), r"outage \(1.0, 2.0\)"),
-        (lambda: OutageSchedule(((-1.0, 2.0),), period_s=5.0), r"outage \(-1.0, 2.0\)"),
-        (lambda: OutageSchedule(((0.0, 2.0), (2.0, 5.0)), period_s=5.0), "last all of period_s"),
-        (lambda: LinkSettings(schedule_offset_s=math.nan), "schedule_offset_s is nan"),
-    ],
-)
-def test_a_setting_out_of_range_is_named(build: Callable[[], object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        build()
-
-
 MS = 0.001
 STEPS = CapacitySchedule(((0.0, RATE), (0.010, RATE / 4), (0.030, RATE * 2)), period_s=0.050)
 

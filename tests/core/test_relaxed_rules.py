@@ -158,24 +158,6 @@ def test_what_a_grammar_forbids_is_never_taken() -> None:
 # --- names ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("loose", "rule is 'loose', but must be one of: exact, typical.:EPS,DELTA., top-k:K, "),
-        ("exact:1", "rule is 'exact:1', but must be one of"),
-        ("dsd", "rule is 'dsd', but must be dsd:SHARE, in numbers"),
-        ("typical:0.1", r"but must be typical\[:EPS,DELTA\]"),
-        ("margin:far", "but must be margin:NATS"),
-        ("dsd:1.5", r"SHARE of rule 'dsd:1.5' is 1.5, but must be in \[0.0, 1.0\]"),
-        ("bild:nan", r"NATS of rule 'bild:nan' is nan, but must be in \[0.0, 100.0\]"),
-    ],
-)
-def test_a_wrong_rule_is_named_with_what_could_be(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        acceptance_rule(text)
-    assert why_not_offered(text, ("exact",)) is not None
-
-
 def test_what_is_offered() -> None:
     assert [full_name(one) for one in ("exact", "typical", "top-k:4", "dsd:.50")] == [
         *("exact", "typical:0.09,0.3", "top-k:4", "dsd:0.5")

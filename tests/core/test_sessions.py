@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from enum import Enum
-from typing import Any
 
 import pytest
 
@@ -30,10 +29,9 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.checks import State, transition
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Limits
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import Candidate, ModelInfo
+from edgespec.core.protocol.work import Candidate
 from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier import session_events as se
-from edgespec.core.verifier.admission import refuse_open
 from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
 from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.constraint_desk import WITHIN_S
@@ -280,66 +278,6 @@ def test_a_result_without_a_pass_is_a_bug_but_behind_a_cancel() -> None:
     assert session.prefix.output == []
 
 
-SMALL = ModelInfo("big", "words-1", 100, 64)
-TIGHT = m.Limits(context_length=8)
-ASKED = m.Open("s", "big", "words-1", (1, 2, 3), sampling=SamplingParams(max_tokens=4))
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        ASKED,
-        replace(ASKED, model=""),
-        replace(ASKED, vocabulary=""),
-        replace(ASKED, prompt=(99,) * 7),
-        replace(ASKED, committed=(0, 99, 1, 2)),
-        replace(ASKED, prompt=(1,) * 5, committed=(1, 2, 3)),
-    ],
-)
-def test_taken(request_: m.Open) -> None:
-    assert refuse_open(request_, SMALL, TIGHT, frozenset({m.EXACT_RULE})) is None
-
-
-INVALID = m.FaultCode.INVALID
-
-
-def sampled(**fields: Any) -> m.Open:
-    return replace(ASKED, sampling=SamplingParams(max_tokens=4, **fields))
-
-
-@pytest.mark.parametrize(
-    ("request_", "code", "words"),
-    [
-        (replace(ASKED, version=2), INVALID, "version 2 is not 1"),
-        (replace(ASKED, rule="lossy"), INVALID, "rule is 'lossy', but must be one of: exact, typ"),
-        (replace(ASKED, rule="top-k:0"), INVALID, r"K of rule 'top-k:0' is 0.0, .* \[1.0, 1000"),
-        (replace(ASKED, rule="dsd:0.5"), INVALID, "'dsd:0.5' is not offered .*; offered: exact"),
-        (replace(ASKED, model="small"), m.FaultCode.UNKNOWN_MODEL, "'small'.*'big'"),
-        (replace(ASKED, vocabulary="w2"), m.FaultCode.VOCABULARY_MISMATCH, "w2.*words-1"),
-        (replace(ASKED, session_id=""), INVALID, "session id is empty"),
-        (replace(ASKED, prompt=()), INVALID, "prompt is empty"),
-        (replace(ASKED, prompt=(1,) * 8), m.FaultCode.CONTEXT_TOO_LONG, "8 tokens .* of 8"),
-        (replace(ASKED, prompt=(1,) * 6, committed=(1,) * 3), m.FaultCode.CONTEXT_TOO_LONG, "9"),
-        (replace(ASKED, committed=(1,) * 5), INVALID, "5 .* max_tokens 4"),
-        (replace(ASKED, prompt=(100,)), INVALID, "token 100 .* vocabulary of 100"),
-        (replace(ASKED, committed=(-1,)), INVALID, "token -1"),
-        (
-            sampled(stop_token_ids=(99, 100)),
-            m.FaultCode.INVALID,
-            "token 100 of stop_token_ids .* vocabulary of 100",
-        ),
-        (sampled(logit_bias={100: 1.0}), INVALID, "token 100 of logit_bias .* vocabulary of 100"),
-        (replace(ASKED, logprobs=-1), INVALID, r"logprobs is -1, .* in \[0, 20\]"),
-        (replace(ASKED, logprobs=21), INVALID, r"logprobs is 21, .* in \[0, 20\]"),
-    ],
-)
-def test_refused(request_: m.Open, code: m.FaultCode, words: str) -> None:
-    fault = refuse_open(request_, SMALL, TIGHT, frozenset({m.EXACT_RULE}))
-    assert fault is not None
-    assert fault.code is code
-    assert re.search(words, fault.message), fault.message
-
-
 Move = tuple[Enum, Enum]
 
 
@@ -369,7 +307,7 @@ def _endings() -> None:
     _device(start, de.Stop())
     _device(start, connected, de.Stop())
     _device(start, down, de.Stop())
-    _device(start, connected, m.Fault(INVALID, "no"))
+    _device(start, connected, m.Fault(FaultCode.INVALID, "no"))
     scenes.run_pass(session := scenes.new_session())
     session.handle(m.Cancel(), 1.0)
     session = scenes.new_session()

@@ -39,8 +39,6 @@ from edgespec.bench.runner import (
     BenchRunner,
     BenchSettings,
     Station,
-    parse_arms,
-    parse_rtts_ms,
 )
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
@@ -153,35 +151,6 @@ def test_both_ends_stand_beside_each_alone() -> None:
     ]
     assert [one["to"] for one in beside([*rows, row(Arm.EDGESPEC, 8.0)])][1:] == ["edgespec"]
     assert beside([row(Arm.EDGESPEC, 8.0), row(Arm.SERVER_DRAFT, 8.0)]) == []
-
-
-def test_lists_are_read_or_refused() -> None:
-    assert parse_arms("edgespec, vanilla") == (Arm.EDGESPEC, Arm.VANILLA)
-    assert parse_rtts_ms("2, 20.5") == (2.0, 20.5)
-    with pytest.raises(ValueError, match="arm 'eagle' is unknown; there are target-only, vanilla"):
-        parse_arms("eagle")
-    with pytest.raises(ValueError, match="arms names pearl more than once"):
-        parse_arms("pearl,vanilla,pearl")
-    with pytest.raises(ValueError, match="arms is empty"):
-        parse_arms(" , ")
-    with pytest.raises(ValueError, match="rtt-ms is '2;3'"):
-        parse_rtts_ms("2;3")
-    with pytest.raises(ValueError, match="rtt-ms names 2 more than once"):
-        parse_rtts_ms("2,2.0")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"rtts_ms": (float("nan"),)}, "rtt-ms is nan"),
-        ({"max_tokens": 1}, r"max-tokens is 1, but must be in \[2"),
-        ({"pass_ms": 1e9}, r"pass-ms is 1000000000.0, but must be in \[0.0, 60000.0\]"),
-        ({"server_draft_ms": -1.0}, "server-draft-ms is -1"),
-    ],
-)
-def test_settings_name_what_is_wrong(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        BenchSettings(**changes)  # type: ignore[arg-type]
 
 
 def test_the_document_is_complete_json(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from typer.testing import Result
 from edgespec.cli import credentials as keys_command
 from edgespec.config import AgentConfig, ConfigError, EndpointSection
 from edgespec.config.key_file import KeyFile, load_keys, save_keys
-from edgespec.core.verifier.credential import Credential, digest
+from edgespec.core.verifier.credential import Credential
 from edgespec.wire import certificates
 from edgespec.wire.access import (
     channel_credentials,
@@ -167,9 +167,6 @@ def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
 # --- the file of keys -----------------------------------------------------------------------------
 
 
-SHA256 = digest("x").hex()
-
-
 def keys(*arguments: str | Path) -> Result:
     return call("keys", *arguments)
 
@@ -210,18 +207,6 @@ def test_a_revoked_key_opens_no_more(tmp_path: Path) -> None:
     gone = keys("revoke", "first", "--file", path)
     assert gone.exit_code == 2
     assert "has no key 'first'; known: second" in gone.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("", "name ''"), ("two words", "'two words'"), ("x" * 65, "1 to 64 letters"), ("-x", "begin")],
-)
-def test_a_name_that_logs_could_not_show_is_refused(name: str, why: str, tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    refused = keys("add", "--file", path, "--", name)
-    assert refused.exit_code == 2
-    assert why in refused.stderr
-    assert not path.exists()
 
 
 def test_a_name_is_not_given_twice(tmp_path: Path) -> None:

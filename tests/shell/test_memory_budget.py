@@ -69,21 +69,6 @@ def test_plan_memory_as_json_says_the_same() -> None:
     assert found["terms"]["keys and values"] > 0
 
 
-@pytest.mark.parametrize("command", [("plan", "memory"), ("generate", "a prompt"), ("chat",)])
-@pytest.mark.parametrize(
-    ("size", "why"),
-    [
-        ("0", "it lacks a unit"),
-    ],
-)
-def test_a_bad_size_is_one_clear_line(command: tuple[str, ...], size: str, why: str) -> None:
-    result = call(*command, "--memory-budget", size)
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1
-    assert repr(size) in result.stderr
-    assert why in result.stderr
-
-
 def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the process holds varies, also from one call to the next.
     monkeypatch.setattr("edgespec.device.model_drafter.resident_bytes", lambda: 200 * MIB)

@@ -30,8 +30,6 @@ pytest.importorskip("ml_dtypes")
 import torch
 from safetensors import safe_open
 
-from edgespec.config import VerifierConfig
-from edgespec.config.verifier import PipelineSection
 from edgespec.core.device.memory import MachineMemory
 from edgespec.core.ports import PassRequest, PassResult, TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
@@ -183,13 +181,6 @@ def test_what_does_not_go_with_stages_is_refused(
     folder = write_checkpoint(tmp_path / "model")
     with pytest.raises(PipelineError, match=message):
         pipeline_target(str(folder), **{"stages": 2, **options}, name="tiny", vocabulary="v")
-
-
-def test_settings_that_exclude_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="stages is 2, but only the native engine has stages"):
-        VerifierConfig(pipeline=PipelineSection(2), engine="vllm")
-    with pytest.raises(ValueError, match="stages is 2, but the toy model has no layers"):
-        VerifierConfig(pipeline=PipelineSection(2), model="toy")
 
 
 # --- the links ------------------------------------------------------------------------------

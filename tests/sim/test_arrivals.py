@@ -136,37 +136,6 @@ def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> N
         read_arrivals(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"rate": 0.0}, "rate is missing, but poisson arrivals take rate"),
-        ({"rate": 1.0, "file": "x"}, "file is given, but poisson arrivals take rate"),
-        (
-            {"kind": sc.ArrivalKind.DIURNAL, "rates": (1.0,)},
-            "rates has 1 numbers, but must have 24",
-        ),
-        ({"kind": sc.ArrivalKind.DIURNAL, "rates": (0.0,) * 24}, "rates are all 0"),
-        ({"rate": -1.0}, "rate is -1.0"),
-        ({"rate": 1.0, "compress": 0.5}, "compress is 0.5"),
-    ],
-)
-def test_sections_check_themselves(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        sc.ArrivalsSection(**changes)  # type: ignore[arg-type] # on purpose
-
-
-def test_a_scenario_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="warm_up_s is 5, but must be at least 0 and less than"):
-        replace(WORLD, warm_up_s=5.0)
-    twice = replace(WORLD.devices["laptop"].workload, requests=2)
-    devices = {"laptop": replace(WORLD.devices["laptop"], workload=twice)}
-    with pytest.raises(ValueError, match=r"workload\.requests is 2, but with arrivals"):
-        replace(WORLD, devices=devices)
-    recorded = sc.ArrivalsSection(sc.ArrivalKind.RECORDED, file="x")
-    with pytest.raises(ValueError, match="shards is 2, but recorded arrivals"):
-        replace(WORLD, devices={"laptop": WORLD.devices["laptop"]}, arrivals=recorded, shards=2)
-
-
 # --- where they wait -----------------------------------------------------------------------
 
 

@@ -7,10 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from edgespec.bench.arms import Arm
-from edgespec.config.loading import ConfigError
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.report.timeline import DeviceSpans, Mark
 from edgespec_sim.scenario import sections as sc
@@ -97,18 +94,3 @@ def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
     for line in told:
         spans.read(line)
     assert [mark.name for _, mark in marks] == ["draft's memory"] * len(told)
-
-
-@pytest.mark.parametrize(
-    ("conditions", "said"),
-    [
-        ({}, "course"),
-        ({"course": [{"at_s": 1.0}]}, "course must begin with a row at_s 0"),
-        ({"course": [{"at_s": 0.0}, {"at_s": 0.0}]}, "course has 0 s behind 0 s"),
-        ({"course": [{"at_s": 0.0, "slowdown": 400.0}]}, r"slowdown is 400.0, but must be in"),
-        ({"course": [{"at_s": 0.0}], "window": 1}, "window is 1, but must be in"),
-    ],
-)
-def test_a_course_that_cannot_be_is_refused(conditions: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        sc.load_scenario("single-device", {"devices.laptop.conditions": conditions})

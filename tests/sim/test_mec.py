@@ -166,14 +166,6 @@ def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) 
 # --- laws, and sections ---------------------------------------------------------------------
 
 
-def test_the_air_is_the_first_hop() -> None:
-    device = replace(MEC.devices["phone"], path=("metro",))
-    with pytest.raises(ValueError, match=r"devices\.phone\.path names links, but with radio"):
-        replace(MEC, devices={"phone": device})
-    with pytest.raises(ValueError, match=r"load is 0.99, but must be in \[0.0, 0.95\]"):
-        sc.RadioSection(load=0.99)
-
-
 # --- cells -----------------------------------------------------------------------------------
 
 NEAR, FAR = 1e-9, 1e-12
@@ -268,18 +260,6 @@ def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     gaps_s = run(scenario, Arm.TARGET_ONLY).meters.gaps_s
     assert 0.4 < max(gaps_s) < 0.4 + 0.045
     assert sum(gap_s > 0.1 for gap_s in gaps_s) <= 12, "one a change and phone"
-
-
-def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="mbps"):
-        sc.BackhaulSection(mbps=0.0)
-    behind = {"a": sc.VerifierSection(path=("metro",)), "b": sc.VerifierSection()}
-    for link in (sc.LinkSection(rtt_ms=5.0, loss=0.01), sc.LinkSection(trace="generate:wifi")):
-        with pytest.raises(ValueError, match=r"verifiers.a lies behind 'metro'.* no loss and no"):
-            cellular(monkeypatch, sc.CellHandoverSection(), links={"metro": link}, verifiers=behind)
-    found = sc.load_scenario("mec", {"radio.handover.gap_ms": 40}).radio
-    assert found is not None
-    assert found.handover == sc.CellHandoverSection(gap_ms=40.0)
 
 
 @pytest.mark.parametrize(
