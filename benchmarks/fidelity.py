@@ -44,9 +44,9 @@ from edgespec.device.build import (
     load_tokenizer,
     tokenizer_reference,
 )
-from edgespec.telemetry.cost_profile import CostProfile, read_profile
 from edgespec.telemetry.match_tape import MatchTape
 from edgespec.wire.shaped import ShapedTransport
+from edgespec_sim.cost_profile import CostProfile, read_profile
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.path import TraceLinks
 from edgespec_sim.scenario.sections import (

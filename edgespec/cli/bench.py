@@ -21,14 +21,6 @@ from rich.console import Console
 
 from edgespec.bench.arms import DEVICE_ARMS, Arm
 from edgespec.bench.measurement import LentDrafter
-from edgespec.bench.profile_fit import (
-    fit_errors,
-    fit_profile,
-    read_lines,
-    run_workloads,
-    samples_of,
-    workloads,
-)
 from edgespec.bench.prompts import (
     BUILT_IN,
     DEFAULT_PROMPTS,
@@ -88,6 +80,14 @@ from edgespec.telemetry.match_tape import write_tape
 from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport, TrafficMeter
+from edgespec_sim.commands.profile_fit import (
+    fit_errors,
+    fit_profile,
+    read_lines,
+    run_workloads,
+    samples_of,
+    workloads,
+)
 
 DEFAULTS = BenchSettings()
 QUICK = replace(DEFAULTS, rtts_ms=(20.0, 100.0), repeats=2, prompt_limit=3, max_tokens=32)

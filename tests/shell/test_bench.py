@@ -50,11 +50,11 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
-from edgespec.telemetry.cost_profile import read_profile
 from edgespec.telemetry.match_tape import read_tape, walk_along
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from edgespec.wire.shaped import TrafficMeter
+from edgespec_sim.cost_profile import read_profile
 from tests.present import present
 from tests.shell.live_verifier import call
 from tests.shell.loopback import LoopbackTransport

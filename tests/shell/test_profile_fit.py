@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.bench.profile_fit import Line, fit_errors, fit_profile, read_lines, samples_of
-from edgespec.telemetry.cost_profile import ProfileError, read_profile
+from edgespec_sim.commands.profile_fit import Line, fit_errors, fit_profile, read_lines, samples_of
+from edgespec_sim.cost_profile import ProfileError, read_profile
 
 DRAFT_S, DRAFT_ROW_S, DRAFT_CONTEXT_S = 4e-3, 5e-4, 2e-6
 PASS_S, PASS_ROW_S, PASS_CONTEXT_S = 20e-3, 1e-3, 4e-6

@@ -10,7 +10,7 @@ from edgespec.core.ports import Drafter, TargetModel
 from edgespec.core.protocol.messages import Limits, Open
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
-from edgespec.telemetry.cost_profile import constant
+from edgespec_sim.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import FixedDelay, SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.site import Machine

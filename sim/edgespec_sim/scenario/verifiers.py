@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.core.protocol.checks import bounded
-from edgespec.telemetry.cost_profile import CostProfile, TimeLaw, read_profile
+from edgespec_sim.cost_profile import CostProfile, TimeLaw, read_profile
 from edgespec_sim.links.network_trace import file_named
 
 # --- limits of keys, declared beside their defaults --------------------------------------------

@@ -23,8 +23,8 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.served_drafts import ServedCounts
 from edgespec.core.verifier.session import VerifySession
-from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
 from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection

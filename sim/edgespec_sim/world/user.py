@@ -27,8 +27,8 @@ from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.guarded import GuardedDrafter
 from edgespec.device.drafters.token_cache import DraftWindow
-from edgespec.telemetry.cost_profile import TimeLaw
 from edgespec.telemetry.trace import Tracer
+from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import (
     ConditionSection,

@@ -31,7 +31,7 @@ from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
-from edgespec.telemetry.cost_profile import CostProfile, ProfileError, TimeLaw, constant
+from edgespec_sim.cost_profile import CostProfile, ProfileError, TimeLaw, constant
 
 Line = Mapping[str, Any]
 QUANTILES = 21
