@@ -496,6 +496,8 @@ def chat(
     set_up_logging(settings.log_level, settings.log_format)
     if resume and no_history:
         raise ConfigError("--continue needs the history that --no-history turns off")
+    if no_history:
+        settings = replace(settings, record="")
     if not borrows_tokenizer(settings):
         _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
     signal.signal(signal.SIGTERM, _leave)

@@ -38,6 +38,7 @@ from edgespec.training.settings import Budget, LossName, TrainingSettings
 
 if TYPE_CHECKING:
     from edgespec.training.distill import Judged, Progress, Verdict
+    from edgespec.training.texts import Pieces
 
 _DEFAULT_MINUTES: Final = 10.0
 _SAY_EVERY_S: Final = 10.0
@@ -45,7 +46,9 @@ _WHAT, _TEXT, _HOW = "What is trained", "The text", "How"
 _DEFAULTS = TrainingSettings()
 _TARGET = option("Target, as of a verifier", panel=_WHAT)
 _DRAFT = option("Draft to begin with: a Hugging Face folder or Hub id", panel=_WHAT)
-_OUT = option("Folder to write; must not hold anything yet", "--out", panel=_WHAT)
+_OUT = option(
+    "Folder to write; must not hold anything yet, or with --online a draft", "--out", panel=_WHAT
+)
 _RESUME = option("Go on with the run that was stopped or refused", "--resume", panel=_WHAT)
 _FORCE = option("Write the draft even if it is not better", "--force", panel=_WHAT)
 _PROMPTS = option(
@@ -55,6 +58,13 @@ _PROMPTS = option(
     panel=_TEXT,
 )
 _TEXTS = option("Texts to learn from as they are, in the same formats", metavar="FILE", panel=_TEXT)
+_ONLINE = option(
+    "Texts that `--record` kept, to learn from: a draft in --out learns on, and is replaced if the"
+    " new one is better beyond its interval; may be given more than once",
+    "--online",
+    metavar="RECORDING",
+    panel=_TEXT,
+)
 _CHAT = option("Wrap prompts by the target's chat template", "--chat", panel=_TEXT)
 _TEMPERATURE = option(
     "Of what is written; several take turns \\[default: 0 and 0.7]",
@@ -79,6 +89,7 @@ def distill(
     force: Annotated[bool, _FORCE] = False,
     prompts: Annotated[list[Path] | None, _PROMPTS] = None,
     texts: Annotated[list[Path] | None, _TEXTS] = None,
+    online: Annotated[list[Path] | None, _ONLINE] = None,
     chat: Annotated[bool, _CHAT] = False,
     temperature: Annotated[list[float] | None, _TEMPERATURE] = None,
     length: Annotated[int, _LENGTH] = _DEFAULTS.length,
@@ -98,12 +109,14 @@ def distill(
 
     [dim]edgespec distill --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --chat --prompts mine.jsonl
     --minutes 60 --out ./mine[/]
+
+    [dim]edgespec distill --online ./recording --out ./mine[/]
     """
     with reported():
-        if bool(prompts) == bool(texts):
-            raise ConfigError("give either --prompts or --texts")
-        files = prompts or texts or []
-        if chat and (texts or any(file.suffix != ".jsonl" for file in files)):
+        if sum(map(bool, (prompts, texts, online))) != 1:
+            raise ConfigError("give either --prompts or --texts or --online")
+        files = prompts or texts or online or []
+        if chat and (not prompts or any(file.suffix != ".jsonl" for file in files)):
             raise ConfigError("--chat wraps the prompts of .jsonl files, and nothing else")
         try:
             heat = tuple(temperature or _DEFAULTS.temperatures)
@@ -113,10 +126,32 @@ def distill(
             budget = Budget(steps or 0, minutes or 0.0)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        check_free(out)
-        job = _Job(target, draft, files, out, settings, chat=chat, recorded=bool(texts))
+        if online:
+            draft = _in_use(out, draft)
+        else:
+            check_free(out)
+        job = _Job(
+            *(target, draft, files, out, settings),
+            chat=chat,
+            recorded=not prompts,
+            online=bool(online),
+        )
         with needs("torch and transformers", "edgespec[server]"):
             job.run(budget, resume=resume, force=force)
+
+
+def _before(out: Path) -> Path:
+    """Where the draft is kept that was in ``out`` before."""
+    return out.with_name(f"{out.name}.before")
+
+
+def _in_use(out: Path, draft: str) -> str:
+    """The draft to begin with, by its name: the one in ``out``, or else ``draft``."""
+    if (before := _before(out)).exists():
+        check_checkpoint(before)  # it will be removed
+        if not out.exists():  # a run was killed between two renames
+            before.rename(out)
+    return str(out) if out.is_dir() and any(out.iterdir()) else draft
 
 
 class _Job:
@@ -132,8 +167,10 @@ class _Job:
         *,
         chat: bool,
         recorded: bool,
+        online: bool,
     ) -> None:
         self._out, self._settings, self._recorded = out, settings, recorded
+        self._online = online
         self._files, self._chat = files, chat
         self._kept = out.with_name(f"{out.name}.training")
         self._target = resolve_model(target, Role.TARGET)
@@ -151,6 +188,7 @@ class _Job:
                 f"the draft's vocabulary is {own.vocabulary}, the target's {theirs.vocabulary}: a"
                 " draft can only learn from a target with the same tokenizer"
             )
+        self._vocabulary = theirs.vocabulary
         context = min(theirs.context_length, own.context_length)
         if settings.length > context:
             raise ConfigError(f"length is {settings.length}, but the context is {context} tokens")
@@ -159,12 +197,14 @@ class _Job:
         from edgespec.training.distill import Distillation, Verdict, load_model, read_state
         from edgespec.training.texts import HeldBack, split
 
+        resume = resume or (self._online and self._kept.exists())
         if self._kept.exists() != resume:
             fail(self._kept_or_not(resume), FAILED)
-        length, pieces = self._settings.length, self._pieces()
+        kept = read_state(self._kept) if resume else {}
+        length, pieces = self._settings.length, self._pieces(kept)
         parts = split(pieces, self._settings.seed)
         known = self._identity(pieces)
-        state = self._checked(read_state(self._kept), known) if resume else None
+        state = self._checked(kept, known) if resume else None
         target, draft = load_model(self._target, exact=False), load_model(self._draft, exact=True)
         size = min(target.config.vocab_size, draft.config.vocab_size)
         with stop_asked() as check:
@@ -183,7 +223,9 @@ class _Job:
                 training.restore(state)
 
             def save() -> None:
-                self._save({**known, "state": training.state()})
+                # A recording has other texts by the time that a run goes on.
+                lines = [[tuple(piece) for piece in text] for text in pieces if self._online]
+                self._save({**known, "pieces": lines, "state": training.state()})
 
             try:
                 with _shown() as report:
@@ -195,9 +237,11 @@ class _Job:
                 raise
         self._finish(draft, verdict, improved=training.improved, force=force)
 
-    def _pieces(self) -> list[list[int]]:
-        from edgespec.training.texts import read_pieces
+    def _pieces(self, kept: dict[str, Any]) -> Pieces:
+        from edgespec.training.texts import Text, read_pieces
 
+        if lines := kept.get("pieces"):
+            return [[Text(*piece) for piece in text] for text in lines]
         tokenizer, chat = TextTokenizer(self._target), self._chat
 
         def encode(text: str) -> list[int]:
@@ -205,10 +249,12 @@ class _Job:
                 text = tokenizer.render_chat([{"role": "user", "content": text}])
             return tokenizer.encode(text, add_special_tokens=not chat)
 
-        length, recorded = self._settings.length, self._recorded
-        return read_pieces(self._files, encode, length, as_prompts=not recorded)
+        return read_pieces(
+            *(self._files, encode, self._settings.length, self._vocabulary),
+            as_prompts=not self._recorded,
+        )
 
-    def _identity(self, pieces: Sequence[Sequence[int]]) -> dict[str, str]:
+    def _identity(self, pieces: Pieces) -> dict[str, str]:
         """What a run that goes on must have in common with the one that was stopped."""
         settings = self._settings
         return {
@@ -244,6 +290,11 @@ class _Job:
         from edgespec.training.distill import write_checkpoint
 
         typer.echo(_table(verdict))
+        sure = improved and verdict.whole.interval[0] > 0
+        if self._online and not (force or sure):
+            self._kept.unlink()
+            typer.echo("not better beyond its interval: no draft is written, none is replaced")
+            return
         if not (force or (improved and verdict.whole.mean > 0)):
             fail(
                 "the draft guesses no better on texts that it did not learn from, so nothing was"
@@ -253,9 +304,14 @@ class _Job:
             )
         if verdict.whole.interval[0] <= 0:
             say("warning: not better beyond its interval; more texts or minutes would tell")
-        with placed(self._out) as work:
+        with placed(self._out, _before(self._out) if self._online else None) as work:
             write_checkpoint(draft, self._draft, work, self._settings.length - 1)
         self._kept.unlink()
+        if self._online:
+            typer.echo(
+                f"{self._out} is written; a device that starts takes it: --draft {self._out}"
+            )
+            return
         bits = self._settings.bits
         words = ["edgespec", "export", str(self._out), f"{self._out}-draft"]
         words += [] if bits == DEFAULT_BITS else ["--bits", str(bits)]

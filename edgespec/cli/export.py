@@ -158,12 +158,17 @@ def check_free(out: Path) -> None:
 
 
 @contextmanager
-def placed(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes ``out`` only if all went well."""
+def placed(out: Path, before: Path | None = None) -> Iterator[Path]:
+    """A folder to write to, which becomes ``out`` only if all went well. What is there becomes
+    ``before``, and what was ``before`` goes."""
     with work_folder(out.parent) as work:
         work.chmod(0o755)  # as a folder made by anybody, not as a secret one
         yield work
-        if out.is_dir():
+        if before is not None and out.is_dir() and any(out.iterdir()):
+            if before.exists():
+                shutil.rmtree(before)
+            out.rename(before)
+        elif out.is_dir():
             out.rmdir()  # it is empty
         work.rename(out)
 

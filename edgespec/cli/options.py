@@ -88,6 +88,7 @@ DEVICE_FLAGS = (
     Flag("draft.corpus", ("--draft-corpus",), metavar="FILE", panel=DRAFTING),
     Flag("draft.memory_budget", metavar="SIZE", panel=DRAFTING),
     Flag("draft.window", ("--draft-window",), metavar="TOKENS", panel=DRAFTING),
+    Flag("record", metavar="FILE", panel=OUTPUT),
 )
 VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
     AgentConfig: {

@@ -92,6 +92,7 @@ class EndpointSection:
 
 
 MAX_VERIFIERS, MAX_PORT = 64, 65_535
+MAX_RECORD_MIB = 32  # what a corpus takes
 PROVIDERS = ("cpu", "cuda", "tensorrt", "dml", "coreml", "openvino")
 
 
@@ -258,6 +259,11 @@ class AgentConfig:
     """Send the key even where it can be read on its way."""
     endpoint: EndpointSection = field(default_factory=EndpointSection)
     """Of ``edgespec serve``."""
+    record: str = ""
+    """Keep what texts say in this file, readable by you alone. ``--draft-corpus`` guesses from it,
+    ``edgespec distill --online`` learns from it."""
+    record_mib: int = 16
+    """MiB of that file at most; the oldest texts leave."""
     trace: str = ""
     """Write every event to this file."""
     trace_tokens: str = HASHED
@@ -275,6 +281,7 @@ class AgentConfig:
         for address in self.verifiers:
             check_address(address)
         parse_rule(self.rule)
+        bounded("record_mib", self.record_mib, 1, MAX_RECORD_MIB)
         one_of("log_level", self.log_level, LOG_LEVELS)
         one_of("log_format", self.log_format, LOG_FORMATS)
         one_of("trace_tokens", self.trace_tokens, TRACE_TOKENS)

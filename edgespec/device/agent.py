@@ -49,6 +49,7 @@ from edgespec.device.drafter_pool import DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute, link_for
+from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 # Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
@@ -249,6 +250,8 @@ class AgentOptions:
     """What earlier agents have learned on this machine with this draft."""
     text: TextTables | None = field(default=None, compare=False)
     """What the user's texts have said, where guesses come from them too."""
+    recording: Recording | None = field(default=None, compare=False)
+    """Keeps what texts commit."""
 
 
 class Agent:
@@ -283,7 +286,7 @@ class Agent:
         self._pool: DrafterPool | None = None
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
-        """Reasons of a failed drafter that the user has heard of."""
+        """Failures that the user has heard of."""
         self.verifier = VerifierEstimates()
         self._learned = LearnedByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
@@ -338,19 +341,23 @@ class Agent:
         self.stats = GenerationStats(
             session.counters, session.estimates, route, self.options.policy, rule
         )
+        committed: list[int] = []
         try:
             if started is not None:
                 started(self.stats)
             async for chunk in self._chunks(driver, tokens, sampling.stop):
+                committed += chunk.tokens
                 yield chunk
         finally:
             notes.ended()
-            self._tell_of_failure(session.counters.draft_failure)
+            if why := session.counters.draft_failure:
+                self._tell_once(f"the draft model failed, the text went on without drafts: {why}")
             try:
                 await driver.close()
             finally:  # also where it is cancelled a second time
                 if route is not None:
                     await route.close()
+            await self._record(tokens, committed)
 
     async def _ready(self) -> None:
         """Before each text; raises ``GenerationError`` where there can be none."""
@@ -403,12 +410,20 @@ class Agent:
             self._pool = DrafterPool(drafter, self.options.draft_caches)
         return self._pool
 
-    def _tell_of_failure(self, why: str) -> None:
-        """Say once, for each reason, that a generation went on without drafts."""
-        if why and why not in self._told:
+    async def _record(self, prompt: Sequence[int], committed: Sequence[int]) -> None:
+        """In a thread, for it may wait for the disk; a failure does the text no harm."""
+        if (recording := self.options.recording) is None or not committed:
+            return
+        try:
+            await asyncio.to_thread(recording.add, self._vocabulary, prompt, committed)
+        except RecordingError as error:
+            self._tell_once(f"a text could not be recorded: {error}")
+
+    def _tell_once(self, failure: str) -> None:
+        if failure not in self._told:
             if len(self._told) < _MOST_TOLD:
-                self._told.add(why)
-            _log.warning("the draft model failed, the text went on without drafts: %s", why)
+                self._told.add(failure)
+            _log.warning("%s", failure)
 
     def _session(
         self,

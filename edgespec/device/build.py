@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-from edgespec.config import DEFAULT_PORT, AgentConfig, LinkSection
+from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
 from edgespec.config.common import needs
 from edgespec.core.association.failover import Failover
 from edgespec.core.device.goodput_policy import named_policy
@@ -47,6 +48,7 @@ from edgespec.models.folders import (
 from edgespec.models.grammar import device_reader
 from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
+from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import DeviceAccess, device_access
 
@@ -241,7 +243,8 @@ def with_port(address: str) -> str:
 
 
 def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
-    """The options of an agent whose tokenizer has this fingerprint; empty is not checked."""
+    """The options of an agent whose tokenizer has this fingerprint; empty is not checked. Raises
+    ``ConfigError`` for a recording that cannot be written."""
     policy = config.policy
     return AgentOptions(
         policy=named_policy(policy.name, policy.gamma, policy.width, policy.window),
@@ -252,7 +255,18 @@ def agent_options(config: AgentConfig, vocabulary: str) -> AgentOptions:
         vocabulary=vocabulary,
         draft_caches=config.draft.caches,
         text=text_tables(config),
+        recording=_recording(config),
     )
+
+
+def _recording(config: AgentConfig) -> Recording | None:
+    """Raises ``ConfigError``."""
+    if not config.record:
+        return None
+    try:
+        return Recording(Path(config.record).expanduser(), config.record_mib << 20)
+    except RecordingError as error:
+        raise ConfigError(f"record: {error}") from None
 
 
 def text_tables(config: AgentConfig) -> TextTables | None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sys
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from edgespec.config.common import SetupError
 from edgespec.config.files import TooLargeError, read_text, replace_file
 from edgespec.core.protocol.text_guesses import CORPUS_LENGTH, RANKS
 from edgespec.models.folders import cache_folder
+from edgespec.telemetry.recording import RecordingError, is_recording, read_recording
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,6 +55,8 @@ _TOLD_FROM_BYTES: Final = 1 << 20
 
 Say = Callable[[str], None]
 Encode = Callable[[str], Sequence[int]]
+Content = str | bytes
+"""Of a file; of a recording what was committed, ids of four bytes, with -1 between texts."""
 
 
 class StoredCorpus:
@@ -110,10 +114,10 @@ def _words_in_common(one: bytes, other: bytes) -> int:
 
 def open_corpus(names: Sequence[str], vocabulary: str, encode: Encode, say: Say) -> StoredCorpus:
     """The store of these files and of all text files in these folders, made first where there is
-    none or it is of other texts; ``say`` hears of it. ``encode`` is of the tokenizer with this
-    fingerprint. Raises ``ConfigError`` naming the file, the value and the limit, ``SetupError``
-    where the store cannot be written."""
-    texts = _read_all(names)
+    none or it is of other texts; ``say`` hears of it. A recording gives what was committed.
+    ``encode`` is of the tokenizer with this fingerprint. Raises ``ConfigError`` naming the file,
+    the value and the limit, ``SetupError`` where the store cannot be written."""
+    texts = _read_all(names, vocabulary)
     digest = _digest([vocabulary, *texts])
     listed = [str(Path(name).expanduser().absolute()) for name in names]
     folder = cache_folder() / "corpus"
@@ -148,23 +152,23 @@ def _forget_all_but_the_last(folder: Path, used: Path) -> None:
             path.unlink()
 
 
-def _digest(parts: Sequence[str]) -> bytes:
+def _digest(parts: Sequence[Content]) -> bytes:
     """Of the format and ``parts``."""
     digest = hashlib.sha256(f"{_FORMAT} {sys.byteorder} {CORPUS_LENGTH}".encode())
     for part in parts:
-        digest.update(hashlib.sha256(part.encode()).digest())
+        digest.update(hashlib.sha256(_bytes(part)).digest())
     return digest.digest()
 
 
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _read_all(names: Sequence[str]) -> list[str]:
+def _read_all(names: Sequence[str], vocabulary: str) -> list[Content]:
     """The texts of files and folders, in order. Raises ``ConfigError``."""
-    texts, room = list[str](), MAX_CORPUS_BYTES
+    texts, room = list[Content](), MAX_CORPUS_BYTES
     for path, listed in _files(names):
         try:
-            text = read_text(path, room)
+            text = _read(path, room, vocabulary)
         except TooLargeError as error:
             raise ConfigError(
                 f"draft.corpus: {path}: {error}: a corpus has at most {MAX_CORPUS_BYTES} bytes"
@@ -173,13 +177,39 @@ def _read_all(names: Sequence[str]) -> list[str]:
             if listed:
                 raise ConfigError(f"draft.corpus: {path} is not UTF-8 text: {error}") from None
             continue
+        except RecordingError as error:
+            raise ConfigError(f"draft.corpus: {error}") from None
         except OSError as error:
             raise ConfigError(f"draft.corpus: {path}: {error.strerror or error}") from None
-        room -= len(text.encode())
+        room -= len(_bytes(text))
         texts.append(text)
     if not any(texts):
         raise ConfigError(f"draft.corpus: {', '.join(names)}: there is no text")
     return texts
+
+
+def _read(path: Path, most: int, vocabulary: str) -> Content:
+    if not is_recording(path):
+        return read_text(path, most)
+    if (size := len(committed := _committed(path, vocabulary))) > most:
+        raise TooLargeError(f"{size} bytes, but at most {most} are read")
+    return committed
+
+
+def _bytes(content: Content) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def _committed(path: Path, vocabulary: str) -> bytes:
+    """Behind so many tokens of the prompt as are looked at; never empty, for a recording may have
+    no text yet. Raises ``RecordingError``."""
+    end = array("i", [-1])
+    parts = [
+        part
+        for tokens, start in read_recording(path, vocabulary)
+        for part in (end, tokens[max(0, start - CORPUS_LENGTH) :])
+    ]
+    return b"".join([*parts, end])
 
 
 def _files(names: Sequence[str]) -> Iterator[tuple[Path, bool]]:
@@ -198,7 +228,7 @@ def _files(names: Sequence[str]) -> Iterator[tuple[Path, bool]]:
 # --- making a store -----------------------------------------------------------------------------
 
 
-def _content(texts: Sequence[str], encode: Encode, say: Say) -> bytes:
+def _content(texts: Sequence[Content], encode: Encode, say: Say) -> bytes:
     """A store without its digest."""
     import numpy as np
 
@@ -207,6 +237,10 @@ def _content(texts: Sequence[str], encode: Encode, say: Say) -> bytes:
     told = say if size > _TOLD_FROM_BYTES else lambda text: None
     parts, done, percent = list[Any](), 0, 0
     for text in texts:
+        if isinstance(text, bytes):
+            parts.append(np.frombuffer(text, np.int32).astype(np.int64) + 1)
+            done += len(text)
+            continue
         for piece in _pieces(text):
             parts.append(np.asarray(encode(piece), np.int64) + 1)
             done += len(piece)

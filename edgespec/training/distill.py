@@ -173,7 +173,7 @@ class Distillation:
         self,
         target: Any,
         draft: Any,
-        pieces: Sequence[list[int]],
+        pieces: Sequence[Text],
         choosing: HeldBack,
         settings: TrainingSettings,
         check: Callable[[], None],
@@ -184,8 +184,8 @@ class Distillation:
         self._settings, self._check = settings, check
         self._size = min(target.config.vocab_size, draft.config.vocab_size)
         self._writes = settings.loss.on_own_samples or not recorded
-        self._prompts = [ids[: max(1, len(ids) // 2)] if recorded else ids for ids in pieces]
-        self._texts = [] if self._writes else [Text(ids, 1) for ids in pieces]
+        self._prompts = [ids[: max(start, len(ids) // 2)] for ids, start in pieces]
+        self._texts = [] if self._writes else list(pieces)
         self._uses = [0] * len(self._texts)
         self._written = self._looked = self._step = 0
         self._seconds = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,10 +18,11 @@ import torch
 from edgespec.bench.prompts import PromptError, read_prompts
 from edgespec.config.files import TooLargeError, read_text
 from edgespec.sampling.tensors import gumbel_noise
+from edgespec.telemetry.recording import RecordedText, is_recording, read_recording
 
 MAX_FILE_BYTES: Final = 256 << 20
 SHORTEST: Final = 8
-"""Tokens of a piece of a text; shorter ones are left out, and so are prompts of none."""
+"""Tokens to be guessed of a piece of a text; shorter ones are left out, as prompts of none are."""
 HELD_BACK_SHARE, LEAST_HELD_BACK, MOST_HELD_BACK = 0.2, 12, 96
 JUDGED_TEMPERATURES: Final = (0.0, 0.7)
 _TOGETHER: Final = 32  # texts that are written or read in one pass
@@ -33,19 +35,33 @@ class Text(NamedTuple):
     start: int
 
 
+Pieces = list[list[Text]]
+"""Of texts: those of one inner list are learned from together, or held back together."""
+
+
 def read_pieces(
-    paths: Sequence[Path], encode: Callable[[str], list[int]], length: int, *, as_prompts: bool
-) -> list[list[int]]:
-    """Token ids of the files' texts. A JSON Lines file has a prompt or text a line, by the fields
-    that ``edgespec bench --prompts`` knows; any other file is one text. ``as_prompts``: a line's
-    last ``length // 2`` tokens, or pieces of ``length // 4`` of a whole text; else all is cut into
-    pieces of ``length``. Raises ``ValueError`` or ``OSError`` naming the file."""
-    pieces: list[list[int]] = []
+    paths: Sequence[Path],
+    encode: Callable[[str], list[int]],
+    length: int,
+    vocabulary: str,
+    *,
+    as_prompts: bool,
+) -> Pieces:
+    """The files' texts. A JSON Lines file has a prompt or text a line, by the fields that
+    ``edgespec bench --prompts`` knows; a recording has what was committed in ``vocabulary``; any
+    other file is one text. ``as_prompts``: a line's last ``length // 2`` tokens, or pieces of
+    ``length // 4`` of a whole text; else all is cut into pieces of ``length``, of a recording half
+    of it what stands before. Raises ``ValueError`` or ``OSError`` naming the file."""
+    pieces: Pieces = []
     for path in paths:
+        if not as_prompts and is_recording(path):
+            pieces += [_committed(one, length // 2) for one in read_recording(path, vocabulary)]
+            continue
         if path.suffix == ".jsonl":
             lines = (encode(prompt.text) for prompt in read_prompts(path))
             if as_prompts:
-                pieces += [ids[-(length // 2) :] for ids in lines if ids]
+                prompts = [ids[-(length // 2) :] for ids in lines if ids]
+                pieces += [[Text(ids, len(ids))] for ids in prompts]
                 continue
             documents: Iterator[list[int]] = lines
         else:
@@ -53,8 +69,19 @@ def read_pieces(
         size = length // 4 if as_prompts else length
         for ids in documents:
             cut = (ids[at : at + size] for at in range(0, len(ids), size))
-            pieces += [piece for piece in cut if len(piece) >= min(SHORTEST, size)]
+            whole = [piece for piece in cut if len(piece) >= min(SHORTEST, size)]
+            pieces += [[Text(piece, len(piece) if as_prompts else 1)] for piece in whole]
     return pieces
+
+
+def _committed(text: RecordedText, size: int) -> list[Text]:
+    """Each committed token once, behind up to ``size`` others, so many of a piece."""
+    tokens, places = text.tokens.tolist(), range(text.start, len(text.tokens), size)
+    return [
+        Text(tokens[max(0, at - size) : at + size], min(at, size))
+        for at in places
+        if len(tokens) - at >= SHORTEST
+    ]
 
 
 def _whole(path: Path) -> str:
@@ -67,16 +94,17 @@ def _whole(path: Path) -> str:
 class Split(NamedTuple):
     """Pieces by what they are for; ``choosing`` and ``judging`` are held back from training."""
 
-    training: list[list[int]]
-    choosing: list[list[int]]
-    judging: list[list[int]]
+    training: list[Text]
+    choosing: list[Text]
+    judging: list[Text]
 
 
-def split(pieces: list[list[int]], seed: int) -> Split:
+def split(pieces: Pieces, seed: int) -> Split:
     """A fifth is held back, 12 to 96 pieces: a third of them to choose the best checkpoint by, the
     others to judge it. Raises ``ValueError`` where fewer are left for training."""
-    order = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in pieces)]
-    random.Random(seed).shuffle(order)
+    texts = list({repr(text): text for text in pieces}.values())
+    random.Random(seed).shuffle(texts)
+    order = list(chain.from_iterable(texts))
     held = max(LEAST_HELD_BACK, min(MOST_HELD_BACK, round(HELD_BACK_SHARE * len(order))))
     if len(order) < 2 * held:
         raise ValueError(
@@ -182,7 +210,7 @@ class HeldBack:
     def __init__(
         self,
         target: Any,
-        pieces: Sequence[Sequence[int]],
+        pieces: Sequence[Text],
         count: int,
         vocabulary_size: int,
         check: Callable[[], None],
@@ -191,21 +219,18 @@ class HeldBack:
     ) -> None:
         self._size, self._check = vocabulary_size, check
         self._seeds = list(range(len(pieces)))
-        self._judged: list[tuple[float, list[Text], list[torch.Tensor]]] = []
+        self._judged: list[tuple[float, Sequence[Text], list[torch.Tensor]]] = []
         for temperature in JUDGED_TEMPERATURES:
-            if recorded:
-                texts = [Text(list(ids), 1) for ids in pieces]
-            else:
-                texts = self._written(target, pieces, temperature, count)
+            texts = pieces if recorded else self._written(target, pieces, temperature, count)
             wanted = choices(target, texts, temperature, self._seeds, vocabulary_size, check)
             self._judged.append((temperature, texts, wanted))
 
     def _written(
-        self, target: Any, pieces: Sequence[Sequence[int]], temperature: float, count: int
+        self, target: Any, pieces: Sequence[Text], temperature: float, count: int
     ) -> list[Text]:
         texts: list[Text] = []
         for first in range(0, len(pieces), _TOGETHER):
-            part = pieces[first : first + _TOGETHER]
+            part = [piece.tokens for piece in pieces[first : first + _TOGETHER]]
             seeds = self._seeds[first : first + _TOGETHER]
             heat = [temperature] * len(part)
             texts += write(target, part, heat, seeds, count, self._check)

@@ -20,7 +20,8 @@ from edgespec.cli.doctor import Check, State
 from edgespec.cli.main import app
 from edgespec.config import AgentConfig, VerifierConfig, load_config
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.models.toy import ToyTokenizer
+from edgespec.models.toy import ToyTokenizer, toy_info
+from edgespec.telemetry.recording import read_recording
 from edgespec_sim.commands.main import app as simulator
 from tests.shell.live_verifier import call, toy_text
 
@@ -194,6 +195,17 @@ def test_chat_has_a_system_message_and_files(address: str, tmp_path: Path) -> No
     refused = call("chat", "--verifier", address, "--continue", "--no-history")
     assert refused.exit_code == 2
     assert "--continue needs the history" in refused.stderr
+
+
+def test_chat_records_unless_no_history_is_kept(address: str, tmp_path: Path) -> None:
+    path, command = tmp_path / "recording", ("chat", "--verifier", address, "--record")
+    for arguments, texts in ((("--no-history",), 0), ((), 1)):
+        result = call(*command, path, "-n", COUNT, "--draft", "toy", *arguments, stdin="hello\n")
+        assert result.exit_code == 0, result.output
+        assert path.exists() == bool(texts)
+    vocabulary = toy_info().vocabulary
+    (text,) = read_recording(path, vocabulary)
+    assert len(text.tokens) - text.start == COUNT
 
 
 def test_chat_talks_with_the_model_it_is_told(address: str) -> None:

@@ -10,7 +10,9 @@ import json
 import math
 import random
 import resource
+import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.export.quantize import quantize_matrix
-from edgespec.models.folders import check_checkpoint, trained_length
+from edgespec.models.folders import check_checkpoint, model_info, trained_length
+from edgespec.telemetry.recording import Recording
 from edgespec.training import distill as training
 from edgespec.training.distill import (
     LOSSES,
@@ -37,13 +40,14 @@ from edgespec.training.distill import (
     save_state,
 )
 from edgespec.training.settings import Budget, LossName, TrainingSettings
-from edgespec.training.texts import HeldBack, Text, read_pieces, split, write
+from edgespec.training.texts import SHORTEST, HeldBack, Text, read_pieces, split, write
 from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
 
 SIZE, LENGTH, END = 64, 16, 0
 DICE = random.Random(7)
 PROMPTS = [[DICE.randrange(1, SIZE) for _ in range(2 + n % 5)] for n in range(30)]
+PIECES, RECORDED = [Text(ids, len(ids)) for ids in PROMPTS], [Text(ids, 1) for ids in PROMPTS]
 
 
 def nothing() -> None:
@@ -144,7 +148,9 @@ def test_what_is_written_is_the_scalar_law_behind_each_prefix() -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 def test_acceptance_is_the_share_of_equal_choices(recorded: bool) -> None:
     draft, pieces = tiny(2), PROMPTS[:4]
-    held = HeldBack(TARGET, pieces, 6, SIZE, nothing, recorded=recorded)
+    held = HeldBack(
+        TARGET, (RECORDED if recorded else PIECES)[:4], 6, SIZE, nothing, recorded=recorded
+    )
     same = held.acceptance(TARGET)
     assert all(share == 1.0 for shares in same.values() for share in shares)
     for temperature, shares in held.acceptance(draft).items():
@@ -170,22 +176,49 @@ def test_files_are_cut_into_pieces(tmp_path: Path) -> None:
         return [ord(letter) for letter in text]
 
     def sizes(as_prompts: bool) -> list[int]:
-        found = read_pieces([lines, whole], encode, 32, as_prompts=as_prompts)
-        return [len(piece) for piece in found]
+        found = read_pieces([lines, whole], encode, 32, "", as_prompts=as_prompts)
+        assert all(piece.start == (len(piece.tokens) if as_prompts else 1) for (piece,) in found)
+        return [len(piece.tokens) for (piece,) in found]
 
     assert sizes(as_prompts=True) == [16, 2] + [8] * 8
     assert sizes(as_prompts=False) == [32, 8, 32, 32]
 
 
+def test_each_committed_token_of_a_recording_is_guessed_once(tmp_path: Path) -> None:
+    path, dice, size = tmp_path / "r", random.Random(3), 16
+    recording, wanted = Recording(path, 1 << 20), list[list[int]]()
+    for prompt, said in ((1, 8), (40, 16), (5, 55), (300, 20), (3, 7)):
+        tokens = [dice.randrange(1000) for _ in range(prompt + said)]
+        recording.add("v", tokens[:prompt], tokens[prompt:])
+        wanted.append(tokens[prompt:])
+    recording.add("w", [1], [2] * 20)
+    pieces = read_pieces([path], lambda text: [], 2 * size, "v", as_prompts=False)
+    for text, said_tokens in zip(pieces, wanted, strict=True):
+        guessed = [token for piece in text for token in piece.tokens[piece.start :]]
+        assert guessed == said_tokens[: len(guessed)]
+        assert len(said_tokens) - len(guessed) < SHORTEST
+        assert all(len(piece.tokens) <= 2 * size for piece in text)
+        for before, piece in pairwise(text):
+            assert (piece.tokens[:size], piece.start) == (before.tokens[-size:], size)
+    assert [len(text) for text in pieces] == [1, 1, 3, 1, 0]
+
+
 def test_what_is_held_back_is_not_learned_from() -> None:
     for count, held in ((24, 12), (100, 20), (2000, 96)):
-        pieces = [[number] for number in range(count)]
-        parts = split(pieces * 2, seed=3)
+        pieces = [Text([number], 1) for number in range(count)]
+        parts = split([[piece] for piece in pieces * 2], seed=3)
         assert len(parts.choosing) + len(parts.judging) == held
         assert sorted([*parts.training, *parts.choosing, *parts.judging]) == pieces
-        assert parts != split(pieces, seed=4)
+        assert parts != split([[piece] for piece in pieces], seed=4)
     with pytest.raises(ValueError, match="there are 23 different texts, but at least 24"):
-        split([[number] for number in range(23)], seed=3)
+        split([[Text([number], 1)] for number in range(23)], seed=3)
+
+
+def test_the_pieces_of_a_text_stay_together() -> None:
+    """But for the texts at the borders of the three parts."""
+    parts = split([[Text([text, at], 1) for at in range(3)] for text in range(60)], seed=3)
+    texts = [{piece.tokens[0] for piece in part} for part in parts]
+    assert sum(map(len, texts)) <= 60 + 2
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -206,7 +239,8 @@ def run(
     """How often a small training looked whether to stop, and its weights; the ``stop_at``-th look
     stops it, and another run goes on."""
     chosen = TrainingSettings(length=LENGTH, rows=4, **settings)
-    held = HeldBack(TARGET, PROMPTS[20:], LENGTH // 2, SIZE, nothing, recorded=recorded)
+    pieces = RECORDED if recorded else PIECES
+    held = HeldBack(TARGET, pieces[20:], LENGTH // 2, SIZE, nothing, recorded=recorded)
     looks, draft = 0, tiny(2)
 
     def check() -> None:
@@ -219,7 +253,7 @@ def run(
         assert now.share == pytest.approx(now.step / steps)
 
     def begun(draft: Any) -> Distillation:
-        return Distillation(TARGET, draft, PROMPTS[:20], held, chosen, check, recorded=recorded)
+        return Distillation(TARGET, draft, pieces[:20], held, chosen, check, recorded=recorded)
 
     found = begun(draft)
     try:
@@ -260,9 +294,9 @@ def test_a_damaged_copy_of_the_target_gets_better(name: LossName) -> None:
     with torch.no_grad():
         for weight in draft.parameters():
             weight += 0.15 * torch.randn(weight.shape, generator=dice)
-    held = HeldBack(TARGET, PROMPTS[20:], 8, SIZE, nothing, recorded=False)
+    held = HeldBack(TARGET, PIECES[20:], 8, SIZE, nothing, recorded=False)
     settings = TrainingSettings(loss=name, length=LENGTH, rows=8, learning_rate=0.01)
-    found = Distillation(TARGET, draft, PROMPTS[:20], held, settings, nothing, recorded=False)
+    found = Distillation(TARGET, draft, PIECES[:20], held, settings, nothing, recorded=False)
     before = found.best_score
     found.run(Budget(steps=24), lambda now: None, nothing)
     assert found.improved
@@ -273,9 +307,9 @@ def test_a_damaged_copy_of_the_target_gets_better(name: LossName) -> None:
 
 def test_a_loss_that_is_no_number_ends_the_run_by_name() -> None:
     draft = tiny(2)
-    held = HeldBack(TARGET, PROMPTS[20:], 2, SIZE, nothing, recorded=True)
+    held = HeldBack(TARGET, RECORDED[20:], 2, SIZE, nothing, recorded=True)
     how = TrainingSettings()
-    found = Distillation(TARGET, draft, PROMPTS[:20], held, how, nothing, recorded=True)
+    found = Distillation(TARGET, draft, RECORDED[:20], held, how, nothing, recorded=True)
     torch.nn.init.constant_(draft.model.norm.weight, math.inf)
     with pytest.raises(ValueError, match=r"the loss is nan at step 0: give a --learning-rate"):
         found.run(Budget(steps=1), lambda now: None, nothing)
@@ -363,8 +397,7 @@ def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
     assert "texts was" in other.stderr or "seed was 0, but is 1" in other.stderr
     assert distill(folder, tmp_path / "out", "--resume").exit_code == 0
     assert steps == 6
-    weights = [tmp_path / name / "model.safetensors" for name in ("whole", "out")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert weights(tmp_path / "whole") == weights(tmp_path / "out")
     assert not (tmp_path / "out.training").exists()
 
 
@@ -380,10 +413,102 @@ def test_a_draft_that_is_not_better_is_not_written(folder: Path, tmp_path: Path)
     check_checkpoint(out)
 
 
+# --- from a recording -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recording(folder: Path, tmp_path: Path) -> Path:
+    vocabulary, dice = model_info(folder / "target").vocabulary, random.Random(1)
+    path = tmp_path / "recording"
+    recorded = Recording(path, 1 << 20)
+    for _ in range(40):
+        tokens = [dice.randrange(1, 300) for _ in range(20)]
+        recorded.add(vocabulary, tokens[:4], tokens[4:])
+    return path
+
+
+def online(folder: Path, recording: Path, out: Path, *arguments: object) -> Any:
+    models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
+    how = ("--online", recording, "--steps", 30, "--learning-rate", 0.01)
+    return call("distill", *models, *how, "--out", out, *arguments)
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_a_draft_in_use_is_replaced_by_a_better_one_alone(
+    folder: Path, recording: Path, tmp_path: Path
+) -> None:
+    out, before = tmp_path / "out", tmp_path / "out.before"
+    first = online(folder, recording, out)
+    assert first.exit_code == 0, first.output
+    assert f"{out} is written" in first.stdout
+    assert not before.exists()
+    begun = weights(out)
+    second = online(folder, recording, out, "--draft", "missing", "--force")
+    assert second.exit_code == 0, second.output
+    assert weights(before) == begun
+    assert weights(out) != begun
+    third = weights(out)
+    assert online(folder, recording, out, "--force", "--seed", 1).exit_code == 0
+    assert weights(before) == third
+    shutil.rmtree(out)
+    shutil.copytree(folder / "target", out)
+    refused = online(folder, recording, out)
+    assert refused.exit_code == 0, refused.output
+    assert "not better beyond its interval: no draft is written, none is replaced" in refused.stdout
+    assert weights(out) == weights(folder / "target")
+    assert weights(before) == third
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.before", "recording"]
+
+
+def test_an_online_run_goes_on_with_the_texts_that_it_began_with(
+    folder: Path, recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert online(folder, recording, tmp_path / "whole").exit_code == 0
+    learn, steps = Distillation._learn, 0
+
+    def interrupted(self: Distillation, share: float) -> float:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            signal.raise_signal(signal.SIGINT)
+        return learn(self, share)
+
+    monkeypatch.setattr(Distillation, "_learn", interrupted)
+    assert online(folder, recording, tmp_path / "out").exit_code == 130
+    Recording(recording, 1 << 20).add(model_info(folder / "target").vocabulary, [1], [2] * 9)
+    assert online(folder, recording, tmp_path / "out").exit_code == 0
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_a_kill_between_two_renames_loses_no_draft(
+    folder: Path, recording: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "target", tmp_path / "out.before")
+    assert online(folder, recording, tmp_path / "out").exit_code == 0
+    assert weights(tmp_path / "out") == weights(folder / "target")
+    assert not (tmp_path / "out.before").exists()
+
+
+@pytest.mark.parametrize("name", ["out", "out.before"])
+def test_what_is_no_draft_is_not_replaced(
+    folder: Path, recording: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "diary").write_text("mine")
+    refused = online(folder, recording, tmp_path / "out")
+    assert refused.exit_code == 1
+    assert f"{name}/config.json: no such file" in refused.stderr.replace("\n", "")
+    assert [*(tmp_path / name).iterdir()] == [tmp_path / name / "diary"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--texts", "x.txt"), 2, "either --prompts or --texts"),
+        (("--texts", "x.txt"), 2, "either --prompts or --texts or --online"),
+        (("--online", "x"), 2, "either --prompts or --texts or --online"),
         (("--minutes", 1), 2, "steps is 6 and minutes 1, but one must be above 0"),
         (("--length", 512), 2, "length is 512, but the context is 256 tokens"),
         (("--length", 8), 2, "length is 8, but must be in [16, 8192]"),
