@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ Point = dict[str, float]
 bytes, tokens and nodes, of a session and pass."""
 COLUMNS = {
     "sessions": "{:.0f}",
-    "messages": "{:.0f}",
     "sends": "{:.0f}",  # nodes that a device sends for each pass
     "period ms": "{:.2f}",
     "p95": "{:.2f}",
@@ -75,18 +74,18 @@ COLUMNS = {
     "nodes": "{:.2f}",
     "ended": "{:.0f}",
 }
-KIND = ("sessions", "messages", "sends")
+KIND = ("sessions", "sends")
 
 
-async def measure(sessions: int, messages: int, nodes: int, options: argparse.Namespace) -> Point:
+async def measure(sessions: int, nodes: int, options: argparse.Namespace) -> Point:
     """One verifier and its devices, from their start to their end."""
     flags = ["--table", *shlex.split(options.verifier_flags)]
     with tempfile.TemporaryDirectory() as name:
         verifier, devices = Verifier(config_of(sessions, options), Path(name), *flags), Devices()
         try:
             await verifier.start()
-            load = {"port": verifier.port, "devices": sessions, "messages": messages}
-            load |= {"nodes": nodes, "rate": options.rate, "pass_ms": options.pass_ms}
+            load = {"port": verifier.port, "devices": sessions, "nodes": nodes}
+            load |= {"rate": options.rate, "pass_ms": options.pass_ms}
             devices.process = await start("daemon_load.py", EMULATED, json.dumps(load))
             await line_of(devices.process)
             await asyncio.sleep(RUN_IN_S)
@@ -98,7 +97,7 @@ async def measure(sessions: int, messages: int, nodes: int, options: argparse.Na
         finally:
             await kill(devices)
             await kill(verifier)
-    return point((sessions, messages, nodes), before, after, options.pass_ms)
+    return point((sessions, nodes), before, after, options.pass_ms)
 
 
 def config_of(sessions: int, options: argparse.Namespace) -> VerifierConfig:
@@ -133,7 +132,7 @@ async def counts(verifier: Verifier, devices: Devices) -> Counts:
     return await verifier.look(), theirs
 
 
-def point(kind: tuple[int, int, int], before: Counts, after: Counts, pass_ms: float) -> Point:
+def point(kind: tuple[int, int], before: Counts, after: Counts, pass_ms: float) -> Point:
     sessions, passes = kind[0], after[0]["passes"] - before[0]["passes"]
     starts = [at for at in after[0]["starts_s"] if at > before[0]["starts_s"][-1]]
     periods = sorted(1e3 * (later - sooner) for sooner, later in pairwise(starts))
@@ -183,12 +182,7 @@ def table(points: list[Point]) -> str:
 
 async def run(options: argparse.Namespace) -> list[Point]:
     points: list[Point] = []
-    kinds = [
-        (sessions, messages, nodes)
-        for sessions in numbers(options.sessions)
-        for messages in numbers(options.messages)
-        for nodes in numbers(options.nodes)
-    ]
+    kinds = [*product(numbers(options.sessions), numbers(options.nodes))]
     for repeat in range(options.repeats):
         turn = repeat % len(kinds)
         for kind in kinds[turn:] + kinds[:turn]:
@@ -324,8 +318,8 @@ def _header(name: str, value: str) -> bytes:
 # --- the devices ---------------------------------------------------------------------------------
 #
 # Each generates the text (prompt and the target's own answer) over a connection of its own, again
-# and again. For each pass it sends ``--nodes`` nodes in ``--messages`` messages: a tree of width
-# two behind what it sent before, whose first choices are right with ``--rate``. It acknowledges as
+# and again. For each pass it sends ``--nodes`` nodes in one message: a tree of width two behind
+# what it sent before, whose first choices are right with ``--rate``. It acknowledges as
 # the agent does. Their process prints "ready" when all streams have their first commit; "count" on
 # its input makes it print a JSON object of what went to and fro so far, and the end of the input
 # ends it.
@@ -403,11 +397,11 @@ class Device:
             self.call.socket.close()
         return found
 
-    def draft(self, count: int) -> None:
-        """Send one message with so many more nodes, if the tree has room for them."""
+    def draft(self) -> None:
+        """Send one message with ``--nodes`` more nodes, if the tree has room for them."""
         options, text, dice = self._options, self._text, self._dice
         room = PASSES_AHEAD * options.nodes - WIDTH * len(self._chain)
-        steps = min(count, room) // WIDTH
+        steps = min(options.nodes, room) // WIDTH
         at = self.position + len(self._chain)
         steps = min(steps, len(text.tokens) - 2 - at)
         if steps <= 0 or self._wrong_at is not None:
@@ -466,10 +460,8 @@ def play(options: argparse.Namespace) -> None:
     device_of: dict[int, Device] = {}
     """By the descriptor of its socket."""
     begun: set[Device] = set()
-    # When a device sends which message of a pass: spread over the pass behind its commit.
-    spread_s = options.pass_ms / 1e3 / options.messages
-    offsets = [(number + 0.4) * spread_s for number in range(options.messages)]
-    share = options.nodes // options.messages
+    # A device drafts so long behind a commit.
+    draft_s = 0.4 * options.pass_ms / 1e3
     due: list[tuple[float, int, Device]] = []
     while True:
         while len(devices) < options.devices and len(devices) < len(begun) + OPENING:
@@ -485,9 +477,7 @@ def play(options: argparse.Namespace) -> None:
                 continue
             device = device_of[descriptor]
             if device.read():
-                now = time.monotonic()
-                for offset_s in offsets:
-                    heapq.heappush(due, (now + offset_s, id(device), device))
+                heapq.heappush(due, (time.monotonic() + draft_s, id(device), device))
                 if device not in begun:
                     begun.add(device)
                     if len(begun) == options.devices:
@@ -499,7 +489,7 @@ def play(options: argparse.Namespace) -> None:
                 watch(device, poll, device_of)
         now = time.monotonic()
         while due and due[0][0] <= now:
-            heapq.heappop(due)[2].draft(share)
+            heapq.heappop(due)[2].draft()
 
 
 def watch(device: Device, poll: select.epoll, device_of: dict[int, Device]) -> None:
@@ -524,7 +514,6 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sessions", default="1,8,32,128,256,512")
-    parser.add_argument("--messages", default="1", help="in which a device sends a pass's nodes")
     parser.add_argument("--nodes", default="8", help="that a device sends for each pass")
     parser.add_argument("--rate", type=float, default=0.8, help="how often a first choice is right")
     parser.add_argument("--pass-ms", type=float, default=25.0)

@@ -2,15 +2,14 @@
 
     python benchmarks/hostile_load.py [--devices 200] [--seconds 60] [--seed 1] [--json FILE]
     python benchmarks/hostile_load.py --keys [--flood-sessions 16]
-    python benchmarks/hostile_load.py --each [--kinds stale-drafts,info] [--devices 8] [--phase 4]
+    python benchmarks/hostile_load.py --kinds stale-drafts --devices 8 --phase 4
 
 A real verifier (toy model with an emulated pass time, or ``--model bundled``), a crowd of honest
 devices that join, generate and leave, and four measured devices among them, the victims. Calm
-phases, in which there is nobody else, take turns with hostile ones, in which all kinds of
-``hostile_clients.py`` play at once and the links of every tenth honest device break; then their
-process is killed. ``--seconds`` is the time of the hostile phases together. ``--each`` plays one
-kind after the other instead, so that one sees which one hurts; the row ``only-cpu`` tells what the
-second process costs the victims even if it sends nothing.
+phases, in which there is nobody else, take turns with hostile ones, in which the ``--kinds`` of
+``hostile_clients.py`` (by default all) play at once and the links of every tenth honest device
+break; then their process is killed. ``--seconds`` is the time of the hostile phases together. The
+kind ``only-cpu`` tells what the second process costs the victims even if it sends nothing.
 
 With ``--keys`` each honest device has a key of its own, and all hostile clients share one, whose
 sessions ``--flood-sessions`` may bound: what an operator does against strangers.
@@ -75,7 +74,7 @@ class Load:
         self.tally, self.findings = Tally(), list[str]()
         self.victims: list[Device] = []
         self.hostile: Hostile | None = None
-        self.rows: list[dict[str, Any]] = []
+        self.row: dict[str, Any] = {}
 
     async def run(self) -> None:
         options = self.options
@@ -103,10 +102,7 @@ class Load:
             try:
                 await asyncio.sleep(options.phase)  # caches and pools fill
                 full = await self.verifier.look()
-                for names in (
-                    [[name] for name in options.kinds] if options.each else [options.kinds]
-                ):
-                    await self._take_turns(names)
+                await self._take_turns()
             finally:
                 for task in living:
                     task.cancel()
@@ -115,9 +111,9 @@ class Load:
         self._judge_texts(others)
         await self._judge_rest(before, full)
 
-    async def _take_turns(self, names: list[str]) -> None:
-        """Calm, hostile, calm, hostile, ... with these kinds."""
-        options = self.options
+    async def _take_turns(self) -> None:
+        """Calm, hostile, calm, hostile, ..."""
+        options, names = self.options, self.options.kinds
         pairs: list[dict[str, Any]] = []
         for turn in range(options.rounds):
             self.hostile = Hostile()
@@ -125,22 +121,21 @@ class Load:
             shown = self.folder / FLOODER if options.keys else None
             await self.hostile.start(self.verifier, names, options.phase, seed, shown)
             calm, calm_rates, _ = await self._phase(asyncio.sleep(options.phase))
-            await self.crowd.cut_links(not options.each)
+            await self.crowd.cut_links(True)
             loud, loud_rates, sent = await self._phase(self.hostile.play())
             await self.crowd.cut_links(False)
             calm_figures, loud_figures = figures(calm, calm_rates), figures(loud, loud_rates)
             pairs.append({"calm": calm_figures, "hostile": loud_figures, "sent": sent})
             await asyncio.sleep(options.lease_s + 1.0)
-        row = {"kinds": names, **summary(pairs), "pairs": pairs}
-        self.rows.append(row)
+        row = self.row = {"kinds": names, **summary(pairs), "pairs": pairs}
         print(line(row), flush=True)
         if (read := row["hostile_read_rate"]) > row["calm_read_rate"] + MAX_READ_RATE:
-            self.findings.append(f"{label(names)}: {read:.0f} messages a second read")
+            self.findings.append(f"{read:.0f} messages a second read")
         judged = not options.any_latency and names != [CONTROL]
         if judged and row["ratio"] > ASKED_RATIO:
             self.findings.append(
-                f"{label(names)}: p99 of the victims' token latency is {row['ratio']:.2f} times"
-                f" the calm one, asked is at most {ASKED_RATIO}"
+                f"p99 of the victims' token latency is {row['ratio']:.2f} times the calm one,"
+                f" asked is at most {ASKED_RATIO}"
             )
 
     async def _phase(self, what: Any) -> tuple[Waits, dict[str, float], Any]:
@@ -242,16 +237,12 @@ def summary(pairs: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def label(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"all {len(names)} kinds"
-
-
 def line(row: dict[str, Any]) -> str:
     """All figures of a row, calm and hostile ones side by side."""
     pairs = [name.removeprefix("calm_") for name in row if name.startswith("calm_")]
     shown = [f"{name} {row[f'calm_{name}']:.4g} {row[f'hostile_{name}']:.4g}" for name in pairs]
     spread = f"{row['least_ratio']:.2f}-{row['most_ratio']:.2f}"
-    return f"{label(row['kinds'])}: p99 x {row['ratio']:.2f} ({spread}); {', '.join(shown)}"
+    return f"{len(row['kinds'])} kinds: p99 x {row['ratio']:.2f} ({spread}); {', '.join(shown)}"
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -271,35 +262,25 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, help="honest ones (default: 200, 8 with --each)")
+    parser.add_argument("--devices", type=int, default=200, help="honest ones")
     parser.add_argument("--seconds", type=float, default=60.0, help="of all hostile phases")
-    parser.add_argument("--phase", type=float, help="seconds of one phase (default: 10, or 4)")
-    parser.add_argument("--rounds", type=int, help="pairs of phases (default: by --seconds, or 2)")
+    parser.add_argument("--phase", type=float, default=10.0, help="seconds of one phase, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keys", action="store_true", help="a key for each device, one for floods")
     parser.add_argument("--flood-sessions", type=int, default=0, help="bound of theirs; 0: none")
-    parser.add_argument("--each", action="store_true", help="one kind after the other")
     parser.add_argument("--kinds", type=kinds, default=kinds("all"), help=", ".join(KINDS))
     parser.add_argument("--model", default="toy", choices=("toy", "bundled"))
     parser.add_argument("--pass-ms", type=float, help="emulated (default: 5; bundled 0)")
-    parser.add_argument("--max-sessions", type=int, help="(default: 512, 64 with --each)")
+    parser.add_argument("--max-sessions", type=int, default=512)
     parser.add_argument("--cached-tokens", type=int, default=65_536, help="the KV pool")
     parser.add_argument("--lease-s", type=float, default=2.0)
     parser.add_argument("--any-latency", action="store_true", help="judge no ratio")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    smaller = options.each
-    defaults = {
-        "devices": 8 if smaller else 200,
-        "phase": 4.0 if smaller else min(10.0, options.seconds),
-        "max_sessions": 64 if smaller else 512,
-        "pass_ms": 5.0 if options.model == "toy" else 0.0,
-    }
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if options.rounds is None:
-        options.rounds = 2 if smaller else max(1, round(options.seconds / options.phase))
+    options.phase = min(options.phase, options.seconds)
+    options.rounds = max(1, round(options.seconds / options.phase))
+    if options.pass_ms is None:
+        options.pass_ms = 5.0 if options.model == "toy" else 0.0
     if not 1 <= options.devices <= 1_000:
         parser.error(f"--devices is {options.devices}, but must be in [1, 1000]")
     if not 0.5 <= options.phase <= 600.0:
@@ -322,7 +303,7 @@ def main() -> int:
             "command": " ".join(sys.argv),
             "took_s": round(took_s, 1),
             "texts": load.texts,
-            "rows": load.rows,
+            **load.row,
             "rest": load.rest,
             "findings": load.findings,
         }
