@@ -375,13 +375,15 @@ class LinkModel:
     def _arrive(self, flight_s: float) -> float:
         if self._settings.jitter_s > 0.0:
             flight_s -= self._settings.jitter_s * math.log1p(-self._chance(_JITTER))
-        self._arrived_s = max(self._arrived_s, self._left_s + flight_s)
+        arrived_s = self._left_s + flight_s
+        if arrived_s > self._arrived_s:  # ``max`` would take thrice as long
+            self._arrived_s = arrived_s
         return self._arrived_s
 
     def _leave(self, now_s: float, wire_bytes: int) -> float:
         """When its last bit is on the way."""
         queue = self._queue
-        start_s = max(now_s, self._left_s)
+        start_s = now_s if now_s > self._left_s else self._left_s
         while True:
             up_s = self._after_outages_s(start_s, wire_bytes) if self._outages else start_s
             start_s = queue.first_free_s(now_s, up_s, wire_bytes)

@@ -62,7 +62,9 @@ class TimeLaw:
         self, rows: int, context_length: int = 0, chance: float = 0.5, sessions: int = 1
     ) -> float:
         """``chance`` in [0, 1) picks from the spread: 0.5 is the median."""
-        more_s = self.context_s * context_length + self.session_s * max(0, sessions - 1)
+        more_s = self.context_s * context_length
+        if sessions > 1:
+            more_s += self.session_s * (sessions - 1)
         body_s, spread = self._body_s(rows) + more_s, self.spread
         if len(spread) == 1:
             return body_s * spread[0]

@@ -338,18 +338,17 @@ class SimulatedDevice:
             self._trace(self._tracer, event, actions)
         for action in actions:
             self._do(action)
-        if self.session.deadline is not None:
-            self._schedule_tick()
+        self._schedule_tick()
 
     def _schedule_tick(self) -> None:
-        deadline = self.session.deadline
+        deadline = self.session.link.deadline
         if deadline is not None and deadline < self._tick_at_s:
             self._tick_at_s = max(deadline, self._queue.now)
             self._queue.at(self._tick_at_s, self._tick)
 
     def _tick(self) -> None:
         self._tick_at_s = math.inf
-        deadline = self.session.deadline
+        deadline = self.session.link.deadline
         if deadline is not None and deadline <= self._queue.now:
             self.handle(Tick())
         else:
@@ -364,21 +363,23 @@ class SimulatedDevice:
                 tracer.record(now, "device", key, "event", self.session.counters)
 
     def _do(self, action: DraftAction) -> None:
-        match action:
-            case Transmit(message):
+        match action:  # without names for its fields, which would take thrice as long
+            case Transmit():
                 if self.stream is not None:
-                    self.stream.send_up(message)
-            case StartStep(keep, feed, width):
-                done = StepDone(self._drafter.step(keep, feed, width))
+                    self.stream.send_up(action.message)
+            case StartStep():
+                keep, feed = action.keep_length, action.feed
+                done = StepDone(self._drafter.step(keep, feed, action.width))
                 step_s = self._step_s(keep, len(feed))
                 self.drafting_s += step_s
                 self._queue.after(step_s, lambda: self.handle(done))
-            case Deliver(position, tokens, kinds):
+            case Deliver():
+                delivery, tokens = self.delivery, action.tokens
                 prompt_length = len(self.session.request.prompt)
-                assert position == prompt_length + len(self.delivery.tokens)
-                self.delivery.tokens += tokens
-                self.delivery.kinds += kinds
-                self.delivery.times_s += [self._queue.now] * len(tokens)
+                assert action.position == prompt_length + len(delivery.tokens)
+                delivery.tokens += tokens
+                delivery.kinds += action.kinds
+                delivery.times_s += [self._queue.now] * len(tokens)
             case Connect():
                 self._open_stream()
             case Disconnect():
@@ -543,8 +544,7 @@ class SimulatedVerifier:
             self._trace(self._tracer, event, actions)
         for action in actions:
             self._do(action)
-        if self.engine.deadline is not None:
-            self._schedule_poll()
+        self._schedule_poll()
 
     def _schedule_poll(self) -> None:
         deadline = self.engine.deadline
@@ -566,9 +566,12 @@ class SimulatedVerifier:
             tracer.record(self._queue.now, "verifier", self.name, "action", action)
 
     def _do(self, action: EngineAction) -> None:
-        match action:
-            case SendTo(number, message):
-                self._streams[number].send_down(message)
+        match action:  # as a device's
+            case SendTo():
+                self._streams[action.stream].send_down(action.message)
+            case KeepNodes():
+                key, nodes = action.key, action.nodes
+                self._attempt(key, lambda: self._target.keep(key, nodes))
             case CloseStream(number):
                 self._streams.pop(number).close_from_verifier()
             case OpenSequence(key, prompt_length, sampling, text):
@@ -580,8 +583,6 @@ class SimulatedVerifier:
                 self._attempt(key, lambda: self._target.close(key))
                 if self._drafter is not None:
                     self._drafter.close(key)
-            case KeepNodes(key, nodes):
-                self._attempt(key, lambda: self._target.keep(key, nodes))
             case RunBatch(requests):
                 self._run(requests)
             case RunDrafts():

@@ -155,8 +155,12 @@ class CommitReader:
         that was right."""
         self.counters.tried += 1
         self.counters.hits += offered[0].token == token
-        right = next((node for node in offered if node.token == token), None)
-        if drafted := sum([node.rank != UNRANKED for node in offered]):
+        right, drafted = None, 0
+        for node in offered:
+            drafted += node.rank != UNRANKED
+            if right is None and node.token == token:
+                right = node
+        if drafted:
             rank = None if right is None or right.rank == UNRANKED else right.rank
             self.estimates.acceptance.add(rank, drafted)
             for node in offered:

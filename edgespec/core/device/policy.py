@@ -21,13 +21,12 @@ All are settings of one machine, which makes the published schemes honest baseli
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from edgespec.core.device.estimates import DraftEstimates
 from edgespec.core.protocol.estimators import GUESSED_PASS_S
 from edgespec.core.protocol.tree import ROOT, UNRANKED, SpeculationTree
-from edgespec.core.statically_frozen import statically_frozen
 
 MAX_GAMMA = 32
 # Passes follow one another when commits come no further apart than they take, but for jitter.
@@ -41,11 +40,12 @@ DEFAULT_WIDTH = 2
 _GUESSED_STEP_S, _GUESSED_RTT_S = 0.01, 0.03
 # Commits that come further apart than so many passes take were waited for.
 _WAITS = 1.25
+_LEAST_S = 1e-6
 
 
-@statically_frozen
+@dataclass(slots=True)
 class DraftView:
-    """What a policy may know when it is asked."""
+    """What a policy may know when it is asked. Nobody changes it."""
 
     tree: SpeculationTree
     unsent: int
@@ -64,20 +64,20 @@ class DraftView:
     """No step runs and none is about to."""
     since_open_s: float | None = None
     """How long ago the stream was opened, or 0 while it is not; None once a pass has committed."""
+    pass_s: float = field(init=False)
+    step_s: float = field(init=False)
+    """Both are asked for several times by each view's policy."""
+
+    def __post_init__(self) -> None:
+        step_s = self.estimates.step_s.get(_GUESSED_STEP_S)
+        self.step_s = step_s if step_s > _LEAST_S else _LEAST_S
+        self.pass_s = self.estimates.pass_s.get(GUESSED_PASS_S)
 
     @property
     def round_s(self) -> float:
         """The time from sending a node to hearing of its pass: rtt_s + pass_s. A round trip of
         30 ms and a pass of 20 ms make a round of 50 ms."""
         return self.estimates.rtt_s.get(_GUESSED_RTT_S) + self.pass_s
-
-    @property
-    def pass_s(self) -> float:
-        return self.estimates.pass_s.get(GUESSED_PASS_S)
-
-    @property
-    def step_s(self) -> float:
-        return max(self.estimates.step_s.get(_GUESSED_STEP_S), 1e-6)
 
     @property
     def token_s(self) -> float:
@@ -108,7 +108,8 @@ class DraftView:
         commit_s = self.estimates.commit_s.get(0.0)
         if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s:
             return None
-        return commit_s / max(1.0, self.estimates.own_tokens.get(1.0))
+        tokens = self.estimates.own_tokens.get(1.0)
+        return commit_s / tokens if tokens > 1.0 else commit_s
 
     @property
     def arrival_s(self) -> float:
@@ -124,14 +125,15 @@ class DraftView:
     def paying(self, parent: int, width: int) -> int:
         """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
         price when they come into a pass; at least one."""
-        price, rate = self.estimates.price.least_chance, self.estimates.acceptance.rate
+        price = self.estimates.price.least_chance
         if price <= 0.0 or width == 1:
             return width
         chance, nodes, settled = 1.0, self.tree.nodes, self.settled_position
         while (node := nodes.get(parent)) is not None and node.position >= settled:
             chance *= node.chance
             parent = node.parent
-        return max(1, sum([chance * rate(rank) >= price for rank in range(width)]))
+        rates = self.estimates.acceptance.first(width)
+        return sum([chance * rate >= price for rate in rates]) or 1
 
     @property
     def row_chance(self) -> float:

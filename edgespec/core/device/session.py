@@ -104,9 +104,10 @@ class DraftSession:
 
     def handle(self, event: ev.DraftEvent, now: float) -> tuple[ev.DraftAction, ...]:
         state = self.link.state
-        said = isinstance(event, Commit | Opened | Fault)
-        if state is ev.DONE or (said and state is not ev.STREAMING):
-            return ()  # too late, or said on a link that is gone
+        if state is ev.DONE:
+            return ()  # too late
+        if state is not ev.STREAMING and isinstance(event, Commit | Opened | Fault):
+            return ()  # said on a link that is gone
         match event:
             case ev.StepDone():
                 self._step_done(event, now)
@@ -195,15 +196,17 @@ class DraftSession:
         if self._text is not None and self.drafting:
             self._text.learn()
             self._text.grow(self._view(self._outbox.unsent, now))
-        streaming = state is ev.STREAMING
+        streaming, view = state is ev.STREAMING, None
         unsent = self._outbox.unsent
-        if streaming and unsent and self._policy.flush(self._view(unsent, now)):
-            actions += self._send_drafts()
-            unsent = self._outbox.unsent
+        if streaming and unsent:
+            view = self._view(unsent, now)
+            if self._policy.flush(view):
+                actions += self._send_drafts()
+                unsent, view = self._outbox.unsent, None
         if self._step is not None:
             return
         if self.drafting:
-            view = self._view(unsent, now)
+            view = view or self._view(unsent, now)
             parent = self._policy.extend(view)
             if parent is not None and self._speechless != (self.prefix.length, parent):
                 actions.append(self._start_step(parent, view, now))
@@ -347,6 +350,7 @@ class DraftCache:
         if self._agreed < prefix.length:
             self._catch_up(prefix)
         keep, length, cached = self._agreed, prefix.length, self._tokens
+        last = length + len(path) - 1
         if keep == length:
             drafted = cached[length : length + len(path)]
             if drafted == path[: len(drafted)]:  # as usual
@@ -354,15 +358,19 @@ class DraftCache:
             else:
                 while cached[keep] == path[keep - length]:
                     keep += 1
-        keep = min(keep, length + len(path) - 1)
-        appended = (*prefix.tokens[keep:], *path[max(0, keep - length) :])
+        if keep > last:
+            keep = last
+        drafted = path[keep - length :] if keep > length else path
+        appended = (*prefix.tokens[keep:], *drafted)
         cached[keep:] = appended
-        self._agreed = min(self._agreed, keep)
+        if keep < self._agreed:
+            self._agreed = keep
         return keep, appended
 
     def _catch_up(self, prefix: CommittedPrefix) -> None:
-        while self._agreed < min(len(self._tokens), prefix.length):
-            if self._tokens[self._agreed] != prefix.tokens[self._agreed]:
-                del self._tokens[self._agreed :]
+        cached, tokens, start = self._tokens, prefix.tokens, self._agreed
+        for held, token in zip(cached[start:], tokens[start:], strict=False):
+            if held != token:
+                del cached[self._agreed :]
                 return
             self._agreed += 1

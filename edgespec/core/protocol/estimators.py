@@ -179,24 +179,24 @@ class AcceptanceEstimator:
 
     def __post_init__(self) -> None:
         self.hits, self.trials = [0.0] * len(self.prior), [0.0] * len(self.prior)
-        self.rates = self._rates()
+        weight = self.prior_weight
+        self.rates = [*(prior * weight / weight for prior in self.prior), self.prior[-1] / 2]
 
     def add(self, rank: int | None, offered: int = 1 << 30) -> None:
         """One position was decided: by the sibling of this rank, or by none of those ``offered``.
         Ranks that were not offered were not tried."""
-        memory, hits, trials = self.memory, self.hits, self.trials
-        for tried in range(len(hits)):
-            hits[tried] = hits[tried] * memory + (tried == rank)
-            trials[tried] = trials[tried] * memory + (tried < offered)
-        self.rates = self._rates()
+        memory, weight, hits, trials = self.memory, self.prior_weight, self.hits, self.trials
+        for tried, prior in enumerate(self.prior):
+            hits[tried] = right = hits[tried] * memory + (tried == rank)
+            trials[tried] = known = trials[tried] * memory + (tried < offered)
+            self.rates[tried] = (right + prior * weight) / (known + weight)
 
     def rate(self, rank: int) -> float:
         return self.rates[rank if rank < len(self.prior) else -1]
 
-    def _rates(self) -> list[float]:
-        weight, found = self.prior_weight, zip(self.hits, self.trials, self.prior, strict=True)
-        known = [(hits + prior * weight) / (trials + weight) for hits, trials, prior in found]
-        return [*known, self.prior[-1] / 2]
+    def first(self, count: int) -> list[float]:
+        """The rates of so many ranks."""
+        return self.rates[:count] + self.rates[-1:] * (count - len(self.rates))
 
 
 CELLS: Final = 10
