@@ -15,12 +15,7 @@ from enum import Enum
 from typing import assert_never
 
 from edgespec.core.device.goodput_policy import named_policy
-from edgespec.core.device.policy import (
-    DraftPolicy,
-    FixedPolicy,
-    PearlPolicy,
-    WindowedPolicy,
-)
+from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import RunAhead
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -57,9 +56,8 @@ class Reach:
 class Activity:
     """The notes of one agent. Written in its event loop, read in any thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.began_at = clock()
+    def __init__(self) -> None:
+        self.began_at = time.monotonic()
         self.lock = threading.Lock()
         self.running: dict[int, GenerationNotes] = {}
         self.last: GenerationNotes | None = None
@@ -158,7 +156,7 @@ class Activity:
                 self.last_drafted = notes
             idle = not self.running
         if idle and self.reach.state is VerifierState.SERVING:
-            self.reached(VerifierState.READY, self.clock())
+            self.reached(VerifierState.READY, time.monotonic())
 
 
 class GenerationNotes:
@@ -173,7 +171,7 @@ class GenerationNotes:
         inner: Tracer,
     ) -> None:
         self.number, self.session = number, session
-        self.began_at = self.last_token_at = activity.clock()
+        self.began_at = self.last_token_at = time.monotonic()
         self.first_token_at: float | None = None
         self.first_count = 0
         """Tokens of the first commit."""

@@ -18,22 +18,8 @@ from typing import NoReturn
 from edgespec.config import AgentConfig
 from edgespec.config.common import SetupError
 from edgespec.core.ports import LinkError, ModelInfo
+from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
-from edgespec.device.build import (
-    BUNDLED,
-    LOOKUP,
-    NONE,
-    add_corpus,
-    agent_options,
-    ask_verifiers,
-    dial,
-    load_drafter,
-    load_tokenizer,
-    tokenizer_reference,
-    verifier_transport,
-    vocabulary_of,
-    with_port,
-)
 from edgespec.models.folders import cache_folder, vocabulary_fingerprint
 from edgespec.models.grammar import device_reader
 from edgespec.models.tokenizer import TextTokenizer
@@ -49,7 +35,7 @@ _NAME_DIGITS = 32
 
 def borrows_tokenizer(config: AgentConfig) -> bool:
     """Whether nothing in ``config`` names a tokenizer, so that the verifier's is used."""
-    return not config.tokenizer and config.draft.model in (NONE, LOOKUP)
+    return not config.tokenizer and config.draft.model in (build.NONE, build.LOOKUP)
 
 
 async def with_tokenizer(
@@ -61,13 +47,16 @@ async def with_tokenizer(
     where the link was lost, and ``SetupError`` where this verifier will never lend one."""
     if not borrows_tokenizer(config):
         return config
-    address = with_port(address or config.verifiers[0])
-    transport = dial(address, device_access(config))
+    address = build.with_port(address or config.verifiers[0])
+    transport = build.dial(address, device_access(config))
     try:
         fetch = TokenizerFetch(transport.ask_tokenizer, address)
         return replace(config, tokenizer=str(await _cached(fetch, info, say)))
     except LinkError as error:
-        own = next((one for one in (BUNDLED, TOY) if vocabulary_of(one) == info.vocabulary), None)
+        own = next(
+            (one for one in (build.BUNDLED, TOY) if build.vocabulary_of(one) == info.vocabulary),
+            None,
+        )
         if own is not None:
             return replace(config, tokenizer=own)
         if error.retryable:
@@ -132,8 +121,8 @@ class BorrowingAgent(Agent):
     first text, and again before the next one while nobody lends."""
 
     def __init__(self, config: AgentConfig) -> None:
-        options = agent_options(config, "")
-        super().__init__(verifier_transport(config), None, _no_text, _no_text, options)
+        options = build.agent_options(config, "")
+        super().__init__(build.verifier_transport(config), None, _no_text, _no_text, options)
         self._config, self._lent = config, False
         self._one_at_a_time = asyncio.Lock()
 
@@ -156,7 +145,7 @@ class BorrowingAgent(Agent):
     async def _borrow(self) -> None:
         """Ask all verifiers once, and take the tokenizer of the first of them that fits. Raises
         ``LinkError`` where nobody answers who may do so later, ``SetupError`` where nobody will."""
-        answers, wanted = await ask_verifiers(self._config), self._config.model
+        answers, wanted = await build.ask_verifiers(self._config), self._config.model
         why, may_come = [], False
         for address, answer in answers.items():
             if answer.info is None:
@@ -176,9 +165,9 @@ class BorrowingAgent(Agent):
     def _take(self, config: AgentConfig) -> None:
         """From here on this is an agent as ``build_agent`` makes it. Raises ``SetupError``."""
         try:
-            text = load_tokenizer(reference := tokenizer_reference(config))
-            vocabulary, drafter = vocabulary_of(reference), load_drafter(config)
-            add_corpus(self.options.text, config, text, None)
+            text = build.load_tokenizer(reference := build.tokenizer_reference(config))
+            vocabulary, drafter = build.vocabulary_of(reference), build.load_drafter(config)
+            build.add_corpus(self.options.text, config, text, None)
         except ValueError as error:
             raise SetupError(str(error)) from error
         self.options = replace(self.options, vocabulary=vocabulary)

@@ -35,16 +35,8 @@ from edgespec.device.verifier_pool import (
     current_conversation,
     is_name,
 )
+from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
-from edgespec.models.folders import (
-    DRAFT_MANIFEST,
-    Role,
-    model_info,
-    read_json,
-    resolve_model,
-    vocabulary_fingerprint,
-    vocabulary_info,
-)
 from edgespec.models.grammar import device_reader
 from edgespec.models.tokenizer import ChatTokenizer
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
@@ -122,7 +114,7 @@ def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingPar
     if reference == TOY or any(getattr(sampling, n) != getattr(usual, n) for n in _MODEL_SAMPLING):
         return sampling
     path = resolve_texts(reference) / "generation_config.json"
-    said = read_json(path) if path.is_file() else {}
+    said = folders.read_json(path) if path.is_file() else {}
     # Without do_sample the others stand there as the defaults of a library.
     names = _MODEL_SAMPLING if said.get("do_sample") is True else ("repetition_penalty",)
     for name in names:
@@ -138,9 +130,9 @@ def vocabulary_of(reference: str) -> str:
     if reference == TOY:
         return toy_info().vocabulary
     folder = resolve_texts(reference)
-    if (folder / DRAFT_MANIFEST).is_file():
-        return model_info(folder).vocabulary
-    return vocabulary_fingerprint(folder / "tokenizer.json")
+    if (folder / folders.DRAFT_MANIFEST).is_file():
+        return folders.model_info(folder).vocabulary
+    return folders.vocabulary_fingerprint(folder / "tokenizer.json")
 
 
 def connect(
@@ -302,8 +294,8 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
 
         if (reference := tokenizer_reference(config)) == TOY:
             return SilentDrafter(replace(toy_info(), name=LOOKUP))
-        longest, folder = draft.context_length, resolve_model(reference, Role.DRAFT)
-        info = vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH)
+        longest, folder = draft.context_length, folders.resolve_model(reference, folders.Role.DRAFT)
+        info = folders.vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH)
         return SilentDrafter(replace(info, name=LOOKUP))
     if draft.model == RANDOM:
         from edgespec.device.drafters.toy import RandomDrafter
@@ -311,7 +303,7 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
         reference = tokenizer_reference(config)
         if reference == TOY:
             return RandomDrafter(toy_info())
-        return RandomDrafter(model_info(resolve_texts(reference)))
+        return RandomDrafter(folders.model_info(resolve_texts(reference)))
     from edgespec.device.model_drafter import model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer

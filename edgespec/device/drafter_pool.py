@@ -47,20 +47,13 @@ class DrafterPool:
     """``caches``: how many generations' texts are held at once, at most. ``drafter`` is closed
     with this, and so are its twins."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        caches: int = DEFAULT_CACHES,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, drafter: Drafter, caches: int = DEFAULT_CACHES) -> None:
         bounded("caches", caches, 1, MAX_CACHES)
         self._drafters = [drafter]
         self._free = [drafter]
         self._most = caches if isinstance(drafter, Twinned) else 1
         self._thread = DraftThread("edgespec-draft")
-        self._clock = clock
-        self._heard_at = clock()
+        self._heard_at = time.monotonic()
         """When the step that runs last showed a sign of life; written by its thread."""
         self._given_up: Future[StepDone] | None = None
         """The step that hung last."""
@@ -78,10 +71,10 @@ class DrafterPool:
 
     async def step(self, lease: DrafterLease, step: StartStep) -> StepDone | StepFailed:
         """For ``DrafterLease``."""
-        work, asked_at = self._thread.submit(lambda: self._draft(lease, step)), self._clock()
+        work, asked_at = self._thread.submit(lambda: self._draft(lease, step)), time.monotonic()
         future = asyncio.wrap_future(work)
         while not (await asyncio.wait([future], timeout=HANG_S))[0]:
-            if self._clock() - max(self._heard_at, asked_at) >= HANG_S:
+            if time.monotonic() - max(self._heard_at, asked_at) >= HANG_S:
                 self._given_up = work
                 future.cancel()  # it runs on, unless it waits behind the one that hangs
                 _log.warning("a draft step has not come back within %g s", HANG_S)
@@ -97,7 +90,7 @@ class DrafterPool:
 
     def _draft(self, lease: DrafterLease, step: StartStep) -> StepDone:
         def cancelled() -> bool:
-            self._heard_at = self._clock()
+            self._heard_at = time.monotonic()
             return lease.over
 
         if cancelled():

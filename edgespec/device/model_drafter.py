@@ -14,18 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.config import DraftSection, PolicySection
 from edgespec.config.common import SetupError, needs
-from edgespec.core.device.memory import (
-    DraftVariant,
-    KvType,
-    MemoryGuard,
-    MemoryPlan,
-    MemoryQuestion,
-    Restriction,
-    in_mib,
-    parse_budget,
-    plan_memory,
-    unbounded,
-)
+from edgespec.core.device import memory
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.export import exported
@@ -169,7 +158,7 @@ def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
         model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
         return folder
     with needs("onnx", "edgespec[export]"):
-        return exported(folder, draft.bits, say, draft.kv_type or KvType.FLOAT32)
+        return exported(folder, draft.bits, say, draft.kv_type or memory.KvType.FLOAT32)
 
 
 # The first onnxruntime whose attention on the CPU was seen to take int8 keys and values.
@@ -186,7 +175,7 @@ _ENDPOINT_BYTES: Final = 8 << 20
 """What ``edgespec serve`` loads beyond the other commands, 6 to 9 MiB."""
 
 
-def variants_of(draft: DraftSection, reference: str = "") -> tuple[DraftVariant, ...]:
+def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftVariant, ...]:
     """The variants of a draft: the one in an exported folder, or what a Hugging Face folder can be
     exported to. Raises ``ValueError`` naming the file."""
     folder = resolve_model(reference or draft.model, Role.DRAFT)
@@ -197,16 +186,16 @@ def variants_of(draft: DraftSection, reference: str = "") -> tuple[DraftVariant,
     return tuple(source_variant(folder.name, config, draft.bits, kv_type) for kv_type in types)
 
 
-def exported_variant(folder: Path, config: dict[str, Any]) -> DraftVariant:
+def exported_variant(folder: Path, config: dict[str, Any]) -> memory.DraftVariant:
     """What the manifest and the files of a draft folder say; ``config`` is its config.json."""
     manifest = read_manifest(folder)
     whole = _shape(config)
     parts = [part for part in folder.glob(f"{MODEL_FILE}*") if part.is_file()]
     table = manifest.model.vocabulary_size * whole["hidden"]
-    return DraftVariant(
+    return memory.DraftVariant(
         name=manifest.model.name,
         bits=manifest.bits,
-        kv_type=KvType(manifest.kv_type),
+        kv_type=memory.KvType(manifest.kv_type),
         stored_bytes=sum(part.stat().st_size for part in parts),
         table_bytes=int(table * _STORED_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
@@ -221,7 +210,9 @@ def exported_variant(folder: Path, config: dict[str, Any]) -> DraftVariant:
     )
 
 
-def source_variant(name: str, config: dict[str, Any], bits: int, kv_type: KvType) -> DraftVariant:
+def source_variant(
+    name: str, config: dict[str, Any], bits: int, kv_type: memory.KvType
+) -> memory.DraftVariant:
     """What an export of a Hugging Face folder would be, from its config.json alone.
 
     Formula of what is stored: (layers * (hidden * (heads + 2 * kv_heads) * dim + heads * dim *
@@ -237,7 +228,7 @@ def source_variant(name: str, config: dict[str, Any], bits: int, kv_type: KvType
     tables = 1 if config.get("tie_word_embeddings", True) else 2
     per_weight = _STORED_PER_WEIGHT[bits]
     table = int(vocabulary * hidden * per_weight)
-    return DraftVariant(
+    return memory.DraftVariant(
         name=name,
         bits=bits,
         kv_type=kv_type,
@@ -255,7 +246,7 @@ def source_variant(name: str, config: dict[str, Any], bits: int, kv_type: KvType
     )
 
 
-def question_of(draft: DraftSection, most_width: int) -> MemoryQuestion:
+def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
     """What the plan has to go by, measured now: load the tokenizer first. Raises ``ValueError``
     for a budget that cannot be read."""
     with needs("onnxruntime", "edgespec[cpu]"):
@@ -267,8 +258,8 @@ def question_of(draft: DraftSection, most_width: int) -> MemoryQuestion:
     runtime = resident_bytes()
     # So a budget that one command takes is enough for every other one.
     runtime += 0 if "edgespec.endpoint.app" in sys.modules else _ENDPOINT_BYTES
-    return MemoryQuestion(
-        budget_bytes=parse_budget(draft.memory_budget or "auto").resolve(machine_memory()),
+    return memory.MemoryQuestion(
+        budget_bytes=memory.parse_budget(draft.memory_budget or "auto").resolve(machine_memory()),
         runtime_bytes=runtime,
         most_width=most_width,
         most_window=draft.window or draft.context_length,
@@ -289,13 +280,13 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     variants = variants_of(draft)
     folder = resolve_model(draft.model, Role.DRAFT)
     question = question_of(draft, most_width)
-    plan = plan_memory(variants, question)
+    plan = memory.plan_memory(variants, question)
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):
             folder = exported(folder, draft.bits, say, plan.variant.kv_type)
         real = exported_variant(folder, read_config(folder))
-        plan = plan_memory((real,), question)
-    say(summary(plan, unbounded(variants, question)))
+        plan = memory.plan_memory((real,), question)
+    say(summary(plan, memory.unbounded(variants, question)))
     settings = plan.settings
     try:
         drafter = OnnxDrafter(
@@ -304,20 +295,20 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     except MemoryError as error:
         raise SetupError(f"{folder}: {error}") from error
     trim_heap()
-    full = Restriction(settings.window, settings.width)
+    full = memory.Restriction(settings.window, settings.width)
     drafter.restrict(full.window, full.width)
     row_bytes = settings.caches * plan.variant.kv_bytes_per_token
-    guard = MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
+    guard = memory.MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
     caches = CacheGroup(drafter, settings.caches, plan.budget_bytes)
     caches.restriction = full
-    return GuardedDrafter(drafter, drafter, guard, resident_bytes, time.monotonic, caches)
+    return GuardedDrafter(drafter, guard, resident_bytes, time.monotonic, caches)
 
 
-def summary(plan: MemoryPlan, best: MemoryPlan) -> str:
+def summary(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:
     """One line for the user: what was planned, and what was traded."""
     settings = plan.settings
     line = (
-        f"memory: {in_mib(plan.predicted_bytes)} of {in_mib(plan.budget_bytes)}:"
+        f"memory: {memory.in_mib(plan.predicted_bytes)} of {memory.in_mib(plan.budget_bytes)}:"
         f" window {settings.window}, {plan.variant.kv_type.value} keys and values,"
         f" width {settings.width}" + (f", caches {settings.caches}" if settings.caches > 1 else "")
     )
@@ -325,12 +316,12 @@ def summary(plan: MemoryPlan, best: MemoryPlan) -> str:
     return f"{line} ({'; '.join(found)})" if found else line
 
 
-def _exportable_types() -> tuple[KvType, ...]:
+def _exportable_types() -> tuple[memory.KvType, ...]:
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.onnx_drafter import runtime_version
     if runtime_version() >= _INT8_FROM:
-        return tuple(KvType)
-    return KvType.FLOAT32, KvType.FLOAT16
+        return tuple(memory.KvType)
+    return memory.KvType.FLOAT32, memory.KvType.FLOAT16
 
 
 def _shape(config: dict[str, Any]) -> dict[str, int]:

@@ -140,11 +140,10 @@ class SessionDriver:
         drafter: DrafterLease | None,
         *,
         tracer: Tracer | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
         self._connect, self._drafter = connect, drafter
-        self._tracer, self._clock = tracer or NoTrace(), clock
+        self._tracer = tracer or NoTrace()
         # Holds at most a few entries a token, and max_tokens bounds those.
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._link: Link | None = None
@@ -188,7 +187,7 @@ class SessionDriver:
         if self._over:
             return
         try:
-            now, key = self._clock(), self.session.request.session_id
+            now, key = time.monotonic(), self.session.request.session_id
             self._tracer.record(now, "device", key, "event", event)
             for action in self.session.handle(event, now):
                 self._tracer.record(now, "device", key, "action", action)
@@ -227,7 +226,7 @@ class SessionDriver:
             self._drafter.end()
         # What it came to: whoever sums a trace up need not count again.
         key, counters = self.session.request.session_id, self.session.counters
-        self._tracer.record(self._clock(), "device", key, "event", counters)
+        self._tracer.record(time.monotonic(), "device", key, "event", counters)
         self._outcomes.put_nowait(last)
 
     def _fail(self, error: BaseException) -> None:
@@ -264,7 +263,7 @@ class SessionDriver:
         if deadline is None or self._over:
             return
         loop = asyncio.get_running_loop()
-        due = loop.time() + max(0.0, deadline - self._clock())
+        due = loop.time() + max(0.0, deadline - time.monotonic())
         if self._timer is not None:
             if self._timer.when() <= due:
                 return
@@ -274,7 +273,7 @@ class SessionDriver:
     def _on_timer(self) -> None:
         self._timer = None
         deadline = self.session.deadline
-        if deadline is not None and deadline <= self._clock():
+        if deadline is not None and deadline <= time.monotonic():
             self._handle(ev.Tick())
         else:
             self._arm()

@@ -6,7 +6,8 @@ While nothing runs nobody hears of the verifier, so a ``VerifierWatch`` tells ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,17 +50,15 @@ class StatusSource:
         addresses: tuple[str, ...],
         version: str = "",
         watch: VerifierWatch | None = None,
-        *,
-        resident: Callable[[], int] = resident_bytes,
     ) -> None:
         self._agent, self._addresses, self._version = agent, addresses, version
-        self._watch, self._resident = watch, resident
+        self._watch = watch
         self._since: dict[str, tuple[VerifierState, float]] = {}
 
     def snapshot(self, after: int = 0) -> AgentStatus:
         """The status now, with the events behind the one numbered ``after``. Any thread may ask."""
         agent, activity = self._agent, self._agent.activity
-        now = activity.clock()
+        now = time.monotonic()
         with activity.lock:
             running = tuple(activity.running.values())
         events, lost = activity.events_after(after)
@@ -200,7 +199,7 @@ class StatusSource:
 
     def _memory(self) -> MemoryStatus:
         try:
-            resident = self._resident()
+            resident = resident_bytes()
         except Exception:  # whatever a system says about itself, or does not
             resident = 0
         budget, window, width = self._memory_parts()

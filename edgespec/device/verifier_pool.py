@@ -24,15 +24,7 @@ from edgespec.core.association import failover_events as ev
 from edgespec.core.association.candidates import Route
 from edgespec.core.association.failover import Failover
 from edgespec.core.ports import DeviceStream, LinkError, Transport, is_idle
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Downlink,
-    Fault,
-    ModelIdentity,
-    Opened,
-    Uplink,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.device.prober import ask
 from edgespec.device.session_driver import Dial, link_down
 
@@ -48,14 +40,8 @@ _log = logging.getLogger(__name__)
 class VerifierPool:
     """Carries out what ``failover`` says for all generations of one agent."""
 
-    def __init__(
-        self,
-        directory: VerifierDirectory,
-        failover: Failover,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.failover, self.clock = failover, clock
+    def __init__(self, directory: VerifierDirectory, failover: Failover) -> None:
+        self.failover = failover
         self._directory = directory
         self._transports: Mapping[str, Transport] = {}
         self._numbers = itertools.count(1)
@@ -67,7 +53,7 @@ class VerifierPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._none_found = False
-        self._models: dict[str, ModelIdentity] = {}
+        self._models: dict[str, m.ModelIdentity] = {}
         """Of the text before, by the name that it asked for."""
 
     def route(
@@ -133,7 +119,7 @@ class VerifierPool:
         if future is not None and not future.done():
             future.set_exception(LinkError("the generation is over", retryable=False))
 
-    def begins_with(self, route: int, model: ModelIdentity, address: str) -> None:
+    def begins_with(self, route: int, model: m.ModelIdentity, address: str) -> None:
         """A verifier greeted; say so if a text begins with another model than the one before that
         asked for the same name."""
         known = self.failover.routes.get(route)
@@ -154,7 +140,7 @@ class VerifierPool:
         """Never raises: who waits for a stream hears of a bug, and streams in use go on. Most
         events come from timers and tasks, which nobody awaits."""
         try:
-            for action in self.failover.handle(event, self.clock()):
+            for action in self.failover.handle(event, time.monotonic()):
                 self._do(action)
             self._arm()
         except Exception as error:
@@ -233,7 +219,7 @@ class VerifierPool:
             self.handle(ev.ProbeFailed(address, f"{address} is not known any more"))
             return
         first, limit_s = candidate.rtt_s is None, self.failover.policy.probe_s
-        answer = await ask(transport, limit_s, timed=first, clock=self.clock)
+        answer = await ask(transport, limit_s, timed=first)
         if answer.info is not None:
             rtt_s = answer.rtt_s if candidate.rtt_s is None else candidate.rtt_s
             self.handle(ev.ProbeAnswered(address, answer.info, rtt_s or 0.0))
@@ -252,7 +238,7 @@ class VerifierPool:
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            delay_s = max(0.0, deadline - self.clock())
+            delay_s = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.handle, ev.Tick())
 
 
@@ -311,15 +297,15 @@ class PooledStream:
         self._left: LinkError | None = None
         self._closed = self._progressed = False
         self._quiet_s = pool.failover.policy.quiet_s
-        self._heard_s = pool.clock()
+        self._heard_s = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(self._quiet_s, self._listen)
 
-    async def send(self, message: Uplink) -> None:
+    async def send(self, message: m.Uplink) -> None:
         if self._left is not None:
             raise self._left
         await self._inner.send(message)
 
-    async def receive(self) -> Downlink:
+    async def receive(self) -> m.Downlink:
         if self._left is not None:
             raise self._left
         try:
@@ -330,15 +316,15 @@ class PooledStream:
             if self._left is None:
                 raise
             raise self._left from error
-        self._heard_s, self._quiet_s = self._pool.clock(), self._pool.failover.policy.quiet_s
+        self._heard_s, self._quiet_s = time.monotonic(), self._pool.failover.policy.quiet_s
         match message:
-            case Commit():
+            case m.Commit():
                 if message.tokens and not self._progressed:
                     self._progressed = True
                     self._pool.tell(self, ev.Progressed(self.route))
-            case Opened():
+            case m.Opened():
                 await self._greeted(message)
-            case Fault():
+            case m.Fault():
                 return self._refused(message)
         return message
 
@@ -357,18 +343,18 @@ class PooledStream:
         """End the wait of whoever reads, after ``leave``."""
         await self._inner.close()
 
-    async def _greeted(self, opened: Opened) -> None:
-        model = ModelIdentity.of(opened)
+    async def _greeted(self, opened: m.Opened) -> None:
+        model = m.ModelIdentity.of(opened)
         self._pool.begins_with(self.route, model, self.address)
         self._pool.tell(self, ev.Greeted(self.route, model))
         if self._left is None:
             return
         with contextlib.suppress(LinkError, TimeoutError):  # it would keep the place for its lease
             async with asyncio.timeout(_TAKE_BACK_S):
-                await self._inner.send(Cancel())
+                await self._inner.send(m.Cancel())
         raise self._left
 
-    def _refused(self, fault: Fault) -> Fault:
+    def _refused(self, fault: m.Fault) -> m.Fault:
         event = ev.Refused(self.route, fault.code, fault.message, fault.retry_after_s)
         self._pool.tell(self, event)
         left = self._left
@@ -382,7 +368,7 @@ class PooledStream:
         """Nothing may have been heard for long enough to ask whether anybody is there."""
         if self._closed or self._left is not None:
             return
-        silent_s = self._pool.clock() - self._heard_s
+        silent_s = time.monotonic() - self._heard_s
         wait_s = self._quiet_s - silent_s
         if wait_s <= 0.0:
             self._quiet_s = min(2 * self._quiet_s, _LONGEST_QUIET_S)

@@ -63,11 +63,7 @@ class GrammarReader:
     ``most_bytes`` of data. Call ``close`` in the end."""
 
     def __init__(
-        self,
-        tokenizer: Callable[[], Any],
-        *,
-        tries: bool = True,
-        most_bytes: int = DATA_BYTES,
+        self, tokenizer: Callable[[], Any], *, tries: bool = True, most_bytes: int = DATA_BYTES
     ) -> None:
         self._make_tokenizer = tokenizer
         self.trials = GrammarTrials(most_bytes) if tries else None

@@ -341,10 +341,7 @@ class TextTokenizer:
                 f"{self._folder / 'tokenizer_config.json'}: there is no chat_template"
             )
         return template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
     def special_id(self, text: str) -> int | None:

@@ -103,10 +103,7 @@ def _spread(vocabulary_size: int) -> NDArray[np.uint32]:
 
 
 def _keyed(
-    values: NDArray[np.uint32],
-    seed: int,
-    position: int,
-    shifted: NDArray[np.uint32] | None = None,
+    values: NDArray[np.uint32], seed: int, position: int, shifted: NDArray[np.uint32] | None = None
 ) -> NDArray[np.uint32]:
     """Both rounds, in place; ``shifted`` is scratch of the same shape.
 

@@ -139,7 +139,7 @@ def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDr
     drafter.restrict(full.window, full.width)
     per_token = drafter.manifest.kv_bytes_per_token
     guard = MemoryGuard(200 * MIB, 5 * MIB, full, per_token)
-    return GuardedDrafter(drafter, drafter, guard, measure, clock)
+    return GuardedDrafter(drafter, guard, measure, clock)
 
 
 def test_the_draft_gets_less_when_the_process_grows_and_more_when_it_shrinks() -> None:
@@ -242,7 +242,7 @@ def test_further_caches_are_bounded_together() -> None:
 
     caches = CacheGroup(drafter, 2)
     first = GuardedDrafter(
-        drafter, drafter, Halves(1, 0, Restriction(256, 4), 1), resident_bytes, now, caches
+        drafter, Halves(1, 0, Restriction(256, 4), 1), resident_bytes, now, caches
     )
     second, text = first.twin(), (PROMPT * 9)[:120]
     for one in (first, second):

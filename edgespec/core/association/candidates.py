@@ -226,12 +226,7 @@ class Candidates:
         self.listed = {one: self.listed.get(one) or self._make(one) for one in addresses}
 
     def choose(
-        self,
-        now: float,
-        avoid: Collection[str],
-        route: Route,
-        *,
-        closed_only: bool = False,
+        self, now: float, avoid: Collection[str], route: Route, *, closed_only: bool = False
     ) -> str | None:
         """The address that ``route`` should try next, or None."""
         by_rank: dict[tuple[bool, bool], list[Candidate]] = {}

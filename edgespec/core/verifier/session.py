@@ -42,13 +42,7 @@ from edgespec.core.protocol.messages import (
 from edgespec.core.protocol.tree import CommittedPrefix, Ending
 from edgespec.core.protocol.work import ModelInfo, PassRequest, TokenScore
 from edgespec.core.verifier import session_events as ev
-from edgespec.core.verifier.drafts import (
-    AcceptanceRule,
-    DraftInbox,
-    PassTree,
-    RunAheadPolicy,
-    Walk,
-)
+from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, PassTree, RunAheadPolicy, Walk
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
@@ -452,14 +446,7 @@ class VerifySession:
         tokens, parents = tuple(tree.tokens), tuple(tree.parents)
         judged = tree.drafted > 0 and self.request.rule != EXACT_RULE
         return PassRequest(
-            key,
-            first,
-            feed,
-            tokens,
-            parents,
-            served=served,
-            logprobs=logprobs,
-            node_scores=judged,
+            key, first, feed, tokens, parents, served=served, logprobs=logprobs, node_scores=judged
         )
 
     @property

@@ -120,10 +120,7 @@ class HeadHint:
 
 
 def read_graph(
-    path: Path,
-    inputs: Sequence[Port],
-    outputs: Sequence[Port],
-    hint: HeadHint | None = None,
+    path: Path, inputs: Sequence[Port], outputs: Sequence[Port], hint: HeadHint | None = None
 ) -> DecoderGraph:
     """Raises ``DraftModelError`` naming the file, the input or output and what was expected."""
     roles: dict[Role, Port] = {}
@@ -196,10 +193,7 @@ def _logits(path: Path, outputs: Sequence[Port]) -> Port:
 
 
 def _caches(
-    path: Path,
-    pasts: dict[tuple[int, str], Port],
-    outputs: Sequence[Port],
-    hint: HeadHint,
+    path: Path, pasts: dict[tuple[int, str], Port], outputs: Sequence[Port], hint: HeadHint
 ) -> tuple[CacheTensor, ...]:
     presents = {
         place: port

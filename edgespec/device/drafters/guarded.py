@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class Restrictable(Protocol):
-    """What a guarded drafter has to have beside ``Drafter``."""
+class Restrictable(Drafter, Protocol):
+    """A drafter that can be bounded while it runs."""
 
     @property
     def held_tokens(self) -> int:
@@ -74,8 +74,7 @@ class GuardedDrafter:
 
     def __init__(
         self,
-        inner: Drafter,
-        restrictable: Restrictable,
+        inner: Restrictable,
         governor: MemoryGuard,
         measure: Callable[[], int],
         clock: Callable[[], float],
@@ -83,8 +82,8 @@ class GuardedDrafter:
     ) -> None:
         self.inner, self.info = inner, inner.info
         self.begin, self.close = inner.begin, inner.close
-        self.caches = caches or CacheGroup(restrictable)
-        self._restrictable, self._governor = restrictable, governor
+        self.caches = caches or CacheGroup(inner)
+        self._governor = governor
         self._measure, self._clock = measure, clock
         self._measured_at = -MEASURE_EVERY_S
         self._resident = 0
@@ -96,7 +95,7 @@ class GuardedDrafter:
         inner = twin_of(self.inner)
         assert isinstance(inner, Restrictable)
         self.caches.add(inner)
-        return GuardedDrafter(inner, inner, self._governor, self._measure, self._clock, self.caches)
+        return GuardedDrafter(inner, self._governor, self._measure, self._clock, self.caches)
 
     def step(
         self,
@@ -105,7 +104,7 @@ class GuardedDrafter:
         width: int,
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
-        growth = self._restrictable.growth_bytes(keep_length + len(feed))
+        growth = self.inner.growth_bytes(keep_length + len(feed))
         now = self._clock()
         if growth >= _MUCH_BYTES or now - self._measured_at >= MEASURE_EVERY_S:
             self._look(growth, now)

@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING
 from edgespec.core.device.memory import KvType
 from edgespec.core.ports import ModelInfo
 from edgespec.device.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
-from edgespec.device.export.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    read_shape,
-)
+from edgespec.device.export.checkpoint import Checkpoint, CheckpointError, read_shape
 from edgespec.models.folders import (
     DRAFT_MANIFEST,
     cache_folder,

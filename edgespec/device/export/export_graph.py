@@ -233,11 +233,7 @@ def build_graph(
 
 class _Builder:
     def __init__(
-        self,
-        shape: DecoderShape,
-        checkpoint: FamilyWeights,
-        context_length: int,
-        bits: int,
+        self, shape: DecoderShape, checkpoint: FamilyWeights, context_length: int, bits: int
     ) -> None:
         self._source = shape
         self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))

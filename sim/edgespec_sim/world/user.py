@@ -201,7 +201,6 @@ class Governors:
         guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
         return GuardedDrafter(
             rows,
-            rows,
             guard,
             lambda: self._course.resident_bytes(self._queue.now) + rows.held_bytes,
             lambda: self._queue.now,

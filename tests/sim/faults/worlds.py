@@ -185,7 +185,6 @@ def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Draft
     guard = MemoryGuard(BUDGET, _MARGIN, _FULL, _ROW_BYTES, _RECOVERY_S * _CLOCK_RATE)
     return GuardedDrafter(
         rows,
-        rows,
         guard,
         lambda: others(queue.now) + rows.held_bytes,
         lambda: queue.now * _CLOCK_RATE,
