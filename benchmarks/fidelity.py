@@ -29,7 +29,7 @@ from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import LentDrafter, Measurement, mean_interval, measure
 from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload, read_prompts
 from edgespec.bench.report import machine, tape_about, versions
-from edgespec.bench.runner import arm_options, record_tape
+from edgespec.bench.runner import arm_options
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
@@ -44,8 +44,8 @@ from edgespec.device.build import (
     load_tokenizer,
     tokenizer_reference,
 )
-from edgespec.telemetry.match_tape import MatchTape
 from edgespec.wire.shaped import ShapedTransport
+from edgespec_sim.commands.record_tape import record_tape
 from edgespec_sim.cost_profile import CostProfile, read_profile
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.path import TraceLinks
@@ -59,6 +59,7 @@ from edgespec_sim.scenario.sections import (
     VerifierSection,
     WorkloadSection,
 )
+from edgespec_sim.token_sources.match_tape import MatchTape
 from edgespec_sim.token_sources.source import TapeSource
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.site import Surrounding

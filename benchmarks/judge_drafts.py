@@ -60,11 +60,11 @@ from edgespec.device.build import load_tokenizer
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.toy import SilentDrafter
 from edgespec.models.folders import Role, resolve_model
-from edgespec.telemetry.match_tape import MatchTape, TapedGeneration
 from edgespec.verifier.build import load_target
 from edgespec_sim.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.sessions import FixedDelay, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.token_sources.match_tape import MatchTape, TapedGeneration
 from edgespec_sim.token_sources.source import TapeSource
 from edgespec_sim.world.site import Machine
 from tests.shell.torch_schedules import decode_alone

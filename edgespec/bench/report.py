@@ -30,7 +30,6 @@ from edgespec.bench.prompts import Workload
 from edgespec.bench.runner import BenchSettings
 from edgespec.config.files import replace_file
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.telemetry.match_tape import MatchTape
 
 _PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
 _COLUMNS = (
@@ -291,19 +290,6 @@ def tape_about(sampling: SamplingParams, prompts: str) -> dict[str, str]:
         "prompts": prompts,
         **origin(),
     }
-
-
-def tape_report(tape: MatchTape, rows: Sequence[Row]) -> str:
-    """One line: what was recorded, beside what the bench's own drafting saw of the same texts."""
-    positions = sum(len(generation.tokens) for generation in tape.generations)
-    first, second = tape.acceptance(0), tape.acceptance(1) if tape.width > 1 else 0.0
-    line = (
-        f"tape: {len(tape.generations)} texts, {positions} tokens,"
-        f" {first:.1%} accepted, {second:.1%} more by the second guess"
-    )
-    ours = [row for row in summarise(rows) if row["arm"] == Arm.EDGESPEC.value]
-    seen = numbers(ours, "acceptance")
-    return f"{line}; edgespec arm: {sum(seen) / len(seen):.1%} accepted" if seen else line
 
 
 class BenchProgress:

@@ -8,7 +8,6 @@ is cut short keeps the prompts that all arms have finished.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +26,9 @@ from edgespec.bench.measurement import (
     measure,
 )
 from edgespec.bench.prompts import Workload
-from edgespec.bench.theory import ComparedText, Place, TheoryRecorder
-from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions
-from edgespec.telemetry.match_tape import MatchTape, TapedGeneration, Walk, walk_along
 from edgespec.wire.shaped import TrafficMeter
 
 WARM_UP_TOKENS = 8
@@ -292,76 +288,3 @@ class BenchRunner:
 
     async def _measure(self, agent: Agent, prompt: Sequence[int]) -> Measurement:
         return await measure(agent, prompt, self._sampling, self._workload.eos_token_ids)
-
-
-# --- from the texts of a bench to a match tape -------------------------------------------------
-# The bench's target-only texts are the target's own, whatever the arms did, so they are recorded
-# and not generated again: the draft walks along each of them once, and is asked for its guesses at
-# every position.
-
-# As many guesses as any policy is likely to send; a walk costs the same for one.
-TAPE_WIDTH = 8
-
-
-async def record_tape(
-    drafter: Drafter,
-    target: str,
-    workload: Workload,
-    texts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    say: Callable[[str], None],
-    *,
-    width: int = TAPE_WIDTH,
-    about: Mapping[str, str],
-    recorder: TheoryRecorder | None = None,
-) -> MatchTape:
-    """``texts[i]`` is what the target says to prompt i of the workload; empty ones are left out.
-    ``recorder`` compares both models along them. The drafter must not be used meanwhile. Raises
-    ``TapeError`` when no text is left."""
-    generations = []
-    context_length = drafter.info.context_length
-    for number, text in enumerate(texts):
-        name, prompt = workload.names[number], workload.prompts[number]
-        # The walk ends where the draft's memory does, as the product's own drafting would.
-        tokens = tuple(text)[: max(0, context_length - len(prompt))]
-        if not tokens:
-            continue
-        what = "tape" if recorder is None else "laws along the text"
-        say(f"{what}: {name}, {number + 1} of {len(texts)}")
-        walk = await asyncio.to_thread(
-            _walk, drafter, name, prompt, tokens, sampling, width, recorder
-        )
-        generations.append(TapedGeneration(name, prompt, tokens, *walk))
-    return MatchTape(
-        target,
-        drafter.info.name,
-        width,
-        tuple(generations),
-        tuple(sorted(workload.eos_token_ids)),
-        dict(about),
-    )
-
-
-def _walk(
-    drafter: Drafter,
-    name: str,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    sampling: SamplingParams,
-    width: int,
-    recorder: TheoryRecorder | None,
-) -> Walk:
-    drafter.begin(len(prompt), sampling)
-    if recorder is None:
-        return walk_along(drafter.step, prompt, tokens, width)
-    place, places = recorder.begin(prompt, tokens), list[Place]()
-
-    def step(keep: int, feed: Sequence[int], width: int) -> Sequence[Candidate]:
-        found = drafter.step(keep, feed, width)
-        places.append(place())
-        return found
-
-    walk = walk_along(step, prompt, tokens, width)
-    ranked = [one._replace(rank=rank) for one, rank in zip(places, walk.ranks, strict=True)]
-    recorder.texts.append(ComparedText(name, tuple(ranked)))
-    return walk

@@ -134,7 +134,7 @@ class ComparedText:
 
 
 class TheoryRecorder:
-    """Compares the laws along the texts that ``runner.record_tape`` walks."""
+    """Compares the laws along the texts that ``record_tape`` walks."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, sampling: SamplingParams) -> None:
         """Raises ``ValueError`` for a model that shows no logits."""

@@ -37,7 +37,6 @@ from edgespec.bench.report import (
     origin,
     summary_table,
     tape_about,
-    tape_report,
     verdict,
     write_json,
 )
@@ -47,7 +46,6 @@ from edgespec.bench.runner import (
     Station,
     parse_arms,
     parse_rtts_ms,
-    record_tape,
 )
 from edgespec.bench.theory import TheoryRecorder, beside_theory, theory_lines, theory_table
 from edgespec.cli.options import option
@@ -76,7 +74,6 @@ from edgespec.device.build import (
 )
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
-from edgespec.telemetry.match_tape import write_tape
 from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport, TrafficMeter
@@ -88,6 +85,8 @@ from edgespec_sim.commands.profile_fit import (
     samples_of,
     workloads,
 )
+from edgespec_sim.commands.record_tape import record_tape, tape_report
+from edgespec_sim.token_sources.match_tape import write_tape
 
 DEFAULTS = BenchSettings()
 QUICK = replace(DEFAULTS, rtts_ms=(20.0, 100.0), repeats=2, prompt_limit=3, max_tokens=32)

@@ -35,7 +35,6 @@ from edgespec.bench.prompts import (
 )
 from edgespec.bench.report import Subject, document, footer, verdict, write_json
 from edgespec.bench.runner import (
-    TAPE_WIDTH,
     BenchRunner,
     BenchSettings,
     Station,
@@ -50,11 +49,12 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
-from edgespec.telemetry.match_tape import read_tape, walk_along
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from edgespec.wire.shaped import TrafficMeter
+from edgespec_sim.commands.record_tape import TAPE_WIDTH
 from edgespec_sim.cost_profile import read_profile
+from edgespec_sim.token_sources.match_tape import read_tape, walk_along
 from tests.present import present
 from tests.shell.live_verifier import call
 from tests.shell.loopback import LoopbackTransport

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from edgespec.bench.prompts import Workload
-from edgespec.bench.runner import record_tape
 from edgespec.bench.theory import (
     ComparedText,
     Place,
@@ -28,6 +27,7 @@ from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.sampling import SamplingParams, gumbel, noise_bits, warp
 from edgespec.models.toy import toy_info
 from edgespec.sampling.arrays import best_candidates, law
+from edgespec_sim.commands.record_tape import record_tape
 from tests.shell.live_verifier import call
 
 

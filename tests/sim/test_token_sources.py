@@ -28,10 +28,10 @@ from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import ToyDrafter
-from edgespec.telemetry import match_tape
-from edgespec.telemetry.match_tape import MISS, MatchTape, TapedGeneration, walk_along
 from edgespec.verifier.targets.toy import ToyTarget
+from edgespec_sim.token_sources import match_tape
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
+from edgespec_sim.token_sources.match_tape import MISS, MatchTape, TapedGeneration, walk_along
 from edgespec_sim.token_sources.source import (
     ProcessSource,
     Request,

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.telemetry.match_tape import MISS, MatchTape
+from edgespec_sim.token_sources.match_tape import MISS, MatchTape
 
 _ROUNDS = 80
 _LEAST_CHANCE = 1e-4

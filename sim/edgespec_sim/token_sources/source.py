@@ -39,10 +39,10 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.tree import Ending
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
-from edgespec.telemetry.match_tape import MatchTape, TapeError, read_tape, walk_along
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.links.network_trace import file_named
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw
+from edgespec_sim.token_sources.match_tape import MatchTape, TapeError, read_tape, walk_along
 
 
 @dataclass(frozen=True, slots=True)
