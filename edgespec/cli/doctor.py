@@ -23,7 +23,7 @@ from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import ask_verifiers, with_port
 from edgespec.models.folders import BUNDLED_FOLDER, Role
-from edgespec.wire.access import device_credentials
+from edgespec.wire.access import tls_access
 
 RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml")
 """Distributions of onnxruntime, which write the same files: one of them is installed."""
@@ -190,13 +190,7 @@ def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
         raise ConfigError(f"--probe is {within_s:g}, but must be in (0, {_MAX_PROBE_S:g}]")
     with needs("grpc", "edgespec"):
         from edgespec.wire.grpc_client import SERVING, ask_health
-    asking = ask_health(
-        with_port(address),
-        credentials=device_credentials(settings.tls),
-        server_name=settings.tls.server_name,
-        timeout_s=within_s,
-    )
-    answer = asyncio.run(asking)
+    answer = asyncio.run(ask_health(with_port(address), tls_access(settings.tls), within_s))
     typer.echo(answer)
     if answer != SERVING:
         fail(f"the verifier at {with_port(address)} says {answer}", FAILED)

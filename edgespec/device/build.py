@@ -161,15 +161,9 @@ def dial(address: str, access: DeviceAccess | None = None, server_name: str = ""
     with needs("grpc", "edgespec"):
         from edgespec.wire.grpc_client import GrpcTransport
     access = access or DeviceAccess()
-    return GrpcTransport(
-        with_port(address),
-        limits=_wire_limits(),
-        credentials=access.credentials,
-        shows_certificate=access.shows_certificate,
-        server_name=access.server_name or server_name,
-        api_key=access.key_for(with_port(address)),
-        conversation=current_conversation,
-    )
+    access = replace(access, server_name=access.server_name or server_name)
+    limits, conversation = _wire_limits(), current_conversation
+    return GrpcTransport(with_port(address), access, limits=limits, conversation=conversation)
 
 
 def _wire_limits() -> WireLimits:

@@ -29,7 +29,7 @@ import ssl
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -189,6 +189,7 @@ class DeviceAccess:
     """None: plaintext."""
     shows_certificate: bool = False
     server_name: str = ""
+    """What the verifier's certificate has to name; empty: the host of its address."""
 
     def __repr__(self) -> str:
         return f"DeviceAccess(key={'given' if self.key else 'none'})"
@@ -207,9 +208,7 @@ class DeviceAccess:
 
 def device_access(config: AgentConfig, environment: Mapping[str, str] = os.environ) -> DeviceAccess:
     key = _key(config.api_key_file, environment, "EDGESPEC_API_KEY")
-    tls = config.tls
-    credentials, shows = device_credentials(tls), bool(tls.client_cert)
-    return DeviceAccess(key, config.insecure, credentials, shows, tls.server_name)
+    return replace(tls_access(config.tls), key=key, insecure=config.insecure)
 
 
 def endpoint_key(settings: EndpointSection, environment: Mapping[str, str] = os.environ) -> str:
@@ -239,12 +238,14 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
     return key
 
 
-def device_credentials(tls: DeviceTlsSection) -> grpc.ChannelCredentials | None:
-    """What to connect with; None: plaintext. Raises ``ConfigError`` for files of no use."""
-    if not tls.used:
-        return None
-    certificate, key, ca = _checked(tls.client_cert, tls.client_key, tls.ca)
-    return channel_credentials(ca, certificate, key)
+def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
+    """Access without a key. Raises ``ConfigError`` for files of no use."""
+    credentials = None
+    if tls.used:
+        certificate, key, ca = _checked(tls.client_cert, tls.client_key, tls.ca)
+        credentials = channel_credentials(ca, certificate, key)
+    shows = bool(tls.client_cert)
+    return DeviceAccess("", False, credentials, shows, tls.server_name)
 
 
 # --- certificates and private keys as gRPC takes them ---------------------------------------------

@@ -16,9 +16,9 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
-from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, UntrustedPeerError
+from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
-from edgespec.wire.access import handshake_failure
+from edgespec.wire.access import DeviceAccess, handshake_failure
 from edgespec.wire.codec import (
     SERVICE,
     ProtocolViolation,
@@ -29,13 +29,13 @@ from edgespec.wire.codec import (
 )
 from edgespec.wire.grpc_calls import (
     CONVERSATION_HEADER,
+    GONE,
     KEY_HEADER,
     KEY_SCHEME,
     Keepalive,
     Options,
     ShieldedCall,
     client_options,
-    count_nothing,
 )
 
 # Statuses that a second attempt would meet again.
@@ -51,44 +51,33 @@ _FINAL: Final = frozenset(
     }
 )
 _TOO_LARGE: Final = "message larger than max"
-# What the library raises when the call is gone; the exact one varies with the moment.
-_GONE: Final = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, ConnectionError)
 # How long a closed stream may wait for the verifier to end it too.
 _LINGER_S: Final = 1.0
 
 
 class GrpcTransport:
-    """Streams to the verifier at ``address`` ("host:port" or "unix:path").
+    """Streams to the verifier at ``address`` ("host:port" or "unix:path"). Raises ``ConfigError``
+    where others could read the key of ``access`` on its way there.
 
-    ``credentials`` None is plaintext; whether they hold a certificate of this device is
-    ``shows_certificate``. ``server_name`` is what the verifier's certificate has to name, if not
-    the host. Whether ``api_key`` may go there is for the caller to know. ``connect_timeout_s``
-    bounds connect and info, each.
-    ``conversation`` is asked at each connect for the hash that a proxy may choose a replica by;
-    empty for none.
+    ``connect_timeout_s`` bounds connect and info, each. ``conversation`` is asked at each connect
+    for the hash that a proxy may choose a replica by; empty for none.
     """
 
     def __init__(
         self,
         address: str,
+        access: DeviceAccess | None = None,
         *,
         limits: WireLimits | None = None,
         keepalive: Keepalive | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        shows_certificate: bool = False,
-        server_name: str = "",
-        api_key: str = "",
-        meter: ByteMeter | None = None,
         connect_timeout_s: float = 5.0,
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
-        self.address = address
+        self.address, self._access = address, access or DeviceAccess()
         self._limits = limits or WireLimits()
         self._keepalive = keepalive or Keepalive()
-        self._credentials, self._shows_certificate = credentials, shows_certificate
-        self._server_name = server_name
-        self._metadata = ((KEY_HEADER, f"{KEY_SCHEME} {api_key}"),) if api_key else None
-        self._meter = meter
+        key = self._access.key_for(address)
+        self._metadata = ((KEY_HEADER, f"{KEY_SCHEME} {key}"),) if key else ()
         self._connect_timeout_s = connect_timeout_s
         self._conversation = conversation
         self._channel: grpc.aio.Channel | None = None
@@ -109,10 +98,10 @@ class GrpcTransport:
 
     async def _connect(self) -> DeviceStream:
         method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
-        metadata = self._metadata or ()
+        metadata = self._metadata
         if conversation := self._conversation():
             metadata = (*metadata, (CONVERSATION_HEADER, conversation))
-        call = method(metadata=metadata or None)
+        call = method(metadata=metadata)
         try:
             # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
             async with asyncio.timeout(self._connect_timeout_s):
@@ -125,7 +114,7 @@ class GrpcTransport:
         except BaseException:
             call.cancel()
             raise
-        stream = GrpcDeviceStream(call, self.address, self._limits, self._meter, self._linger)
+        stream = GrpcDeviceStream(call, self.address, self._limits, self._linger)
         self._streams.add(stream)
         return stream
 
@@ -182,15 +171,15 @@ class GrpcTransport:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
             options = client_options(self._limits, self._keepalive, self._connect_timeout_s)
-            self._channel = _channel(self.address, self._credentials, self._server_name, [*options])
+            self._channel = _channel(self.address, self._access, options)
         return self._channel
 
     def _refused(self, error: grpc.aio.AioRpcError) -> LinkError:
         """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
         why = handshake_failure(
             error.details() or "",
-            tls=self._credentials is not None,
-            certificate_shown=self._shows_certificate,
+            tls=self._access.credentials is not None,
+            certificate_shown=self._access.shows_certificate,
         )
         if why is not None:
             return UntrustedPeerError(f"verifier at {self.address}: {why}")
@@ -211,13 +200,9 @@ class GrpcDeviceStream:
         call: Any,
         address: str,
         limits: WireLimits,
-        meter: ByteMeter | None,
         closed: Callable[[GrpcDeviceStream], None],
     ) -> None:
-        self._call = call
-        self._address = address
-        self._limits = limits
-        self._count = count_nothing if meter is None else meter.count
+        self._call, self._address, self._limits = call, address, limits
         self._on_close = closed
         self._reading: ShieldedCall[Any] = ShieldedCall()
         self._writing: ShieldedCall[None] = ShieldedCall()
@@ -238,9 +223,8 @@ class GrpcDeviceStream:
             try:
                 await self._writing.settle(self._closed)
                 await self._writing.take(lambda: self._write(payload), self._closed)
-            except _GONE:
+            except GONE:
                 raise await self._ended() from None
-        self._count(message, len(payload))
 
     async def receive(self) -> Downlink:
         """Raises ``LinkError`` when the stream has ended, also by a message over a bound."""
@@ -248,7 +232,7 @@ class GrpcDeviceStream:
             raise await self._ended()
         try:
             payload = await self._reading.take(self._call.read, self._closed)
-        except _GONE:
+        except GONE:
             raise await self._ended() from None
         if payload is EOF:
             raise await self._ended()
@@ -260,7 +244,6 @@ class GrpcDeviceStream:
             raise await self._ended() from None
         if isinstance(message, Fault):
             self._fault = message
-        self._count(message, len(payload))
         return message
 
     async def _write(self, payload: bytes) -> None:
@@ -282,13 +265,13 @@ class GrpcDeviceStream:
         never be freed by the library."""
         try:
             async with asyncio.timeout(_LINGER_S):
-                with suppress(*_GONE):
+                with suppress(*GONE):
                     async with self._write_lock:
                         await self._writing.settle()
                         await self._writing.take(self._call.done_writing)
                 while await self._reading.take(self._call.read) is not EOF:
                     pass
-        except (TimeoutError, *_GONE):
+        except (TimeoutError, *GONE):
             return
         finally:
             self._call.cancel()
@@ -318,41 +301,26 @@ def _link_error(address: str, code: grpc.StatusCode, details: str | None) -> Lin
 SERVING = "SERVING"
 
 
-async def ask_health(
-    address: str,
-    service: str = "",
-    *,
-    credentials: grpc.ChannelCredentials | None = None,
-    server_name: str = "",
-    timeout_s: float = 5.0,
-) -> str:
-    """``SERVING``, or what else gRPC's standard health service says of ``service`` (empty: the
-    whole daemon), for probes that are processes of their own. A proxy of the environment is left
-    aside: gRPC would send even a question to this machine through it. Raises ``LinkError``."""
+async def ask_health(address: str, access: DeviceAccess, timeout_s: float) -> str:
+    """``SERVING``, or what else gRPC's standard health service says of the daemon, for probes that
+    are processes of their own. A proxy of the environment is left aside: gRPC would send even a
+    question to this machine through it. Raises ``LinkError``."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     options: Options = [("grpc.enable_http_proxy", 0)]
-    async with _channel(address, credentials, server_name, options) as channel:
+    async with _channel(address, access, options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        question = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = await stub.Check(question, timeout=timeout_s)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
             raise LinkError(f"no health from {address}: {why}") from None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def _channel(
-    address: str,
-    credentials: grpc.ChannelCredentials | None,
-    server_name: str,
-    options: Options,
-) -> grpc.aio.Channel:
-    """``credentials`` None: plaintext. ``server_name`` is what the certificate has to name, if not
-    the host of the address."""
-    if server_name:
-        options = [*options, ("grpc.ssl_target_name_override", server_name)]
-    if credentials is None:
+def _channel(address: str, access: DeviceAccess, options: Options) -> grpc.aio.Channel:
+    if access.server_name:
+        options = [*options, ("grpc.ssl_target_name_override", access.server_name)]
+    if access.credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, access.credentials, options=options)

@@ -27,6 +27,7 @@ from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.build import build_agent
 from edgespec.verifier.build import packed_texts
 from edgespec.wire import tokenizer_lending
+from edgespec.wire.access import DeviceAccess
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.tokenizer_lending import (
@@ -126,7 +127,7 @@ async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
     ):
         with pytest.raises(LinkError, match="asks for a key"):
             await TokenizerFetch(transport.ask_tokenizer, "here").announced()
-        known = GrpcTransport(transport.address, api_key="right")
+        known = GrpcTransport(transport.address, DeviceAccess("right"))
         try:
             fetch = TokenizerFetch(known.ask_tokenizer, "here")
             found = await fetch.texts(await fetch.announced())

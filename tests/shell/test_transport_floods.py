@@ -25,6 +25,7 @@ from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Op
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, Wait
 from edgespec.wire import callers
+from edgespec.wire.access import DeviceAccess
 from edgespec.wire.callers import WRONG_KEY
 from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_calls import peer_address
@@ -385,7 +386,7 @@ async def guarded(keys: Keys, **options: Any) -> AsyncIterator[tuple[GrpcServer,
 
 @asynccontextmanager
 async def device(address: str, key: str) -> AsyncIterator[GrpcTransport]:
-    transport = GrpcTransport(address, api_key=key)
+    transport = GrpcTransport(address, DeviceAccess(key))
     try:
         yield transport
     finally:

@@ -32,7 +32,7 @@ from edgespec.core.protocol.messages import (
     Open,
     Received,
 )
-from edgespec.wire.access import channel_credentials
+from edgespec.wire.access import DeviceAccess, channel_credentials
 from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_calls import Keepalive
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
@@ -451,7 +451,7 @@ def test_nobody_there_is_exit_code_1_and_one_line() -> None:
 
 
 def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def not_serving(address: str, **_: object) -> str:
+    async def not_serving(address: str, *_: object) -> str:
         return "NOT_SERVING"
 
     monkeypatch.setattr("edgespec.wire.grpc_client.ask_health", not_serving)
@@ -464,7 +464,7 @@ async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.Monk
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     async with served() as (server, _):
         where = f"127.0.0.1:{server.port}"
-        assert await ask_health(where, timeout_s=PATIENCE_S) == SERVING
+        assert await ask_health(where, DeviceAccess(), PATIENCE_S) == SERVING
 
 
 @pytest.fixture(scope="module")
@@ -482,11 +482,12 @@ async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
     async with served(echo, credentials=grpc.ssl_server_credentials([pair])) as (server, _):
         address = f"127.0.0.1:{server.port}"
-        found = await ask_health(address, credentials=ours, server_name=NAME, timeout_s=PATIENCE_S)
-        assert found == SERVING
+        access = DeviceAccess(credentials=ours, server_name=NAME)
+        assert await ask_health(address, access, PATIENCE_S) == SERVING
         for wrong, name in ((ours, ""), (systems, NAME), (None, "")):
+            access = DeviceAccess(credentials=wrong, server_name=name)
             with pytest.raises(LinkError, match="no health from"):
-                await ask_health(address, credentials=wrong, server_name=name, timeout_s=20.0)
+                await ask_health(address, access, 20.0)
 
 
 if __name__ == "__main__":
