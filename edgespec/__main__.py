@@ -27,7 +27,7 @@ def _run(module: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     app = importlib.import_module(module).app
-    importlib.import_module("edgespec.cli.entry").start(app)
+    importlib.import_module("edgespec.cli.main").start(app)
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def test_the_version_is_said_without_the_commands() -> None:
         "import sys\nfrom edgespec.cli.main import app\n"
         f"try: app(['--version'])\nexcept SystemExit: print({tell})"
     )
-    loaded = "edgespec edgespec.cli edgespec.cli.entry edgespec.cli.main"
+    loaded = "edgespec edgespec.cli edgespec.cli.main"
     assert said[1:] == [loaded]
 
 

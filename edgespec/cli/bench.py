@@ -175,20 +175,22 @@ def bench(
     if server_draft is None:  # what a device drafts with may be a graph without weights
         server_draft = draft if draft in (BUNDLED, TOY) else ""
     with reported():
-        base = QUICK if quick else DEFAULTS
         try:
+            given: dict[str, Any] = {
+                "rtts_ms": None if rtt_ms is None else parse_rtts_ms(rtt_ms),
+                "repeats": repeats,
+                "prompt_limit": limit,
+                "max_tokens": max_tokens,
+            }
             settings = replace(
-                base,
+                QUICK if quick else DEFAULTS,
                 arms=_arms(arms, server_draft),
-                rtts_ms=base.rtts_ms if rtt_ms is None else parse_rtts_ms(rtt_ms),
-                repeats=base.repeats if repeats is None else repeats,
-                prompt_limit=base.prompt_limit if limit is None else limit,
-                max_tokens=base.max_tokens if max_tokens is None else max_tokens,
                 temperature=temperature,
                 seed=seed,
                 pass_ms=pass_ms,
                 draft_ms=draft_ms,
                 server_draft_ms=server_draft_ms,
+                **{name: value for name, value in given.items() if value is not None},
             )
             for option, path in (("json", json), ("record-tape", tape)):
                 _check_output(option, path)

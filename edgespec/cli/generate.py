@@ -34,7 +34,7 @@ from edgespec.cli.options import (
 )
 from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
-from edgespec.config.files import TooLargeError, read_text
+from edgespec.config.files import read_text
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.device.build import build_agent, load_tokenizer, tokenizer_reference
@@ -86,51 +86,33 @@ def generate(
     [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
     """
     set_up_logging(settings.log_level, settings.log_format)
-    settings = _held(settings, json_schema, grammar)
+    if (constraint := constraint_of(json_schema, grammar)) is not None:
+        try:
+            settings = replace(settings, sampling=replace(settings.sampling, constraint=constraint))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     view = JsonView(settings.rule) if json_lines or logprobs else TextView(use_color())
     run(_generate(settings, _prompt(prompt), view, stats, logprobs))
-
-
-def _held(config: AgentConfig, json_schema: Path | None, grammar: Path | None) -> AgentConfig:
-    """``config``, its text held to what these files say. Raises ``ConfigError``."""
-    if (constraint := constraint_of(json_schema, grammar)) is None:
-        return config
-    try:
-        return replace(config, sampling=replace(config.sampling, constraint=constraint))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint | None:
     """What the options ask for; None: nothing. Raises ``ConfigError``."""
     if json_schema is not None and grammar is not None:
         raise ConfigError("--json-schema and --grammar are both given, but a text is held to one")
-    if json_schema is not None:
-        return _read_constraint("--json-schema", json_schema, ConstraintKind.JSON_SCHEMA)
-    if grammar is None:
+    option, path, kind = "--json-schema", json_schema, ConstraintKind.JSON_SCHEMA
+    if path is None:
+        option, path, kind = "--grammar", grammar, ConstraintKind.GRAMMAR
+    if path is None:
         return None
-    return _read_constraint("--grammar", grammar, ConstraintKind.GRAMMAR)
-
-
-def _read_constraint(option: str, path: Path, kind: ConstraintKind) -> Constraint:
-    text = _read(option, path, MAX_CONSTRAINT_BYTES)
     try:
-        return Constraint(kind, text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {path}: {error}") from None
-
-
-def _read(option: str, path: Path, most: int) -> str:
-    """The text in the file that ``option`` names, of at most so many bytes. Raises
-    ``ConfigError``."""
-    try:
-        return read_text(path, most)
-    except TooLargeError as error:
-        raise ConfigError(f"{option} {path}: {error}") from None
+        return Constraint(kind, read_text(path, MAX_CONSTRAINT_BYTES))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{option} {path}: is not UTF-8: {error}") from None
+        why = f"is not UTF-8: {error}"
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
+        why = error.strerror or str(error)
+    except ValueError as error:
+        why = str(error)
+    raise ConfigError(f"{option} {path}: {why}")
 
 
 async def _generate(

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import typer
 
-from edgespec.cli.entry import EXIT_CODES as EXIT_CODES
-from edgespec.cli.entry import FAILED as FAILED
-from edgespec.cli.entry import USAGE as USAGE
+from edgespec.cli.main import EXIT_CODES as EXIT_CODES
+from edgespec.cli.main import FAILED as FAILED
+from edgespec.cli.main import USAGE as USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError
 from edgespec.device.agent import GenerationError

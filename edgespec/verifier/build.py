@@ -97,14 +97,13 @@ def build_verifier(
         max_unreceived=bounds.max_unreceived,
         lease_s=bounds.lease_s,
     )
-    streams = None if watch is None else watch.streams
     read = None if config.engine == VLLM else verifier_reader(config.model)
     verifier = Verifier(
         target,
         limits,
         _engine_limits(config, target, drafts=drafter is not None),
         tracer=tracer,
-        telemetry=streams,
+        telemetry=None if watch is None else watch.streams,
         read_constraint=read,
         drafter=drafter,
     )
@@ -117,9 +116,7 @@ def build_verifier(
         limits=wire,
         max_streams=bounds.max_sessions + 64,
         peer_share=bounds.peer_share,
-        meter=None if watch is None else watch.traffic,
-        refused=None if streams is None else streams.refused,
-        waits=None if watch is None else watch.waited,
+        watch=watch,
         uplink=UplinkLimits(
             shares=ShareLimits(bounds.shared_message_rate, bounds.least_message_rate),
             address_rate=bounds.address_message_rate,

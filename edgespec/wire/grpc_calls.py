@@ -17,7 +17,6 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
-from edgespec.core.protocol.messages import Message
 from edgespec.wire.codec import WINDOW_BYTES, WireLimits
 
 _T = TypeVar("_T")
@@ -120,10 +119,6 @@ GONE: Final = (
     RuntimeError,
 )
 """What the library raises on a call that is over; which of them depends on the moment."""
-
-
-def count_nothing(message: Message, payload_bytes: int) -> None:
-    """Of a ``ByteMeter`` that nobody gave."""
 
 
 async def abort_call(

@@ -24,18 +24,19 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
-from edgespec.core.ports import Authenticate, ByteMeter, LinkError, ServeStream
+from edgespec.core.ports import Authenticate, LinkError, ServeStream
 from edgespec.core.protocol.messages import (
     Commit,
     Downlink,
     Fault,
     FaultCode,
+    Message,
     Open,
     Opened,
     Uplink,
     VerifierInfo,
 )
-from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import (
     INFO_LIMITS,
     OPEN_LIMITS,
@@ -47,6 +48,7 @@ from edgespec.core.verifier.traffic_budget import (
     Wait,
     without_keys,
 )
+from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire.callers import (
     TOKENIZER_LIMITS,
     WRONG_KEY,
@@ -74,7 +76,6 @@ from edgespec.wire.grpc_calls import (
     Keepalive,
     ShieldedCall,
     abort_call,
-    count_nothing,
     peer_address,
     server_options,
 )
@@ -110,23 +111,17 @@ class GrpcVerifierStream:
         self,
         context: Any,
         address: str,
+        credential: Credential,
         limits: WireLimits,
         budget: StreamBudget,
-        *,
-        credential: Credential = ANYBODY,
-        meter: ByteMeter | None = None,
-        on_open: Callable[[GrpcVerifierStream], None] = lambda _: None,
-        stalled_s: float = STALLED_S,
+        count: Callable[[Message, int], None],
+        on_open: Callable[[GrpcVerifierStream], None],
+        stalled_s: float,
     ) -> None:
-        self._context = context
-        self.address = address
-        self.credential = credential
+        self._context, self.address, self.credential = context, address, credential
         self.peer = peer_address(address)
-        self._limits = limits
-        self._budget = budget
-        self._count = count_nothing if meter is None else meter.count
-        self._on_open = on_open
-        self._stalled_s = stalled_s
+        self._limits, self._budget, self._count = limits, budget, count
+        self._on_open, self._stalled_s = on_open, stalled_s
         self._loop = asyncio.get_running_loop()
         self._verdict: asyncio.Future[Fault | None] = self._loop.create_future()
         self._reading: asyncio.Task[None] | None = None
@@ -410,9 +405,9 @@ class GrpcServer:
     ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
     ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
-    how long a device may leave a message unread. ``refused`` hears why a stream ended on which no
-    generation began, ``waits`` how long and why one is not read. ``texts`` is the tokenizer for
-    devices that ask for it, or says why there is none.
+    how long a device may leave a message unread. ``watch`` counts messages, the streams on which no
+    generation began, and how long and why one is not read. ``texts`` is the tokenizer for devices
+    that ask for it, or says why there is none.
     """
 
     def __init__(
@@ -422,33 +417,27 @@ class GrpcServer:
         info: Callable[[], VerifierInfo],
         *,
         limits: WireLimits | None = None,
-        keepalive: Keepalive | None = None,
         credentials: grpc.ServerCredentials | None = None,
         authenticate: Authenticate | None = None,
-        meter: ByteMeter | None = None,
         max_streams: int = 1024,
         peer_share: float = 0.75,
         uplink: UplinkLimits | None = None,
         opens: CallLimits = OPEN_LIMITS,
         infos: CallLimits = INFO_LIMITS,
         stalled_s: float = STALLED_S,
-        refused: Callable[[FaultCode], None] | None = None,
-        waits: Callable[[Wait, float], None] | None = None,
+        watch: Watch | None = None,
         texts: PackedTexts | str = "this verifier has no tokenizer to send",
     ) -> None:
-        self._serve = serve
-        self._info = info
+        self._serve, self._info = serve, info
         self._limits = limits or WireLimits()
         self._address, self._credentials = address, credentials
-        self._options = server_options(self._limits, keepalive or Keepalive())
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
         self._authenticator = Authenticator(authenticate)
-        self._meter = meter
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
         self._stalled_s, self._texts = stalled_s, texts
-        self._refused = refused or (lambda code: None)
-        self._waits = waits or (lambda reason, wait_s: None)
+        self._watch = watch = watch or Watch()
+        self._refused, self._waits = watch.streams.refused, watch.waited
         self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
         self._max_peer_calls = self._slots.peer_streams + _SPARE_CALLS
         self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
@@ -476,7 +465,9 @@ class GrpcServer:
         from grpc_reflection.v1alpha import reflection
 
         beside = SideServices(SERVICE, self._questions)
-        server = grpc.aio.server(options=self._options, interceptors=(beside,))
+        server = grpc.aio.server(
+            options=server_options(self._limits, Keepalive()), interceptors=(beside,)
+        )
         # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
         handlers: Any = {
             "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
@@ -590,15 +581,16 @@ class GrpcServer:
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
+            budget = self._uplink.open(asyncio.get_running_loop().time(), payer(host, credential))
             stream = GrpcVerifierStream(
                 context,
                 address,
+                credential,
                 self._limits,
-                self._uplink.open(asyncio.get_running_loop().time(), payer(host, credential)),
-                credential=credential,
-                meter=self._meter,
-                on_open=self._slots.opened,
-                stalled_s=self._stalled_s,
+                budget,
+                self._watch.traffic.count,
+                self._slots.opened,
+                self._stalled_s,
             )
             await self._from_line_to_status(stream, context, key)
         finally:

@@ -24,6 +24,7 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.messages import Cancel, Commit, Fault, FaultCode, Open, Opened
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import CallLimits, ShareLimits, UplinkLimits, Wait
+from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire import callers
 from edgespec.wire.access import DeviceAccess
 from edgespec.wire.callers import WRONG_KEY
@@ -411,7 +412,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
     test's time; each stream may be the one that gets the key into debt."""
     shares = ShareLimits(1e-3, 1e-3, 8.0, 8.0, max_wait_s=3600.0, idle_s=3600.0)
     uplink = UplinkLimits(shares=shares, messages_per_open=1e-3, bytes_per_message=1e9)
-    read, heard, keys = list[str](), list[Wait](), Keys()
+    read, watch, keys = list[str](), Watch(), Keys()
 
     async def listen(stream: VerifierStream) -> None:
         while True:
@@ -423,7 +424,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
                 await stream.send(m.Commit(3, ()))
 
     keys.serve = listen  # type: ignore[method-assign]
-    async with guarded(keys, uplink=uplink, waits=lambda why, _: heard.append(why)) as (_, address):
+    async with guarded(keys, uplink=uplink, watch=watch) as (_, address):
         async with device(address, "one") as greedy, device(address, "two") as modest:
             mine = await opened(modest)
             flood = [await opened(greedy) for _ in range(3)]
@@ -431,7 +432,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
                 for stream in flood:
                     await stream.send(m.Received(position, 0))
             async with asyncio.timeout(PATIENCE_S):
-                while Wait.CREDENTIAL not in heard:
+                while not watch.waits[Wait.CREDENTIAL.value]:
                     await modest.info()
             assert all([await works(mine) for _ in range(5)])
             late = await greedy.connect()  # a new stream finds no way around the debt
@@ -441,7 +442,7 @@ async def test_a_key_is_read_at_its_share_over_all_its_streams_and_another_is_no
             assert fault.code is m.FaultCode.OVERLOADED
             assert "key 'one'" in fault.message
     assert 8 + 8 <= read.count("one") <= 8 + 8 + 3
-    assert set(heard) == {Wait.CREDENTIAL}
+    assert {why for why, wait_s in watch.waits.items() if wait_s} == {Wait.CREDENTIAL.value}
 
 
 async def test_one_keys_line_is_not_anothers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.cli.entry import EXIT_CODES, lazy_app
+from edgespec.cli.main import EXIT_CODES, lazy_app
 
 # In the order of `--help`.
 COMMANDS = {

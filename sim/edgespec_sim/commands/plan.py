@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli.entry import lazy_app
+from edgespec.cli.main import lazy_app
 from edgespec.cli.running import EXIT_CODES, reported
 from edgespec.config import ConfigError, DraftSection
 from edgespec.core.device.memory import AUTO, MIB
