@@ -122,35 +122,23 @@ class _Generation:
         try:
             body = await _read_body(receive, self._endpoint.settings)
             if body is not None:
-                outcome = await self._while_connected([body], scope, receive, send)
+                work = asyncio.create_task(self._serve([body], scope, receive, send))
+                gone = asyncio.create_task(_gone(receive))
+                del body  # it is let go once it is read
+                try:
+                    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    outcome = work.result() if work.done() else _GONE
+                finally:
+                    await _cancelled((work, gone))
         except ApiError as error:
-            outcome = await self._refuse(error, scope, receive, send)
+            outcome = await _refuse(error, scope, receive, send)
         finally:
             self._endpoint.counts.requests[scope["path"], outcome] += 1
             took_s = time.monotonic() - began_s
             _log.info("%s: %s after %.3f s", scope["path"], outcome, took_s)
 
-    async def _while_connected(
-        self, bodies: list[bytes], scope: Scope, receive: Receive, send: Send
-    ) -> str:
-        """What became of the request in the one of ``bodies``, which is cancelled when the client
-        hangs up."""
-        work = asyncio.create_task(self._serve(bodies, scope, receive, send))
-        gone = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else _GONE
-        finally:
-            await _cancelled((work, gone))
-
-    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> str:
-        unread = {"Connection": "close"} if error.status in (408, 413) else {}
-        await error_response(error, unread)(scope, receive, send)
-        return str(error.status)
-
     async def _serve(self, bodies: list[bytes], scope: Scope, receive: Receive, send: Send) -> str:
-        """What became of it; its body is let go once it is read. Never raises what a client could
-        not be told."""
+        """What became of it. Never raises what a client could not be told."""
         writer = _Writer(send, self._endpoint.settings.write_within_s)
         try:
             if self._endpoint.stopping:
@@ -185,7 +173,7 @@ class _Generation:
                 _log.exception("answering a request failed")
                 error = ApiError(500, f"the endpoint failed: {type(error).__name__}")
             if not writer.begun:
-                return await self._refuse(error, scope, receive, send)
+                return await _refuse(error, scope, receive, send)
             with contextlib.suppress(_ClientGoneError):
                 await writer.write(writer.failed(error), more=False)
             return _CUT
@@ -269,6 +257,12 @@ class _Writer:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except (TimeoutError, OSError) as error:
             raise _ClientGoneError from error
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> str:
+    unread = {"Connection": "close"} if error.status in (408, 413) else {}
+    await error_response(error, unread)(scope, receive, send)
+    return str(error.status)
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -128,16 +128,12 @@ class Admission:
 
     def __init__(self, capacity: int, max_waiting: int) -> None:
         self.capacity, self._max_waiting = capacity, max_waiting
-        self.running = 0
-        """Texts that have their turn."""
-        self._line: list[object] = []
-        """A ticket for each request that waits, in the order of arrival."""
+        self.running = self.waiting = 0
+        """Texts that have their turn, and requests that wait for theirs."""
+        self._first = asyncio.Lock()
+        """Of the request that is next; a lock is given in the order of arrival."""
         self._changed = asyncio.Event()
         self._closed: ApiError | None = None
-
-    @property
-    def waiting(self) -> int:
-        return len(self._line)
 
     @asynccontextmanager
     async def turn(self, texts: int) -> AsyncIterator[None]:
@@ -145,17 +141,19 @@ class Admission:
         429 where the queue is full, and what ``close`` was given."""
         assert 0 < texts <= self.capacity
         if self._closed is None and not self.check(texts):
-            self._line.append(ticket := object())
+            self.waiting += 1
             try:
-                while not self._lets_in(ticket, texts):
-                    await self._changed.wait()
+                async with self._first:
+                    while self._closed is None and self.running + texts > self.capacity:
+                        await self._changed.wait()
+                    self.running += texts  # before the next one looks
             finally:
-                self._line.remove(ticket)
-                self._tell()  # the next one may fit beside
-        if self._closed is not None:
-            raise self._closed
-        self.running += texts
+                self.waiting -= 1
+        else:
+            self.running += texts
         try:
+            if self._closed is not None:
+                raise self._closed
             yield
         finally:
             self.running -= texts
@@ -164,7 +162,7 @@ class Admission:
     def check(self, texts: int = 1) -> bool:
         """Whether there is room for so many texts now. Raises ``ApiError`` 429 where they would
         have to wait and the queue is full: ask before the work that a request is."""
-        has_room = not self._line and self._fits(texts)
+        has_room = not self.waiting and self.running + texts <= self.capacity
         if not has_room and self.waiting >= self._max_waiting:
             raise ApiError(
                 429,
@@ -179,13 +177,6 @@ class Admission:
         """From now on nobody gets a turn, those who wait included; who has one keeps it."""
         self._closed = why
         self._tell()
-
-    def _lets_in(self, ticket: object, texts: int) -> bool:
-        """Or lets go."""
-        return self._closed is not None or (self._line[0] is ticket and self._fits(texts))
-
-    def _fits(self, texts: int) -> bool:
-        return self.running + texts <= self.capacity
 
     def _tell(self) -> None:
         """Those who wait look again whether it is their turn."""
@@ -287,54 +278,9 @@ class Run:
         self._wake.set()
 
 
-def _text_of(tokenizer: ChatTokenizer, tokens: Sequence[int]) -> str:
-    """Raises ``ApiError`` for an id that is none."""
-    try:
-        written = b"".join(map(tokenizer.token_bytes, tokens))
-    except (LookupError, ValueError, OverflowError, TokenizerError) as error:
-        raise invalid("tokens", f"the token ids stand for no text: {error}") from None
-    return written.decode("utf-8", errors="replace")
-
-
-def _check_length(
-    tokenizer: ChatTokenizer, text: str, context_length: int | None, param: str
-) -> None:
-    """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is still
-    to be counted. ``context_length`` None: the longest that a verifier can have."""
-    longest, counted = context_length or MAX_TOKENS, 0
-    for start in range(0, len(text), _PIECE):
-        piece = text[start : start + _PIECE]
-        counted += len(tokenizer.encode(piece, add_special_tokens=False))
-        if counted > _SLACK * longest:
-            read = f"the first {start + len(piece)} of the prompt's {len(text)} characters"
-            raise _too_long(f"{read} are some {counted} tokens", longest, param)
-
-
 def _too_long(why: str, context_length: int, param: str) -> ApiError:
     room = f"which leaves no room for output in the context of {context_length} tokens"
     return invalid(param, f"{why}, {room}", "context_length_exceeded")
-
-
-def _with_forced_call(tokenizer: ChatTokenizer, request: Request) -> Request:
-    """The same request, held to a call where there must be one. Raises ``ApiError``."""
-    if not request.must_call:
-        return request
-    template = tokenizer.chat_template(tools=True)
-    source = "" if template is None else template.source
-    constraint = forced_call(source, request.tools, tokenizer.special_id, one=request.one_call)
-    return replace(request, sampling=replace(request.sampling, constraint=constraint))
-
-
-def _tool_use(request: Request, tokenizer: ChatTokenizer) -> ToolUse | None:
-    """None where no calls are to be looked for, or in a format that nobody here knows."""
-    template = tokenizer.chat_template(tools=True) if request.tools else None
-    form = None if template is None else tool_format(template.source)
-    if form is None:
-        return None
-    names = [tool["function"]["name"] for tool in request.tools]
-    ids = {tokenizer.special_id(mark): mark for mark in MARKS}
-    marks = {token: mark for token, mark in ids.items() if token is not None}
-    return ToolUse(ToolReader(form, names), MarkedText(marks), request.one_call)
 
 
 # --- which models the verifiers serve, by name ----------------------------------------------------
@@ -505,10 +451,11 @@ class Endpoint:
     async def chat(self, data: Mapping[str, Any], envelope: MakeEnvelope = ChatEnvelope) -> Answer:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(chat_request, data, self.sampling, most)
-        chosen, tokenizer = await self.choose_model(request.model), self.tokenizer
-        tokens = await self._chat_tokens(tokenizer, request, chosen.context_length)
-        request = await asyncio.to_thread(_with_forced_call, tokenizer, request)
-        return self._answer(envelope, tokenizer, request, [tokens])
+        chosen = await self.choose_model(request.model)
+        tokens = await self._chat_tokens(request, chosen.context_length)
+        if request.must_call:
+            request = await asyncio.to_thread(self._with_forced_call, request)
+        return self._answer(envelope, request, [tokens])
 
     async def response(self, data: Mapping[str, Any]) -> Answer:
         answer = await self.chat(as_chat(data), ResponseEnvelope)
@@ -519,34 +466,33 @@ class Endpoint:
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(completion_request, data, self.sampling, most)
-        chosen, tokenizer = await self.choose_model(request.model), self.tokenizer
+        chosen = await self.choose_model(request.model)
         prompts: list[Sequence[int]] = []
         for one in request.prompts:
             if isinstance(one, str):
-                prompts.append(await self._encode(tokenizer, one, chosen.context_length, "prompt"))
+                prompts.append(await self._encode(one, chosen.context_length, "prompt"))
             else:
                 prompts.append(one)
-        answer = self._answer(CompletionEnvelope, tokenizer, request, prompts)
+        answer = self._answer(CompletionEnvelope, request, prompts)
         if request.echo:
             for choice in answer.choices:
-                choice.echo = _text_of(tokenizer, choice.prompt)
+                choice.echo = self._text_of(choice.prompt)
         return answer
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
         """The tokens of a text or of a conversation, and how many the context has."""
         fields = Fields(data)
-        chosen = await self.choose_model(fields.text("model") or "")
-        tokenizer, context = self.tokenizer, chosen.context_length
+        context = (await self.choose_model(fields.text("model") or "")).context_length
         if data.get("messages") is not None:
             request = await asyncio.to_thread(chat_request, data, self.sampling, 1)
-            return await self._chat_tokens(tokenizer, request, context), context
+            return await self._chat_tokens(request, context), context
         text = fields.text("prompt") or fields.text("content") or ""
         special = fields.raw("add_special_tokens") is None or fields.flag("add_special_tokens")
-        return await self._encode(tokenizer, text, context, "prompt", special), context
+        return await self._encode(text, context, "prompt", special), context
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:
         tokens = token_ids(Fields(data), "tokens", data.get("tokens"), MAX_TOKENS)
-        return await asyncio.to_thread(_text_of, self.tokenizer, tokens)
+        return await asyncio.to_thread(self._text_of, tokens)
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
@@ -584,36 +530,67 @@ class Endpoint:
             await self.verifiers.look_anew()
             return self.models.choose(name)
 
-    async def _chat_tokens(
-        self, tokenizer: ChatTokenizer, request: Request, context_length: int | None
-    ) -> list[int]:
-        template = tokenizer.chat_template(tools=bool(request.tools))
+    async def _chat_tokens(self, request: Request, context_length: int | None) -> list[int]:
+        template = self.tokenizer.chat_template(tools=bool(request.tools))
         if template is None:
             why = "this model has no chat template; use /v1/completions"
             raise invalid("messages", why, "no_chat_template")
         try:
             if request.tools and not template.knows_tools:
                 raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
-            render = partial(tokenizer.render_chat, tools=request.tools or None)
+            render = partial(self.tokenizer.render_chat, tools=request.tools or None)
             text = await asyncio.to_thread(render, request.messages, variables=request.variables)
-            return await self._encode(tokenizer, text, context_length, "messages", False)
+            return await self._encode(text, context_length, "messages", False)
         except TokenizerError as error:
             raise invalid("messages", str(error)) from None
 
     async def _encode(
-        self,
-        tokenizer: ChatTokenizer,
-        text: str,
-        context_length: int | None,
-        param: str,
-        special: bool = True,
+        self, text: str, context_length: int | None, param: str, special: bool = True
     ) -> list[int]:
         """``special``: with the tokens that begin a text."""
         long = len(text) > _PIECE
         async with self._one_long if long else contextlib.nullcontext():
             if long:
-                await asyncio.to_thread(_check_length, tokenizer, text, context_length, param)
-            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special)
+                await asyncio.to_thread(self._check_length, text, context_length, param)
+            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special)
+
+    def _check_length(self, text: str, context_length: int | None, param: str) -> None:
+        """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is
+        still to be counted. ``context_length`` None: the longest that a verifier can have."""
+        longest, counted = context_length or MAX_TOKENS, 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            counted += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            if counted > _SLACK * longest:
+                read = f"the first {start + len(piece)} of the prompt's {len(text)} characters"
+                raise _too_long(f"{read} are some {counted} tokens", longest, param)
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        """Raises ``ApiError`` for an id that is none."""
+        try:
+            written = b"".join(map(self.tokenizer.token_bytes, tokens))
+        except (LookupError, ValueError, OverflowError, TokenizerError) as error:
+            raise invalid("tokens", f"the token ids stand for no text: {error}") from None
+        return written.decode("utf-8", errors="replace")
+
+    def _with_forced_call(self, request: Request) -> Request:
+        """The same request, held to a call."""
+        tokenizer = self.tokenizer
+        template = tokenizer.chat_template(tools=True)
+        source = "" if template is None else template.source
+        constraint = forced_call(source, request.tools, tokenizer.special_id, one=request.one_call)
+        return replace(request, sampling=replace(request.sampling, constraint=constraint))
+
+    def _tool_use(self, request: Request) -> ToolUse | None:
+        """None where no calls are to be looked for, or in a format that nobody here knows."""
+        template = self.tokenizer.chat_template(tools=True) if request.tools else None
+        form = None if template is None else tool_format(template.source)
+        if form is None:
+            return None
+        names = [tool["function"]["name"] for tool in request.tools]
+        ids = {self.tokenizer.special_id(mark): mark for mark in MARKS}
+        marks = {token: mark for token, mark in ids.items() if token is not None}
+        return ToolUse(ToolReader(form, names), MarkedText(marks), request.one_call)
 
     def _sampling(
         self, request: Request, tokens: Sequence[int], context_length: int | None
@@ -634,25 +611,21 @@ class Endpoint:
         return replace(request.sampling, max_tokens=longest)
 
     def _answer(
-        self,
-        envelope: MakeEnvelope,
-        tokenizer: ChatTokenizer,
-        request: Request,
-        prompts: Sequence[Sequence[int]],
+        self, envelope: MakeEnvelope, request: Request, prompts: Sequence[Sequence[int]]
     ) -> Answer:
         """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
         has the seed ``seed_of(seed, k)``."""
         chosen = self.models.choose(request.model)
         # The words of a request are let go, as its body is: they are many times as large.
         wordless = replace(request, prompts=(), messages=[], tools=[], variables={})
-        choices: list[Choice] = []
+        choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
         for tokens in prompts:
             sampling = self._sampling(request, tokens, chosen.context_length)
             for k in range(request.n):
                 own = replace(sampling, seed=seed_of(sampling.seed, k))
-                tools, place = _tool_use(request, tokenizer), len(choices)
+                tools, place = self._tool_use(request), len(choices)
                 choices.append(
-                    Choice(place, tokens, wordless, own, tokenizer.token_bytes, tools, chosen.asked)
+                    Choice(place, tokens, wordless, own, token_bytes, tools, chosen.asked)
                 )
         served = chosen.served
         name = served.name if served is not None else request.model or self.models.name

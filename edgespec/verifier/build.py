@@ -166,8 +166,12 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
     if not config.draft:
         return None
     _check_draft(config, target.info.vocabulary)
+    drafter: ServerDrafter
     if config.draft == TOY:
-        drafter: ServerDrafter = _toy_drafter(config)
+        from edgespec.verifier.targets.toy import ToyServerDrafter
+
+        model, tokens = TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), config.limits.max_cached_tokens
+        drafter = ToyServerDrafter(model, toy_info(), max_cached_tokens=tokens)
     else:
         drafter = _packed_drafter(config, target)
     if config.pacing.draft_ms == 0.0 and config.pacing.draft_row_ms == 0.0:
@@ -244,16 +248,6 @@ def _draft_folder(config: VerifierConfig) -> Path:
     except ModelFolderError as error:
         raise ModelFolderError(f"draft: {error}") from error
     return folder
-
-
-def _toy_drafter(config: VerifierConfig) -> ServerDrafter:
-    from edgespec.verifier.targets.toy import ToyServerDrafter
-
-    return ToyServerDrafter(
-        TOY_MODEL.perturbed(_TOY_DRAFT_NOISE),
-        toy_info(),
-        max_cached_tokens=config.limits.max_cached_tokens,
-    )
 
 
 def _draft_memory(config: VerifierConfig) -> DraftMemory:

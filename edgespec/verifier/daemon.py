@@ -121,18 +121,12 @@ class TargetWorker:
     ) -> None:
         self._target, self._failed, self._drafter = target, failed, drafter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
-        self._queued: list[SequenceWork] = []
+        self.queued: list[SequenceWork] = []
+        """Work on sequences that the next ``submit`` begins with."""
         self._draft_error: Exception | None = None
         """What the drafter raised between rounds; the next round raises it."""
         self._last: asyncio.Future[Any] | None = None
         """What was handed to the thread last: when it is over, so is all before it."""
-
-    def queue(self, work: SequenceWork) -> None:
-        self._queued.append(work)
-
-    @property
-    def has_queued(self) -> bool:
-        return bool(self._queued)
 
     def submit(
         self, requests: tuple[PassRequest, ...], draft_steps: int = 0
@@ -140,7 +134,7 @@ class TargetWorker:
         """One pass after the work queued so far; no requests, only the work. What is queued later
         waits for the next call. The future has the results in the order of the requests."""
         loop = asyncio.get_running_loop()
-        queued, self._queued = self._queued, []
+        queued, self.queued = self.queued, []
 
         def work() -> ee.BatchDone:
             missing: set[str] = set()
@@ -338,7 +332,7 @@ class Verifier:
         number = self._count
         backlog = Backlog(_MAX_BACKLOG)
         self._streams[number], self._backlogs[number] = stream, backlog
-        self._senders[number] = getattr(stream, "send_now", _never)
+        self._senders[number] = getattr(stream, "send_now", lambda _: False)
         self._requests[number] = new_request_id()
         request_id.set(self._requests[number])
         reader = asyncio.create_task(self._read(number, stream))
@@ -484,7 +478,7 @@ class Verifier:
             self._telemetry.observe(event, actions, now)
         for action in rest:
             self._do(action)
-        if self._worker.has_queued and not self.engine.running:
+        if self._worker.queued and not self.engine.running:
             work = self._worker.submit(())
             work.add_done_callback(self._on_work_done, context=self._context)
         self._arm()
@@ -496,7 +490,7 @@ class Verifier:
             case ee.CloseStream(number):
                 self._close(number)
             case ee.OpenSequence() | ee.CloseSequence() | ee.KeepNodes():
-                self._worker.queue(action)
+                self._worker.queued.append(action)
             case ee.RunBatch(requests, draft_steps):
                 running = self._worker.submit(requests, draft_steps)
                 running.add_done_callback(self._on_pass_done, context=self._context)
@@ -619,7 +613,3 @@ class Verifier:
             why = f"the target is still at work after {_LAST_PASS_S:g} s"
             _LOG.error("%s: leaving it", why)
             self.why_broken = self.why_broken or why
-
-
-def _never(_: Downlink) -> bool:
-    return False

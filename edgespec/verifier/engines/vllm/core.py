@@ -90,7 +90,7 @@ class VllmCore:
         from edgespec.verifier.engines.vllm.worker import EXTRA, arguments_of
 
         self._count += 1
-        name = str(self._count)
+        name = self._ids[key] = str(self._count)
         params = VllmParams(
             temperature=0.0,
             max_tokens=self.context_length,
@@ -98,12 +98,9 @@ class VllmCore:
             detokenize=False,
             extra_args={EXTRA: arguments_of(prompt_length, sampling)},
         )
-        lora = self._adapters[adapter]
-        request = EngineCoreRequest(
-            name, list(text), None, params, None, time.time(), lora, None, None
-        )
+        lora, now = self._adapters[adapter], time.time()
+        request = EngineCoreRequest(name, list(text), None, params, None, now, lora, None, None)
         self._core.add_request(*self._core.preprocess_add_request(request))
-        self._ids[key] = name
 
     def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
         names = {self._ids[key]: key for key in wanted}
@@ -127,16 +124,14 @@ class VllmCore:
                 continue
             targets, scores, failure = self._scheduler.rows[name]
             if failure and request is not None:
-                self._distrust(name)
+                # What it has computed led to no numbers: nobody else shall find it by its prefix.
+                cache = self._scheduler.kv_cache_manager
+                blocks = {block for group in cache.get_block_ids(name) for block in group}
+                cache.evict_blocks(blocks)
             guesses = () if request is None else tuple(request.spec_token_ids)
             tokens = tuple(output.new_token_ids)
             found[key] = Stepped(computed, tokens, targets, scores, failure, guesses)
         return found
-
-    def _distrust(self, name: str) -> None:
-        """What the request has computed led to no numbers: nobody else shall find it by prefix."""
-        cache = self._scheduler.kv_cache_manager
-        cache.evict_blocks({block for group in cache.get_block_ids(name) for block in group})
 
     def drop(self, key: str) -> None:
         self._core.abort_requests([self._ids.pop(key)])
@@ -165,6 +160,7 @@ def _config(options: VllmOptions) -> tuple[Any, int]:
     """vLLM's own, and how many tokens a speculator of its own is to propose at most."""
     try:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.utils.argparse_utils import FlexibleArgumentParser
     except Exception as error:  # such as packages for CUDA beside torch for CPUs
         raise SetupError(
@@ -172,9 +168,11 @@ def _config(options: VllmOptions) -> tuple[Any, int]:
             " torchvision torchaudio torchcodec)"
         ) from error
 
+    # ``auto`` is float32 on a CPU, as with the engine of this project, so that texts agree.
+    dtype = "float32" if options.dtype == "auto" and current_platform.is_cpu() else options.dtype
     ours = {
         "model": options.model,
-        "dtype": _dtype(options.dtype),
+        "dtype": dtype,
         "max_num_seqs": options.max_sessions + 1,
         "enable_prefix_caching": options.share_prefixes,
         "skip_tokenizer_init": True,
@@ -199,7 +197,15 @@ def _config(options: VllmOptions) -> tuple[Any, int]:
     speculation = read_speculation(
         given.speculative_config, given.spec_method, given.spec_model, given.spec_tokens
     )
-    ours["speculative_config"] = _speculative_config(speculation, options.max_drafts)
+    ours["speculative_config"] = (
+        {
+            "method": "custom_class",
+            "model": f"{_HERE}.worker.NoProposer",
+            TOKENS: options.max_drafts,
+        }
+        if speculation is None
+        else bounded(speculation, options.max_drafts)
+    )
     for name, value in ours.items():  # first of all the model: vLLM looks for its default one
         setattr(given, name, value)
     try:
@@ -213,16 +219,6 @@ def _config(options: VllmOptions) -> tuple[Any, int]:
     return config, speculation[TOKENS]
 
 
-def _speculative_config(speculation: dict[str, Any] | None, max_drafts: int) -> dict[str, Any]:
-    if speculation is not None:
-        return bounded(speculation, max_drafts)
-    return {
-        "method": "custom_class",
-        "model": f"{_HERE}.worker.NoProposer",
-        TOKENS: max_drafts,
-    }
-
-
 def refuse_recurrent(model: str, config: Any) -> None:
     """Raises ``SetupError`` for a model with recurrent layers, whose state cannot go back behind
     accepted drafts: vLLM's own speculation made Mamba2 wrong from the second token on."""
@@ -231,13 +227,6 @@ def refuse_recurrent(model: str, config: Any) -> None:
             f"{model}: {', '.join(config.architectures)} has recurrent layers, and no test has"
             " shown their texts exact with drafts on vLLM; served are models of attention alone"
         )
-
-
-def _dtype(name: str) -> str:
-    """``auto`` is float32 on a CPU, as with the engine of this project, so that texts agree."""
-    from vllm.platforms import current_platform
-
-    return "float32" if name == "auto" and current_platform.is_cpu() else name
 
 
 def _core(config: Any) -> Any:

@@ -250,7 +250,11 @@ class VllmTarget:
         pass, which may begin from the same ``cache_length``."""
         check_batch(batch, self._longest, self.info)
         for request in batch:
-            self._begin(request)
+            sequence = self._sequences[request.key]
+            if sequence.known is None:
+                text = sequence.text or request.feed  # a probe brings its text with the pass
+                committed = max(sequence.given, request.cache_length + len(request.feed))
+                self._add(request.key, sequence, text[:committed])
         results: dict[str, PassResult] = {}
         idle = 0
         while True:
@@ -279,13 +283,6 @@ class VllmTarget:
         if (sequence := self._sequences.get(request.key)) is None:
             raise ValueError(f"sequence {request.key!r} is not open")
         return len(sequence.text if sequence.known is None else sequence.known.tokens)
-
-    def _begin(self, request: PassRequest) -> None:
-        sequence = self._sequences[request.key]
-        if sequence.known is None:
-            text = sequence.text or request.feed  # a probe brings its text with the pass
-            committed = max(sequence.given, request.cache_length + len(request.feed))
-            self._add(request.key, sequence, text[:committed])
 
     def _add(self, key: str, sequence: _Sequence, text: Sequence[int]) -> KnownText:
         length, sampling = sequence.prompt_length, sequence.sampling
@@ -327,7 +324,10 @@ class VllmTarget:
         except TargetLostError:
             raise
         except Exception:
-            self._begin_anew()
+            for sequence in self._sequences.values():
+                if sequence.known is not None:  # what the engine has said of it was right
+                    sequence.text, sequence.known = tuple(sequence.known.tokens), None
+            self._engine.reset()
             raise
         for key, stepped in found.items():
             sequence = self._sequences[key]
@@ -337,13 +337,6 @@ class VllmTarget:
             else:
                 sequence.known.take(stepped)
                 self.proposed += len(stepped.guesses)
-
-    def _begin_anew(self) -> None:
-        """The engine has no text any more. What it has said of each was right."""
-        for sequence in self._sequences.values():
-            if sequence.known is not None:
-                sequence.text, sequence.known = tuple(sequence.known.tokens), None
-        self._engine.reset()
 
     def _progress(self, key: str) -> tuple[int, int]:
         known = self._sequences[key].known

@@ -132,17 +132,14 @@ class RunnerSampling:
         runner.sample_tokens, runner._sample = self.sample_tokens, self.sample
         self._chains: dict[str, _Chain] = {}
         self._fits = True
-        drafter = getattr(runner, "drafter", None)
-        self._has_forward = hasattr(drafter, "_sample_draft_tokens")
+        drafter: Any = getattr(runner, "drafter", None)
+        self._drafter, self._has_forward = drafter, hasattr(drafter, "_sample_draft_tokens")
         if self._has_forward:
-            self._follow(runner.drafter)
-
-    def _follow(self, drafter: Any) -> None:
-        self._drafter, self._best_guesses = drafter, drafter._sample_draft_tokens
-        self._fits_in_drafter = self._runner._input_fits_in_drafter
-        self._runner._input_fits_in_drafter = self.fits_in_drafter
-        if not drafter.use_heterogeneous_vocab:  # else its tokens are not the target's
-            drafter._sample_draft_tokens = self.guess
+            self._best_guesses = drafter._sample_draft_tokens
+            self._fits_in_drafter = runner._input_fits_in_drafter
+            runner._input_fits_in_drafter = self.fits_in_drafter
+            if not drafter.use_heterogeneous_vocab:  # else its tokens are not the target's
+                drafter._sample_draft_tokens = self.guess
 
     def execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
         """As the runner's, which sees no speculation where there are no drafts, none are wanted,
