@@ -48,8 +48,9 @@ from edgespec.bench.runner import (
     parse_rtts_ms,
 )
 from edgespec.bench.theory import TheoryRecorder, beside_theory, theory_lines, theory_table
+from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
-from edgespec.cli.running import FAILED, Interrupted, reported, run
+from edgespec.cli.running import Interrupted, reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import (
     AgentConfig,

@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
+from edgespec.cli.main import EXIT_CODES
 from edgespec.cli.options import read_value
-from edgespec.cli.running import EXIT_CODES, reported, say
+from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError, load_config
 from edgespec.config.common import needs
 from edgespec.config.key_file import (

@@ -18,8 +18,9 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 
 from edgespec.cli.export import DEFAULT_BITS, check_free, placed
+from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
-from edgespec.cli.running import FAILED, Interrupted, fail, reported, say, stop_asked
+from edgespec.cli.running import Interrupted, fail, reported, say, stop_asked
 from edgespec.config import ConfigError
 from edgespec.config.common import needs
 from edgespec.models.folders import (

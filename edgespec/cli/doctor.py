@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from edgespec.cli.main import FAILED
 from edgespec.cli.options import VERIFIER_FLAGS, from_config, option
-from edgespec.cli.running import FAILED, fail, run
+from edgespec.cli.running import fail, run
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig, ConfigError
 from edgespec.config.common import needs
 from edgespec.core.ports import UntrustedPeerError

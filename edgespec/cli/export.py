@@ -18,8 +18,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
-from edgespec.cli.running import FAILED, fail, reported, run, say
+from edgespec.cli.running import fail, reported, run, say
 from edgespec.config import ConfigError
 from edgespec.config.common import SetupError, needs
 from edgespec.core.device.memory import KvType

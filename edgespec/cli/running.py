@@ -1,8 +1,4 @@
-"""What every command needs to run well: errors as one clear line, signals, logging, traces.
-
-Exit codes: 0 done, 1 it went wrong, 2 wrong usage or configuration, 130 and 143 stopped by Ctrl-C
-and SIGTERM.
-"""
+"""What every command needs to run well: errors as one clear line, signals, logging, traces."""
 
 from __future__ import annotations
 
@@ -20,9 +16,7 @@ from typing import Any, TypeVar
 
 import typer
 
-from edgespec.cli.main import EXIT_CODES as EXIT_CODES
-from edgespec.cli.main import FAILED as FAILED
-from edgespec.cli.main import USAGE as USAGE
+from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError
 from edgespec.device.agent import GenerationError
@@ -77,13 +71,6 @@ def reported() -> Iterator[None]:
         fail(error, FAILED)
 
 
-def _in_words(error: Exception) -> str:
-    """What a system call says without its number: "notes.txt: No such file or directory"."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)
-
-
 def cannot_listen(where: str, error: OSError, option: str, do: str = "listen") -> SetupError:
     """Why a port cannot be had, with the ``option`` that takes another."""
     hint = f"; choose another with {option}" if error.errno == errno.EADDRINUSE else ""
@@ -94,7 +81,9 @@ def fail(error: Exception | str, code: int) -> None:
     """Say what is wrong and leave."""
     if isinstance(error, Exception):
         logging.getLogger(__name__).debug("the error in full", exc_info=error)
-        error = _in_words(error)
+        if isinstance(error, OSError) and error.strerror:  # without its number
+            why = error.strerror
+            error = f"{error.filename}: {why}" if error.filename else why
     say(f"error: {error}")
     raise typer.Exit(code) from None
 

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec import __version__
+from edgespec.cli.main import FAILED
 from edgespec.cli.options import Flag, from_config
 from edgespec.cli.running import (
-    FAILED,
     Stopping,
     cannot_listen,
     first_of,

@@ -125,11 +125,12 @@ def _build(kind: type[_Config], data: object, source: str, place: str) -> _Confi
         raise ConfigError(f"{where} is {shown}, but must be a section of keys and values")
     hints = typing.get_type_hints(kind)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type] # a dataclass
-    names = list(known)
+    values = {}
     for key in data:
         if key not in known:
-            raise ConfigError(f"{where}: {_unknown(str(key), names)}")
-    values = {}
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {_shortened.repr(str(key))}; {hint}")
     for key, value in data.items():
         below = f"{place}.{key}" if place else key
         converted = values[key] = _convert(hints[key], value, source, below)
@@ -137,29 +138,16 @@ def _build(kind: type[_Config], data: object, source: str, place: str) -> _Confi
         if isinstance(converted, float) and not math.isfinite(converted):
             if converted != known[key].default:
                 raise _wrong(source, below, converted, "a finite number")
-    for needed in _required(kind):
-        if needed not in values:
-            raise ConfigError(f"{where}: key {needed!r} is missing")
+    for name, field in known.items():
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if not (has_default or name in values):
+            raise ConfigError(f"{where}: key {name!r} is missing")
     try:
         return kind(**values)
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{source}: {place + '.' if place else ''}{error}") from None
-
-
-def _required(kind: type[Any]) -> list[str]:
-    return [
-        field.name
-        for field in fields(kind)
-        if field.default is MISSING and field.default_factory is MISSING
-    ]
-
-
-def _unknown(key: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-    return f"unknown key {_shortened.repr(key)}; {hint}"
 
 
 def _convert(hint: Any, value: object, source: str, place: str) -> Any:

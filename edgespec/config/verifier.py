@@ -225,7 +225,11 @@ class VerifierConfig:
     def _check_engine(self) -> None:
         one_of("engine", self.engine, (NATIVE, VLLM))
         if self.pipeline.stages > 1:
-            self._check_stages()
+            stages = f"pipeline.stages is {self.pipeline.stages}"
+            if self.engine != NATIVE:
+                raise ValueError(f"{stages}, but only the native engine has stages: leave it at 1")
+            if self.model == "toy":
+                raise ValueError(f"{stages}, but the toy model has no layers: leave it at 1")
         if self.engine == NATIVE:
             if self.engine_flags:
                 raise ValueError(
@@ -261,13 +265,6 @@ class VerifierConfig:
                 f"device is {self.device!r}, but must be auto: vLLM takes the devices it sees"
                 " (CUDA_VISIBLE_DEVICES)"
             )
-
-    def _check_stages(self) -> None:
-        stages = f"pipeline.stages is {self.pipeline.stages}"
-        if self.engine != NATIVE:
-            raise ValueError(f"{stages}, but only the native engine has stages: leave it at 1")
-        if self.model == "toy":
-            raise ValueError(f"{stages}, but the toy model has no layers: leave it at 1")
 
     @property
     def address(self) -> str:

@@ -140,7 +140,8 @@ class Admission:
         """Room for so many texts, at most ``capacity``, while this is open. Raises ``ApiError``:
         429 where the queue is full, and what ``close`` was given."""
         assert 0 < texts <= self.capacity
-        if self._closed is None and not self.check(texts):
+        at_once = self._closed is not None or self.check(texts)
+        if not at_once:
             self.waiting += 1
             try:
                 async with self._first:

@@ -14,20 +14,15 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-# The short name under which everything that is said about one stream can be found.
-#
-# It is drawn by the verifier when the stream begins, and says nothing about the session, whose id
-# is half of what it takes to resume it. Whatever runs for the stream finds it in its context.
-
-_BYTES = 5
 request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
-"""Of the stream that the running task serves; empty where it serves none."""
+"""Of the stream that the running task serves, drawn when that begins; empty where it serves none.
+It says nothing about the session, whose id is half of what it takes to resume it."""
 
 
 def new_request_id() -> str:
     """A fresh id, of 10 hexadecimal digits: of a million streams, (1e6)**2 / 2 / 16**10 = 0.45
     pairs have the same one."""
-    return secrets.token_hex(_BYTES)
+    return secrets.token_hex(5)
 
 
 TEXT, JSON = "text", "json"

@@ -13,7 +13,6 @@ from edgespec.core.device.memory import MachineMemory
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _OWN_GROUPS: Final = Path("/proc/self/cgroup")
-_STATUS: Final = Path("/proc/self/status")
 # Beyond this a limit of a control group means none: version 1 writes the largest page count.
 _NO_LIMIT: Final = 1 << 60
 
@@ -28,17 +27,6 @@ def trim_heap() -> None:
     took for a moment; nothing where the library is not glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def peak_bytes() -> int | None:
-    """The most that this process ever had resident; None where the system does not tell."""
-    try:
-        for line in _STATUS.read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
 
 
 def machine_memory(cgroup: Path = _CGROUP, own_groups: Path = _OWN_GROUPS) -> MachineMemory:

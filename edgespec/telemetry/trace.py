@@ -11,7 +11,6 @@ A trace is best effort: a full disk ends the trace, with one warning, and never 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -133,38 +132,27 @@ class TraceFile:
             }
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except (OSError, TypeError, ValueError) as error:  # also what no line can be made of
-            self._give_up(error)
+            self.close(error)
 
-    def close(self) -> None:
-        """Write out what is left; a second call does nothing."""
+    def close(self, why: Exception | None = None) -> None:
+        """Write out what is left; a second call does nothing. ``why`` it ends before the run."""
         file, self._file = self._file, None
         if file is None:
             return
         try:
             file.close()
-        except OSError as error:
-            self._warn(error)
-
-    def _give_up(self, error: Exception) -> None:
-        file, self._file = self._file, None
-        self._warn(error)
-        if file is not None:
-            with contextlib.suppress(OSError):  # the same error again: the buffer is still full
-                file.close()
-
-    def _warn(self, error: Exception) -> None:
-        why = getattr(error, "strerror", None) or error
-        _log.warning("the trace %s ends here: %s", self._path, why)
+        except (
+            OSError
+        ) as error:  # the same again where a write has failed: the buffer is still full
+            why = why or error
+        if why is not None:
+            words = getattr(why, "strerror", None) or why
+            _log.warning("the trace %s ends here: %s", self._path, words)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

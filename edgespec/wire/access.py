@@ -31,7 +31,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,9 +75,7 @@ def check_file_permissions(path: Path, *, secret: bool) -> None:
         _warn_once(f"{path}: others can read this secret (mode {mode:04o}); run: chmod 600 {name}")
 
 
-@cache
-def _warn_once(message: str) -> None:
-    _LOG.warning("%s", message)
+_warn_once = cache(partial(_LOG.warning, "%s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class ServerAccess:
             import grpc
 
             self.credentials = grpc.dynamic_ssl_server_credentials(
-                _configuration(identity),
+                identity.configuration(),
                 self._newest,
                 require_client_authentication=identity.client_ca is not None,
             )
@@ -151,7 +149,7 @@ class ServerAccess:
         if identity is None or identity is self._told:
             return None
         self._told = identity
-        return _configuration(identity)
+        return identity.configuration()
 
     def _read_ring(self, *, written: bool = False) -> KeyRing | None:
         if (path := self._keys_path) is None:
@@ -170,8 +168,8 @@ class ServerAccess:
             return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
 
 
-def _checked(certificate: str, key: str, ca: str) -> list[Path | None]:
-    names = (certificate, key, ca)
+def _checked(*names: str) -> list[Path | None]:
+    """Certificate, private key and CA."""
     found = [Path(os.path.expanduser(name)) if name else None for name in names]
     for place, path in enumerate(found):
         if path is not None:
@@ -253,9 +251,6 @@ def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
 MAX_PEM_BYTES: Final = 1 << 20
 
 
-# --- the verifier's --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
     """What a verifier shows in a handshake, and whose certificates it takes."""
@@ -270,6 +265,13 @@ class ServerIdentity:
 
     def __repr__(self) -> str:
         return f"ServerIdentity(expires={self.expires:%Y-%m-%d})"
+
+    def configuration(self) -> Any:
+        """For gRPC."""
+        import grpc
+
+        pairs = [(self.key, self.certificate)]
+        return grpc.ssl_server_certificate_configuration(pairs, self.client_ca)
 
 
 def load_server_identity(
@@ -288,13 +290,6 @@ def load_server_identity(
             _check_dates(client_ca, one, now)
     expires = min(one.not_valid_after_utc for one in certificates)
     return ServerIdentity(shown, secret, trusted, expires)
-
-
-def _configuration(identity: ServerIdentity) -> Any:
-    import grpc
-
-    pairs = [(identity.key, identity.certificate)]
-    return grpc.ssl_server_certificate_configuration(pairs, identity.client_ca)
 
 
 def _certificates(path: Path, pem: bytes) -> Sequence[Certificate]:
@@ -328,9 +323,6 @@ def _check_key(path: Path, pem: bytes, of: Path, certificate: Certificate) -> No
         raise ConfigError(f"{path}: the key does not belong to the certificate in {of}")
 
 
-# --- the device's ----------------------------------------------------------------------------
-
-
 def channel_credentials(
     ca: Path | None, client_certificate: Path | None, client_key: Path | None
 ) -> grpc.ChannelCredentials:
@@ -339,8 +331,9 @@ def channel_credentials(
     import grpc
 
     check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if ca is None:
-        roots = _system_roots()
+    if ca is None:  # what OpenSSL would trust here, else what comes with gRPC
+        known: Any = ssl.get_default_verify_paths().cafile  # the stub leaves None out
+        roots = None if known is None else _read(Path(known))
     else:
         roots = _read(ca)
         try:
@@ -359,12 +352,6 @@ def channel_credentials(
             why = f"no PEM certificate and plain private key: {error.reason or error}"
             raise ConfigError(f"{client_certificate} and {client_key}: {why}") from None
     return grpc.ssl_channel_credentials(roots, secret, shown)
-
-
-def _system_roots() -> bytes | None:
-    """The CAs that OpenSSL would trust here; None: those that come with gRPC."""
-    found: Any = ssl.get_default_verify_paths().cafile  # the stub leaves None out
-    return None if found is None else _read(Path(found))
 
 
 def _read(path: Path) -> bytes:

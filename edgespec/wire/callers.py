@@ -247,14 +247,18 @@ class StreamSlots(Generic[_S]):
         """Take a slot for a new stream of ``peer``, which showed the key of ``credential``."""
         bounds = {peer: self.peer_streams}
         if credential.name:
-            bounds[f"{_KEY}{credential.name!r}"] = self._key_streams(credential)
+            most = 2 * credential.max_sessions + SPARE_STREAMS
+            least = min(self.peer_streams, most) if credential.max_sessions else self.peer_streams
+            bounds[f"{_KEY}{credential.name!r}"] = least
         owners = tuple(bounds)
         full = [owner for owner in owners if self._held[owner] >= bounds[owner]]
         if not full and len(self) < self.max_streams:
             self._take(stream, owners)
             return Entry()
         # Where both owners are full, an idle stream that counts for both has to leave.
-        yielding = self._oldest_idle(full) if full else self._oldest_idle([self._most_idle()])
+        peers = [owner for owner in self._idle if not owner.startswith(_KEY)]
+        largest = max(peers, key=lambda one: len(self._idle[one]), default="")
+        yielding = self._oldest_idle(full or [largest])
         if yielding is None:
             for owner in full:
                 if bounds[owner] < self.max_streams:
@@ -277,11 +281,6 @@ class StreamSlots(Generic[_S]):
             if not self._held[owner]:
                 del self._held[owner]
 
-    def _key_streams(self, credential: Credential) -> int:
-        if not credential.max_sessions:
-            return self.peer_streams
-        return min(self.peer_streams, 2 * credential.max_sessions + SPARE_STREAMS)
-
     def _take(self, stream: _S, owners: tuple[str, ...]) -> None:
         self._owners_of[stream] = owners
         for owner in owners:
@@ -295,10 +294,6 @@ class StreamSlots(Generic[_S]):
                 idle.pop(stream, None)
                 if not idle:
                     del self._idle[owner]
-
-    def _most_idle(self) -> str:
-        peers = [owner for owner in self._idle if not owner.startswith(_KEY)]
-        return max(peers, key=lambda peer: len(self._idle[peer]), default="")
 
     def _oldest_idle(self, owners: list[str]) -> _S | None:
         """The oldest idle stream that counts for all of these."""

@@ -129,14 +129,6 @@ def check_count(field: str, count: int, high: int, low: int = 0) -> None:
         raise ProtocolViolation(f"{field} has {count} entries, but must have {low} to {high}")
 
 
-def check_context(count: int, limits: WireLimits) -> None:
-    if count > limits.context_length:
-        raise ContextExceeded(
-            f"Open has {count} tokens (prompt and committed), "
-            f"but the context is {limits.context_length}"
-        )
-
-
 def check_text(field: str, text: str, max_bytes: int) -> str:
     """``text`` itself. Raises ``ProtocolViolation`` for one that is too long or not printable."""
     size = len(text.encode(errors="surrogatepass"))
@@ -610,7 +602,9 @@ def _check_open(message: Open | pb.Open, limits: WireLimits) -> None:
     check_text("Open.rule", message.rule, _MAX_RULE_BYTES)
     check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
     check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
-    check_context(prompt_length + committed_length, limits)
+    if (count := prompt_length + committed_length) > limits.context_length:
+        why = f"Open has {count} tokens (prompt and committed)"
+        raise ContextExceeded(f"{why}, but the context is {limits.context_length}")
     check_count("Open.prompt", prompt_length, limits.max_prompt_tokens, low=1)
     check_count("Open.committed", committed_length, limits.max_resumed_tokens)
 

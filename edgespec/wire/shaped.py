@@ -220,16 +220,11 @@ class ShapedTransport:
 
 class _Direction:
     def __init__(self, model: LinkModel, pacer: ThreadPacer, origin_s: float) -> None:
-        self._model = model
-        self._pacer = pacer
-        self._origin_s = origin_s
+        self._model, self._now, self._origin_s = model, pacer.now, origin_s
+        self.wait = pacer.wait_until
 
     def arrival(self, size_bytes: int) -> float:
-        now_s = self._pacer.now() - self._origin_s
-        return self._model.arrival(now_s, size_bytes) + self._origin_s
-
-    async def wait(self, when_s: float) -> None:
-        await self._pacer.wait_until(when_s)
+        return self._model.arrival(self._now() - self._origin_s, size_bytes) + self._origin_s
 
 
 class _ShapedStream:
@@ -243,11 +238,8 @@ class _ShapedStream:
         limits: WireLimits,
         meter: ByteMeter | None,
     ) -> None:
-        self._inner = inner
-        self._up = up
-        self._down = down
-        self._limits = limits
-        self._meter = meter
+        self._inner, self._up, self._down = inner, up, down
+        self._limits, self._meter = limits, meter
         self._going_up: Pipe[tuple[float, Uplink]] = Pipe(_DEPTH)
         self._coming_down: Pipe[tuple[float, Downlink | LinkError]] = Pipe(_DEPTH)
         self._closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()

@@ -33,7 +33,7 @@ from edgespec.device.drafters.guarded import MEASURE_EVERY_S, CacheGroup, Guarde
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.model_drafter import exported_variant, source_variant, variants_of
 from edgespec.models.folders import Role, model_info, read_config, resolve_model
-from edgespec.telemetry.process_memory import machine_memory, peak_bytes, resident_bytes
+from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec_sim.token_sources.source import Script, ScriptedTarget
 from tests.shell.live_verifier import serving
 
@@ -219,9 +219,7 @@ def test_nonsense_in_a_control_group_is_no_limit(tmp_path: Path) -> None:
 
 
 def test_a_process_knows_what_it_holds() -> None:
-    held, peak = resident_bytes(), peak_bytes()
-    assert held > MIB
-    assert peak is None or peak >= held - 4 * MIB  # some of what it holds is counted late
+    assert resident_bytes() > MIB
 
 
 def test_further_caches_are_bounded_together() -> None:

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli.main import lazy_app
-from edgespec.cli.running import EXIT_CODES, reported
+from edgespec.cli.main import EXIT_CODES, lazy_app
+from edgespec.cli.running import reported
 from edgespec.config import ConfigError, DraftSection
 from edgespec.core.device.memory import AUTO, MIB
 from edgespec.core.device.policy import DEFAULT_WIDTH
