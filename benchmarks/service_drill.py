@@ -57,11 +57,11 @@ from edgespec.config import (
     ServerTlsSection,
     VerifierConfig,
 )
-from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent
+from edgespec.wire.access import KeyFile, load_keys, save_keys
 from edgespec.wire.certificates import make_ca, make_server
 
 FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")

@@ -30,12 +30,12 @@ import psutil
 
 from edgespec.__main__ import main as edgespec
 from edgespec.config import VerifierConfig, dump_config
-from edgespec.config.key_file import KeyEntry, KeyFile, new_key, save_keys
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import Draft, Message
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, PassRequest, PassResult
 from edgespec.models.toy import TOY_MODEL
+from edgespec.wire.access import KeyEntry, KeyFile, new_key, save_keys
 
 HERE = Path(__file__).resolve().parent
 # Also for a loaded machine.

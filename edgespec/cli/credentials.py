@@ -17,7 +17,7 @@ from edgespec.cli.options import read_value
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError, load_config
 from edgespec.config.common import needs
-from edgespec.config.key_file import (
+from edgespec.wire.access import (
     KeyEntry,
     KeyFile,
     check_key_name,

@@ -12,11 +12,11 @@ from edgespec.config import (
     ServerTlsSection,
     VerifierConfig,
 )
-from edgespec.config.key_file import KeyEntry, KeyFile, new_key, save_keys
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, Chunk
 from edgespec.models.toy import ToyTokenizer
+from edgespec.wire.access import KeyEntry, KeyFile, new_key, save_keys
 from tests.shell.live_verifier import toy_text
 
 PROMPT = "the quick brown fox"

@@ -23,15 +23,17 @@ from typer.testing import Result
 
 from edgespec.cli import credentials as keys_command
 from edgespec.config import AgentConfig, ConfigError, EndpointSection
-from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.verifier.credential import Credential
 from edgespec.wire import certificates
 from edgespec.wire.access import (
+    KeyFile,
     channel_credentials,
     check_file_permissions,
     device_access,
     endpoint_key,
+    load_keys,
     load_server_identity,
+    save_keys,
 )
 from tests.shell.live_verifier import call
 from tests.shell.pki import Pki

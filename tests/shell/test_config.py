@@ -27,10 +27,10 @@ from edgespec.config import (
     load_config,
 )
 from edgespec.config.files import replace_file
-from edgespec.config.key_file import load_keys
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.credential import digest
+from edgespec.wire.access import load_keys
 
 
 def _file(folder: Path, text: str) -> Path:

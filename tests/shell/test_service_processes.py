@@ -29,7 +29,6 @@ import pytest
 
 from edgespec.cli.verifier import ServiceManager, _drain, _reload_whenever
 from edgespec.config import ConfigError
-from edgespec.config.key_file import KeyFile, load_keys, save_keys
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
@@ -38,7 +37,7 @@ from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import Agent, Chunk, GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
-from edgespec.wire.access import ServerAccess
+from edgespec.wire.access import KeyFile, ServerAccess, load_keys, save_keys
 from tests.shell.guarded import PROMPT, device_config, keys_in, verifier_config
 from tests.shell.live_verifier import daemon, environment, python, toy_text
 from tests.shell.pki import Pki
