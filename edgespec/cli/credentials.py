@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -13,14 +13,13 @@ from typing import Annotated
 import typer
 
 from edgespec.cli.main import EXIT_CODES
-from edgespec.cli.options import read_value
+from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError, load_config
 from edgespec.config.common import needs
 from edgespec.wire.access import (
     KeyEntry,
     KeyFile,
-    check_key_name,
     load_keys,
     new_key,
     save_keys,
@@ -70,10 +69,10 @@ def add(
         known = load_keys(file) if file.exists() else KeyFile()
         key, sha256 = new_key()
         try:
-            check_key_name(name)
             if name in known.keys:
                 raise ValueError(f"{name!r} has a key already; revoke it, or take another name")
-            entry = load_config(KeyEntry, None, {**_limits(limits or ()), "sha256": sha256})
+            given = read_settings(limits or (), form="LIMIT=VALUE")
+            entry = load_config(KeyEntry, None, {**given, "sha256": sha256})
             save_keys(file, replace(known, keys={**known.keys, name: entry}))
         except ConfigError:
             raise
@@ -85,16 +84,6 @@ def add(
             " file\nthat api_key_file names; it is not shown again. A running verifier learns of it"
             " by SIGHUP."
         )
-
-
-def _limits(given: Iterable[str]) -> dict[str, object]:
-    found = {}
-    for limit in given:
-        name, equals, value = limit.partition("=")
-        if not equals:
-            raise ConfigError(f"--set is {limit!r}, but must be LIMIT=VALUE")
-        found[name] = read_value(None, value, f"--set {name}")
-    return found
 
 
 @keys.command("list", epilog=EXIT_CODES)

@@ -178,9 +178,11 @@ def doctor(
         return
     found = [libraries(), one_onnxruntime(), draft_step(), exactness()]
     found += [run(verifier(address, settings)) for address in settings.verifiers]
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     for check in found:
-        _print(console, check)
+        console.print(f"{check.state.value} {escape(check.name)}: {escape(check.finding)}")
+        if check.advice:
+            console.print(f"     run: [bold]{escape(check.advice)}[/]")
     if any(check.state is State.BAD for check in found):
         raise typer.Exit(FAILED)
 
@@ -195,10 +197,3 @@ def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
     typer.echo(answer)
     if answer != SERVING:
         fail(f"the verifier at {with_port(address)} says {answer}", FAILED)
-
-
-def _print(console: Console, check: Check) -> None:
-    line = f"{check.state.value} {escape(check.name)}: {escape(check.finding)}"
-    console.print(line, soft_wrap=True)
-    if check.advice:
-        console.print(f"     run: [bold]{escape(check.advice)}[/]", soft_wrap=True)

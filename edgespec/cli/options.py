@@ -15,7 +15,7 @@ import os
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
@@ -218,11 +218,7 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
                 if several
                 else read_value(keys[name], text, variable)
             )
-    for assignment in given["set_keys"] or ():
-        name, equals, text = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"--set is {assignment!r}, but must be KEY=VALUE")
-        overrides[name] = read_value(keys.get(name), text, f"--set {name}")
+    overrides |= read_settings(given["set_keys"] or (), keys)
     for flag in flags:
         value = given[flag.parameter]
         if value is not None and value not in ([], ()):
@@ -238,7 +234,20 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
     return config
 
 
-def read_value(key: Key | None, text: str, source: str = "") -> object:
+def read_settings(
+    assignments: Iterable[str], keys: Mapping[str, Key] | None = None, form: str = "KEY=VALUE"
+) -> dict[str, object]:
+    """What each ``--set`` says, by key. Raises ``ConfigError``."""
+    found = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--set is {assignment!r}, but must be {form}")
+        found[name] = read_value((keys or {}).get(name), text, f"--set {name}")
+    return found
+
+
+def read_value(key: Key | None, text: str, source: str) -> object:
     """A value as YAML, but text stays as it is typed. Raises ``ConfigError``."""
     if key is not None and key.hint is str:
         return text

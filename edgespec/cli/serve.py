@@ -114,10 +114,8 @@ async def _serve(
         await first_of(stop.asked.wait(), server.died.wait())
         if server.died.is_set():
             raise SetupError("the HTTP server ended by itself")
-        going_on = ""
-        if endpoint.active and not stop.hurried:
-            going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
-        say(f"stopping{going_on}")
+        going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
+        say(f"stopping{going_on if endpoint.active and not stop.hurried else ''}")
     finally:
         try:
             await server.stop(0.0 if stop.hurried else None)
@@ -212,14 +210,10 @@ def _url(host: str, port: int) -> str:
 
 def _curl(url: str, chats: bool, has_key: bool) -> str:
     """A line that works as it is."""
-    data: dict[str, Any] = {"model": "edgespec", "max_tokens": 64}
+    path, what = "completions", dict[str, Any](prompt="Once upon a time")
     if chats:
-        path, data["messages"] = (
-            "chat/completions",
-            [{"role": "user", "content": "Hello!"}],
-        )
-    else:
-        path, data["prompt"] = "completions", "Once upon a time"
+        path, what = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    data = {"model": "edgespec", "max_tokens": 64, **what}
     key = ' -H "Authorization: Bearer $EDGESPEC_ENDPOINT_KEY"' if has_key else ""
     return (
         f"  try: curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d"

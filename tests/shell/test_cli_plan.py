@@ -39,7 +39,7 @@ from edgespec_sim.commands.play import (
     Point,
     Task,
     Workers,
-    parse_settings,
+    read_settings,
     play_seeds,
     summary_of,
 )
@@ -127,7 +127,7 @@ def test_a_number_that_nothing_meets_is_never_taken() -> None:
 
 
 def question(pass_ms: float = 20.0, **slo: float) -> CapacityQuestion:
-    loaded = load_scenario("laptop-floor", parse_settings(SETTINGS))
+    loaded = load_scenario("laptop-floor", read_settings(SETTINGS))
     gpu = VerifierSection(pass_time=CostSection(ms=pass_ms))
     devices = {"laptop": replace(loaded.devices["laptop"], count=4)}
     scenario = replace(loaded, devices=devices, verifiers={"gpu": gpu})

@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.bench.arms import Arm
+from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError
-from edgespec_sim.commands.play import Task, Workers, default_processes, parse_settings
+from edgespec_sim.commands.play import Task, Workers, default_processes
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import LOSSY
 from edgespec_sim.scenario.sections import (
@@ -550,7 +551,7 @@ def capacity(
         began_s = time.monotonic()
         try:
             model, named = model_and_gpu(gpu)
-            given = parse_settings(settings or ())
+            given = read_settings(settings or ())
             asked = scenario_for(scenario, given, users, model, named)
             drafting = any(one.server_draft is not None for one in asked.verifiers.values())
             arms = tuple(arm for arm in _ARMS if drafting or not arm.on_server)

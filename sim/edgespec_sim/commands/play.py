@@ -28,7 +28,6 @@ from types import FrameType, TracebackType
 from typing import Annotated, Final
 
 import typer
-import yaml
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -37,7 +36,6 @@ from rich.table import Table
 from edgespec import __version__
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import Interrupted, say
-from edgespec.config.loading import NULL
 from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
@@ -248,18 +246,6 @@ def environment() -> dict[str, str]:
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-
-
-def parse_settings(settings: Sequence[str]) -> dict[str, object]:
-    """``links.wan.rtt_ms=80`` and the like; values are read as YAML. Raises ``ValueError``."""
-    parsed: dict[str, object] = {}
-    for setting in settings:
-        key, sign, value = setting.partition("=")
-        if not sign or not key:
-            raise ValueError(f"setting is {setting!r}, but must be KEY=VALUE")
-        read = yaml.safe_load(value)
-        parsed[key] = NULL if read is None else read
-    return parsed
 
 
 _SHOWN: Final = (

@@ -14,6 +14,7 @@ import typer
 import yaml
 from rich.table import Table
 
+from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
 from edgespec_sim.commands.play import (
@@ -26,7 +27,6 @@ from edgespec_sim.commands.play import (
     TimeOption,
     default_processes,
     output,
-    parse_settings,
     play_seeds,
     show,
     simulate,
@@ -76,7 +76,7 @@ def run(
     """
     with reported():
         path = scenario_path(scenario)
-        loaded = load_scenario(scenario, parse_settings(settings or ()))
+        loaded = load_scenario(scenario, read_settings(settings or ()))
         if out is not None:
             refuse_to_replace(out)
             out.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def scenario(
     edgespec-sim scenario household > mine.yaml
     """
     with reported():
-        loaded = load_scenario(name, parse_settings(settings or ()))
+        loaded = load_scenario(name, read_settings(settings or ()))
         check(loaded, scenario_path(name).parent)
         typer.echo(dump_config(loaded), nl=False)
 
@@ -277,7 +277,7 @@ def sweep(
     with reported():
         folder = scenario_path(scenario).parent
         ask = Ask.of(None, seeds, max_seconds)
-        grid = _grid(scenario, vary, ask, parse_settings(settings or ()), out)
+        grid = _grid(scenario, vary, ask, read_settings(settings or ()), out)
         finished = {index: done for index, one in enumerate(grid) if (done := one.done())}
         if finished:
             say(f"{len(finished)} of {len(grid)} points are there already")
