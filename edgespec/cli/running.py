@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ import typer
 
 from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
-from edgespec.config.common import HASHED, PLAIN, SetupError
+from edgespec.config.common import HASHED, PLAIN, SetupError, joined
 from edgespec.device.agent import GenerationError
 from edgespec.telemetry.logs import TEXT, JsonFormatter, formatter
 from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
@@ -69,6 +70,19 @@ def reported() -> Iterator[None]:
         fail(error, USAGE)
     except (GenerationError, SetupError, ValueError, OSError) as error:
         fail(error, FAILED)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is a free one. Raises ``SetupError``."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen()
+    except OSError as error:
+        found.close()
+        raise cannot_listen(joined(host, port), error, "--port") from error
+    return found
 
 
 def cannot_listen(where: str, error: OSError, option: str, do: str = "listen") -> SetupError:

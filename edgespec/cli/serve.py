@@ -16,8 +16,8 @@ from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
 from edgespec.cli.running import (
     Stopping,
-    cannot_listen,
     first_of,
+    listen,
     on_stopping_signals,
     say,
     set_up_logging,
@@ -25,7 +25,7 @@ from edgespec.cli.running import (
     trace_to,
 )
 from edgespec.config import AgentConfig, ConfigError
-from edgespec.config.common import SetupError, is_loopback, needs
+from edgespec.config.common import SetupError, is_loopback, joined, needs, own_name
 from edgespec.core.device.memory import MIB
 from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import RunAhead
@@ -55,7 +55,6 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
     """Until a signal. Raises ``ConfigError``, ``SetupError``, ``OSError``."""
     with needs("starlette, uvicorn and prometheus-client", "edgespec[serve]"):
         import edgespec.endpoint.app  # what a memory budget is planned beside  # noqa: F401
-        from edgespec.endpoint.server import listen
     key = endpoint_key(config.endpoint)
     host = config.endpoint.host
     if not (key or config.endpoint.insecure or is_loopback(host)):
@@ -63,11 +62,7 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
             f"endpoint.host is {host!r}, where others can ask: set a key (EDGESPEC_ENDPOINT_KEY or"
             " --key-file), or --set endpoint.insecure=true if all of them may"
         )
-    try:
-        listener = listen(host, config.endpoint.port)
-    except OSError as error:
-        raise cannot_listen(f"{host}:{config.endpoint.port}", error, "--port") from error
-    with listener:
+    with listen(host, config.endpoint.port) as listener:
         if borrows_tokenizer(config):
             config = await _with_lent_tokenizer(config)
         with stoppable():  # one on the Hub is fetched
@@ -105,7 +100,7 @@ async def _serve(
     try:
         await server.start()
         watch.start()
-        url = _url(config.endpoint.host, server.port)
+        url = f"http://{joined(own_name(config.endpoint.host), server.port)}"
         for line in _chosen(config, watch, bool(key)):
             say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
@@ -200,12 +195,6 @@ def _verifier(config: AgentConfig, status: VerifierStatus) -> str:
         waits = f"a request waits {within_s:g} s for one, then fails with 503"
         return f"{first}; {waits}; {second.strip()}"
     return f"{status.address}: of no use: {status.why}"
-
-
-def _url(host: str, port: int) -> str:
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _curl(url: str, chats: bool, has_key: bool) -> str:

@@ -35,13 +35,14 @@ from edgespec.cli.running import (
     Stopping,
     cannot_listen,
     first_of,
+    listen,
     on_stopping_signals,
     say,
     set_up_logging,
     trace_to,
 )
 from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
-from edgespec.config.common import SetupError, needs
+from edgespec.config.common import SetupError, joined, needs, own_name
 from edgespec.core.ports import TargetModel, pass_shape
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
@@ -146,7 +147,7 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
     access = ServerAccess(config)
     for warning in access.warnings:
         _LOG.warning("%s", warning)
-    _check_free(config)
+    listen(config.host, config.port).close()  # said before a model is loaded
     with contextlib.closing(Watching(config)) as watching:
         say(f"loading {config.model} ...")
         target = await asyncio.to_thread(load_target, config)
@@ -293,23 +294,9 @@ def _read_stdin(end: Stopping) -> None:
         end.ask(signal.SIGHUP)
 
 
-def _check_free(config: VerifierConfig) -> None:
-    """Raises ``SetupError`` when the address cannot be had: said before a model is loaded."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise cannot_listen(config.address, error, "--port") from error
-
-
 def next_command(config: VerifierConfig, port: int) -> str:
     """What to type on a device, in another terminal."""
-    host = config.address.rpartition(":")[0].strip("[]")
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = joined(own_name(config.host), port)
     options = "" if where == DEFAULT_ADDRESS else f" --verifier {where}"
     if config.tls.used:
         options += " --ca ca.pem"
@@ -319,13 +306,12 @@ def next_command(config: VerifierConfig, port: int) -> str:
 
 
 def ready_line(config: VerifierConfig, port: int, target: TargetModel, info: VerifierInfo) -> str:
-    host = config.address.rpartition(":")[0]
     context, most = info.model.context_length, target.info.context_length
     shorter = f" of {most}: the cache holds no more (limits)" if context < most else ""
     own = config.draft or ("its speculator" if pass_shape(target).own_drafts else "")
     draft = f", drafts itself with {own}" if own else ""
     return (
-        f"edgespec verifier ready on {host}:{port}: {info.model.name},"
+        f"edgespec verifier ready on {joined(config.host, port)}: {info.model.name},"
         f" {target_mode(target)}{draft}, context {context}{shorter}"
     )
 
@@ -397,14 +383,13 @@ class Watching:
         if (port := config.metrics_port) is not None:
             with needs("prometheus-client", "edgespec[server]"):
                 from prometheus_client import CollectorRegistry, start_http_server
-            host = f"[{config.metrics_host}]" if ":" in config.metrics_host else config.metrics_host
-            self._registry = CollectorRegistry()
+            host, self._registry = config.metrics_host, CollectorRegistry()
             try:
-                self._metrics, _ = start_http_server(port, config.metrics_host, self._registry)
+                self._metrics, _ = start_http_server(port, host, self._registry)
             except OSError as error:
-                where = f"{host}:{port}"
-                raise cannot_listen(where, error, "--metrics-port", "serve metrics") from error
-            say(f"metrics on http://{host}:{self.metrics_port}/metrics")
+                option, do = "--metrics-port", "serve metrics"
+                raise cannot_listen(joined(host, port), error, option, do) from error
+            say(f"metrics on http://{joined(host, self.metrics_port or 0)}/metrics")
         logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
         meter = StreamMeter(log_stream if logged else None)
         self.watch = Watch(meter) if logged or self._metrics is not None else None

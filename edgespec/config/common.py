@@ -20,13 +20,6 @@ TRACE_TOKENS = (HASHED, PLAIN)
 MINUTE_MS = 60_000.0
 
 
-def one_of(name: str, value: object, known: tuple[object, ...]) -> None:
-    if value not in known:
-        names = ", ".join(str(one) for one in known if one != "")
-        empty = ", or left out" if "" in known else ""
-        raise ValueError(f"{name} is {value!r}, but must be one of {names}{empty}")
-
-
 def not_empty(name: str, value: str) -> None:
     if not value.strip():
         raise ValueError(f"{name} is empty")
@@ -98,6 +91,16 @@ def host_of(address: str) -> str:
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.partition(":")[0]
+
+
+def joined(host: str, port: int) -> str:
+    """``host_of`` the other way round."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def own_name(host: str) -> str:
+    """By which this machine reaches what listens at ``host``."""
+    return {"0.0.0.0": DEFAULT_HOST, "::": "::1"}.get(host, host)
 
 
 def is_loopback(host: str) -> bool:

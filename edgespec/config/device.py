@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from edgespec.config.common import (
@@ -14,7 +13,6 @@ from edgespec.config.common import (
     TRACE_TOKENS,
     DeviceTlsSection,
     not_empty,
-    one_of,
 )
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
@@ -23,7 +21,7 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import KvType, parse_budget
 from edgespec.core.device.policy import DEFAULT_WIDTH, MAX_GAMMA
 from edgespec.core.ports import DEFAULT_CACHES, MAX_CACHES
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec.core.protocol.messages import EXACT_RULE, RunAhead
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.core.verifier.relaxed_rules import parse_rule
@@ -39,7 +37,7 @@ class EndpointSection:
 
     host: str = ENDPOINT_HOST
     """Address to listen at, 0.0.0.0 for all."""
-    port: int = ENDPOINT_PORT
+    port: int = limited(ENDPOINT_PORT, 0, 65_535)
     """Port to listen at. 0 is any free one; the ready line names it."""
     key_file: str = ""
     """File that holds the key that clients must show. ``EDGESPEC_ENDPOINT_KEY`` in the environment
@@ -50,40 +48,30 @@ class EndpointSection:
     """Let web pages of this origin ask, such as https://chat.example. ``*`` lets in all."""
     allow_hosts: tuple[str, ...] = ()
     """Names that a ``Host`` header may have besides ``localhost``, such as a proxy's."""
-    max_concurrent: int = 8
+    max_concurrent: int = limited(8, 1, 1024)
     """Texts that are written beside each other. A request for n texts counts n times."""
-    max_queue: int = 32
+    max_queue: int = limited(32, 0, 65_536)
     """Requests that may wait for their turn. Those beyond are answered with 429."""
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int = limited(4 << 20, 1024, 1 << 30)
     """Bytes of a request's body at most."""
-    default_max_tokens: int | None = None
+    default_max_tokens: int | None = limited(None, 1, MAX_TOKENS)
     """Tokens for a request that does not say. null: a chat may fill the context, a completion has
     ``sampling.max_tokens``."""
     model_sampling: bool = True
     """Take what neither a request nor ``sampling`` says from ``generation_config.json`` in the
     tokenizer's folder. False: greedy."""
-    keep_alive_s: float = 10.0
+    keep_alive_s: float = limited(10.0, 0.01, 3600.0)
     """Seconds between the comments that a stream sends while it has no token."""
-    body_within_s: float = 30.0
+    body_within_s: float = limited(30.0, 0.1, 3600.0)
     """How long a request may take to arrive."""
-    write_within_s: float = 60.0
+    write_within_s: float = limited(60.0, 0.1, 3600.0)
     """A client that reads nothing for so long counts as gone."""
-    drain_s: float = 5.0
+    drain_s: float = limited(5.0, 0.0, 3600.0)
     """How long running requests may go on after a request to stop."""
 
     def __post_init__(self) -> None:
-        if not self.host.strip():
-            raise ValueError("host is empty")
-        bounded("port", self.port, 0, 65_535)
-        bounded("max_concurrent", self.max_concurrent, 1, 1024)
-        bounded("max_queue", self.max_queue, 0, 65_536)
-        bounded("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
-        if self.default_max_tokens is not None:
-            bounded("default_max_tokens", self.default_max_tokens, 1, MAX_TOKENS)
-        bounded("keep_alive_s", self.keep_alive_s, 0.01, 3600.0)
-        bounded("body_within_s", self.body_within_s, 0.1, 3600.0)
-        bounded("write_within_s", self.write_within_s, 0.1, 3600.0)
-        bounded("drain_s", self.drain_s, 0.0, 3600.0)
+        check_limits(self)
+        not_empty("host", self.host)
         for origin in self.allow_origins:
             if origin != ANY_ORIGIN and ("://" not in origin or origin.endswith("/")):
                 raise ValueError(
@@ -107,24 +95,24 @@ class DraftSection:
     variant: str = "auto"
     """Which of several ONNX graphs to use, such as ``q4`` or ``fp16``. ``auto`` takes the
     first of q4, q4f16, int8, ... that works."""
-    threads: int = 0
+    threads: int = limited(0, 0, 64)
     """Threads of a draft step. 0 is one for a small model, else two, where there are two cores."""
-    context_length: int = 0
+    context_length: int = limited(0, 0, 1 << 20)
     """Tokens that the draft may look at. 0 is the model's own; less needs less memory."""
-    draft_ms: float = 0.0
+    draft_ms: float = limited(0.0, 0.0, MINUTE_MS)
     """Emulate a slower device, whose draft step takes at least this long."""
-    bits: int = 4
+    bits: int = among(4, (4, 8, 32))
     """Bits of a weight when a checkpoint is exported: 4, 8 or 32."""
     kv_type: KvType | None = None
     """Type of cached keys and values when a checkpoint is exported. null is float32, or what the
     memory budget asks for."""
-    window: int = 0
+    window: int = limited(0, 0, 1 << 20)
     """Tokens of a text that the draft's cache holds, the first and last. 0: as many as the draft
     was trained on, by its ``edgespec.json``, else the whole context."""
     memory_budget: str = ""
     """Memory of the process: 600MiB, 25% or auto. ``auto`` is what is free on the machine;
     empty is no budget."""
-    caches: int = DEFAULT_CACHES
+    caches: int = limited(DEFAULT_CACHES, 1, MAX_CACHES)
     """Texts beside each other that are drafted for; those beyond are streamed. A memory budget may
     grant fewer."""
     lookup: bool = False
@@ -134,10 +122,11 @@ class DraftSection:
     """Guess from this file or folder too. Give it once for each; such guesses stand
     beside those from the text, as with ``lookup``. An index is made in the cache once, and anew
     when a file has changed."""
-    provider: str = "cpu"
+    provider: str = among("cpu", PROVIDERS)
     """What of onnxruntime the draft runs on: cpu, cuda, tensorrt, dml, coreml or openvino."""
 
     def __post_init__(self) -> None:
+        check_limits(self)
         not_empty("model", self.model)
         not_empty("variant", self.variant)
         if self.from_text and self.model == "none":
@@ -148,13 +137,6 @@ class DraftSection:
             )
         for name in self.corpus:
             not_empty("corpus", name)
-        one_of("provider", self.provider, PROVIDERS)
-        bounded("threads", self.threads, 0, 64)
-        bounded("context_length", self.context_length, 0, 1 << 20)
-        bounded("draft_ms", self.draft_ms, 0.0, MINUTE_MS)
-        one_of("bits", self.bits, (4, 8, 32))
-        bounded("window", self.window, 0, 1 << 20)
-        bounded("caches", self.caches, 1, MAX_CACHES)
         if self.memory_budget:
             parse_budget(self.memory_budget)
 
@@ -165,26 +147,19 @@ class DraftSection:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSection:
+class LinkSection(Section):
     """A link emulated on top of the real one; all zero: the real one as it is."""
 
-    rtt_ms: float = 0.0
+    rtt_ms: float = limited(0.0, 0.0, MINUTE_MS)
     """Emulate a link of this round trip."""
-    jitter_ms: float = 0.0
+    jitter_ms: float = limited(0.0, 0.0, MINUTE_MS)
     """Mean extra delay of each direction."""
-    mbps: float = 0.0
+    mbps: float = limited(0.0, 0.0, 1e6)
     """Bandwidth of each direction. 0 is without limit."""
-    loss: float = 0.0
+    loss: float = limited(0.0, 0.0, 0.99)
     """Share of packets that are sent again. They come late, never not at all."""
-    seed: int = 0
+    seed: int = limited(0, 0, (1 << 64) - 1)
     """The same seed gives the same delays."""
-
-    def __post_init__(self) -> None:
-        bounded("rtt_ms", self.rtt_ms, 0.0, MINUTE_MS)
-        bounded("jitter_ms", self.jitter_ms, 0.0, MINUTE_MS)
-        bounded("mbps", self.mbps, 0.0, 1e6)
-        bounded("loss", self.loss, 0.0, 0.99)
-        bounded("seed", self.seed, 0, (1 << 64) - 1)
 
     @property
     def shaped(self) -> bool:
@@ -198,31 +173,22 @@ class PolicySection:
     name: PolicyName = DEFAULT_POLICY
     """What to draft. ``goodput`` drafts what is expected to save more than it costs, ``windowed``
     what is likeliest; ``pearl`` pre- and post-verifies; ``fixed`` drafts, sends and waits."""
-    gamma: int | None = None
+    gamma: int | None = limited(None, 1, MAX_GAMMA)
     """Draft length of ``fixed`` and ``pearl``. null adapts."""
-    width: int = DEFAULT_WIDTH
+    width: int = limited(DEFAULT_WIDTH, 1, 16)
     """Choices that a draft step adds. 1 is a chain, more a tree."""
-    window: int | None = None
+    window: int | None = limited(None, 1, 256)
     """Steps that ``goodput`` and ``windowed`` may have outstanding. null adapts."""
     run_ahead: RunAhead = RunAhead.AUTO
     """Whether the verifier may decode on without a draft."""
 
     def __post_init__(self) -> None:
-        if self.gamma is not None:
-            bounded("gamma", self.gamma, 1, MAX_GAMMA)
-            if self.name not in GAMMA_OF:
-                raise ValueError(_of_others("gamma", self.gamma, self.name, GAMMA_OF))
-        bounded("width", self.width, 1, 16)
-        if self.window is not None:
-            bounded("window", self.window, 1, 256)
-            if self.name not in WINDOW_OF:
-                raise ValueError(_of_others("window", self.window, self.name, WINDOW_OF))
-
-
-def _of_others(key: str, value: int, name: PolicyName, users: Sequence[PolicyName]) -> str:
-    """Why a value is refused that the policy would not look at."""
-    names = " or ".join(one.value for one in users)
-    return f"{key} is {value}, but policy {name.value!r} has none: leave it out, or choose {names}"
+        check_limits(self)
+        for key, users in (("gamma", GAMMA_OF), ("window", WINDOW_OF)):
+            if (value := getattr(self, key)) is not None and self.name not in users:
+                names = " or ".join(one.value for one in users)
+                has_none = f"{key} is {value}, but policy {self.name.value!r} has none"
+                raise ValueError(f"{has_none}: leave it out, or choose {names}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,18 +228,19 @@ class AgentConfig:
     record: str = ""
     """Keep what texts say in this file, readable by you alone. ``--draft-corpus`` guesses from it,
     ``edgespec distill --online`` learns from it."""
-    record_mib: int = 16
+    record_mib: int = limited(16, 1, MAX_RECORD_MIB)
     """MiB of that file at most; the oldest texts leave."""
     trace: str = ""
     """Write every event to this file."""
-    trace_tokens: str = HASHED
+    trace_tokens: str = among(HASHED, TRACE_TOKENS)
     """What a trace shows of tokens: ``hashed`` which are equal, ``plain`` which they are."""
-    log_level: str = "warning"
+    log_level: str = among("warning", LOG_LEVELS)
     """Log debug, info, warning or error."""
-    log_format: str = "text"
+    log_format: str = among("text", LOG_FORMATS)
     """``text``, or ``json``, one object a line."""
 
     def __post_init__(self) -> None:
+        check_limits(self)
         if not 1 <= len(self.verifiers) <= MAX_VERIFIERS:
             raise ValueError(
                 f"verifier has {len(self.verifiers)} addresses, not 1 to {MAX_VERIFIERS}"
@@ -281,10 +248,6 @@ class AgentConfig:
         for address in self.verifiers:
             check_address(address)
         parse_rule(self.rule)
-        bounded("record_mib", self.record_mib, 1, MAX_RECORD_MIB)
-        one_of("log_level", self.log_level, LOG_LEVELS)
-        one_of("log_format", self.log_format, LOG_FORMATS)
-        one_of("trace_tokens", self.trace_tokens, TRACE_TOKENS)
 
     @property
     def verifiers(self) -> tuple[str, ...]:

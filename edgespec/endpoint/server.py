@@ -246,20 +246,6 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is a free one. Raises ``OSError``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(_BACKLOG)
-    except BaseException:
-        found.close()
-        raise
-    return found
-
-
 def most_connections() -> int:
     """``MOST_CONNECTIONS``, or as many as the system's limit of descriptors (``ulimit -n``) has
     room for."""

@@ -40,7 +40,7 @@ from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierC
 from edgespec.config.common import DeviceTlsSection, host_of, is_loopback, needs
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
 from edgespec.config.loading import dump_config, load_config
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import check_limits, limited
 from edgespec.core.verifier.credential import (
     DIGEST_BYTES,
     Credential,
@@ -112,12 +112,12 @@ class KeyEntry:
     """One key: its digest, and what its devices may use together. 0: no limit of its own."""
 
     sha256: str
-    max_sessions: int = 0
-    context_length: int = 0
+    max_sessions: int = limited(0, 0, 1024)
+    context_length: int = limited(0, 0, 1 << 20)
     """Prompt plus output of one session, in tokens."""
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = limited(0.0, 0.0, 1e9)
     """Of all its sessions together, in the long run."""
-    priority: int = 0
+    priority: int = limited(0, -100, 100)
     """Sessions of a higher priority get room in a pass first."""
     models: tuple[str, ...] = ()
     """Names of models it may use; empty: all."""
@@ -125,10 +125,7 @@ class KeyEntry:
     def __post_init__(self) -> None:
         if not _HEX.fullmatch(self.sha256):
             raise ValueError(f"sha256 is {self.sha256[:80]!r}, but must be 64 hexadecimal digits")
-        bounded("max_sessions", self.max_sessions, 0, 1024)
-        bounded("context_length", self.context_length, 0, 1 << 20)
-        bounded("tokens_per_s", self.tokens_per_s, 0.0, 1e9)
-        bounded("priority", self.priority, -100, 100)
+        check_limits(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from edgespec.cli.running import listen
 from edgespec.config import AgentConfig, DraftSection, EndpointSection
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.link_keeper import ReconnectPolicy
@@ -23,7 +24,7 @@ from edgespec.device.build import build_agent, connect
 from edgespec.device.prober import VerifierWatch
 from edgespec.device.status import StatusSource
 from edgespec.endpoint.app import build_app
-from edgespec.endpoint.server import EndpointServer, listen
+from edgespec.endpoint.server import EndpointServer
 from edgespec.endpoint.service import Endpoint
 from edgespec.models.grammar import GrammarReader
 from edgespec.models.tokenizer import ChatTokenizer

@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from edgespec.bench.arms import Arm
+from edgespec.cli.options import read_settings
 from edgespec_sim.commands import plan_capacity, plan_link
 from edgespec_sim.commands import play as player
 from edgespec_sim.commands.main import app as sim
@@ -39,7 +40,6 @@ from edgespec_sim.commands.play import (
     Point,
     Task,
     Workers,
-    read_settings,
     play_seeds,
     summary_of,
 )

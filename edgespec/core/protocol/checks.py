@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import field, fields
 from enum import Enum
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 
 def bounded(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -16,6 +17,40 @@ def bounded(name: str, value: float, low: float, high: float, *, open_low: bool 
     if not inside:
         bracket = "(" if open_low else "["
         raise ValueError(f"{name} is {value}, but must be in {bracket}{low}, {high}]")
+
+
+def limited(default: Any, low: float, high: float) -> Any:
+    """A field whose value lies in [low, high], each one of a tuple's; the default always may."""
+    return field(default=default, metadata={"limits": (low, high)})
+
+
+def among(default: Any, known: tuple[object, ...]) -> Any:
+    """A field whose value is one of these."""
+    return field(default=default, metadata={"known": known})
+
+
+def check_limits(section: Any) -> None:
+    """Raises ``ValueError`` that names the field, its value and its limits."""
+    for one in fields(section):
+        value = getattr(section, one.name)
+        if value == one.default:
+            continue
+        if "limits" in one.metadata:
+            for number in value if isinstance(value, tuple) else (value,):
+                bounded(one.name, number, *one.metadata["limits"])
+        elif "known" in one.metadata and value not in (known := one.metadata["known"]):
+            names = ", ".join(str(one) for one in known if one != "")
+            empty = ", or left out" if "" in known else ""
+            raise ValueError(f"{one.name} is {value!r}, but must be one of {names}{empty}")
+
+
+class Section:
+    """A dataclass that asks no more of its fields than their limits."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"

@@ -14,9 +14,9 @@ from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import Section, bounded, check_limits, limited
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
-from edgespec_sim.scenario.verifiers import RADIOS, Section, check_limits, limited
+from edgespec_sim.scenario.verifiers import RADIOS
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
 from edgespec_sim.scenario.verifiers import ServerDraftSection as ServerDraftSection
 from edgespec_sim.scenario.verifiers import StagesSection as StagesSection

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import Section, check_limits, limited
 from edgespec_sim.cost_profile import CostProfile, TimeLaw, read_profile
 from edgespec_sim.links.network_trace import file_named
-
-# --- limits of keys, declared beside their defaults --------------------------------------------
-
-
-def limited(default: Any, low: float, high: float) -> Any:
-    """A field whose value lies in [low, high], each one of a tuple's; the default always may."""
-    return field(default=default, metadata={"limits": (low, high)})
-
-
-def check_limits(section: Any) -> None:
-    """Raises ``ValueError`` that names the key, its value and its limits."""
-    for one in fields(section):
-        value = getattr(section, one.name)
-        if "limits" in one.metadata and value != one.default:
-            for number in value if isinstance(value, tuple) else (value,):
-                bounded(one.name, number, *one.metadata["limits"])
-
-
-class Section:
-    """A part of a scenario that asks no more than its limits."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-
 
 # --- watts -------------------------------------------------------------------------------------
 # What a verifier's GPU draws while a pass runs and while it waits, each figure with its source.
