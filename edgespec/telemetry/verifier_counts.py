@@ -19,18 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Fault,
-    FaultCode,
-    FinishReason,
-    Message,
-    Open,
-    Opened,
-    Received,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.session_events import FINISHED, PASSING
@@ -47,8 +36,8 @@ _MAX_UNACKNOWLEDGED = 256
 LOST = "lost"
 """The link broke, or the device let go, before the generation was complete."""
 REASONS = (
-    *(reason.value for reason in FinishReason if reason is not FinishReason.CONTEXT),
-    *(code.value for code in FaultCode),
+    *(reason.value for reason in m.FinishReason if reason is not m.FinishReason.CONTEXT),
+    *(code.value for code in m.FaultCode),
     LOST,
 )
 """How a stream can end. The verifier's word for a full context is ``length``, as on the wire."""
@@ -58,7 +47,7 @@ REASONS = (
 class StreamRecord:
     """One stream, for the log; times are of the verifier's monotonic clock."""
 
-    request: Open
+    request: m.Open
     opened_at: float
     peer: str = ""
     credential: str = ""
@@ -114,7 +103,7 @@ class StreamMeter:
         self.run_ahead_tokens = self.stale = self.wasted = 0
         self.failed_passes = self.late_streams = 0
         self.finished = dict.fromkeys(REASONS, 0)
-        self.rejected = {code.value: 0 for code in FaultCode}
+        self.rejected = {code.value: 0 for code in m.FaultCode}
         self._ended = ended
         self._records: dict[int, StreamRecord] = {}
         self._pass_at: float | None = None
@@ -123,7 +112,7 @@ class StreamMeter:
         self, event: ee.EngineEvent, actions: Sequence[ee.EngineAction], now: float
     ) -> None:
         if type(event) is ee.StreamMessage:
-            if type(event.message) is not Draft:
+            if type(event.message) is not m.Draft:
                 self._heard(event, now)
         elif type(event) is ee.BatchDone:
             self.late_streams += len(event.behind)
@@ -137,7 +126,7 @@ class StreamMeter:
             if type(action) is ee.RunBatch:
                 self._start(action, now)
 
-    def told(self, stream: int, fault: Fault) -> None:
+    def told(self, stream: int, fault: m.Fault) -> None:
         if (record := self._records.get(stream)) is not None:
             record.reason = fault.code.value
 
@@ -145,7 +134,7 @@ class StreamMeter:
         if (record := self._records.get(stream)) is not None:
             self._end(stream, record.reason, now)
 
-    def refused(self, code: FaultCode) -> None:
+    def refused(self, code: m.FaultCode) -> None:
         """A stream was ended with this code before a generation began on it."""
         self.rejected[code.value] += 1
 
@@ -157,9 +146,9 @@ class StreamMeter:
         self._records[event.stream] = record
         for action in actions:
             match action:
-                case ee.SendTo(event.stream, Opened()):
+                case ee.SendTo(event.stream, m.Opened()):
                     record.opened = True
-                case ee.SendTo(event.stream, Commit(finish=finish)) if finish is not None:
+                case ee.SendTo(event.stream, m.Commit(finish=finish)) if finish is not None:
                     self._end(event.stream, finish.value, now)
                 case ee.OpenSequence():
                     self.prompt_tokens += len(event.request.prompt)
@@ -177,9 +166,9 @@ class StreamMeter:
 
     def _heard(self, event: ee.StreamMessage, now: float) -> None:
         message = event.message
-        if isinstance(message, Cancel):
-            self._end(event.stream, FinishReason.CANCELLED.value, now)
-        elif isinstance(message, Received):
+        if isinstance(message, m.Cancel):
+            self._end(event.stream, m.FinishReason.CANCELLED.value, now)
+        elif isinstance(message, m.Received):
             record = self._records.get(event.stream)
             sent = deque[tuple[int, float]]() if record is None else record.unacknowledged
             while sent and sent[0][0] <= message.position:
@@ -205,7 +194,7 @@ class StreamMeter:
                     self._start(action, now)
                 continue
             commit = action.message
-            if type(commit) is not Commit or (record := records.get(action.stream)) is None:
+            if type(commit) is not m.Commit or (record := records.get(action.stream)) is None:
                 continue
             count = len(commit.tokens)
             if not count:
@@ -292,14 +281,14 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-_UPLINK: tuple[type[Message], ...] = (Open, Draft, Received, Cancel)
-_DOWNLINK: tuple[type[Message], ...] = (Opened, Commit, Fault)
+_UPLINK: tuple[type[m.Message], ...] = (m.Open, m.Draft, m.Received, m.Cancel)
+_DOWNLINK: tuple[type[m.Message], ...] = (m.Opened, m.Commit, m.Fault)
 
 
 _names = {kind: kind.__name__.lower() for kind in (*_UPLINK, *_DOWNLINK)}
 
 
-def _zeros(kinds: Sequence[type[Message]]) -> dict[str, int]:
+def _zeros(kinds: Sequence[type[m.Message]]) -> dict[str, int]:
     return dict.fromkeys(map(_names.__getitem__, kinds), 0)
 
 
@@ -310,7 +299,7 @@ class TrafficCounts:
         self.received_messages, self.received_bytes = _zeros(_UPLINK), _zeros(_UPLINK)
         self.sent_messages, self.sent_bytes = _zeros(_DOWNLINK), _zeros(_DOWNLINK)
 
-    def count(self, message: Message, payload_bytes: int) -> None:
+    def count(self, message: m.Message, payload_bytes: int) -> None:
         kind, messages, sizes = _names[type(message)], self.sent_messages, self.sent_bytes
         if kind in self.received_messages:
             messages, sizes = self.received_messages, self.received_bytes

@@ -32,16 +32,7 @@ from edgespec.core.ports import (
     set_draft_steps,
     use_adapter,
 )
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Downlink,
-    Fault,
-    FaultCode,
-    Limits,
-    Open,
-    Uplink,
-    VerifierInfo,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
@@ -61,7 +52,7 @@ class Backlog:
     __slots__ = ("_ended", "_limit", "_messages", "_reader")
 
     def __init__(self, limit: int) -> None:
-        self._messages: deque[Downlink] = deque()
+        self._messages: deque[m.Downlink] = deque()
         self._limit, self._ended = limit, False
         self._reader: asyncio.Future[None] | None = None
 
@@ -74,7 +65,7 @@ class Backlog:
         """Whether its reader waits, so that nothing is under way."""
         return self._reader is not None and not self._messages and not self._reader.done()
 
-    def put(self, message: Downlink) -> bool:
+    def put(self, message: m.Downlink) -> bool:
         """Append it; False, and nothing changes, when the backlog is full or has ended."""
         if self._ended or len(self._messages) >= self._limit:
             return False
@@ -87,7 +78,7 @@ class Backlog:
         self._ended = True
         self._wake()
 
-    async def get(self) -> Downlink | None:
+    async def get(self) -> m.Downlink | None:
         """The next message, None after the last. One reader at a time; it may be cancelled."""
         while not self._messages:
             if self._ended:
@@ -249,12 +240,16 @@ _FOR_THE_TARGET = frozenset(
     (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunDrafts, ee.RunProbe)
 )
 
-_RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0)
-_STOPS = Fault(
-    FaultCode.SHUTTING_DOWN, "the verifier is stopping; resume elsewhere", retry_after_s=1.0
+_RESTARTS = m.Fault(
+    m.FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", retry_after_s=1.0
+)
+_STOPS = m.Fault(
+    m.FaultCode.SHUTTING_DOWN, "the verifier is stopping; resume elsewhere", retry_after_s=1.0
 )
 
-_REVOKED = Fault(FaultCode.UNAUTHENTICATED, "the key of this device (EDGESPEC_API_KEY) was revoked")
+_REVOKED = m.Fault(
+    m.FaultCode.UNAUTHENTICATED, "the key of this device (EDGESPEC_API_KEY) was revoked"
+)
 
 
 class Verifier:
@@ -263,7 +258,7 @@ class Verifier:
     def __init__(
         self,
         target: TargetModel,
-        limits: Limits,
+        limits: m.Limits,
         engine_limits: ee.EngineLimits | None = None,
         *,
         tracer: Tracer | None = None,
@@ -294,7 +289,7 @@ class Verifier:
         self._worker = TargetWorker(target, self._handle, drafter)
         self._streams: dict[int, VerifierStream] = {}
         self._backlogs: dict[int, Backlog] = {}
-        self._senders: dict[int, Callable[[Downlink], bool]] = {}
+        self._senders: dict[int, Callable[[m.Downlink], bool]] = {}
         """Of streams that can send without waiting (``GrpcVerifierStream.send_now``)."""
         self._blocked: set[int] = set()
         """Streams on which a message waits to leave, and those that the engine knows of."""
@@ -310,12 +305,12 @@ class Verifier:
         self._stopping = False
 
     @property
-    def info(self) -> VerifierInfo:
+    def info(self) -> m.VerifierInfo:
         engine = self.engine
         bound = engine.engine_limits.max_sessions
         pass_us = round((engine.pass_s or 0.0) * 1e6)
         held, drafts = len(engine.sessions), engine.draft_counts.totals
-        return VerifierInfo(
+        return m.VerifierInfo(
             self._model, engine.limits, held, bound, pass_us, self._adapters, drafts
         )
 
@@ -367,12 +362,12 @@ class Verifier:
             # Not ``wait_for``: in Python 3.11 that may have an Open for a stream that is gone.
             async with asyncio.timeout(_OPEN_WITHIN_S):
                 first = await stream.receive()
-            if not isinstance(first, Open):
+            if not isinstance(first, m.Open):
                 self._refuse(number, f"the first message is {type(first).__name__}, not Open")
                 return
             opening = await self._desk.prepared(first, stream.peer, stream.credential)
-            if self._stopping or isinstance(opening, Fault):
-                self._send(number, opening if isinstance(opening, Fault) else _STOPS)
+            if self._stopping or isinstance(opening, m.Fault):
+                self._send(number, opening if isinstance(opening, m.Fault) else _STOPS)
                 self._close(number)
                 return
             self._handle(ee.StreamOpened(number, opening, stream.peer, stream.credential))
@@ -387,24 +382,24 @@ class Verifier:
             self._close(number)
         except Exception as error:  # nothing of one stream may end in silence, or end another
             _LOG.exception("stream %d: reading failed", number)
-            self._send(number, Fault(FaultCode.INTERNAL, f"reading failed: {error}", 1.0))
+            self._send(number, m.Fault(m.FaultCode.INTERNAL, f"reading failed: {error}", 1.0))
             self._close(number)
 
-    def _take(self, number: int, message: Uplink) -> None:
-        if isinstance(message, Open):
+    def _take(self, number: int, message: m.Uplink) -> None:
+        if isinstance(message, m.Open):
             self._refuse(number, "a second Open on one stream")
         else:
             self._handle(ee.StreamMessage(number, message))
 
     def _refuse(self, number: int, why: str) -> None:
-        self._send(number, Fault(FaultCode.INVALID, why))
+        self._send(number, m.Fault(m.FaultCode.INVALID, why))
         self._close(number)
 
-    def _send(self, number: int, message: Downlink) -> None:
+    def _send(self, number: int, message: m.Downlink) -> None:
         backlog = self._backlogs.get(number)
         if backlog is None:
             return
-        if isinstance(message, Fault):
+        if isinstance(message, m.Fault):
             message = self._last_words(number, message)
         elif backlog.idle and self._sent_at_once(number, message):
             return
@@ -414,7 +409,7 @@ class Verifier:
             _LOG.warning("stream %d: %d messages unread, closing it", number, _MAX_BACKLOG)
             self._close(number)
 
-    def _sent_at_once(self, number: int, message: Downlink) -> bool:
+    def _sent_at_once(self, number: int, message: m.Downlink) -> bool:
         """Whether the message left without waiting. What goes wrong ends this stream alone: the
         caller is the engine's step, on which all streams depend."""
         try:
@@ -424,11 +419,11 @@ class Verifier:
             self._close(number)
             return True
 
-    def _last_words(self, number: int, fault: Fault) -> Fault:
+    def _last_words(self, number: int, fault: m.Fault) -> m.Fault:
         """The fault; of the verifier's own failures with the id under which the log tells more."""
         if self._telemetry is not None:
             self._telemetry.told(number, fault)
-        if fault.code is not FaultCode.INTERNAL:
+        if fault.code is not m.FaultCode.INTERNAL:
             return fault
         request = self._requests[number]
         _LOG.warning("ended by a failure: %s", fault.message, extra={"request_id": request})
@@ -584,7 +579,7 @@ class Verifier:
             self.broken.set()
             self._end_streams(_RESTARTS)
 
-    def _end_streams(self, fault: Fault) -> None:
+    def _end_streams(self, fault: m.Fault) -> None:
         self._stopping = True
         for number in list(self._backlogs):
             self._send(number, fault)
@@ -601,7 +596,7 @@ class Verifier:
             self._close(number)
             if self._telemetry is not None:  # it did not end because its device cancelled
                 self._telemetry.gone(number, self._clock())
-            self._handle(ee.StreamMessage(number, Cancel()))
+            self._handle(ee.StreamMessage(number, m.Cancel()))
         return len(found)
 
     async def stop(self) -> None:

@@ -26,32 +26,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.core.protocol.messages import (
-    EXACT_RULE,
-    MAX_ADAPTERS,
-    MAX_COMMIT_TOKENS,
-    MAX_NAME_BYTES,
-    MAX_PRICE,
-    MAX_SECRET_BYTES,
-    PROTOCOL_VERSION,
-    Cancel,
-    Commit,
-    Downlink,
-    Draft,
-    DraftTotals,
-    Fault,
-    FaultCode,
-    FinishReason,
-    Limits,
-    Message,
-    Open,
-    Opened,
-    Received,
-    RunAhead,
-    Uplink,
-    VerifierInfo,
-)
 from edgespec.core.protocol.sampling import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.wire.pb import speculation_pb2 as pb
@@ -73,14 +49,14 @@ _T = TypeVar("_T")
 class ProtocolViolation(ValueError):
     """A message breaks the protocol; the text names the field, the value and the bound."""
 
-    code = FaultCode.INVALID
+    code = m.FaultCode.INVALID
     """What the peer is told when it sent the message."""
 
 
 class ContextExceeded(ProtocolViolation):
     """An Open holds more tokens than the context that is served."""
 
-    code = FaultCode.CONTEXT_TOO_LONG
+    code = m.FaultCode.CONTEXT_TOO_LONG
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +71,7 @@ class WireLimits:
     """Tokens in an Open: prompt and committed together."""
     max_draft_nodes: int = 256
     """Nodes in one Draft."""
-    max_commit_tokens: int = MAX_COMMIT_TOKENS
+    max_commit_tokens: int = m.MAX_COMMIT_TOKENS
     """Tokens in one Commit."""
     vocabulary_size: int = 1 << 24
     """Token ids are below it. Unless told, more than any vocabulary has."""
@@ -173,37 +149,37 @@ def _by_number(members: type[_E], wire: Any) -> dict[int, _E]:
 _MEMBERS: Final[dict[type[Any], dict[int, Any]]] = {
     members: _by_number(members, wire)
     for members, wire in (
-        (FinishReason, pb.FinishReason),
-        (RunAhead, pb.RunAhead),
+        (m.FinishReason, pb.FinishReason),
+        (m.RunAhead, pb.RunAhead),
         (ConstraintKind, pb.ConstraintKind),
-        (FaultCode, pb.FaultCode),
+        (m.FaultCode, pb.FaultCode),
     )
 }
 _NUMBER: Final[dict[Enum, Any]] = {
     member: number for members in _MEMBERS.values() for number, member in members.items()
 }
 # The wire has one word for both; the device tells them apart.
-_NUMBER[FinishReason.CONTEXT] = _NUMBER[FinishReason.LENGTH]
+_NUMBER[m.FinishReason.CONTEXT] = _NUMBER[m.FinishReason.LENGTH]
 
 
-def encode_uplink(message: Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
     match message:
-        case Draft():
+        case m.Draft():
             wire = pb.DeviceMessage(draft=_encode_draft(message, limits))
-        case Received(position, echo):
+        case m.Received(position, echo):
             check_number("Received.position", position, 0, MAX_UINT32)
             check_number("Received.echo", echo, 0, MAX_UINT64)
             wire = pb.DeviceMessage(received=pb.Received(position=position, echo=echo))
-        case Cancel():
+        case m.Cancel():
             wire = pb.DeviceMessage(cancel=pb.Cancel())
-        case Open():
+        case m.Open():
             wire = pb.DeviceMessage(open=_encode_open(message, limits))
         case _:
             assert_never(message)
     return _serialised(wire, limits)
 
 
-def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink:
+def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Uplink:
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
     _check_size(payload, limits)
     wire = pb.DeviceMessage()
@@ -212,21 +188,21 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Uplink
         return _decode_draft(wire.draft, limits)
     match wire.WhichOneof("kind"):
         case "received":
-            return Received(wire.received.position, wire.received.echo)
+            return m.Received(wire.received.position, wire.received.echo)
         case "cancel":
-            return Cancel()
+            return m.Cancel()
         case "open":
             return _decode_open(wire.open, limits)
     raise ProtocolViolation("DeviceMessage has no kind known here: draft, received, cancel or open")
 
 
-def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
     match message:
-        case Commit():
+        case m.Commit():
             wire = _encode_commit(message, limits)
-        case Opened():
+        case m.Opened():
             wire = pb.VerifierMessage(opened=_to_wire(message, limits))
-        case Fault():
+        case m.Fault():
             # Cut, not refused: a fault has to arrive.
             text = message.message.encode(errors="replace")[:_MAX_FAULT_BYTES]
             cut = replace(message, message=text.decode(errors="ignore"))
@@ -236,7 +212,7 @@ def encode_downlink(message: Downlink, limits: WireLimits = DEFAULT_LIMITS) -> b
     return _serialised(wire, limits)
 
 
-def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Downlink:
+def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Downlink:
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
     _check_size(payload, limits)
     wire = pb.VerifierMessage()
@@ -245,34 +221,34 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> Down
         case "commit":
             return _decode_commit(wire.commit, limits)
         case "opened":
-            return _from_wire(Opened, wire.opened, limits)
+            return _from_wire(m.Opened, wire.opened, limits)
         case "fault":
             size = len(wire.fault.message.encode())
             check_number("bytes of Fault.message", size, 0, _MAX_FAULT_BYTES)
-            return _from_wire(Fault, wire.fault, limits)
+            return _from_wire(m.Fault, wire.fault, limits)
     raise ProtocolViolation("VerifierMessage has no kind known here: commit, opened or fault")
 
 
-def payload_bytes(message: Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
+def payload_bytes(message: m.Message, limits: WireLimits = DEFAULT_LIMITS) -> int:
     """Length of the encoded message, in bytes, before any framing."""
-    if isinstance(message, Opened | Commit | Fault):
+    if isinstance(message, m.Opened | m.Commit | m.Fault):
         return len(encode_downlink(message, limits))
     return len(encode_uplink(message, limits))
 
 
-def encode_info(info: VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
+def encode_info(info: m.VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
     _check_info(info)
     wire: pb.InfoReply = _to_wire(info, limits)
-    wire.protocol_version = PROTOCOL_VERSION
+    wire.protocol_version = m.PROTOCOL_VERSION
     return _serialised(wire, limits)
 
 
-def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> VerifierInfo:
+def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.VerifierInfo:
     _check_size(payload, limits)
     wire = pb.InfoReply()
     parse(wire, payload)
     _check_info(wire)
-    return _from_wire(VerifierInfo, wire, limits)
+    return _from_wire(m.VerifierInfo, wire, limits)
 
 
 def parse(wire: ProtobufMessage, payload: bytes) -> None:
@@ -300,7 +276,7 @@ _COMMIT_COUNTS: Final = ("position", "stale", "queue_us", "verify_us", "rows", "
 _commit_counts: Final = attrgetter(*_COMMIT_COUNTS)
 
 
-def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
+def _encode_draft(draft: m.Draft, limits: WireLimits) -> pb.Draft:
     count, first = len(draft.tokens), draft.first_node_id
     _check_length("Draft.parents", len(draft.parents), "one per token", count)
     _check_node_ids(first, count, limits)
@@ -320,7 +296,7 @@ def _encode_draft(draft: Draft, limits: WireLimits) -> pb.Draft:
     return wire
 
 
-def _decode_draft(wire: pb.Draft, limits: WireLimits) -> Draft:
+def _decode_draft(wire: pb.Draft, limits: WireLimits) -> m.Draft:
     sent, given = wire.tokens, wire.parent_deltas
     count, first = len(sent), wire.first_node_id
     if not (0 < count <= limits.max_draft_nodes and 0 < first <= MAX_UINT32 - count):
@@ -338,9 +314,9 @@ def _decode_draft(wire: pb.Draft, limits: WireLimits) -> Draft:
     if count and max(tokens) >= limits.vocabulary_size:  # and none is negative on the wire
         check_tokens("Draft.tokens", tokens, limits.vocabulary_size)
     if 0 not in parents:
-        return Draft(first, parents, tokens)
+        return m.Draft(first, parents, tokens)
     position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
-    return Draft(first, parents, tokens, position, wire.base_hash)
+    return m.Draft(first, parents, tokens, position, wire.base_hash)
 
 
 def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
@@ -349,7 +325,7 @@ def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
     check_number("Draft.first_node_id", first, 1 if count else 0, high)
 
 
-def _encode_commit(commit: Commit, limits: WireLimits) -> pb.VerifierMessage:
+def _encode_commit(commit: m.Commit, limits: WireLimits) -> pb.VerifierMessage:
     """To name all fields in the constructors takes three times as long."""
     count = len(commit.tokens)
     if not (count <= limits.max_commit_tokens and 0 <= commit.accepted <= count):
@@ -369,7 +345,7 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.VerifierMessage:
     if commit.finish is not None:
         wire.finish = _NUMBER[commit.finish]
     if commit.row_price is not None:
-        wire.row_price = check_number("Commit.row_price", commit.row_price, 0, MAX_PRICE)
+        wire.row_price = check_number("Commit.row_price", commit.row_price, 0, m.MAX_PRICE)
     if commit.credit is not None:
         wire.credit = check_number("Commit.credit", commit.credit, 0, MAX_UINT32)
     if commit.logprobs:
@@ -379,10 +355,10 @@ def _encode_commit(commit: Commit, limits: WireLimits) -> pb.VerifierMessage:
     return message
 
 
-def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
+def _decode_commit(wire: pb.Commit, limits: WireLimits) -> m.Commit:
     _check_commit(wire, len(wire.tokens), limits)
     scores = wire.logprobs
-    return Commit(
+    return m.Commit(
         position=wire.position,
         tokens=check_tokens("Commit.tokens", wire.tokens, limits.vocabulary_size),
         accepted=wire.accepted,
@@ -392,17 +368,17 @@ def _decode_commit(wire: pb.Commit, limits: WireLimits) -> Commit:
         rows=wire.rows,
         echo=wire.echo,
         held_us=wire.held_us,
-        finish=check_member("Commit.finish", _MEMBERS[FinishReason], wire.finish)
+        finish=check_member("Commit.finish", _MEMBERS[m.FinishReason], wire.finish)
         if wire.finish
         else None,
-        row_price=min(wire.row_price, MAX_PRICE) if wire.HasField("row_price") else None,
+        row_price=min(wire.row_price, m.MAX_PRICE) if wire.HasField("row_price") else None,
         credit=wire.credit if wire.HasField("credit") else None,
         logprobs=_decode_scores(scores, len(wire.tokens), limits) if scores else (),
         replaced=_check_replaced(wire.replaced, len(wire.tokens)) if wire.replaced else (),
     )
 
 
-def _check_commit(commit: Commit | pb.Commit, count: int, limits: WireLimits) -> None:
+def _check_commit(commit: m.Commit | pb.Commit, count: int, limits: WireLimits) -> None:
     check_count("Commit.tokens", count, limits.max_commit_tokens)
     check_number("Commit.position", commit.position, 0, MAX_UINT32 - count)
     check_number("Commit.accepted", commit.accepted, 0, count)
@@ -465,25 +441,25 @@ def _finite(field: str, value: float) -> float:
 # --- messages whose fields have the same names here and on the wire ------------------------------
 
 _WIRE: Final[dict[type[Any], type[ProtobufMessage]]] = {
-    Open: pb.Open,
+    m.Open: pb.Open,
     SamplingParams: pb.Sampling,
     Constraint: pb.Constraint,
-    Opened: pb.Opened,
-    Limits: pb.Limits,
-    Fault: pb.Fault,
-    VerifierInfo: pb.InfoReply,
+    m.Opened: pb.Opened,
+    m.Limits: pb.Limits,
+    m.Fault: pb.Fault,
+    m.VerifierInfo: pb.InfoReply,
     ModelInfo: pb.ModelInfo,
-    DraftTotals: pb.DraftTotals,
+    m.DraftTotals: pb.DraftTotals,
 }
 _TEXT_BYTES: Final = {
     "session_id": _MAX_SESSION_ID_BYTES,
-    **dict.fromkeys(("model", "name", "vocabulary", "fingerprint"), MAX_NAME_BYTES),
+    **dict.fromkeys(("model", "name", "vocabulary", "fingerprint"), m.MAX_NAME_BYTES),
 }
 _MOST_ENTRIES: Final = {
     "logit_bias": MAX_BIASES,
     "stop_token_ids": MAX_STOP_IDS,
     "eos_token_ids": MAX_STOP_IDS,
-    "adapters": MAX_ADAPTERS,
+    "adapters": m.MAX_ADAPTERS,
 }
 _HOLD_TOKENS: Final = ("prompt", "committed", "logit_bias", "stop_token_ids", "eos_token_ids")
 _BITS: Final = {FieldDescriptor.TYPE_UINT32: MAX_UINT32, FieldDescriptor.TYPE_UINT64: MAX_UINT64}
@@ -579,28 +555,28 @@ def _from_wire(kind: type[_T], wire: Any, limits: WireLimits, **given: Any) -> _
         raise ProtocolViolation(f"{place}: {error}") from None
 
 
-def _encode_open(message: Open, limits: WireLimits) -> pb.Open:
+def _encode_open(message: m.Open, limits: WireLimits) -> pb.Open:
     """All but the stop strings, which end the text on the device."""
     _check_open(message, limits)
     wire: pb.Open = _to_wire(message, limits)
-    if wire.rule == EXACT_RULE:
+    if wire.rule == m.EXACT_RULE:
         wire.ClearField("rule")
     return wire
 
 
-def _decode_open(wire: pb.Open, limits: WireLimits) -> Open:
+def _decode_open(wire: pb.Open, limits: WireLimits) -> m.Open:
     _check_open(wire, limits)
-    given: dict[str, Any] = {} if wire.run_ahead else {"run_ahead": RunAhead.AUTO}
-    return _from_wire(Open, wire, limits, rule=wire.rule or EXACT_RULE, **given)
+    given: dict[str, Any] = {} if wire.run_ahead else {"run_ahead": m.RunAhead.AUTO}
+    return _from_wire(m.Open, wire, limits, rule=wire.rule or m.EXACT_RULE, **given)
 
 
-def _check_open(message: Open | pb.Open, limits: WireLimits) -> None:
+def _check_open(message: m.Open | pb.Open, limits: WireLimits) -> None:
     prompt_length, committed_length = len(message.prompt), len(message.committed)
-    check_number("Open.version", message.version, PROTOCOL_VERSION, PROTOCOL_VERSION)
+    check_number("Open.version", message.version, m.PROTOCOL_VERSION, m.PROTOCOL_VERSION)
     if not message.session_id:
         raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
     check_text("Open.rule", message.rule, _MAX_RULE_BYTES)
-    check_number("bytes of Open.session_secret", len(message.session_secret), 0, MAX_SECRET_BYTES)
+    check_number("bytes of Open.session_secret", len(message.session_secret), 0, m.MAX_SECRET_BYTES)
     check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
     if (count := prompt_length + committed_length) > limits.context_length:
         why = f"Open has {count} tokens (prompt and committed)"
@@ -609,7 +585,7 @@ def _check_open(message: Open | pb.Open, limits: WireLimits) -> None:
     check_count("Open.committed", committed_length, limits.max_resumed_tokens)
 
 
-def _check_info(info: VerifierInfo | pb.InfoReply) -> None:
+def _check_info(info: m.VerifierInfo | pb.InfoReply) -> None:
     check_number("InfoReply.sessions", info.sessions, 0, info.max_sessions)
     models: list[ModelInfo | pb.ModelInfo] = [info.model, *info.adapters]
     for model in models:

@@ -25,17 +25,7 @@ import grpc.aio
 from grpc.aio import EOF
 
 from edgespec.core.ports import Authenticate, LinkError, ServeStream
-from edgespec.core.protocol.messages import (
-    Commit,
-    Downlink,
-    Fault,
-    FaultCode,
-    Message,
-    Open,
-    Opened,
-    Uplink,
-    VerifierInfo,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.verifier.credential import Credential
 from edgespec.core.verifier.traffic_budget import (
     INFO_LIMITS,
@@ -49,19 +39,7 @@ from edgespec.core.verifier.traffic_budget import (
     without_keys,
 )
 from edgespec.telemetry.verifier_counts import Watch
-from edgespec.wire.callers import (
-    TOKENIZER_LIMITS,
-    WRONG_KEY,
-    Authenticator,
-    CallLine,
-    Refusals,
-    SideServices,
-    StreamSlots,
-    caller,
-    payer,
-    retry_metadata,
-    shown_key,
-)
+from edgespec.wire import callers
 from edgespec.wire.codec import (
     SERVICE,
     ProtocolViolation,
@@ -114,7 +92,7 @@ class GrpcVerifierStream:
         credential: Credential,
         limits: WireLimits,
         budget: StreamBudget,
-        count: Callable[[Message, int], None],
+        count: Callable[[m.Message, int], None],
         on_open: Callable[[GrpcVerifierStream], None],
         stalled_s: float,
     ) -> None:
@@ -123,14 +101,14 @@ class GrpcVerifierStream:
         self._limits, self._budget, self._count = limits, budget, count
         self._on_open, self._stalled_s = on_open, stalled_s
         self._loop = asyncio.get_running_loop()
-        self._verdict: asyncio.Future[Fault | None] = self._loop.create_future()
+        self._verdict: asyncio.Future[m.Fault | None] = self._loop.create_future()
         self._reading: asyncio.Task[None] | None = None
-        self._arrived: deque[Uplink] = deque()
+        self._arrived: deque[m.Uplink] = deque()
         self._receiver: asyncio.Future[None] | None = None
         """Somebody waits for a message."""
         self._room: asyncio.Future[None] | None = None
         """The reading task waits for one to be taken."""
-        self._take: Callable[[Uplink], None] | None = None
+        self._take: Callable[[m.Uplink], None] | None = None
         """Who is fed."""
         self._half_closed = False
         self._failure: Exception | None = None
@@ -144,15 +122,15 @@ class GrpcVerifierStream:
         self._retryable = True
         self._spoke_last = False
 
-    async def send(self, message: Downlink) -> None:
+    async def send(self, message: m.Downlink) -> None:
         """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` for a message over
         a bound. Waits while the device does not read, but for no longer than the stream may stall.
         A Fault is the last message."""
         payload = encode_downlink(message, self._limits)
-        if self._writing.busy or self._write_lock.locked() or isinstance(message, Fault):
+        if self._writing.busy or self._write_lock.locked() or isinstance(message, m.Fault):
             async with self._write_lock:
                 self._raise_if_over()
-                if isinstance(message, Fault):
+                if isinstance(message, m.Fault):
                     await self._send_fault(message, payload)
                 else:
                     await self._until_written(None)
@@ -162,9 +140,9 @@ class GrpcVerifierStream:
             self._write(payload)
         self._sent(message, len(payload))
 
-    def send_now(self, message: Downlink) -> bool:
+    def send_now(self, message: m.Downlink) -> bool:
         """Send what can leave without waiting; False: it cannot, and nothing happened."""
-        if self._verdict.done() or isinstance(message, Fault):
+        if self._verdict.done() or isinstance(message, m.Fault):
             return False
         if self._writing.busy or self._write_lock.locked():
             return False
@@ -176,18 +154,18 @@ class GrpcVerifierStream:
         self._sent(message, len(payload))
         return True
 
-    def _sent(self, message: Downlink, size: int) -> None:
+    def _sent(self, message: m.Downlink, size: int) -> None:
         self._count(message, size)
         match message:
-            case Commit():
+            case m.Commit():
                 count, accepted = len(message.tokens), message.accepted
                 self._budget.earn(count, self._loop.time(), accepted)
-            case Opened():
+            case m.Opened():
                 self.greeted = True
-            case Fault():
+            case m.Fault():
                 self.hang_up(message)
 
-    async def receive(self) -> Uplink:
+    async def receive(self) -> m.Uplink:
         """Raises ``LinkError`` when the device is gone, sends no more or broke the protocol."""
         self._raise_if_over()
         while not self._arrived:
@@ -195,7 +173,7 @@ class GrpcVerifierStream:
         _wake(self._room)
         return self._arrived.popleft()
 
-    async def feed(self, take: Callable[[Uplink], None]) -> NoReturn:
+    async def feed(self, take: Callable[[m.Uplink], None]) -> NoReturn:
         """Hand each message to ``take`` as it comes, until the stream ends: then raises as
         ``receive`` does, or what ``take`` raised. One message costs one turn of the loop less than
         with ``receive``."""
@@ -232,18 +210,18 @@ class GrpcVerifierStream:
         return self._verdict.done()
 
     @property
-    def verdict(self) -> Fault | None:
+    def verdict(self) -> m.Fault | None:
         """The fault that ended the stream, None for an end without one. Only after the end."""
         return self._verdict.result()
 
-    def hang_up(self, fault: Fault | None) -> None:
+    def hang_up(self, fault: m.Fault | None) -> None:
         self._end(fault, "the stream was closed here" if fault is None else fault.message)
 
     def lost(self) -> None:
         """End the stream, because the library says that the device left."""
         self._end(None, f"the device at {self.address} is gone")
 
-    async def say_last(self, fault: Fault | None) -> None:
+    async def say_last(self, fault: m.Fault | None) -> None:
         """After the end: let what was handed over leave, and the fault behind it, unless one was
         sent; a device that left does not hear."""
         if self._spoke_last:
@@ -279,7 +257,7 @@ class GrpcVerifierStream:
             raise
         except ProtocolViolation as violation:
             self._retryable = False
-            self.hang_up(Fault(violation.code, str(violation)))
+            self.hang_up(m.Fault(violation.code, str(violation)))
         except GONE as error:
             self._end(None, f"the device at {self.address} is gone: {error}")
         except Exception as error:
@@ -295,7 +273,7 @@ class GrpcVerifierStream:
             self._budget.spend(now, len(payload))
             raise
         hold_s = self._budget.spend(now, len(payload))
-        if isinstance(message, Open):
+        if isinstance(message, m.Open):
             self._on_open(self)
         self._count(message, len(payload))
         if self._take is not None:
@@ -325,7 +303,7 @@ class GrpcVerifierStream:
             raise self._gone() from None
         self._raise_if_over()
 
-    async def _send_fault(self, fault: Fault, payload: bytes) -> None:
+    async def _send_fault(self, fault: m.Fault, payload: bytes) -> None:
         """The fault, to its end: who does not read it loses the stream soon, too."""
         self._spoke_last = True
         try:
@@ -347,9 +325,9 @@ class GrpcVerifierStream:
             return
         self._spoke_last = True  # there is no room for another word
         why = f"the device at {self.address} did not read for {self._stalled_s:g} s"
-        self.hang_up(Fault(FaultCode.OVERLOADED, why))
+        self.hang_up(m.Fault(m.FaultCode.OVERLOADED, why))
 
-    def _end(self, fault: Fault | None, reason: str) -> None:
+    def _end(self, fault: m.Fault | None, reason: str) -> None:
         if self._verdict.done():
             return
         self._reason = reason
@@ -383,18 +361,18 @@ _MOST_RETRY_S = 10.0
 # Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
 _SPARE_CALLS = 64
 _STATUS = {
-    FaultCode.RESYNC: grpc.StatusCode.ABORTED,
-    FaultCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    FaultCode.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
-    FaultCode.VOCABULARY_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    FaultCode.CONTEXT_TOO_LONG: grpc.StatusCode.OUT_OF_RANGE,
-    FaultCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    FaultCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
-    FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
-    FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    m.FaultCode.RESYNC: grpc.StatusCode.ABORTED,
+    m.FaultCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    m.FaultCode.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    m.FaultCode.VOCABULARY_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    m.FaultCode.CONTEXT_TOO_LONG: grpc.StatusCode.OUT_OF_RANGE,
+    m.FaultCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    m.FaultCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
+    m.FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    m.FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
 }
-_SHUTTING_DOWN = Fault(
-    FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", _RETRY_AFTER_S
+_SHUTTING_DOWN = m.Fault(
+    m.FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", _RETRY_AFTER_S
 )
 
 
@@ -414,7 +392,7 @@ class GrpcServer:
         self,
         address: str,
         serve: ServeStream,
-        info: Callable[[], VerifierInfo],
+        info: Callable[[], m.VerifierInfo],
         *,
         limits: WireLimits | None = None,
         credentials: grpc.ServerCredentials | None = None,
@@ -433,19 +411,21 @@ class GrpcServer:
         self._address, self._credentials = address, credentials
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
-        self._authenticator = Authenticator(authenticate)
+        self._authenticator = callers.Authenticator(authenticate)
         self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
         self._stalled_s, self._texts = stalled_s, texts
         self._watch = watch = watch or Watch()
         self._refused, self._waits = watch.streams.refused, watch.waited
-        self._slots: StreamSlots[GrpcVerifierStream] = StreamSlots(max_streams, peer_share)
+        self._slots: callers.StreamSlots[GrpcVerifierStream] = callers.StreamSlots(
+            max_streams, peer_share
+        )
         self._max_peer_calls = self._slots.peer_streams + _SPARE_CALLS
         self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
         self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
         self._in_line: set[GrpcVerifierStream] = set()
         self._calls: Counter[str] = Counter()
-        self._refusals = Refusals()
-        self._told: VerifierInfo | None = None
+        self._refusals = callers.Refusals()
+        self._told: m.VerifierInfo | None = None
         self._answer = b""
         self._draining = False
         self.port = 0
@@ -459,12 +439,12 @@ class GrpcServer:
             uplink = without_keys(uplink)
         self._uplink = UplinkBudget(uplink, clock(), self._waits)
         self._opens = CallBudget(self._open_limits, clock())
-        self._questions = CallLine(self._info_limits, clock)
-        self._lending = CallLine(TOKENIZER_LIMITS, clock)
+        self._questions = callers.CallLine(self._info_limits, clock)
+        self._lending = callers.CallLine(callers.TOKENIZER_LIMITS, clock)
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        beside = SideServices(SERVICE, self._questions)
+        beside = callers.SideServices(SERVICE, self._questions)
         server = grpc.aio.server(
             options=server_options(self._limits, Keepalive()), interceptors=(beside,)
         )
@@ -502,7 +482,7 @@ class GrpcServer:
 
     async def _answer_info(self, _request: bytes, context: Any) -> bytes:
         """The reply to one call of ``Info``, which is encoded again only when it would differ."""
-        if (credential := self._authenticator.credential(shown_key(context))) is None:
+        if (credential := self._authenticator.credential(callers.shown_key(context))) is None:
             await self._authenticator.turn_away(context)
         await self._questions.turn(context, credential)
         if (info := self._info()) != self._told:
@@ -510,7 +490,7 @@ class GrpcServer:
         return self._answer
 
     async def _answer_tokenizer(self, request: bytes, context: Any) -> bytes:
-        if (credential := self._authenticator.credential(shown_key(context))) is None:
+        if (credential := self._authenticator.credential(callers.shown_key(context))) is None:
             await self._authenticator.turn_away(context)
         await self._lending.turn(context, credential)
         if isinstance(self._texts, str):
@@ -561,27 +541,29 @@ class GrpcServer:
     async def _speculate(self, _requests: Any, context: Any) -> None:
         # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
         address = str(context.peer())
-        key = shown_key(context)
+        key = callers.shown_key(context)
         if (credential := self._authenticator.credential(key)) is None:
-            self._refused(FaultCode.UNAUTHENTICATED)
+            self._refused(m.FaultCode.UNAUTHENTICATED)
             await self._authenticator.turn_away(
                 context, lambda fault: encode_downlink(fault, self._limits)
             )
-        peer = caller(host := peer_address(address), credential)
+        peer = callers.caller(host := peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
-            self._refused(FaultCode.OVERLOADED)
+            self._refused(m.FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
             await self._refusals.hold(peer)
             await abort_call(
                 context,
-                _STATUS[FaultCode.OVERLOADED],
+                _STATUS[m.FaultCode.OVERLOADED],
                 f"{text}{self._max_peer_calls}",
-                retry_metadata(_RETRY_AFTER_S),
+                callers.retry_metadata(_RETRY_AFTER_S),
             )
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
-            budget = self._uplink.open(asyncio.get_running_loop().time(), payer(host, credential))
+            budget = self._uplink.open(
+                asyncio.get_running_loop().time(), callers.payer(host, credential)
+            )
             stream = GrpcVerifierStream(
                 context,
                 address,
@@ -620,13 +602,18 @@ class GrpcServer:
         finally:
             self._slots.leave(stream)
         if fault is not None:
-            details, advice = fault.message[:_MAX_DETAILS], retry_metadata(fault.retry_after_s)
+            details, advice = (
+                fault.message[:_MAX_DETAILS],
+                callers.retry_metadata(fault.retry_after_s),
+            )
             await abort_call(context, _STATUS[fault.code], details, advice)
 
-    async def _refusal(self, stream: GrpcVerifierStream) -> Fault | None:
+    async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""
         most_s = self._open_limits.max_wait_s
-        who, pays = (whose(stream.peer, stream.credential) for whose in (caller, payer))
+        who, pays = (
+            whose(stream.peer, stream.credential) for whose in (callers.caller, callers.payer)
+        )
         now = asyncio.get_running_loop().time()
         wait_s = self._opens.turn(who, now, pays)
         if wait_s <= most_s:
@@ -638,7 +625,7 @@ class GrpcServer:
                 f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
                 f"the limit is {most_s:g} s"
             )
-            return Fault(FaultCode.OVERLOADED, text, retry_s)
+            return m.Fault(m.FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
             self._in_line.add(stream)
             self._waits(Wait.LINE, wait_s)
@@ -651,18 +638,18 @@ class GrpcServer:
         entry = self._slots.enter(stream, stream.peer, stream.credential)
         if entry.evicted is not None:
             text = "no Open has come on this stream, and its place is needed for another"
-            entry.evicted.hang_up(Fault(FaultCode.OVERLOADED, text, _RETRY_AFTER_S))
+            entry.evicted.hang_up(m.Fault(m.FaultCode.OVERLOADED, text, _RETRY_AFTER_S))
         if entry.refusal is None:
             return None
-        return Fault(FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
+        return m.Fault(m.FaultCode.OVERLOADED, entry.refusal, _RETRY_AFTER_S)
 
     async def _run(self, stream: GrpcVerifierStream, key: str) -> None:
         """Serve one stream; whatever goes wrong ends this one only."""
-        fault: Fault | None = None
+        fault: m.Fault | None = None
         try:
             # The key may have been revoked while the stream stood in line.
             if self._authenticator.credential(key) is None:
-                fault = WRONG_KEY
+                fault = callers.WRONG_KEY
             else:
                 await self._serve(stream)
         except LinkError as error:
@@ -671,9 +658,9 @@ class GrpcServer:
             _LOG.error(
                 "stream of %s: a message here broke the protocol: %s", stream.address, violation
             )
-            fault = Fault(FaultCode.INTERNAL, f"the verifier broke the protocol: {violation}")
+            fault = m.Fault(m.FaultCode.INTERNAL, f"the verifier broke the protocol: {violation}")
         except Exception as error:
             _LOG.exception("stream of %s failed", stream.address)
-            fault = Fault(FaultCode.INTERNAL, f"the verifier failed: {type(error).__name__}")
+            fault = m.Fault(m.FaultCode.INTERNAL, f"the verifier failed: {type(error).__name__}")
         finally:
             stream.hang_up(fault)

@@ -21,16 +21,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from edgespec.core.link_model import LinkModel
 from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, Transport
-from edgespec.core.protocol.messages import (
-    Commit,
-    Downlink,
-    Draft,
-    Fault,
-    Message,
-    Opened,
-    Uplink,
-    VerifierInfo,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.wire.codec import ProtocolViolation, WireLimits, payload_bytes
 
 _T = TypeVar("_T")
@@ -193,7 +184,7 @@ class ShapedTransport:
         stream.reader = self._spawn(stream.pump_down())
         return stream
 
-    async def info(self) -> VerifierInfo:
+    async def info(self) -> m.VerifierInfo:
         await self._round_trip()
         return await self._inner.info()
 
@@ -240,19 +231,19 @@ class _ShapedStream:
     ) -> None:
         self._inner, self._up, self._down = inner, up, down
         self._limits, self._meter = limits, meter
-        self._going_up: Pipe[tuple[float, Uplink]] = Pipe(_DEPTH)
-        self._coming_down: Pipe[tuple[float, Downlink | LinkError]] = Pipe(_DEPTH)
+        self._going_up: Pipe[tuple[float, m.Uplink]] = Pipe(_DEPTH)
+        self._coming_down: Pipe[tuple[float, m.Downlink | LinkError]] = Pipe(_DEPTH)
         self._closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.reader: asyncio.Task[None] | None = None
 
-    async def send(self, message: Uplink) -> None:
+    async def send(self, message: m.Uplink) -> None:
         """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` over a bound."""
         size_bytes = payload_bytes(message, self._limits)
         await self._going_up.put((self._up.arrival(size_bytes), message))
         if self._meter is not None:
             self._meter.count(message, size_bytes)
 
-    async def receive(self) -> Downlink:
+    async def receive(self) -> m.Downlink:
         """Raises ``LinkError`` after all messages that came before the end."""
         arrival_s, item = await self._coming_down.peek()
         await self._down.wait(arrival_s)
@@ -316,12 +307,12 @@ class TrafficMeter:
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
 
-    def count(self, message: Message, payload_bytes: int) -> None:
-        way = "down" if isinstance(message, Opened | Commit | Fault) else "up"
+    def count(self, message: m.Message, payload_bytes: int) -> None:
+        way = "down" if isinstance(message, m.Opened | m.Commit | m.Fault) else "up"
         for name in (type(message).__name__.lower(), way):
             self.totals[f"{name}_messages"] += 1
             self.totals[f"{name}_payload_bytes"] += payload_bytes
         self.totals[f"{way}_framed_bytes"] += payload_bytes + FRAMING_BYTES
-        if isinstance(message, Draft | Commit):
-            named = "drafted_nodes" if isinstance(message, Draft) else "committed_tokens"
+        if isinstance(message, m.Draft | m.Commit):
+            named = "drafted_nodes" if isinstance(message, m.Draft) else "committed_tokens"
             self.totals[named] += len(message.tokens)
