@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from edgespec import __version__
+from edgespec.cli import device
 from edgespec.cli.chat_terminal import (
     FRAME_S,
     PROMPT,
@@ -30,18 +31,6 @@ from edgespec.cli.chat_terminal import (
     is_drawable,
     silent_keyboard,
     status_line,
-)
-from edgespec.cli.device import (
-    Progress,
-    TextView,
-    View,
-    check_prompt,
-    for_trying,
-    greet,
-    stream,
-    summary,
-    tell_worth,
-    use_color,
 )
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, from_config, option
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
@@ -238,7 +227,7 @@ class Conversation:
     """Of the model that was asked for in the chat; empty: as the agent is configured."""
     drawn: bool = False
     """Replies are drawn as markdown on a terminal; else their text is plain."""
-    last: Progress | None = None
+    last: device.Progress | None = None
     unanswered: str = ""
     """The message that got no reply; an empty line sends it again."""
     _ctrl_c: CtrlC = field(default_factory=CtrlC)
@@ -355,14 +344,14 @@ class Conversation:
             lines.append(f"served  by {one.address} ({one.state.value})")
         return "\n".join(lines)
 
-    def _stats(self, last: Progress) -> str:
+    def _stats(self, last: device.Progress) -> str:
         status = self.status.snapshot()
         totals, drafting = status.totals, status.drafting
         acceptance = "" if totals.acceptance is None else f", acceptance {totals.acceptance:.0%}"
         replies = "reply" if totals.generations == 1 else "replies"
         verdict = {True: "drafting pays", False: "drafting rests", None: "drafting"}
         return (
-            f"{summary(last, self.agent.stats)}\n"
+            f"{device.summary(last, self.agent.stats)}\n"
             f"this chat: {totals.tokens} tokens in {totals.generations} {replies}{acceptance},"
             f" {totals.reconnects} reconnects\n{verdict[drafting.worth]}: {drafting.why}"
         )
@@ -374,13 +363,13 @@ class Conversation:
         the message for an empty line."""
         message = {"role": "user", "content": line}
         self.unanswered = line
-        reply = _Reply(MarkdownView(self.line) if self.drawn else TextView(color=False))
+        reply = _Reply(MarkdownView(self.line) if self.drawn else device.TextView(color=False))
         try:
             self._ctrl_c.arm()
             text = self.tokenizer.render_chat([*self.record.asked, message])
             prompt = self.tokenizer.encode(text, add_special_tokens=False)
-            check_prompt(prompt, self.info)
-            self.last = Progress()
+            device.check_prompt(prompt, self.info)
+            self.last = device.Progress()
             self.runner.run(self._reply(prompt, reply, self.last))
         except (KeyboardInterrupt, asyncio.CancelledError):
             say("(stopped)" if reply.parts else f"(stopped; {_AGAIN})")
@@ -393,7 +382,7 @@ class Conversation:
             return
         self.unanswered = ""
         if self.last is not None and sys.stdout.isatty() and sys.stderr.isatty():
-            tell_worth(self.last, self.agent.stats, color=self.drawn, explain=False)
+            device.tell_worth(self.last, self.agent.stats, color=self.drawn, explain=False)
         said = "".join(reply.parts)
         self.record.messages += [message, {"role": "assistant", "content": said}]
         self._keep()
@@ -407,11 +396,11 @@ class Conversation:
             status = replace(status, drafting=drafting)
         return status_line(status, width, 1.0 / last_s if last_s else None)
 
-    async def _reply(self, prompt: Sequence[int], reply: _Reply, progress: Progress) -> None:
+    async def _reply(self, prompt: Sequence[int], reply: _Reply, progress: device.Progress) -> None:
         self._ctrl_c.task = asyncio.current_task()
         ticking = asyncio.create_task(_tick(reply.view))
         try:
-            await stream(
+            await device.stream(
                 self.agent,
                 prompt,
                 self.config.sampling,
@@ -435,7 +424,7 @@ class Conversation:
             self._warned = True
 
 
-async def _tick(view: View) -> None:
+async def _tick(view: device.View) -> None:
     """The line of numbers goes on while no token comes."""
     while isinstance(view, MarkdownView):
         await asyncio.sleep(2 * FRAME_S)
@@ -446,7 +435,7 @@ async def _tick(view: View) -> None:
 class _Reply:
     """A view that also remembers the text."""
 
-    view: View
+    view: device.View
     parts: list[str] = field(default_factory=list)
 
     def show(self, chunk: Any) -> None:
@@ -502,8 +491,8 @@ def chat(
         _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
     signal.signal(signal.SIGTERM, _leave)
     with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
-        settings, info = runner.run(greet(settings))
-        settings = for_trying(settings, info)
+        settings, info = runner.run(device.greet(settings))
+        settings = device.for_trying(settings, info)
         text = _chat_tokenizer(settings)
         record, kept = Record(info.name), None
         if resume or (sys.stdin.isatty() and not no_history):
@@ -528,7 +517,7 @@ def _at_keyboard(talk: Conversation) -> None:
     if not is_drawable():
         talk.run()
         return
-    talk.drawn = use_color()
+    talk.drawn = device.use_color()
     history = state_folder() / "chat_history" if talk.kept is not None else None
     talk.ask = TerminalEditor(talk.runner, talk.line, history, COMMANDS, _TAKE_FILE).ask
     with silent_keyboard():

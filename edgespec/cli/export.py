@@ -25,18 +25,8 @@ from edgespec.config import ConfigError
 from edgespec.config.common import SetupError, needs
 from edgespec.core.device.memory import KvType
 from edgespec.device.export.export import COPIED_FILES, export_draft, work_folder
+from edgespec.models import folders
 from edgespec.models.draft_sources import find_draft
-from edgespec.models.folders import (
-    DRAFT_MANIFEST,
-    ModelFolderError,
-    Role,
-    check_checkpoint,
-    model_info,
-    read_json,
-    resolve_model,
-    token_count,
-    trained_length,
-)
 
 DEFAULT_BITS = 4
 
@@ -86,20 +76,20 @@ def export(
 
 def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvType) -> None:
     with needs("onnx", "edgespec[export]"):
-        folder = resolve_model(source, Role.TARGET)
-        check_checkpoint(folder)
+        folder = folders.resolve_model(source, folders.Role.TARGET)
+        folders.check_checkpoint(folder)
         layers = Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True))
         with placed(out) as work, layers:
             bar = layers.add_task("layers", total=None)
             manifest = export_draft(
                 folder,
                 work,
-                model_info(folder),
+                folders.model_info(folder),
                 bits=bits,
                 context_length=context_length,
-                token_count=token_count(folder),
+                token_count=folders.token_count(folder),
                 kv_type=kv_type,
-                trained_length=trained_length(folder),
+                trained_length=folders.trained_length(folder),
                 progress=lambda done, all_: layers.update(bar, completed=done, total=all_),
             )
     typer.echo(
@@ -109,9 +99,9 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
 
 
 async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
-    folder = resolve_model(source, Role.TARGET)
+    folder = folders.resolve_model(source, folders.Role.TARGET)
     if not (folder / "tokenizer.json").is_file():
-        raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+        raise folders.ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
     with placed(out) as work:
         vocabulary = await export_by_optimum(folder, work, bits, python)
     typer.echo(
@@ -126,10 +116,10 @@ def _inspect(reference: str) -> None:
 
     source = find_draft(reference)
     if not source.graphs:
-        info = model_info(source.folder)
+        info = folders.model_info(source.folder)
         kind = (
             "a draft folder made by `edgespec export`"
-            if (source.folder / DRAFT_MANIFEST).is_file()
+            if (source.folder / folders.DRAFT_MANIFEST).is_file()
             else "a checkpoint: exported once, when it first drafts"
         )
         typer.echo(
@@ -221,7 +211,7 @@ def _written(source: Path, target: Path) -> Path:
     graphs = find_draft(str(target)).graphs
     if len(graphs) != 1:
         found = ", ".join(sorted(file.name for file in target.iterdir())) or "nothing"
-        raise ModelFolderError(f"Optimum wrote no single decoder graph, but: {found}")
+        raise folders.ModelFolderError(f"Optimum wrote no single decoder graph, but: {found}")
     return next(iter(graphs.values()))
 
 
@@ -230,14 +220,14 @@ def _readable_by_transformers_4(source: Path) -> Iterator[Path]:
     """``source``, or a folder of links to its files with a config of its own: transformers 5 writes
     ``rope_parameters``, which transformers 4 passes over without a word, and then rotates by base
     10,000. Raises ``ModelFolderError`` for rotations that have no older words."""
-    config = read_json(source / _CONFIG)
+    config = folders.read_json(source / _CONFIG)
     if "rope_parameters" not in config or "rope_theta" in config:
         yield source
         return
     scaling = dict(config["rope_parameters"])
     theta = scaling.pop("rope_theta", None)
     if not isinstance(theta, int | float):
-        raise ModelFolderError(
+        raise folders.ModelFolderError(
             f"{source / _CONFIG}: has rope_parameters without one rope_theta for all layers, which"
             " transformers 4 has other words for in each family: write them there, too"
         )

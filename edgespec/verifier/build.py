@@ -20,16 +20,7 @@ from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
-from edgespec.models.folders import (
-    ModelFolderError,
-    Role,
-    check_folder,
-    model_info,
-    resolve_model,
-    text_fingerprint,
-    trained_length,
-    weights_fingerprint,
-)
+from edgespec.models import folders
 from edgespec.models.grammar import verifier_reader
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
 from edgespec.telemetry.process_memory import machine_memory
@@ -217,7 +208,7 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
         TOY_MODEL,
         name=model_name(config),
         vocabulary=toy_info().vocabulary,
-        fingerprint=text_fingerprint(repr(TOY_MODEL)),
+        fingerprint=folders.text_fingerprint(repr(TOY_MODEL)),
         context_length=min(config.max_model_len or TOY_CONTEXT_LENGTH, TOY_CONTEXT_LENGTH),
         max_sessions=config.limits.max_sessions,
         cache=CacheShape(
@@ -231,7 +222,7 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> None:
     tokenizer than the target's ``vocabulary``, and ``ValueError`` for one that is not there."""
     if not config.draft:
         return
-    info = toy_info() if config.draft == TOY else model_info(_draft_folder(config))
+    info = toy_info() if config.draft == TOY else folders.model_info(_draft_folder(config))
     if info.vocabulary != vocabulary:
         raise SetupError(
             f"draft {config.draft!r} has another tokenizer than model {config.model!r}: its"
@@ -243,10 +234,10 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> None:
 def _draft_folder(config: VerifierConfig) -> Path:
     """Its weights, not only an exported graph."""
     try:
-        folder = resolve_model(config.draft, Role.DRAFT)
-        check_folder(folder, Role.TARGET)
-    except ModelFolderError as error:
-        raise ModelFolderError(f"draft: {error}") from error
+        folder = folders.resolve_model(config.draft, folders.Role.DRAFT)
+        folders.check_folder(folder, folders.Role.TARGET)
+    except folders.ModelFolderError as error:
+        raise folders.ModelFolderError(f"draft: {error}") from error
     return folder
 
 
@@ -267,7 +258,7 @@ def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafte
 
     assert target.cache is not None, "an engine without a cache to give out has its own drafter"
     folder, device, tokens = _draft_folder(config), _draft_device(config), target.cache.tokens
-    info = model_info(folder)
+    info = folders.model_info(folder)
     check_draft_fits(_draft_memory(config), tokens, device, machine_memory)
     model = _loaded(
         TorchTarget,
@@ -285,7 +276,7 @@ def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafte
         model,
         vocabulary_size=target.info.vocabulary_size,
         share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
-        window=trained_length(folder) or None,
+        window=folders.trained_length(folder) or None,
     )
 
 
@@ -299,9 +290,9 @@ def _loaded(load: Callable[..., _Model], folder: Path, **options: object) -> _Mo
 
 
 def _torch_target(config: VerifierConfig) -> TargetModel:
-    folder = resolve_model(config.model, Role.TARGET)
-    check_folder(folder, Role.TARGET)
-    info = model_info(folder)
+    folder = folders.resolve_model(config.model, folders.Role.TARGET)
+    folders.check_folder(folder, folders.Role.TARGET)
+    info = folders.model_info(folder)
     _check_draft(config, info.vocabulary)
     prefer_huge_pages()
     if config.canonical is not False:
@@ -324,7 +315,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         folder,
         name=model_name(config),
         vocabulary=info.vocabulary,
-        weights=weights_fingerprint(folder, info.vocabulary),
+        weights=folders.weights_fingerprint(folder, info.vocabulary),
         dtype=config.dtype,
         device=config.device,
         max_cached_tokens=config.limits.max_cached_tokens,
@@ -343,7 +334,7 @@ def packed_texts(reference: str) -> PackedTexts | str:
     if reference == TOY:
         return f"{none}: the toy model has none; give --set tokenizer=toy"
     try:
-        folder = resolve_model(reference, Role.TARGET)
+        folder = folders.resolve_model(reference, folders.Role.TARGET)
         paths = {name: folder / name for name in TEXT_FILES if (folder / name).is_file()}
         total = sum(path.stat().st_size for path in paths.values())
         if total > MAX_TEXT_BYTES:

@@ -20,18 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, assert_never
 
-from edgespec.core.ports import (
-    CapacityError,
-    LinkError,
-    ModelOutputError,
-    ServerDrafter,
-    TargetLostError,
-    TargetModel,
-    VerifierStream,
-    adapters_of,
-    set_draft_steps,
-    use_adapter,
-)
+from edgespec.core import ports
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
@@ -106,9 +95,9 @@ class TargetWorker:
 
     def __init__(
         self,
-        target: TargetModel,
+        target: ports.TargetModel,
         failed: Callable[[ee.SequenceFailed], None],
-        drafter: ServerDrafter | None = None,
+        drafter: ports.ServerDrafter | None = None,
     ) -> None:
         self._target, self._failed, self._drafter = target, failed, drafter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
@@ -138,7 +127,7 @@ class TargetWorker:
                     missing.add(item.key)
                     loop.call_soon_threadsafe(self._failed, failure)
             batch = [request for request in requests if request.key not in missing]
-            set_draft_steps(self._target, draft_steps)
+            ports.set_draft_steps(self._target, draft_steps)
             began_s = time.perf_counter()
             results = tuple(self._target.forward(batch)) if batch else ()
             return ee.BatchDone(results, time.perf_counter() - began_s)
@@ -188,14 +177,14 @@ class TargetWorker:
                 case ee.OpenSequence(key, prompt_length, sampling, text, adapter):
                     self._target.open(key, prompt_length, sampling, text)
                     if adapter:
-                        use_adapter(self._target, key, adapter)
+                        ports.use_adapter(self._target, key, adapter)
                 case ee.KeepNodes(key, nodes):
                     self._target.keep(key, nodes)
                 case ee.CloseSequence(key):
                     self._target.close(key)
-        except TargetLostError:
+        except ports.TargetLostError:
             raise  # Nobody's fault, and the end of all.
-        except CapacityError as error:
+        except ports.CapacityError as error:
             return ee.SequenceFailed(item.key, str(error), full=True)
         except Exception as error:  # whatever a model raises ends one session, not the daemon
             _LOG.exception("%s of a session failed", type(item).__name__)
@@ -257,7 +246,7 @@ class Verifier:
 
     def __init__(
         self,
-        target: TargetModel,
+        target: ports.TargetModel,
         limits: m.Limits,
         engine_limits: ee.EngineLimits | None = None,
         *,
@@ -265,7 +254,7 @@ class Verifier:
         telemetry: StreamMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
         read_constraint: ReadConstraint | None = None,
-        drafter: ServerDrafter | None = None,
+        drafter: ports.ServerDrafter | None = None,
     ) -> None:
         """``engine_limits.drafter`` says whether there is a ``drafter``."""
         self._desk = ConstraintDesk(read_constraint, target.info.eos_token_ids)
@@ -273,7 +262,7 @@ class Verifier:
         most = limits.context_length
         model, *adapters = (
             replace(one, context_length=min(one.context_length, most))
-            for one in (target.info, *adapters_of(target))
+            for one in (target.info, *ports.adapters_of(target))
         )
         self._model, self._adapters = model, tuple(adapters)
         self.engine = VerifyEngine(
@@ -287,7 +276,7 @@ class Verifier:
         self._tracer = None if isinstance(tracer, NoTrace) else tracer
         self._telemetry = telemetry
         self._worker = TargetWorker(target, self._handle, drafter)
-        self._streams: dict[int, VerifierStream] = {}
+        self._streams: dict[int, ports.VerifierStream] = {}
         self._backlogs: dict[int, Backlog] = {}
         self._senders: dict[int, Callable[[m.Downlink], bool]] = {}
         """Of streams that can send without waiting (``GrpcVerifierStream.send_now``)."""
@@ -321,7 +310,7 @@ class Verifier:
 
     # --- streams ---------------------------------------------------------------------------
 
-    async def serve(self, stream: VerifierStream) -> None:
+    async def serve(self, stream: ports.VerifierStream) -> None:
         """Run one stream to its end; never raises for what a peer does."""
         self._count += 1
         number = self._count
@@ -336,7 +325,7 @@ class Verifier:
                 await stream.send(message)
                 if backlog.empty and self._all_left(number):
                     self._handle(ee.StreamCaughtUp(number))
-        except LinkError as error:
+        except ports.LinkError as error:
             _LOG.info("stream %d: %s", number, error)
         finally:
             reader.cancel()
@@ -357,7 +346,7 @@ class Verifier:
         self._blocked.discard(number)
         return known
 
-    async def _read(self, number: int, stream: VerifierStream) -> None:
+    async def _read(self, number: int, stream: ports.VerifierStream) -> None:
         try:
             # Not ``wait_for``: in Python 3.11 that may have an Open for a stream that is gone.
             async with asyncio.timeout(_OPEN_WITHIN_S):
@@ -377,7 +366,7 @@ class Verifier:
                 self._take(number, await stream.receive())
         except TimeoutError:
             self._refuse(number, f"no Open within {_OPEN_WITHIN_S} s")
-        except LinkError as error:
+        except ports.LinkError as error:
             _LOG.debug("stream %d ended: %s", number, error)
             self._close(number)
         except Exception as error:  # nothing of one stream may end in silence, or end another
@@ -523,20 +512,20 @@ class Verifier:
         if error is None:
             self._known_blocked |= self._blocked
             self._handle(replace(done.result(), behind=tuple(self._blocked)))
-        elif isinstance(error, CapacityError):
+        elif isinstance(error, ports.CapacityError):
             self._handle(ee.BatchFailed(str(error), full=True))
-        elif isinstance(error, TargetLostError):
+        elif isinstance(error, ports.TargetLostError):
             self.fail(str(error))
-        elif isinstance(error, ModelOutputError) and error.requested:
+        elif isinstance(error, ports.ModelOutputError) and error.requested:
             self._handle(ee.BatchFailed(str(error), culprit=error.key, requested=True))
         else:
             _LOG.error("a pass failed", exc_info=error)
-            culprit = error.key if isinstance(error, ModelOutputError) else ""
+            culprit = error.key if isinstance(error, ports.ModelOutputError) else ""
             self._handle(ee.BatchFailed(f"{type(error).__name__}: {error}", culprit=culprit))
 
     def _on_work_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
-            lost = isinstance(error, TargetLostError)
+            lost = isinstance(error, ports.TargetLostError)
             self.fail(str(error) if lost else f"the target's thread failed: {error}")
 
     def _on_probe_done(self, done: asyncio.Future[None]) -> None:

@@ -18,6 +18,7 @@ from grpc.aio import EOF
 
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
+from edgespec.wire import grpc_calls
 from edgespec.wire.access import DeviceAccess, handshake_failure
 from edgespec.wire.codec import (
     SERVICE,
@@ -26,16 +27,6 @@ from edgespec.wire.codec import (
     decode_downlink,
     decode_info,
     encode_uplink,
-)
-from edgespec.wire.grpc_calls import (
-    CONVERSATION_HEADER,
-    GONE,
-    KEY_HEADER,
-    KEY_SCHEME,
-    Keepalive,
-    Options,
-    ShieldedCall,
-    client_options,
 )
 
 # Statuses that a second attempt would meet again.
@@ -69,15 +60,15 @@ class GrpcTransport:
         access: DeviceAccess | None = None,
         *,
         limits: WireLimits | None = None,
-        keepalive: Keepalive | None = None,
+        keepalive: grpc_calls.Keepalive | None = None,
         connect_timeout_s: float = 5.0,
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
         self.address, self._access = address, access or DeviceAccess()
         self._limits = limits or WireLimits()
-        self._keepalive = keepalive or Keepalive()
+        self._keepalive = keepalive or grpc_calls.Keepalive()
         key = self._access.key_for(address)
-        self._metadata = ((KEY_HEADER, f"{KEY_SCHEME} {key}"),) if key else ()
+        self._metadata = ((grpc_calls.KEY_HEADER, f"{grpc_calls.KEY_SCHEME} {key}"),) if key else ()
         self._connect_timeout_s = connect_timeout_s
         self._conversation = conversation
         self._channel: grpc.aio.Channel | None = None
@@ -100,7 +91,7 @@ class GrpcTransport:
         method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
-            metadata = (*metadata, (CONVERSATION_HEADER, conversation))
+            metadata = (*metadata, (grpc_calls.CONVERSATION_HEADER, conversation))
         call = method(metadata=metadata)
         try:
             # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
@@ -170,7 +161,9 @@ class GrpcTransport:
         if self._closed:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
-            options = client_options(self._limits, self._keepalive, self._connect_timeout_s)
+            options = grpc_calls.client_options(
+                self._limits, self._keepalive, self._connect_timeout_s
+            )
             self._channel = _channel(self.address, self._access, options)
         return self._channel
 
@@ -204,8 +197,8 @@ class GrpcDeviceStream:
     ) -> None:
         self._call, self._address, self._limits = call, address, limits
         self._on_close = closed
-        self._reading: ShieldedCall[Any] = ShieldedCall()
-        self._writing: ShieldedCall[None] = ShieldedCall()
+        self._reading: grpc_calls.ShieldedCall[Any] = grpc_calls.ShieldedCall()
+        self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fault: Fault | None = None
@@ -223,7 +216,7 @@ class GrpcDeviceStream:
             try:
                 await self._writing.settle(self._closed)
                 await self._writing.take(lambda: self._write(payload), self._closed)
-            except GONE:
+            except grpc_calls.GONE:
                 raise await self._ended() from None
 
     async def receive(self) -> Downlink:
@@ -232,7 +225,7 @@ class GrpcDeviceStream:
             raise await self._ended()
         try:
             payload = await self._reading.take(self._call.read, self._closed)
-        except GONE:
+        except grpc_calls.GONE:
             raise await self._ended() from None
         if payload is EOF:
             raise await self._ended()
@@ -265,13 +258,13 @@ class GrpcDeviceStream:
         never be freed by the library."""
         try:
             async with asyncio.timeout(_LINGER_S):
-                with suppress(*GONE):
+                with suppress(*grpc_calls.GONE):
                     async with self._write_lock:
                         await self._writing.settle()
                         await self._writing.take(self._call.done_writing)
                 while await self._reading.take(self._call.read) is not EOF:
                     pass
-        except (TimeoutError, *GONE):
+        except (TimeoutError, *grpc_calls.GONE):
             return
         finally:
             self._call.cancel()
@@ -307,7 +300,7 @@ async def ask_health(address: str, access: DeviceAccess, timeout_s: float) -> st
     question to this machine through it. Raises ``LinkError``."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    options: Options = [("grpc.enable_http_proxy", 0)]
+    options: grpc_calls.Options = [("grpc.enable_http_proxy", 0)]
     async with _channel(address, access, options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -318,7 +311,7 @@ async def ask_health(address: str, access: DeviceAccess, timeout_s: float) -> st
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def _channel(address: str, access: DeviceAccess, options: Options) -> grpc.aio.Channel:
+def _channel(address: str, access: DeviceAccess, options: grpc_calls.Options) -> grpc.aio.Channel:
     if access.server_name:
         options = [*options, ("grpc.ssl_target_name_override", access.server_name)]
     if access.credentials is None:

@@ -26,20 +26,10 @@ from grpc.aio import EOF
 
 from edgespec.core.ports import Authenticate, LinkError, ServeStream
 from edgespec.core.protocol import messages as m
+from edgespec.core.verifier import traffic_budget as budgets
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.traffic_budget import (
-    INFO_LIMITS,
-    OPEN_LIMITS,
-    CallBudget,
-    CallLimits,
-    StreamBudget,
-    UplinkBudget,
-    UplinkLimits,
-    Wait,
-    without_keys,
-)
 from edgespec.telemetry.verifier_counts import Watch
-from edgespec.wire import callers
+from edgespec.wire import callers, grpc_calls
 from edgespec.wire.codec import (
     SERVICE,
     ProtocolViolation,
@@ -47,15 +37,6 @@ from edgespec.wire.codec import (
     decode_uplink,
     encode_downlink,
     encode_info,
-)
-from edgespec.wire.grpc_calls import (
-    GONE,
-    InterruptedOperation,
-    Keepalive,
-    ShieldedCall,
-    abort_call,
-    peer_address,
-    server_options,
 )
 from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError
 
@@ -91,13 +72,13 @@ class GrpcVerifierStream:
         address: str,
         credential: Credential,
         limits: WireLimits,
-        budget: StreamBudget,
+        budget: budgets.StreamBudget,
         count: Callable[[m.Message, int], None],
         on_open: Callable[[GrpcVerifierStream], None],
         stalled_s: float,
     ) -> None:
         self._context, self.address, self.credential = context, address, credential
-        self.peer = peer_address(address)
+        self.peer = grpc_calls.peer_address(address)
         self._limits, self._budget, self._count = limits, budget, count
         self._on_open, self._stalled_s = on_open, stalled_s
         self._loop = asyncio.get_running_loop()
@@ -113,7 +94,7 @@ class GrpcVerifierStream:
         self._half_closed = False
         self._failure: Exception | None = None
         """A bug in reading, for the receiver."""
-        self._writing: ShieldedCall[None] = ShieldedCall()
+        self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
         self._watch: asyncio.TimerHandle | None = None
@@ -234,7 +215,7 @@ class GrpcVerifierStream:
                     return
                 payload = encode_downlink(fault, self._limits)
                 await self._writing.take(lambda: self._context.write(payload))
-        except (TimeoutError, *GONE):
+        except (TimeoutError, *grpc_calls.GONE):
             return
         self._count(fault, len(payload))
 
@@ -258,7 +239,7 @@ class GrpcVerifierStream:
         except ProtocolViolation as violation:
             self._retryable = False
             self.hang_up(m.Fault(violation.code, str(violation)))
-        except GONE as error:
+        except grpc_calls.GONE as error:
             self._end(None, f"the device at {self.address} is gone: {error}")
         except Exception as error:
             self._failure = error
@@ -299,7 +280,7 @@ class GrpcVerifierStream:
         ``TimeoutError``."""
         try:
             await self._writing.settle(self._verdict, patience_s)
-        except InterruptedOperation:
+        except grpc_calls.InterruptedOperation:
             raise self._gone() from None
         self._raise_if_over()
 
@@ -399,9 +380,9 @@ class GrpcServer:
         authenticate: Authenticate | None = None,
         max_streams: int = 1024,
         peer_share: float = 0.75,
-        uplink: UplinkLimits | None = None,
-        opens: CallLimits = OPEN_LIMITS,
-        infos: CallLimits = INFO_LIMITS,
+        uplink: budgets.UplinkLimits | None = None,
+        opens: budgets.CallLimits = budgets.OPEN_LIMITS,
+        infos: budgets.CallLimits = budgets.INFO_LIMITS,
         stalled_s: float = STALLED_S,
         watch: Watch | None = None,
         texts: PackedTexts | str = "this verifier has no tokenizer to send",
@@ -434,11 +415,11 @@ class GrpcServer:
     async def start(self) -> None:
         """Listen and report SERVING. Raises ``OSError`` naming an address that cannot be had."""
         clock = asyncio.get_running_loop().time
-        uplink = self._uplink_limits or UplinkLimits()
+        uplink = self._uplink_limits or budgets.UplinkLimits()
         if not self._authenticator.asks_for_keys:
-            uplink = without_keys(uplink)
-        self._uplink = UplinkBudget(uplink, clock(), self._waits)
-        self._opens = CallBudget(self._open_limits, clock())
+            uplink = budgets.without_keys(uplink)
+        self._uplink = budgets.UplinkBudget(uplink, clock(), self._waits)
+        self._opens = budgets.CallBudget(self._open_limits, clock())
         self._questions = callers.CallLine(self._info_limits, clock)
         self._lending = callers.CallLine(callers.TOKENIZER_LIMITS, clock)
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -446,7 +427,8 @@ class GrpcServer:
 
         beside = callers.SideServices(SERVICE, self._questions)
         server = grpc.aio.server(
-            options=server_options(self._limits, Keepalive()), interceptors=(beside,)
+            options=grpc_calls.server_options(self._limits, grpc_calls.Keepalive()),
+            interceptors=(beside,),
         )
         # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
         handlers: Any = {
@@ -494,11 +476,11 @@ class GrpcServer:
             await self._authenticator.turn_away(context)
         await self._lending.turn(context, credential)
         if isinstance(self._texts, str):
-            await abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
+            await grpc_calls.abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
         try:
             return self._texts.answer(request)
         except (ProtocolViolation, TextFileError) as error:
-            await abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await grpc_calls.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     @property
     def stream_count(self) -> int:
@@ -547,12 +529,12 @@ class GrpcServer:
             await self._authenticator.turn_away(
                 context, lambda fault: encode_downlink(fault, self._limits)
             )
-        peer = callers.caller(host := peer_address(address), credential)
+        peer = callers.caller(host := grpc_calls.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(m.FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
             await self._refusals.hold(peer)
-            await abort_call(
+            await grpc_calls.abort_call(
                 context,
                 _STATUS[m.FaultCode.OVERLOADED],
                 f"{text}{self._max_peer_calls}",
@@ -606,7 +588,7 @@ class GrpcServer:
                 fault.message[:_MAX_DETAILS],
                 callers.retry_metadata(fault.retry_after_s),
             )
-            await abort_call(context, _STATUS[fault.code], details, advice)
+            await grpc_calls.abort_call(context, _STATUS[fault.code], details, advice)
 
     async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""
@@ -628,7 +610,7 @@ class GrpcServer:
             return m.Fault(m.FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
             self._in_line.add(stream)
-            self._waits(Wait.LINE, wait_s)
+            self._waits(budgets.Wait.LINE, wait_s)
             try:
                 await stream.over(wait_s)
             finally:
