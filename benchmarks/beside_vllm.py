@@ -104,9 +104,9 @@ def native(arm: str, options: argparse.Namespace) -> tuple[Measure, str]:
 def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
     from edgespec.core.ports import ModelInfo, PassRequest
     from edgespec.core.protocol.sampling import SamplingParams
-    from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
-    from edgespec.verifier.engines.vllm.loading import check_install
-    from edgespec.verifier.engines.vllm.target import VllmTarget
+    from edgespec.verifier.vllm.core import VllmCore, VllmOptions
+    from edgespec.verifier.vllm.loading import check_install
+    from edgespec.verifier.vllm.target import VllmTarget
 
     version = check_install()
     room = options.context + 8 * (options.passes + WARM_UP) + 64

@@ -79,7 +79,7 @@ CORE, SAMPLING, CONFIG, TELEMETRY, MODELS, WIRE = named(
 )
 DEVICE, VERIFIER, ENDPOINT, BENCH, TRAINING = named("device verifier endpoint bench training")
 DRAFTERS, EXPORT, TARGETS = named("device.drafters device.export verifier.targets")
-VLLM = f"{VERIFIER}.engines.vllm"
+VLLM = f"{VERIFIER}.vllm"
 FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
 BELOW = (CORE, SAMPLING, CONFIG, TELEMETRY)
 ENDS = (*BELOW, MODELS, WIRE)

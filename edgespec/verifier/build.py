@@ -27,7 +27,7 @@ from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.daemon import Verifier
-from edgespec.verifier.engines.vllm.loading import vllm_target
+from edgespec.verifier.vllm.loading import vllm_target
 from edgespec.wire.access import ServerAccess
 from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedTexts
 

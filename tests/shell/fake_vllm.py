@@ -15,7 +15,7 @@ from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import ModelInfo, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
-from edgespec.verifier.engines.vllm.target import Stepped, VllmTarget, Wanted
+from edgespec.verifier.vllm.target import Stepped, VllmTarget, Wanted
 
 CONTEXT_LENGTH = 4096
 

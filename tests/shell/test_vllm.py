@@ -46,24 +46,24 @@ from edgespec.core.protocol.work import score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
-from edgespec.verifier.engines.vllm import core as core_module
-from edgespec.verifier.engines.vllm import loading
-from edgespec.verifier.engines.vllm.core import (
+from edgespec.verifier.vllm import core as core_module
+from edgespec.verifier.vllm import loading
+from edgespec.verifier.vllm.core import (
     VllmCore,
     VllmOptions,
     bounded,
     read_speculation,
     refuse_recurrent,
 )
-from edgespec.verifier.engines.vllm.loading import (
+from edgespec.verifier.vllm.loading import (
     check_install,
     refuse_our_flags,
     self_test,
     served_adapters,
     split_adapters,
 )
-from edgespec.verifier.engines.vllm.target import KnownText, Stepped, VllmTarget, Wanted
-from edgespec.verifier.engines.vllm.worker import (
+from edgespec.verifier.vllm.target import KnownText, Stepped, VllmTarget, Wanted
+from edgespec.verifier.vllm.worker import (
     EXTRA,
     NoProposer,
     WorkerExtension,
@@ -675,7 +675,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     scheduler: Any = ModuleType("vllm.v1.core.sched.scheduler")
     scheduler.Scheduler = _Scheduler
     monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.scheduler", scheduler)
-    ours = "edgespec.verifier.engines.vllm.scheduler"
+    ours = "edgespec.verifier.vllm.scheduler"
     sys.modules.pop(ours, None)
     yield
     sys.modules.pop(ours, None)
@@ -921,7 +921,7 @@ def _queued(name: str, missing: int = 1) -> Any:
 
 
 def _scheduler() -> Any:
-    return importlib.import_module("edgespec.verifier.engines.vllm.scheduler").DraftScheduler()
+    return importlib.import_module("edgespec.verifier.vllm.scheduler").DraftScheduler()
 
 
 def _names(requests: list[Any]) -> list[str]:

@@ -28,9 +28,9 @@ from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.device.build import build_agent
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.verifier.build import load_target
-from edgespec.verifier.engines.vllm.core import VllmCore, VllmOptions
-from edgespec.verifier.engines.vllm.loading import check_install, self_test
-from edgespec.verifier.engines.vllm.target import VllmTarget
+from edgespec.verifier.vllm.core import VllmCore, VllmOptions
+from edgespec.verifier.vllm.loading import check_install, self_test
+from edgespec.verifier.vllm.target import VllmTarget
 from tests.shell.live_verifier import ready, serving, start
 from tests.shell.test_end_to_end import collect, tokens
 

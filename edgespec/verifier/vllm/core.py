@@ -19,10 +19,10 @@ from typing import Any, Final
 from edgespec.config.common import SetupError
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.verifier.engines.vllm.target import Adapter, Stepped, Wanted
+from edgespec.verifier.vllm.target import Adapter, Stepped, Wanted
 
 MAX_DRAFTS: Final = 15
-_HERE: Final = "edgespec.verifier.engines.vllm"
+_HERE: Final = "edgespec.verifier.vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class VllmCore:
         from vllm import SamplingParams as VllmParams
         from vllm.v1.engine import EngineCoreRequest
 
-        from edgespec.verifier.engines.vllm.worker import EXTRA, arguments_of
+        from edgespec.verifier.vllm.worker import EXTRA, arguments_of
 
         self._count += 1
         name = self._ids[key] = str(self._count)
@@ -234,7 +234,7 @@ def _core(config: Any) -> Any:
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    from edgespec.verifier.engines.vllm.worker import run_worker
+    from edgespec.verifier.vllm.worker import run_worker
 
     # A process that serves has threads, and a fork of it may hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

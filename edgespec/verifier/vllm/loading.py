@@ -23,7 +23,7 @@ from edgespec.models.folders import (
     resolve_model,
     weights_fingerprint,
 )
-from edgespec.verifier.engines.vllm.target import Adapter, VllmTarget
+from edgespec.verifier.vllm.target import Adapter, VllmTarget
 
 # A flag of vLLM's server and not of its engine, so it is read here.
 FLAG: Final = "--lora-modules"
@@ -245,7 +245,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     info = model_info(folder)
     weights = weights_fingerprint(folder, info.vocabulary)
     _quiet(config.log_level)
-    from edgespec.verifier.engines.vllm.core import MAX_DRAFTS, VllmCore, VllmOptions
+    from edgespec.verifier.vllm.core import MAX_DRAFTS, VllmCore, VllmOptions
 
     core = VllmCore(
         VllmOptions(

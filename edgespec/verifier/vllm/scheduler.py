@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from edgespec.verifier.engines.vllm.target import Wanted
+from edgespec.verifier.vllm.target import Wanted
 
 
 class DraftScheduler(Scheduler):  # type: ignore[misc]
