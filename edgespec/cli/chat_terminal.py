@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -150,11 +151,6 @@ def _bindings() -> KeyBindings:
 def silent_keyboard() -> Iterator[None]:
     """Keys are not echoed while nobody asks for them: they would stand in the middle of what is
     drawn. What is typed waits for the next message; Ctrl-C works."""
-    try:
-        import termios
-    except ImportError:
-        yield
-        return
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
     silent = [*before]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,9 +24,6 @@ from edgespec.wire.access import (
     new_key,
     save_keys,
 )
-
-if sys.platform != "win32":
-    import fcntl
 
 File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file of keys")]
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]
@@ -125,8 +122,7 @@ def _alone(file: Path) -> Iterator[None]:
         yield
         return
     try:
-        if sys.platform != "win32":
-            fcntl.flock(folder, fcntl.LOCK_EX)
+        fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)

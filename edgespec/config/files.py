@@ -8,7 +8,6 @@ import contextlib
 import io
 import os
 import stat
-import sys
 import tempfile
 from pathlib import Path
 
@@ -52,8 +51,6 @@ def _given_away(handle: int, path: Path, mode: int) -> int:
     except FileNotFoundError:
         return mode
     kept = stat.S_IMODE(before.st_mode) & _PERMISSIONS
-    if sys.platform == "win32":
-        return kept
     for owner in (before.st_uid, -1):
         with contextlib.suppress(OSError):  # not permitted, or unknown to a container
             os.chown(handle, owner, before.st_gid)

@@ -312,8 +312,7 @@ def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
 
 
 def _biases(fields: Fields) -> dict[int, float]:
-    if len(fields.data) > MAX_BIASES:
-        count = len(fields.data)
+    if (count := len(fields.data)) > MAX_BIASES:
         raise invalid("logit_bias", f"logit_bias has {count} keys, but at most {MAX_BIASES}")
     biases: dict[int, float] = {}
     for name in fields.data:

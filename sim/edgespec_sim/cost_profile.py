@@ -47,12 +47,8 @@ class TimeLaw:
         rows = [row for row, _ in self.table]
         if rows != sorted(set(rows)) or not all(map(math.isfinite, rows)):
             raise ProfileError(f"the rows of a time law must increase, but are {rows}")
-        for value in (
-            *(seconds for _, seconds in self.table),
-            self.context_s,
-            self.session_s,
-            *self.spread,
-        ):
+        seconds = [one for _, one in self.table]
+        for value in (*seconds, self.context_s, self.session_s, *self.spread):
             if not 0.0 <= value < math.inf:
                 raise ProfileError(f"a time law holds {value}, but must be finite and at least 0")
         if list(self.spread) != sorted(self.spread):
