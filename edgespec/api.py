@@ -12,13 +12,7 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from typing import Any, Self, TypeVar
 
-from edgespec.config import (
-    DEFAULT_ADDRESS,
-    AgentConfig,
-    DraftSection,
-    PolicySection,
-    load_config,
-)
+from edgespec.config import DEFAULT_ADDRESS, AgentConfig, DraftSection, PolicySection, load_config
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import TokenKind
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY
@@ -27,12 +21,7 @@ from edgespec.core.protocol.constraint import Constraint, ConstraintError, Const
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
-from edgespec.device.agent import (
-    Agent,
-    Chunk,
-    GenerationError,
-    GenerationStats,
-)
+from edgespec.device.agent import Agent, Chunk, GenerationError, GenerationStats
 from edgespec.device.build import LOOKUP, NONE, build_agent
 
 __all__ = [
@@ -168,12 +157,7 @@ class SyncAgent:
         Raises ``GenerationError`` as ``Agent.generate`` does.
         """
         text = self._agent.generate(
-            prompt,
-            sampling,
-            logprobs=logprobs,
-            conversation=conversation,
-            model=model,
-            rule=rule,
+            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model, rule=rule
         )
         reader = _Reader(text)
         try:

@@ -17,13 +17,7 @@ from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError, load_config
 from edgespec.config.common import needs
-from edgespec.wire.access import (
-    KeyEntry,
-    KeyFile,
-    load_keys,
-    new_key,
-    save_keys,
-)
+from edgespec.wire.access import KeyEntry, KeyFile, load_keys, new_key, save_keys
 
 File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file of keys")]
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]

@@ -107,14 +107,9 @@ async def _demo(
         await greet(config)
         plain, drafted = Arm("target only"), Arm("with drafts")
         plain_config = replace(
-            config,
-            draft=DraftSection(model=NONE),
-            tokenizer=tokenizer_reference(config),
+            config, draft=DraftSection(model=NONE), tokenizer=tokenizer_reference(config)
         )
-        async with (
-            build_agent(plain_config) as streaming,
-            build_agent(config, say=say) as drafting,
-        ):
+        async with build_agent(plain_config) as streaming, build_agent(config, say=say) as drafting:
             for text in prompts:
                 for arm, agent in ((plain, streaming), (drafted, drafting)):
                     console.rule(f"[bold]{arm.name}[/]", align="left", style="dim")

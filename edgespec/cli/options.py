@@ -134,9 +134,7 @@ _SET_KEYS = option(
     "Set any key; --help-all prints them all", "--set", panel=SETTINGS, metavar="KEY=VALUE"
 )
 _HELP_ALL = option(
-    "Print every setting, explained, as a file for --config, and stop",
-    "--help-all",
-    panel=SETTINGS,
+    "Print every setting, explained, as a file for --config, and stop", "--help-all", panel=SETTINGS
 )
 
 

@@ -58,12 +58,7 @@ from edgespec.telemetry.verifier_counts import (
     Watch,
     log_stream,
 )
-from edgespec.verifier.build import (
-    build_verifier,
-    load_server_drafter,
-    load_target,
-    target_mode,
-)
+from edgespec.verifier.build import build_verifier, load_server_drafter, load_target, target_mode
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import ServerAccess
 

@@ -268,12 +268,7 @@ class EndpointServer:
     ``most`` connections; None: ``most_connections()``."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        app: ASGIApp,
-        listener: socket.socket,
-        *,
-        most: int | None = None,
+        self, endpoint: Endpoint, app: ASGIApp, listener: socket.socket, *, most: int | None = None
     ) -> None:
         self._endpoint, self._listener = endpoint, listener
         self.port = int(listener.getsockname()[1])

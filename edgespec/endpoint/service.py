@@ -42,13 +42,7 @@ from edgespec.endpoint.request_json import (
     no_such_model,
     unavailable,
 )
-from edgespec.endpoint.requests import (
-    Request,
-    chat_request,
-    completion_request,
-    seed_of,
-    token_ids,
-)
+from edgespec.endpoint.requests import Request, chat_request, completion_request, seed_of, token_ids
 from edgespec.endpoint.responses import ResponseEnvelope, as_chat
 from edgespec.endpoint.tool_calls import MARKS, MarkedText, ToolReader, forced_call, tool_format
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError

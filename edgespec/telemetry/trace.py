@@ -21,17 +21,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import (
-    Any,
-    Final,
-    Protocol,
-    Self,
-    TextIO,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Final, Protocol, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 TOKEN_FIELDS: Final = frozenset("tokens prompt committed feed text targets stop_token_ids".split())
 """Sequences of token ids, under these names in the core's classes."""

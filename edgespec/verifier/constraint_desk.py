@@ -15,11 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from edgespec.core.protocol.constraint import (
-    ConstrainedText,
-    ConstraintBusyError,
-    ConstraintError,
-)
+from edgespec.core.protocol.constraint import ConstrainedText, ConstraintBusyError, ConstraintError
 from edgespec.core.protocol.messages import Fault, FaultCode, Open
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.models.grammar import GrammarReader, ReadConstraint

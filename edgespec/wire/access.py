@@ -41,13 +41,7 @@ from edgespec.config.common import DeviceTlsSection, host_of, is_loopback, needs
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
 from edgespec.config.loading import dump_config, load_config
 from edgespec.core.protocol.checks import check_limits, limited
-from edgespec.core.verifier.credential import (
-    DIGEST_BYTES,
-    Credential,
-    KeyChanges,
-    KeyRing,
-    digest,
-)
+from edgespec.core.verifier.credential import DIGEST_BYTES, Credential, KeyChanges, KeyRing, digest
 
 if TYPE_CHECKING:
     import grpc

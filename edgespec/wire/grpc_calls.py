@@ -37,9 +37,7 @@ class ShieldedCall(Generic[_T]):
         return self._task is not None
 
     def begin(
-        self,
-        operation: Coroutine[Any, Any, _T],
-        ended: Callable[[BaseException | None], None],
+        self, operation: Coroutine[Any, Any, _T], ended: Callable[[BaseException | None], None]
     ) -> None:
         """Start ``operation``, for which nobody need wait; ``ended`` hears what it raised, None
         for a good end. None may be under way."""

@@ -117,10 +117,7 @@ class TokenizerFetch:
     """``ask`` makes the calls, ``who`` names the verifier in errors."""
 
     def __init__(
-        self,
-        ask: Ask,
-        who: str,
-        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        self, ask: Ask, who: str, pause: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
         self._ask_once, self._who, self._pause = ask, who, pause
 

@@ -23,13 +23,7 @@ import torch
 from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
-from edgespec.sampling.tensors import (
-    SampleBlock,
-    TextCounts,
-    choose_tokens,
-    is_plain,
-    score_passes,
-)
+from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, is_plain, score_passes
 
 EXTRA = "edgespec"
 """Under this name a request's ``extra_args`` say how to choose its tokens."""
