@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from edgespec.core import ports
 from edgespec.core.protocol import messages as m
@@ -85,7 +85,7 @@ class Backlog:
 
 
 _LOG = logging.getLogger(__name__)
-
+_T = TypeVar("_T")
 SequenceWork = ee.OpenSequence | ee.CloseSequence | ee.KeepNodes
 
 
@@ -463,8 +463,7 @@ class Verifier:
         for action in rest:
             self._do(action)
         if self._worker.queued and not self.engine.running:
-            work = self._worker.submit(())
-            work.add_done_callback(self._on_work_done, context=self._context)
+            self._then(self._worker.submit(()), self._on_work_done)
         self._arm()
 
     def _do(self, action: ee.EngineAction) -> None:
@@ -476,14 +475,11 @@ class Verifier:
             case ee.OpenSequence() | ee.CloseSequence() | ee.KeepNodes():
                 self._worker.queued.append(action)
             case ee.RunBatch(requests, draft_steps):
-                running = self._worker.submit(requests, draft_steps)
-                running.add_done_callback(self._on_pass_done, context=self._context)
+                self._then(self._worker.submit(requests, draft_steps), self._on_pass_done)
             case ee.RunDrafts():
-                drafting = self._worker.draft(action)
-                drafting.add_done_callback(self._on_drafts_done, context=self._context)
+                self._then(self._worker.draft(action), self._on_drafts_done)
             case ee.RunProbe(request):
-                probe = self._worker.probe(request)
-                probe.add_done_callback(self._on_probe_done, context=self._context)
+                self._then(self._worker.probe(request), self._on_probe_done)
             case ee.ReportFailure(_, details, stream):
                 whose = {"request_id": self._requests.get(stream or 0, "-")}
                 _LOG.error("a session failed and was ended:\n%s", details, extra=whose)
@@ -495,21 +491,21 @@ class Verifier:
             case _:
                 assert_never(action)
 
+    def _then(self, work: asyncio.Future[_T], tell: Callable[[asyncio.Future[_T]], None]) -> None:
+        """What came of the target's work, for no stream in particular."""
+        work.add_done_callback(
+            lambda done: None if done.cancelled() else tell(done), context=self._context
+        )
+
     def _on_drafts_done(self, done: asyncio.Future[ee.DraftsDone]) -> None:
-        if done.cancelled():
-            return
-        error = done.exception()
-        if error is None:
+        if (error := done.exception()) is None:
             self._handle(done.result())
         else:
             _LOG.error("the verifier's draft model failed", exc_info=error)
             self._handle(ee.DraftsFailed(f"{type(error).__name__}: {error}"))
 
     def _on_pass_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
-        if done.cancelled():
-            return
-        error = done.exception()
-        if error is None:
+        if (error := done.exception()) is None:
             self._known_blocked |= self._blocked
             self._handle(replace(done.result(), behind=tuple(self._blocked)))
         elif isinstance(error, ports.CapacityError):
@@ -524,15 +520,14 @@ class Verifier:
             self._handle(ee.BatchFailed(f"{type(error).__name__}: {error}", culprit=culprit))
 
     def _on_work_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
+        if (error := done.exception()) is not None:
             lost = isinstance(error, ports.TargetLostError)
             self.fail(str(error) if lost else f"the target's thread failed: {error}")
 
     def _on_probe_done(self, done: asyncio.Future[None]) -> None:
-        if not done.cancelled():
-            error = done.exception()
-            why = None if error is None else f"{type(error).__name__}: {error}"
-            self._handle(ee.ProbeDone(why))
+        error = done.exception()
+        why = None if error is None else f"{type(error).__name__}: {error}"
+        self._handle(ee.ProbeDone(why))
 
     def _arm(self) -> None:
         """One timer, at the engine's deadline or before: deadlines move at every event, mostly
