@@ -102,9 +102,10 @@ def native(arm: str, options: argparse.Namespace) -> tuple[Measure, str]:
 
 
 def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
+    from edgespec.config import LimitsSection, VerifierConfig
     from edgespec.core.ports import ModelInfo, PassRequest
     from edgespec.core.protocol.sampling import SamplingParams
-    from edgespec.verifier.vllm.core import VllmCore, VllmOptions
+    from edgespec.verifier.vllm.core import VllmCore
     from edgespec.verifier.vllm.loading import check_install
     from edgespec.verifier.vllm.target import VllmTarget
 
@@ -112,15 +113,9 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
     room = options.context + 8 * (options.passes + WARM_UP) + 64
     flags = [*(options.flags or ["--enforce-eager"]), "--distributed-executor-backend", "uni"]
     flags += ["--kv-cache-memory-bytes", str(_cache_bytes(options, 2 * room))]
-    core = VllmCore(
-        VllmOptions(
-            str(options.model),
-            dtype=options.dtype,
-            max_model_len=2 * room,
-            max_sessions=options.most_sessions,
-            flags=tuple(flags),
-        )
-    )
+    limits = LimitsSection(max_sessions=options.most_sessions)
+    config = VerifierConfig(dtype=options.dtype, max_model_len=2 * room, limits=limits)
+    core = VllmCore(str(options.model), config, flags)
     size = int(_config(options)["vocab_size"])
     target = VllmTarget(core, ModelInfo(VLLM, "", size, core.context_length), 64)
     runner = core._core.model_executor.driver_worker.worker.model_runner

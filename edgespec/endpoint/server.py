@@ -20,7 +20,6 @@ import hmac
 import resource
 import socket
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import h11
@@ -119,25 +118,12 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", errors="surrogateescape")).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """``most`` connections; a request's head has to arrive within ``head_within_s``, and of what
-    waits to be read some has to leave within ``write_within_s``."""
-
-    most: int
-    head_within_s: float
-    write_within_s: float
-
-    @property
-    def look_s(self) -> float:
-        shortest = min(self.head_within_s, self.write_within_s)
-        return min(shortest / _LOOKS, _LONGEST_LOOK_S)
-
-
 class WatchedConnection(H11Protocol):
-    """One of them; ``limits`` are a subclass's."""
+    """One of ``most`` connections; the ``settings`` say within which time a request's head has to
+    arrive, and some of what waits to be read has to leave. Both are a subclass's."""
 
-    limits: ClassVar[ConnectionLimits]
+    most: ClassVar[int]
+    settings: ClassVar[EndpointSection]
     _since = 0.0
     """When it began to wait for what it waits for, or answered last."""
     _waited: int | None = None
@@ -149,7 +135,7 @@ class WatchedConnection(H11Protocol):
         self._whole = transport
         super().connection_made(_ClosesInOrder(transport, self))  # type: ignore[arg-type]
         self._since = self.loop.time()
-        self._timer = self.loop.call_later(self.limits.look_s, self._look)
+        self._look()
         if not self._has_room():
             self.app = _refuse
 
@@ -191,18 +177,20 @@ class WatchedConnection(H11Protocol):
         if waits is None or waits != self._waited:
             self._since = now if waits != 0 else self._since
             self._waited = waits
-        within_s = self.limits.write_within_s if waits else self.limits.head_within_s
+        head_s, write_s = self.settings.body_within_s, self.settings.write_within_s
+        within_s = write_s if waits else head_s
         if waits is not None and now - self._since >= within_s:
             self.transport.abort()
             return
-        self._timer = self.loop.call_later(self.limits.look_s, self._look)
+        look_s = min(min(head_s, write_s) / _LOOKS, _LONGEST_LOOK_S)
+        self._timer = self.loop.call_later(look_s, self._look)
 
     def _has_room(self) -> bool:
         """Whether this connection is within the limit, if need be because another one is let go:
         the one that has asked nothing for longest. Those that are going already leave room."""
         every = (one for one in self.connections if isinstance(one, WatchedConnection))
         stay = [one for one in every if not one._going]
-        if len(stay) <= self.limits.most:
+        if len(stay) <= self.most:
             return True
         others = [one for one in stay if one is not self and one.idle]
         if not others:
@@ -272,13 +260,10 @@ class EndpointServer:
     ) -> None:
         self._endpoint, self._listener = endpoint, listener
         self.port = int(listener.getsockname()[1])
-        settings = endpoint.settings
-        limits = ConnectionLimits(
-            most or most_connections(), settings.body_within_s, settings.write_within_s
-        )
+        bounds = {"most": most or most_connections(), "settings": endpoint.settings}
         config = uvicorn.Config(
             app,
-            http=type("Connection", (WatchedConnection,), {"limits": limits}),
+            http=type("Connection", (WatchedConnection,), bounds),
             ws="none",
             lifespan="off",
             log_config=None,

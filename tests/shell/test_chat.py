@@ -231,7 +231,7 @@ def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
             raise errors.pop()
         shown.parts.append("word")
 
-    monkeypatch.setattr(chat, "stream", away_twice)
+    monkeypatch.setattr("edgespec.cli.device.stream", away_twice)
     found = talk(runner, SlowAgent(), "", "a question", "", "", "", "two")
     assert found == ["a question", "word", "two", "word"]
     assert capsys.readouterr().err.count("(an empty line sends your message again)") == 2

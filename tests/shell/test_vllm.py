@@ -50,7 +50,6 @@ from edgespec.verifier.vllm import core as core_module
 from edgespec.verifier.vllm import loading
 from edgespec.verifier.vllm.core import (
     VllmCore,
-    VllmOptions,
     bounded,
     read_speculation,
     refuse_recurrent,
@@ -449,7 +448,7 @@ class _StartedCore(FakeVllm):
     own_drafts, speculator = 2, "ngram"
     shut = 0
 
-    def __init__(self, options: VllmOptions) -> None:
+    def __init__(self, *_: object) -> None:
         super().__init__()
 
     def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:

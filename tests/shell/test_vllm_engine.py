@@ -28,7 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.device.build import build_agent
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.verifier.build import load_target
-from edgespec.verifier.vllm.core import VllmCore, VllmOptions
+from edgespec.verifier.vllm.core import VllmCore
 from edgespec.verifier.vllm.loading import check_install, self_test
 from edgespec.verifier.vllm.target import VllmTarget
 from tests.shell.live_verifier import ready, serving, start
@@ -203,7 +203,7 @@ def test_models_with_recurrent_layers_are_refused(kind: str, tmp_path: Path) -> 
     config.architectures = [f"{kind}ForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(SetupError, match=f"{kind}ForCausalLM has recurrent layers"):
-        VllmCore(VllmOptions(str(tmp_path), max_model_len=128, flags=SMALL))
+        VllmCore(str(tmp_path), VerifierConfig(max_model_len=128), SMALL)
 
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's own, which is loaded in this process
@@ -211,7 +211,7 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.Monke
     """vLLM has booked the rows of such a step, and would let others share them by prefix."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     flags = (*SMALL, "--block-size", "32", "--distributed-executor-backend", "uni")
-    core = VllmCore(VllmOptions(str(resolve_model("bundled", Role.TARGET)), flags=flags))
+    core = VllmCore(str(resolve_model("bundled", Role.TARGET)), VerifierConfig(), flags)
     info = model_info(resolve_model("bundled", Role.TARGET))
     target = VllmTarget(core, info, 8, max_nodes=core.max_drafts, max_rows=core.max_rows)
     runner = core._core.model_executor.driver_worker.worker.model_runner
@@ -402,7 +402,7 @@ def speculating(
         patched.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patched.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         patched.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        core = VllmCore(VllmOptions(str(folder), max_model_len=256, flags=flags))
+        core = VllmCore(str(folder), VerifierConfig(max_model_len=256), flags)
         yield (
             request.param,
             VllmTarget(

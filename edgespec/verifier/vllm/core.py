@@ -11,47 +11,42 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.verifier.vllm.target import Adapter, Stepped, Wanted
 
 MAX_DRAFTS: Final = 15
 _HERE: Final = "edgespec.verifier.vllm"
 
 
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    model: str
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_sessions: int = 64
-    max_drafts: int = MAX_DRAFTS
-    """The longest chain of a pass, in tokens."""
-    share_prefixes: bool = True
-    """May a session use what another has computed? vLLM knows no sharing among some."""
-    flags: tuple[str, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
-
-
 class VllmCore:
-    """Loads the model. Raises ``SetupError`` when vLLM refuses a flag or the model."""
+    """Loads the folder ``model`` as ``settings`` say, with vLLM's own ``flags``. Raises
+    ``SetupError`` when vLLM refuses a flag or the model."""
 
-    def __init__(self, options: VllmOptions) -> None:
+    def __init__(
+        self,
+        model: str,
+        settings: VerifierConfig,
+        flags: Sequence[str] = (),
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
         self._ids: dict[str, str] = {}
         self._count = 0
-        config, self.own_drafts = _config(options)
+        max_drafts = min(MAX_DRAFTS, settings.limits.max_nodes_per_pass)
+        config, self.own_drafts = _config(model, settings, flags, len(adapters), max_drafts)
         self.speculator = str(config.speculative_config.method)
         self.context_length = int(config.model_config.max_model_len)
         quantised = config.model_config.quantization
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.number_format = f"{dtype}-{quantised}" if quantised else dtype
-        self.max_drafts = max(options.max_drafts, self.own_drafts)
+        self.max_drafts = max(max_drafts, self.own_drafts)
         self._core = _core(config)
         atexit.register(self.shut_down)
         try:
@@ -59,7 +54,7 @@ class VllmCore:
         except Exception as error:  # vLLM has no exception of its own for this either
             self.shut_down()
             raise SetupError(f"vLLM's workers do not take our sampling: {error}") from error
-        self._adapters = self._loaded(options.adapters)
+        self._adapters = self._loaded(adapters)
         self._scheduler = self._core.scheduler
         self.max_rows = int(self._scheduler.max_num_scheduled_tokens)
 
@@ -156,7 +151,9 @@ class VllmCore:
             self._core.shutdown()
 
 
-def _config(options: VllmOptions) -> tuple[Any, int]:
+def _config(
+    model: str, settings: VerifierConfig, flags: Sequence[str], adapters: int, max_drafts: int
+) -> tuple[Any, int]:
     """vLLM's own, and how many tokens a speculator of its own is to propose at most."""
     try:
         from vllm.engine.arg_utils import EngineArgs
@@ -169,12 +166,14 @@ def _config(options: VllmOptions) -> tuple[Any, int]:
         ) from error
 
     # ``auto`` is float32 on a CPU, as with the engine of this project, so that texts agree.
-    dtype = "float32" if options.dtype == "auto" and current_platform.is_cpu() else options.dtype
+    auto = "float32" if current_platform.is_cpu() else "auto"
+    limits = settings.limits
     ours = {
-        "model": options.model,
-        "dtype": dtype,
-        "max_num_seqs": options.max_sessions + 1,
-        "enable_prefix_caching": options.share_prefixes,
+        "model": model,
+        "dtype": auto if settings.dtype == "auto" else settings.dtype,
+        "max_num_seqs": limits.max_sessions + 1,
+        # It knows no sharing among some.
+        "enable_prefix_caching": limits.share_prefixes is SharePrefixes.ALL,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
         "scheduler_cls": f"{_HERE}.scheduler.DraftScheduler",
@@ -183,36 +182,32 @@ def _config(options: VllmOptions) -> tuple[Any, int]:
         "spec_model": None,
         "spec_tokens": None,
     }
-    if options.adapters:
+    if adapters:
         # All of them may be in one step; and the last place stays empty, since vLLM's kernels for
         # CPUs take what is there for rows without an adapter (vllm-project/vllm pull 48421).
-        ours |= {"enable_lora": True, "max_loras": len(options.adapters) + 1}
-    if options.max_model_len is not None:
-        ours["max_model_len"] = options.max_model_len
+        ours |= {"enable_lora": True, "max_loras": adapters + 1}
+    if settings.max_model_len is not None:
+        ours["max_model_len"] = settings.max_model_len
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's flags"))
     try:
-        given = parser.parse_args(list(options.flags))
+        given = parser.parse_args(list(flags))
     except SystemExit:  # argparse has said why
-        raise SetupError(f"vLLM does not take the flags {' '.join(options.flags)}") from None
+        raise SetupError(f"vLLM does not take the flags {' '.join(flags)}") from None
     speculation = read_speculation(
         given.speculative_config, given.spec_method, given.spec_model, given.spec_tokens
     )
     ours["speculative_config"] = (
-        {
-            "method": "custom_class",
-            "model": f"{_HERE}.worker.NoProposer",
-            TOKENS: options.max_drafts,
-        }
+        {"method": "custom_class", "model": f"{_HERE}.worker.NoProposer", TOKENS: max_drafts}
         if speculation is None
-        else bounded(speculation, options.max_drafts)
+        else bounded(speculation, max_drafts)
     )
     for name, value in ours.items():  # first of all the model: vLLM looks for its default one
         setattr(given, name, value)
     try:
         config = EngineArgs.from_cli_args(given).create_engine_config()
     except Exception as error:  # vLLM has no exception of its own for this
-        raise SetupError(f"vLLM refuses {options.model}: {error}") from error
-    refuse_recurrent(options.model, config.model_config)
+        raise SetupError(f"vLLM refuses {model}: {error}") from error
+    refuse_recurrent(model, config.model_config)
     if speculation is None:
         return config, 0
     refuse_method(config.speculative_config.method)  # which vLLM may have found out by itself

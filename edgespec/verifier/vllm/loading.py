@@ -15,7 +15,6 @@ from edgespec.config.common import SetupError
 from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.messages import MAX_ADAPTERS
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits
-from edgespec.core.verifier.block_ledger import SharePrefixes
 from edgespec.models.folders import (
     Role,
     adapter_fingerprint,
@@ -245,20 +244,9 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     info = model_info(folder)
     weights = weights_fingerprint(folder, info.vocabulary)
     _quiet(config.log_level)
-    from edgespec.verifier.vllm.core import MAX_DRAFTS, VllmCore, VllmOptions
+    from edgespec.verifier.vllm.core import VllmCore
 
-    core = VllmCore(
-        VllmOptions(
-            str(folder),
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            max_sessions=config.limits.max_sessions,
-            max_drafts=min(MAX_DRAFTS, config.limits.max_nodes_per_pass),
-            share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
-            flags=flags,
-            adapters=adapters,
-        )
-    )
+    core = VllmCore(str(folder), config, flags, adapters)
     served = ModelInfo(
         name,
         info.vocabulary,
