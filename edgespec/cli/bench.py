@@ -1,15 +1,13 @@
-"""`edgespec bench`: every way of splitting the work, on this machine, over the same link; and
-`edgespec profile`: what steps, passes and messages cost here, for the simulator.
+"""`edgespec bench`: every way of splitting the work, on this machine, over the same link.
 
-Both compose what ``edgespec.bench`` runs: the verifier as a child process, the drafter here, and
-gRPC between them, for the bench with the delays of each round-trip time in turn.
+It composes what ``edgespec.bench`` runs: the verifier as a child process, the drafter here, and
+gRPC between them, with the delays of each round-trip time in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, replace
 from itertools import chain
@@ -19,73 +17,25 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from edgespec.bench import report
 from edgespec.bench.arms import DEVICE_ARMS, Arm
 from edgespec.bench.measurement import LentDrafter
-from edgespec.bench.prompts import (
-    BUILT_IN,
-    DEFAULT_PROMPTS,
-    BenchPrompt,
-    Workload,
-    choose_workload,
-    read_prompts,
-)
-from edgespec.bench.report import (
-    BenchProgress,
-    Subject,
-    document,
-    footer,
-    origin,
-    summary_table,
-    tape_about,
-    verdict,
-    write_json,
-)
-from edgespec.bench.runner import (
-    BenchRunner,
-    BenchSettings,
-    Station,
-    parse_arms,
-    parse_rtts_ms,
-)
+from edgespec.bench.prompts import BUILT_IN, BenchPrompt, Workload, choose_workload, read_prompts
+from edgespec.bench.runner import BenchRunner, BenchSettings, Station, parse_arms, parse_rtts_ms
 from edgespec.bench.theory import TheoryRecorder, beside_theory, theory_lines, theory_table
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
 from edgespec.cli.running import Interrupted, reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
-from edgespec.config import (
-    AgentConfig,
-    ConfigError,
-    DraftSection,
-    LinkSection,
-    VerifierConfig,
-)
+from edgespec.config import AgentConfig, ConfigError, DraftSection, LinkSection, VerifierConfig
 from edgespec.core.ports import Drafter, ModelInfo
 from edgespec.core.protocol.messages import DraftTotals, VerifierInfo
+from edgespec.device import build
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
-from edgespec.device.build import (
-    LOOKUP,
-    NONE,
-    PromptTokenizer,
-    connect,
-    link_models,
-    load_drafter,
-    load_tokenizer,
-    text_tables,
-    tokenizer_reference,
-)
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
-from edgespec.telemetry.trace import TraceFile
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport, TrafficMeter
-from edgespec_sim.commands.profile_fit import (
-    fit_errors,
-    fit_profile,
-    read_lines,
-    run_workloads,
-    samples_of,
-    workloads,
-)
 from edgespec_sim.commands.record_tape import record_tape, tape_report
 from edgespec_sim.token_sources.match_tape import write_tape
 
@@ -172,7 +122,7 @@ def bench(
     By default the times of passes and draft steps are emulated; the tokens are real.
     """
     if draft_ms is None:  # no emulated model stands behind what is looked up
-        draft_ms = 0.0 if draft == LOOKUP else DEFAULTS.draft_ms
+        draft_ms = 0.0 if draft == build.LOOKUP else DEFAULTS.draft_ms
     if server_draft is None:  # what a device drafts with may be a graph without weights
         server_draft = draft if draft in (BUNDLED, TOY) else ""
     with reported():
@@ -249,7 +199,7 @@ class _Bench:
         self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
         self._prompts = _prompts(prompts)
         named = _BUILT_IN_NAMES.get(prompts, prompts)
-        self._subject = Subject(model, draft, server_draft, "", "", named, chat)
+        self._subject = report.Subject(model, draft, server_draft, "", "", named, chat)
         self._workload: Workload | None = None
         self._runner: BenchRunner | None = None
         self._drafts: DraftTotals | None = None
@@ -257,8 +207,10 @@ class _Bench:
     def execute(self, path: Path | None) -> int:
         """Run, print, write; the exit status."""
         draft = self._subject.draft
-        drafter = load_drafter(self._config, say=self._say)
-        if draft in (NONE, LOOKUP) and (self._tape_path is not None or self._with_theory):
+        drafter = build.load_drafter(self._config, say=self._say)
+        if draft in (build.NONE, build.LOOKUP) and (
+            self._tape_path is not None or self._with_theory
+        ):
             what = "compare" if self._with_theory else "tape"
             raise ValueError(f"draft is {draft!r}, so there is nothing to {what}")
         if drafter is None and any(arm.drafts for arm in self._settings.arms):
@@ -269,8 +221,8 @@ class _Bench:
             if self._with_theory and drafter is not None:
                 target = load_target(VerifierConfig(model=self._subject.model))
                 self._recorder = TheoryRecorder(target, drafter, self._settings.sampling)
-            tokenizer = load_tokenizer(tokenizer_reference(self._config))
-            with BenchProgress(self._stderr) as progress:
+            tokenizer = build.load_tokenizer(build.tokenizer_reference(self._config))
+            with report.BenchProgress(self._stderr) as progress:
                 run(self._measure(drafter, tokenizer, progress))
         except Interrupted as signalled:
             stopped_by = signalled.number
@@ -283,7 +235,10 @@ class _Bench:
         return 128 + stopped_by if stopped_by else FAILED * bool(mismatches or failure)
 
     async def _measure(
-        self, drafter: Drafter | None, tokenizer: PromptTokenizer, progress: BenchProgress
+        self,
+        drafter: Drafter | None,
+        tokenizer: build.PromptTokenizer,
+        progress: report.BenchProgress,
     ) -> None:
         settings = self._settings
         async with self._verifiers() as (plain, drafting):
@@ -294,13 +249,13 @@ class _Bench:
 
             def station(arm: Arm, options: AgentOptions, rtt_ms: float) -> Station:
                 meter = TrafficMeter()
-                up, down = link_models(LinkSection(rtt_ms=rtt_ms))
+                up, down = build.link_models(LinkSection(rtt_ms=rtt_ms))
                 # Also without delay: all arms and links go through the same code.
                 address = drafting if arm.on_server else plain
-                transport = ShapedTransport(connect(address), up, down, meter=meter)
+                transport = ShapedTransport(build.connect(address), up, down, meter=meter)
                 lent = LentDrafter(drafter) if drafter is not None and arm.drafts else None
                 encode, stream = tokenizer.encode, tokenizer.stream
-                options = replace(options, text=text_tables(self._config))
+                options = replace(options, text=build.text_tables(self._config))
                 return Station(Agent(transport, lent, encode, stream, options), meter)
 
             self._runner = runner = BenchRunner(settings, workload, station, progress)
@@ -308,7 +263,7 @@ class _Bench:
             if drafting:
                 self._drafts = (await told_by(drafting)).drafts
             if drafter is not None and (self._tape_path is not None or self._recorder):
-                about = tape_about(settings.sampling, self._subject.prompts)
+                about = report.tape_about(settings.sampling, self._subject.prompts)
                 texts, sampling = runner.references, settings.sampling
                 tape = await record_tape(
                     *(drafter, info.name, workload, texts, sampling, progress.say),
@@ -334,7 +289,7 @@ class _Bench:
                 drafting, _ = await stack.enter_async_context(verifier_process(arguments))
             yield plain, drafting
 
-    def _choose(self, info: ModelInfo, tokenizer: PromptTokenizer) -> Workload:
+    def _choose(self, info: ModelInfo, tokenizer: build.PromptTokenizer) -> Workload:
         chat = self._subject.chat
 
         def encode(text: str) -> list[int]:
@@ -358,7 +313,7 @@ class _Bench:
         """Print and write what there is; the number of mismatches."""
         runner = self._runner
         rows = runner.rows if runner else []
-        content = document(
+        content = report.document(
             ("edgespec", *sys.argv[1:]),
             self._settings,
             self._subject,
@@ -376,17 +331,17 @@ class _Bench:
         if self._recorder is not None and self._recorder.texts:
             content["theory"] = compared = beside_theory(self._recorder.texts)
         if path is not None:
-            write_json(path, content)
+            report.write_json(path, content)
         stdout = Console(width=None if sys.stdout.isatty() else 140)
         if rows:
-            stdout.print(summary_table(self._settings, rows))
+            stdout.print(report.summary_table(self._settings, rows))
         if compared is not None:
             stdout.print(theory_table(compared))
             for line in theory_lines(compared):
                 stdout.print(line, markup=False, highlight=False, soft_wrap=True)
-        for line in footer(content):
+        for line in report.footer(content):
             stdout.print(line, markup=False, highlight=False, soft_wrap=True)
-        mismatches, sentence = verdict(rows)
+        mismatches, sentence = report.verdict(rows)
         stdout.print(sentence, style="red" if mismatches else "green", highlight=False)
         if failure is not None:
             self._say(f"error: {failure}")
@@ -400,7 +355,7 @@ class _Bench:
 
 async def told_by(address: str) -> VerifierInfo:
     """What the verifier there says of itself."""
-    transport = connect(address)
+    transport = build.connect(address)
     try:
         return await transport.info()
     finally:
@@ -411,100 +366,3 @@ def _prompts(asked: str) -> Iterator[BenchPrompt]:
     """The first one is read at once: a wrong file is an error before anything is loaded."""
     prompts = iter(BUILT_IN[asked]) if asked in BUILT_IN else read_prompts(Path(asked))
     return chain([next(prompts)], prompts)
-
-
-# --- what everything costs, for the simulator ---------------------------------------------------
-
-DEVICE_TRACE, VERIFIER_TRACE = "device.jsonl", "verifier.jsonl"
-
-
-_OUT = option("Where the profile goes", "--out", "-o", metavar="FILE")
-_MODEL_HERE = option("Target, as of a verifier", envvar="EDGESPEC_MODEL")
-_DRAFT_HERE = option("Draft, as of a device", envvar="EDGESPEC_DRAFT")
-_SLOW_PASS = option("Emulate a slower target: time of a pass; 0: as it is")
-_SLOW_STEP = option("Emulate a slower draft: time of a step; 0: as it is")
-
-
-def profile(
-    out: Annotated[Path, _OUT] = Path("profile.json"),
-    model: Annotated[str, _MODEL_HERE] = "bundled",
-    draft: Annotated[str, _DRAFT_HERE] = "bundled",
-    pass_ms: Annotated[float, _SLOW_PASS] = 0.0,
-    draft_ms: Annotated[float, _SLOW_STEP] = 0.0,
-    quick: Annotated[bool, option("Faster: less of everything", "--quick")] = False,
-) -> None:
-    """Measure draft steps, target passes and messages, and write what they cost as a profile.
-
-    Runs the real models over a real connection on this machine, under a minute for the bundled
-    pair. The simulator replays a profile on any number of devices, links and verifiers.
-    """
-    with reported():
-        if out.is_dir():
-            raise ConfigError(f"out is {str(out)!r}, which is a folder, but must be a file")
-        stderr = Console(stderr=True)
-        drafter = load_drafter(AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms)))
-        if drafter is None or draft == LOOKUP:
-            raise ConfigError(f"draft is {draft!r}, but a profile needs one that drafts")
-        arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
-        with tempfile.TemporaryDirectory() as folder:
-            traces = Path(folder)
-            try:
-                run(_measure_costs(drafter, draft, arguments, traces, quick, stderr))
-            finally:
-                drafter.close()
-            name = f"{draft} drafting for {model}"
-            _write(traces / DEVICE_TRACE, traces / VERIFIER_TRACE, out, name, stderr)
-
-
-async def _measure_costs(
-    drafter: Drafter,
-    draft: str,
-    arguments: list[str],
-    traces: Path,
-    quick: bool,
-    stderr: Console,
-) -> None:
-    tokenizer = load_tokenizer(tokenizer_reference(AgentConfig(draft=DraftSection(model=draft))))
-    text = [token for prompt in DEFAULT_PROMPTS for token in tokenizer.encode(prompt.text)]
-    arguments = [*arguments, PLAIN_STREAMING, f"--set=trace={traces / VERIFIER_TRACE}"]
-    plan = workloads(quick)
-    with (
-        BenchProgress(stderr) as progress,
-        TraceFile(traces / DEVICE_TRACE) as tracer,
-    ):
-        async with verifier_process(arguments) as (address, _):
-
-            def open_agent(options: AgentOptions, *, drafts: bool) -> Agent:
-                lent = LentDrafter(drafter) if drafts else None
-                transport = connect(address)
-                encode, stream = tokenizer.encode, tokenizer.stream
-                return Agent(transport, lent, encode, stream, options, tracer=tracer)
-
-            context_length = (await told_by(address)).model.context_length
-            fits = min(context_length, drafter.info.context_length)
-            await run_workloads(plan, text, fits, open_agent, progress)
-
-
-def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
-    """Fit, write and show. Raises ``ProfileError``, ``OSError``."""
-    samples = samples_of(read_lines(device), read_lines(verifier))
-    found = fit_profile(samples, name, origin())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(found.to_json(), encoding="utf-8")
-    steps, passes = found.draft_step, found.target_pass
-    for what, law, mine in (
-        ("draft step", steps, samples.draft_steps),
-        ("target pass", passes, samples.passes),
-    ):
-        mean, worst = fit_errors(mine, law)
-        typer.echo(
-            f"{what}: {law.seconds(1) * 1e3:.2f} ms at one row and {law.context_s * 1e6:.2f} us for"
-            f" each cached token; misses the medians of {len(mine)} samples by {mean:.1%} on"
-            f" average, at worst by {worst:.1%}"
-        )
-    typer.echo(
-        f"a further session adds {passes.session_s * 1e3:.2f} ms to a pass; a message takes"
-        f" {found.message.seconds(1) * 1e3:.2f} ms, a stream opens in"
-        f" {found.connect_s * 1e3:.2f} ms"
-    )
-    stderr.print(f"written: {out}", markup=False, highlight=False, soft_wrap=True)

@@ -34,7 +34,7 @@ COMMANDS = {
     "export": "edgespec.cli.export:export",
     "distill": "edgespec.cli.distill:distill",
     "bench": "edgespec.cli.bench:bench",
-    "profile": "edgespec.cli.bench:profile",
+    "profile": "edgespec_sim.commands.profile:profile",
     "plan": "edgespec_sim.commands.plan:plan",
     "keys": "edgespec.cli.credentials:keys",
     "certs": "edgespec.cli.credentials:certs",

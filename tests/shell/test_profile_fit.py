@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec_sim.commands.profile_fit import Line, fit_errors, fit_profile, read_lines, samples_of
+from edgespec_sim.commands.profile import Line, fit_errors, fit_profile, read_lines, samples_of
 from edgespec_sim.cost_profile import ProfileError, read_profile
 
 DRAFT_S, DRAFT_ROW_S, DRAFT_CONTEXT_S = 4e-3, 5e-4, 2e-6

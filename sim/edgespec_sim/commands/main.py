@@ -12,7 +12,7 @@ COMMANDS = {
     "sweep": "edgespec_sim.commands.run:sweep",
     "report": "edgespec_sim.commands.run:report",
     "plan": "edgespec_sim.commands.plan:plan",
-    "profile": "edgespec.cli.bench:profile",
+    "profile": "edgespec_sim.commands.profile:profile",
     "trace": "edgespec_sim.commands.run:trace",
 }
 app = lazy_app("edgespec-sim", COMMANDS)

@@ -1,4 +1,4 @@
-"""From the traces of both sides of a run to the laws of its times.
+"""``edgespec profile``: from the traces of both sides of a run to the laws of its times.
 
 Theory of operation. Traces hold when each operation began and ended: a draft step from its
 ``StartStep`` to the next ``StepDone`` of the session, a pass from ``RunBatch`` to ``BatchDone``, a
@@ -22,15 +22,29 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+import typer
+from rich.console import Console
 
+from edgespec.bench import report
+from edgespec.bench.measurement import LentDrafter
+from edgespec.bench.prompts import DEFAULT_PROMPTS
 from edgespec.bench.runner import Progress
+from edgespec.cli.bench import told_by
+from edgespec.cli.options import option
+from edgespec.cli.running import reported, run
+from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
+from edgespec.config import AgentConfig, ConfigError, DraftSection
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device import build
 from edgespec.device.agent import Agent, AgentOptions
+from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.cost_profile import CostProfile, ProfileError, TimeLaw, constant
 
 Line = Mapping[str, Any]
@@ -451,3 +465,96 @@ def _prompt(text: Sequence[int], number: int, workload: Workload) -> tuple[int, 
     """Another beginning for each number."""
     start = 11 * number % len(text)
     return tuple(islice(cycle(text), start, start + workload.prompt_length))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+DEVICE_TRACE, VERIFIER_TRACE = "device.jsonl", "verifier.jsonl"
+
+
+_OUT = option("Where the profile goes", "--out", "-o", metavar="FILE")
+_MODEL_HERE = option("Target, as of a verifier", envvar="EDGESPEC_MODEL")
+_DRAFT_HERE = option("Draft, as of a device", envvar="EDGESPEC_DRAFT")
+_SLOW_PASS = option("Emulate a slower target: time of a pass; 0: as it is")
+_SLOW_STEP = option("Emulate a slower draft: time of a step; 0: as it is")
+
+
+def profile(
+    out: Annotated[Path, _OUT] = Path("profile.json"),
+    model: Annotated[str, _MODEL_HERE] = "bundled",
+    draft: Annotated[str, _DRAFT_HERE] = "bundled",
+    pass_ms: Annotated[float, _SLOW_PASS] = 0.0,
+    draft_ms: Annotated[float, _SLOW_STEP] = 0.0,
+    quick: Annotated[bool, option("Faster: less of everything", "--quick")] = False,
+) -> None:
+    """Measure draft steps, target passes and messages, and write what they cost as a profile.
+
+    Runs the real models over a real connection on this machine, under a minute for the bundled
+    pair. The simulator replays a profile on any number of devices, links and verifiers.
+    """
+    with reported():
+        if out.is_dir():
+            raise ConfigError(f"out is {str(out)!r}, which is a folder, but must be a file")
+        stderr = Console(stderr=True)
+        drafter = build.load_drafter(
+            AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms))
+        )
+        if drafter is None or draft == build.LOOKUP:
+            raise ConfigError(f"draft is {draft!r}, but a profile needs one that drafts")
+        arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
+        with TemporaryDirectory() as folder:
+            traces = Path(folder)
+            try:
+                run(_measure_costs(drafter, draft, arguments, traces, quick, stderr))
+            finally:
+                drafter.close()
+            name = f"{draft} drafting for {model}"
+            _write(traces / DEVICE_TRACE, traces / VERIFIER_TRACE, out, name, stderr)
+
+
+async def _measure_costs(
+    drafter: Drafter, draft: str, arguments: list[str], traces: Path, quick: bool, stderr: Console
+) -> None:
+    tokenizer = build.load_tokenizer(
+        build.tokenizer_reference(AgentConfig(draft=DraftSection(model=draft)))
+    )
+    text = [token for prompt in DEFAULT_PROMPTS for token in tokenizer.encode(prompt.text)]
+    arguments = [*arguments, PLAIN_STREAMING, f"--set=trace={traces / VERIFIER_TRACE}"]
+    plan = workloads(quick)
+    with report.BenchProgress(stderr) as progress, TraceFile(traces / DEVICE_TRACE) as tracer:
+        async with verifier_process(arguments) as (address, _):
+
+            def open_agent(options: AgentOptions, *, drafts: bool) -> Agent:
+                lent = LentDrafter(drafter) if drafts else None
+                transport = build.connect(address)
+                encode, stream = tokenizer.encode, tokenizer.stream
+                return Agent(transport, lent, encode, stream, options, tracer=tracer)
+
+            context_length = (await told_by(address)).model.context_length
+            fits = min(context_length, drafter.info.context_length)
+            await run_workloads(plan, text, fits, open_agent, progress)
+
+
+def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
+    """Fit, write and show. Raises ``ProfileError``, ``OSError``."""
+    samples = samples_of(read_lines(device), read_lines(verifier))
+    found = fit_profile(samples, name, report.origin())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(found.to_json(), encoding="utf-8")
+    steps, passes = found.draft_step, found.target_pass
+    for what, law, mine in (
+        ("draft step", steps, samples.draft_steps),
+        ("target pass", passes, samples.passes),
+    ):
+        mean, worst = fit_errors(mine, law)
+        typer.echo(
+            f"{what}: {law.seconds(1) * 1e3:.2f} ms at one row and {law.context_s * 1e6:.2f} us for"
+            f" each cached token; misses the medians of {len(mine)} samples by {mean:.1%} on"
+            f" average, at worst by {worst:.1%}"
+        )
+    typer.echo(
+        f"a further session adds {passes.session_s * 1e3:.2f} ms to a pass; a message takes"
+        f" {found.message.seconds(1) * 1e3:.2f} ms, a stream opens in"
+        f" {found.connect_s * 1e3:.2f} ms"
+    )
+    stderr.print(f"written: {out}", markup=False, highlight=False, soft_wrap=True)
