@@ -489,7 +489,7 @@ def chat(
         settings = replace(settings, record="")
     if not borrows_tokenizer(settings):
         _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
         settings, info = runner.run(device.greet(settings))
         settings = device.for_trying(settings, info)
@@ -545,7 +545,3 @@ def _kept(fresh: Record, resume: bool) -> tuple[Record, KeptFile]:
     if resume:
         say("there is no earlier conversation; this is a new one")
     return fresh, KeptFile()
-
-
-def _leave(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -138,16 +139,22 @@ certs = _group(
 )
 
 
+@contextlib.contextmanager
+def _makers() -> Iterator[ModuleType]:
+    with reported(), needs("cryptography", "edgespec[certs]"):
+        from edgespec.wire import certificates
+
+        yield certificates
+
+
 @certs.command(epilog=EXIT_CODES)
 def ca(folder: Folder = Path()) -> None:
     """Make a CA: ca.pem, to be trusted by devices, and ca.key.
 
     [dim]edgespec certs ca --dir pki[/]
     """
-    with reported():
-        with needs("cryptography", "edgespec[certs]"):
-            from edgespec.wire.certificates import CA_DAYS, make_ca
-        _say(make_ca(folder), CA_DAYS)
+    with _makers() as made:
+        _say(made.make_ca(folder), made.CA_DAYS)
 
 
 @certs.command(epilog=EXIT_CODES)
@@ -162,10 +169,8 @@ def server(
 
     [dim]edgespec certs server gpu-box 10.0.0.7 --dir pki[/]
     """
-    with reported():
-        with needs("cryptography", "edgespec[certs]"):
-            from edgespec.wire.certificates import LEAF_DAYS, make_server
-        _say(make_server(folder, names, out=out), LEAF_DAYS)
+    with _makers() as made:
+        _say(made.make_server(folder, names, out=out), made.LEAF_DAYS)
 
 
 @certs.command(epilog=EXIT_CODES)
@@ -177,10 +182,8 @@ def device(
 
     [dim]edgespec certs device laptop-7 --dir pki[/]
     """
-    with reported():
-        with needs("cryptography", "edgespec[certs]"):
-            from edgespec.wire.certificates import LEAF_DAYS, make_device
-        _say(make_device(folder, name), LEAF_DAYS)
+    with _makers() as made:
+        _say(made.make_device(folder, name), made.LEAF_DAYS)
 
 
 def _say(files: tuple[Path, Path], days: int) -> None:

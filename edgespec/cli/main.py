@@ -51,7 +51,9 @@ def start(app: Callable[[], object]) -> NoReturn:
     try:
         _answer_ctrl_c(signal.default_int_handler)
         _open_missing_streams()
-        _write_any_text()
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # What its encoding lacks is escaped, as on stderr: it would end a text in the middle.
+            sys.stdout.reconfigure(errors="backslashreplace")
         if unusable := _not_utf8(sys.argv[1:], os.environ):
             print(f"error: {unusable}", file=sys.stderr)
             code = USAGE
@@ -88,13 +90,6 @@ def _open_missing_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
-
-
-def _write_any_text() -> None:
-    """What the encoding of a terminal or pipe lacks is written as an escape, as it is on stderr; it
-    would end a text in the middle."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _not_utf8(arguments: Sequence[str], variables: Mapping[str, str]) -> str | None:

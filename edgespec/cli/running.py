@@ -177,7 +177,8 @@ def stoppable() -> Iterator[None]:
     block, in which nothing is awaited, a stopping signal ends the process at once, as it ends any
     other program; a half-written folder is taken away by the next start. The first process of a
     container gets no signal that it does not handle."""
-    with _answered_by(_ends_at_once if os.getpid() == 1 else signal.SIG_DFL):
+    first = os.getpid() == 1
+    with _answered_by((lambda number, _: os._exit(128 + number)) if first else signal.SIG_DFL):
         yield
 
 
@@ -213,10 +214,6 @@ def _answered_by(handler: Any) -> Iterator[None]:
     finally:
         for number, one in heeded.items():
             signal.signal(number, one)
-
-
-def _ends_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(128 + number)
 
 
 def set_up_logging(level: str, log_format: str = TEXT) -> None:

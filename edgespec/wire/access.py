@@ -135,12 +135,12 @@ class KeyFile:
 
     def ring(self) -> KeyRing:
         """What a verifier asks. Raises ``ValueError`` for too many keys, or one under two names."""
-        return KeyRing(
-            {
-                name: (bytes.fromhex(entry.sha256), _credential(name, entry))
-                for name, entry in self.keys.items()
-            }
-        )
+        found = {}
+        for name, entry in self.keys.items():
+            limits = {one.name: getattr(entry, one.name) for one in fields(entry)}
+            digest = bytes.fromhex(limits.pop("sha256"))
+            found[name] = (digest, Credential(name, **limits))
+        return KeyRing(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,6 @@ class _WrittenKeys(KeyFile):
     """Keys of a file that says which there are, if only ``keys: {}``."""
 
     keys: Mapping[str, KeyEntry]
-
-
-def _credential(name: str, entry: KeyEntry) -> Credential:
-    limits = {one.name: getattr(entry, one.name) for one in fields(entry) if one.name != "sha256"}
-    return Credential(name, **limits)
 
 
 def check_key_name(name: str) -> None:

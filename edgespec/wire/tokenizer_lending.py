@@ -139,7 +139,7 @@ class TokenizerFetch:
                 check_number("bytes of TokenizerReply.data", len(data), 1, PART_BYTES)
                 archive += data
             # Unpacking and hashing take tens of milliseconds for a large vocabulary.
-            if await asyncio.to_thread(_digest, archive) != announced.sha256:
+            if (await asyncio.to_thread(hashlib.sha256, archive)).digest() != announced.sha256:
                 raise TextFileError("the archive does not have the SHA-256 that was announced")
             return await asyncio.to_thread(unpacked, bytes(archive))
         except (ProtocolViolation, TextFileError) as error:
@@ -163,7 +163,3 @@ class TokenizerFetch:
 
     def _useless(self, error: Exception) -> LinkError:
         return LinkError(f"the tokenizer of the verifier at {self._who}: {error}", retryable=False)
-
-
-def _digest(archive: bytearray) -> bytes:
-    return hashlib.sha256(archive).digest()
