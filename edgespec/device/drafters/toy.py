@@ -23,26 +23,12 @@ from edgespec.device.drafters.token_cache import TokenCache, twin_of
 DEFAULT_CONTEXT_LENGTH = 1 << 16
 
 
-class ToyDrafter:
-    """``Drafter`` whose logits are ``model.logits``; pass ``target.perturbed(..)`` for a draft.
+class SilentDrafter:
+    """``Drafter`` without a model, which never has a guess; the session may have some of its own,
+    from the text."""
 
-    Standard library only. Like ``arrays.best_candidates`` it fills up ``width`` from
-    outside a truncated support. ``step`` raises ``ValueError`` when the cache contract is broken.
-    """
-
-    def __init__(self, model: ToyModel, info: ModelInfo | None = None) -> None:
-        self._model = model
-        self.info = info or toy_info(model)
-        if self.info.vocabulary_size != model.vocabulary_size:
-            raise ValueError(
-                f"info has {self.info.vocabulary_size} token ids,"
-                f" the toy model {model.vocabulary_size}"
-            )
-        self._cache = TokenCache(self.info)
-
-    def twin(self) -> ToyDrafter:
-        """Another sequence (``ports.Twinned``)."""
-        return ToyDrafter(self._model, self.info)
+    def __init__(self, info: ModelInfo) -> None:
+        self._cache, self.info = TokenCache(info), info
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._cache.begin(prompt_length, sampling)
@@ -55,8 +41,37 @@ class ToyDrafter:
         cancelled: Cancelled = never_cancelled,
     ) -> tuple[Candidate, ...]:
         if cancelled():
-            raise StepCancelledError("the toy's step was cancelled before it began")
-        position = self._cache.advance(keep_length, feed)
+            raise StepCancelledError("the step was cancelled before it began")
+        return self._guesses(self._cache.advance(keep_length, feed), width)
+
+    def close(self) -> None:
+        self._cache.forget(0)
+
+    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+        return ()
+
+
+class ToyDrafter(SilentDrafter):
+    """``Drafter`` whose logits are ``model.logits``; pass ``target.perturbed(..)`` for a draft.
+
+    Standard library only. Like ``arrays.best_candidates`` it fills up ``width`` from
+    outside a truncated support. ``step`` raises ``ValueError`` when the cache contract is broken.
+    """
+
+    def __init__(self, model: ToyModel, info: ModelInfo | None = None) -> None:
+        super().__init__(info or toy_info(model))
+        self._model = model
+        if self.info.vocabulary_size != model.vocabulary_size:
+            raise ValueError(
+                f"info has {self.info.vocabulary_size} token ids,"
+                f" the toy model {model.vocabulary_size}"
+            )
+
+    def twin(self) -> ToyDrafter:
+        """Another sequence (``ports.Twinned``)."""
+        return ToyDrafter(self._model, self.info)
+
+    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
         cache, params = self._cache, self._cache.sampling
         logits = masked(self._model.logits(cache.tokens), cache.mask())
         if max(logits) == -math.inf:
@@ -72,9 +87,6 @@ class ToyDrafter:
         inside = {candidate.token for candidate in found}
         fill = [candidate for candidate in others if candidate.token not in inside]
         return found + tuple(fill[: width - len(found)])
-
-    def close(self) -> None:
-        self._cache.forget(0)
 
 
 def best_of(
@@ -109,34 +121,6 @@ def toy_info(model: ToyModel) -> ModelInfo:
         context_length=DEFAULT_CONTEXT_LENGTH,
         eos_token_ids=eos,
     )
-
-
-class SilentDrafter:
-    """``Drafter`` without a model, which never has a guess; the session may have some of its own,
-    from the text."""
-
-    def __init__(self, info: ModelInfo) -> None:
-        self._cache, self.info = TokenCache(info), info
-
-    def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
-        self._cache.begin(prompt_length, sampling)
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        if cancelled():
-            raise StepCancelledError("a step without a model was cancelled before it began")
-        return self._guesses(self._cache.advance(keep_length, feed), width)
-
-    def close(self) -> None:
-        self._cache.forget(0)
-
-    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
-        return ()
 
 
 class RandomDrafter(SilentDrafter):
