@@ -30,16 +30,9 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.checks import bounded, is_unicode
 from edgespec.core.protocol.constraint import Constraint
-from edgespec.core.protocol.messages import (
-    EXACT_RULE,
-    MAX_NAME_BYTES,
-    FaultCode,
-    FinishReason,
-    Open,
-    RunAhead,
-)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
@@ -87,7 +80,7 @@ class Chunk:
     """Absolute position of ``tokens[0]``."""
     tokens: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    finish: FinishReason | None = None
+    finish: m.FinishReason | None = None
     logprobs: tuple[TokenScore, ...] = ()
     """Of ``tokens``, one each, when asked for; none of tokens whose scores a broken link lost."""
 
@@ -175,11 +168,11 @@ class ReplyReader:
             return None
         return Chunk(position, event.tokens[:given], tuple(pieces), logprobs=event.logprobs[:given])
 
-    def finish(self, reason: FinishReason) -> Chunk:
+    def finish(self, reason: m.FinishReason) -> Chunk:
         """The last chunk: what was held back, and how the text ended."""
         rest = self._stops.push(self._decoder.flush()) + self._stops.flush()
         last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
-        finish = FinishReason.STOP if self._stops.found else reason
+        finish = m.FinishReason.STOP if self._stops.found else reason
         return Chunk(self._position, (), last, finish)
 
 
@@ -192,7 +185,7 @@ class GenerationError(RuntimeError):
     What was yielded before is valid: it is the beginning of the target's own text.
     """
 
-    def __init__(self, message: str, code: FaultCode | None) -> None:
+    def __init__(self, message: str, code: m.FaultCode | None) -> None:
         super().__init__(message)
         self.code = code
 
@@ -207,13 +200,13 @@ class GenerationStats:
     route: VerifierRoute | None = None
     """None where the agent knows one verifier only."""
     policy: DraftPolicy | None = None
-    rule: str = EXACT_RULE
+    rule: str = m.EXACT_RULE
     """With all its parameters. Any but the exact one is LOSSY: ``counters.replaced`` tokens are not
     the target's own, and those behind them follow from them."""
 
     @property
     def lossy(self) -> bool:
-        return self.rule != EXACT_RULE
+        return self.rule != m.EXACT_RULE
 
     @property
     def resting(self) -> str | None:
@@ -236,11 +229,11 @@ class GenerationStats:
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
     policy: DraftPolicy = field(default_factory=named_policy)
-    run_ahead: RunAhead = RunAhead.AUTO
+    run_ahead: m.RunAhead = m.RunAhead.AUTO
     reconnect: ReconnectPolicy = field(default_factory=ReconnectPolicy)
     model: str = ""
     """Name of the target wanted; empty takes what the verifier serves."""
-    rule: str = EXACT_RULE
+    rule: str = m.EXACT_RULE
     """By which drafts are accepted (``core/verifier/relaxed_rules.py``)."""
     vocabulary: str = ""
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
@@ -434,7 +427,7 @@ class Agent:
         model: str,
         rule: str,
     ) -> DraftSession:
-        request = Open(
+        request = m.Open(
             session_id=secrets.token_hex(16),
             model=model,
             vocabulary=self._vocabulary,
@@ -448,7 +441,7 @@ class Agent:
         )
         context_length = 0 if drafter is None else drafter.info.context_length
         # How often a draft is right by a relaxed rule says nothing of the exact one.
-        learned = self._learned.of(model if rule == EXACT_RULE else f"{model}\0{rule}")
+        learned = self._learned.of(model if rule == m.EXACT_RULE else f"{model}\0{rule}")
         return DraftSession(
             request,
             self.options.policy,
@@ -477,7 +470,7 @@ class Agent:
                     if (chunk := reader.deliver(outcome)) is not None:
                         yield chunk
                     if reader.stopped:
-                        driver.stop(FinishReason.STOP)  # nothing to do the second time
+                        driver.stop(m.FinishReason.STOP)  # nothing to do the second time
                 case ev.Finish(reason):
                     yield reader.finish(reason)
                 case ev.Fail(why, code):
@@ -502,13 +495,13 @@ def checked_model(name: str) -> str:
         raise TypeError(f"model is {type(name).__name__}, but must be text")
     if not fits_on_wire(name):
         shown = repr(name[:40])
-        raise ValueError(f"model is {shown}, but must be at most {MAX_NAME_BYTES} bytes of UTF-8")
+        raise ValueError(f"model is {shown}, but must be at most {m.MAX_NAME_BYTES} bytes of UTF-8")
     return name
 
 
 def fits_on_wire(name: str) -> bool:
     """Whether a model can have this name."""
-    return is_unicode(name) and len(name.encode()) <= MAX_NAME_BYTES
+    return is_unicode(name) and len(name.encode()) <= m.MAX_NAME_BYTES
 
 
 def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:

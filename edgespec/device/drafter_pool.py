@@ -22,15 +22,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
+from edgespec.core import ports
 from edgespec.core.device.events import StartStep, StepDone, StepFailed
-from edgespec.core.ports import (
-    DEFAULT_CACHES,
-    MAX_CACHES,
-    Candidate,
-    Drafter,
-    StepCancelledError,
-    Twinned,
-)
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 
@@ -47,11 +40,11 @@ class DrafterPool:
     """``caches``: how many generations' texts are held at once, at most. ``drafter`` is closed
     with this, and so are its twins."""
 
-    def __init__(self, drafter: Drafter, caches: int = DEFAULT_CACHES) -> None:
-        bounded("caches", caches, 1, MAX_CACHES)
+    def __init__(self, drafter: ports.Drafter, caches: int = ports.DEFAULT_CACHES) -> None:
+        bounded("caches", caches, 1, ports.MAX_CACHES)
         self._drafters = [drafter]
         self._free = [drafter]
-        self._most = caches if isinstance(drafter, Twinned) else 1
+        self._most = caches if isinstance(drafter, ports.Twinned) else 1
         self._thread = DraftThread("edgespec-draft")
         self._heard_at = time.monotonic()
         """When the step that runs last showed a sign of life; written by its thread."""
@@ -94,7 +87,7 @@ class DrafterPool:
             return lease.over
 
         if cancelled():
-            raise StepCancelledError("the generation is over")
+            raise ports.StepCancelledError("the generation is over")
         keep_length, feed = step.keep_length, step.feed
         lease.tokens[keep_length:] = feed
         if lease.drafter is None:
@@ -106,14 +99,14 @@ class DrafterPool:
         guesses = lease.drafter.step(keep_length, feed, step.width, cancelled)
         return StepDone(_checked(guesses, step.width))
 
-    def _take(self) -> Drafter | None:
+    def _take(self) -> ports.Drafter | None:
         if self._free:
             return self._free.pop()
         if len(self._drafters) >= self._most:
             return None
         first = self._drafters[0]
         try:
-            assert isinstance(first, Twinned)
+            assert isinstance(first, ports.Twinned)
             self._drafters.append(first.twin())
         except Exception as error:  # whatever a model raises: the caches there are must do
             self._most = len(self._drafters)
@@ -143,7 +136,7 @@ class DrafterLease:
     def __init__(self, pool: DrafterPool, prompt_length: int, sampling: SamplingParams) -> None:
         self.prompt_length, self.sampling = prompt_length, sampling
         self.tokens: list[int] = []
-        self.drafter: Drafter | None = None
+        self.drafter: ports.Drafter | None = None
         self.over = False
         self._pool = pool
 
@@ -164,14 +157,14 @@ class DrafterLease:
             self._pool.give_back(self)
 
 
-def _checked(guesses: object, width: int) -> tuple[Candidate, ...]:
+def _checked(guesses: object, width: int) -> tuple[ports.Candidate, ...]:
     """Raises ``TypeError`` or ``ValueError`` for an answer that is none."""
     if not isinstance(guesses, tuple):
         raise TypeError(f"the drafter returned {type(guesses).__name__}, but must return a tuple")
     if len(guesses) > width:
         raise ValueError(f"the drafter returned {len(guesses)} guesses, but at most {width} count")
     for guess in guesses:
-        if not isinstance(guess, Candidate) or operator.index(guess.token) < 0:
+        if not isinstance(guess, ports.Candidate) or operator.index(guess.token) < 0:
             raise ValueError(f"the drafter returned the guess {guess!r}, which is no token id")
     return guesses
 

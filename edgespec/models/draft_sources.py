@@ -21,22 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.ports import ModelInfo
-from edgespec.models.folders import (
-    DRAFT_MANIFEST,
-    DRAFT_MODEL_TYPES,
-    HUB_ID,
-    ModelFolderError,
-    Role,
-    cached_snapshot,
-    eos_ids,
-    eos_token_ids,
-    fetch,
-    hub_files,
-    read_json,
-    resolve_model,
-    token_count,
-    vocabulary_fingerprint,
-)
+from edgespec.models import folders
 
 AUTO = "auto"
 VARIANTS = ("q4", "q4f16", "int8", "quantized", "uint8", "bnb4", "fp16", "fp32", "genai")
@@ -68,9 +53,9 @@ def find_draft(reference: str, variant: str = AUTO) -> DraftSource:
     path = Path(os.path.expanduser(reference))
     if reference.endswith(".onnx"):
         return _one_file(path)
-    if HUB_ID.fullmatch(reference) and not path.is_dir():
+    if folders.HUB_ID.fullmatch(reference) and not path.is_dir():
         return _on_the_hub(reference, variant)
-    folder = resolve_model(reference, Role.DRAFT)
+    folder = folders.resolve_model(reference, folders.Role.DRAFT)
     return _chosen(reference, folder, _files(folder), variant, folder.resolve().name)
 
 
@@ -80,9 +65,9 @@ def resolve_texts(reference: str) -> Path:
     path = Path(os.path.expanduser(reference))
     if reference.endswith(".onnx"):
         return _one_file(path).folder
-    if HUB_ID.fullmatch(reference) and not path.is_dir():
-        return fetch(reference, TEXT_PATTERNS)
-    return resolve_model(reference, Role.DRAFT)
+    if folders.HUB_ID.fullmatch(reference) and not path.is_dir():
+        return folders.fetch(reference, TEXT_PATTERNS)
+    return folders.resolve_model(reference, folders.Role.DRAFT)
 
 
 def variants_of(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
@@ -102,7 +87,7 @@ def variants_of(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
 
 def _one_file(path: Path) -> DraftSource:
     if not path.is_file():
-        raise ModelFolderError(f"{path}: no such file")
+        raise folders.ModelFolderError(f"{path}: no such file")
     if _is_ours(path):
         _whole(path.parent, path)
         return DraftSource(path.parent, name=path.parent.resolve().name)
@@ -111,7 +96,7 @@ def _one_file(path: Path) -> DraftSource:
         for folder in around:
             if (folder / name).is_file():
                 return DraftSource(folder, {path.stem: path}, folder.resolve().name)
-    raise ModelFolderError(
+    raise folders.ModelFolderError(
         f"{path}: there is neither tokenizer.json nor config.json nor {GENAI_CONFIG} beside it or"
         " in the folder above"
     )
@@ -123,12 +108,14 @@ def _files(folder: Path) -> list[str]:
 
 
 def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: str) -> DraftSource:
-    if DRAFT_MANIFEST in files and variant == AUTO:
+    if folders.DRAFT_MANIFEST in files and variant == AUTO:
         return DraftSource(folder, name=name)
     graphs = variants_of(files, genai_graph(folder))
     path = folder / "config.json"
     exportable = any(file.endswith(".safetensors") for file in files) and path.is_file()
-    exportable = exportable and read_json(path).get("model_type") in DRAFT_MODEL_TYPES
+    exportable = (
+        exportable and folders.read_json(path).get("model_type") in folders.DRAFT_MODEL_TYPES
+    )
     if variant == AUTO and (exportable or not graphs):
         _refuse_split(reference, files, exportable)
         return DraftSource(folder, name=name)
@@ -151,17 +138,17 @@ def _is_ours(graph: Path) -> bool:
 
 def _whole(folder: Path, graph: Path) -> None:
     """Raises ``ModelFolderError`` where our graph lies without what says what it is."""
-    if not (folder / DRAFT_MANIFEST).is_file():
-        raise ModelFolderError(
-            f"{folder / DRAFT_MANIFEST}: no such file, but `edgespec export` wrote {graph.name}"
-            " with one beside it: copy the whole folder, or export the draft again"
+    if not (folder / folders.DRAFT_MANIFEST).is_file():
+        raise folders.ModelFolderError(
+            f"{folder / folders.DRAFT_MANIFEST}: no such file, but `edgespec export` wrote"
+            f" {graph.name} with one beside it: copy the whole folder, or export the draft again"
         )
 
 
 def _variant(reference: str, graphs: Mapping[str, str], variant: str) -> str:
     if variant not in graphs:
         there = ", ".join(f"{key} ({file})" for key, file in graphs.items()) or "none"
-        raise ModelFolderError(
+        raise folders.ModelFolderError(
             f"draft {reference!r} has no variant {variant!r}; there are: {there}"
         )
     return graphs[variant]
@@ -170,7 +157,7 @@ def _variant(reference: str, graphs: Mapping[str, str], variant: str) -> str:
 def _refuse_split(reference: str, files: list[str], exportable: bool) -> None:
     split = [file for file in files if _SPLIT.fullmatch(file)]
     if split and not exportable:
-        raise ModelFolderError(
+        raise folders.ModelFolderError(
             f"draft {reference!r}: {split[0]} is one half of a decoder in two files; one graph is"
             " needed that takes an empty cache too, such as decoder_model_merged.onnx or"
             " Optimum's model.onnx (--task text-generation-with-past)"
@@ -189,31 +176,31 @@ def genai_model(folder: Path) -> dict[str, Any]:
     path = folder / GENAI_CONFIG
     if not path.is_file():
         return {}
-    model = read_json(path).get("model")
+    model = folders.read_json(path).get("model")
     return model if isinstance(model, dict) else {}
 
 
 def _on_the_hub(reference: str, variant: str) -> DraftSource:
     name = reference.partition("@")[0].rpartition("/")[2]
     try:
-        files = hub_files(reference)
-    except ModelFolderError as error:
-        folder = cached_snapshot(reference, error)
+        files = folders.hub_files(reference)
+    except folders.ModelFolderError as error:
+        folder = folders.cached_snapshot(reference, error)
         source = _chosen(reference, folder, _files(folder), variant, name)
         whole = source.graphs or any(folder.glob("*.safetensors"))
         if not (whole or (folder / "model.onnx").is_file()):
             raise  # texts alone were fetched, to compare vocabularies
         return source
-    folder = fetch(reference, TEXT_PATTERNS)
+    folder = folders.fetch(reference, TEXT_PATTERNS)
     source = _chosen(reference, folder, files, variant, name)
     if not source.graphs:
-        own = DRAFT_MANIFEST in files
+        own = folders.DRAFT_MANIFEST in files
         return DraftSource(
-            fetch(reference, _OWN_PATTERNS if own else _CHECKPOINT_PATTERNS), {}, name
+            folders.fetch(reference, _OWN_PATTERNS if own else _CHECKPOINT_PATTERNS), {}, name
         )
     key, path = next(iter(source.graphs.items()))
     file = PurePosixPath(path.relative_to(folder).as_posix())
-    folder = fetch(reference, (*TEXT_PATTERNS, f"{file}", f"{file}_data*", f"{file}.data*"))
+    folder = folders.fetch(reference, (*TEXT_PATTERNS, f"{file}", f"{file}_data*", f"{file}.data*"))
     return DraftSource(folder, {key: folder / file}, name)
 
 
@@ -238,28 +225,28 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     is there. ``tokenizer`` is the folder of another tokenizer to go with the graph, for a folder
     that has none. Raises ``ModelFolderError`` naming the file and the field."""
     path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = folders.read_json(path) if path.is_file() else {}
     if isinstance(inner := config.get("text_config"), dict):
         config |= inner
     genai = genai_model(folder)
     if not config and not genai:
-        raise ModelFolderError(f"{folder}: there is neither config.json nor {GENAI_CONFIG}")
+        raise folders.ModelFolderError(f"{folder}: there is neither config.json nor {GENAI_CONFIG}")
     texts = folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
     decoder = genai.get("decoder")
     decoder = decoder if isinstance(decoder, dict) else {}
     context = _first(config, _CONTEXT) or _first(genai, ("context_length",))
     if not context:
-        raise ModelFolderError(
+        raise folders.ModelFolderError(
             f"{folder}: neither config.json ({', '.join(_CONTEXT)}) nor {GENAI_CONFIG}"
             " (context_length) tells the context length as a positive integer"
         )
     heads = _first(config, _HEADS) or _first(decoder, _HEADS)
     hidden = _first(config, _HIDDEN) or _first(decoder, _HIDDEN)
-    known = token_count(texts)
+    known = folders.token_count(texts)
     return ForeignInfo(
         ModelInfo(
             name,
-            vocabulary_fingerprint(texts / "tokenizer.json"),
+            folders.vocabulary_fingerprint(texts / "tokenizer.json"),
             _first(config, ("vocab_size",)) or _first(genai, ("vocab_size",)) or known,
             context,
             _ends(folder, genai),
@@ -284,8 +271,8 @@ def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _ends(folder: Path, genai: Mapping[str, Any]) -> tuple[int, ...]:
-    if (folder / "config.json").is_file() and (found := eos_token_ids(folder)):
+    if (folder / "config.json").is_file() and (found := folders.eos_token_ids(folder)):
         return found
     if genai.get("eos_token_id") is None:
         return ()
-    return eos_ids(folder / GENAI_CONFIG, genai["eos_token_id"])
+    return folders.eos_ids(folder / GENAI_CONFIG, genai["eos_token_id"])

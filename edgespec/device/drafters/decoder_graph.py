@@ -326,7 +326,11 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
             str(path),
             options,
             providers=list(providers),
-            provider_options=[_options_of(name, threads) for name in providers],
+            # OpenVINO has threads of its own, by default one a core that all spin: beside other
+            # work a step then took ten times as long.
+            provider_options=[
+                {"num_of_threads": str(threads)} if name == _OPENVINO else {} for name in providers
+            ],
             enable_fallback=0,  # or one that fails is replaced, which is told on stdout
         )
     except Exception as error:  # onnxruntime's exceptions share no base of their own
@@ -339,12 +343,6 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
     if (first := session.get_providers()[0]) != providers[0]:
         raise DraftModelError(f"{path}: onnxruntime took {first} in place of {providers[0]}")
     return session
-
-
-def _options_of(provider: str, threads: int) -> dict[str, str]:
-    """OpenVINO has threads of its own, by default one a core that all spin: beside other work a
-    step then took ten times as long."""
-    return {"num_of_threads": str(threads)} if provider == _OPENVINO else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,11 +183,6 @@ def pad_head_norm(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.floa
     return pad_outputs(weight, head_dim) * np.float32(factor)
 
 
-def padded_epsilon(epsilon: float, head_dim: int) -> float:
-    """The epsilon of that norm."""
-    return epsilon * head_dim / padded_head_dim(head_dim)
-
-
 def pad_tables(
     cos: NDArray[np.float32], sin: NDArray[np.float32], head_dim: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -403,7 +398,7 @@ class _Builder:
         source_dim = self._source.head_dim
         weight = pad_head_norm(self._read(f"{name}.weight", (source_dim,)), source_dim)
         self._constant(f"{name}.weight", weight)
-        epsilon = padded_epsilon(self._shape.norm_epsilon, source_dim)
+        epsilon = self._shape.norm_epsilon * source_dim / dim
         normed = self._simple_norm(name, split, epsilon)
         return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
 

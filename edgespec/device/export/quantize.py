@@ -122,7 +122,10 @@ def round_graph(path: Path, bits: int) -> int:
     del model.graph.node[:]
     model.graph.node.extend(_used(nodes, model.graph))
     model.graph.initializer.extend(rounding.added)
-    _drop_unused(model.graph)
+    read = {name for node in model.graph.node for name in node.input}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(kept)
     if not any(opset.domain == _CONTRIB for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
     for old in path.parent.glob(f"{path.name}?data"):
@@ -233,13 +236,6 @@ def _used(nodes: list[onnx.NodeProto], graph: onnx.GraphProto) -> list[onnx.Node
     """Without transposes that nobody reads any more."""
     read = {name for node in nodes for name in node.input} | {one.name for one in graph.output}
     return [n for n in nodes if n.op_type != "Transpose" or read.intersection(n.output)]
-
-
-def _drop_unused(graph: onnx.GraphProto) -> None:
-    read = {name for node in graph.node for name in node.input}
-    kept = [tensor for tensor in graph.initializer if tensor.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
 
 
 Scales = Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
