@@ -2,8 +2,8 @@
 
 Theory of operation. It is an SQLite database of one table, a row a text: the end of its prompt, and
 the tokens that were committed behind it. SQLite's lock keeps processes out of each other's way, its
-journal keeps the file whole when one is killed; what is deleted is overwritten. A text that is
-there already moves to the end of the row. The oldest leave when the file has reached its bound.
+journal keeps the file whole when one is killed; what is deleted is overwritten. The oldest texts
+leave when the file has reached its bound; one that comes again is the newest.
 
     tokens: 4 bytes each in the machine's order; those before ``start`` are the prompt's
 """
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sqlite3
 from array import array
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    import sqlite3
 
 PROMPT_TOKENS: Final = 256
 """Of a prompt, its last ones; a text learns from half of ``length``, and 512 is a long one."""
@@ -26,10 +28,15 @@ _MARK: Final = 0x65647370
 """What tells a recording from other databases of SQLite (``PRAGMA application_id``)."""
 _MARK_AT, _WORD = 68, 4
 _WAIT_S: Final = 5.0  # for another process that writes
-_TABLE: Final = (
+_BEGIN: Final = (
+    "PRAGMA secure_delete = ON",
+    "BEGIN IMMEDIATE",
+    f"PRAGMA application_id = {_MARK}",
     "CREATE TABLE IF NOT EXISTS texts (id INTEGER PRIMARY KEY, digest BLOB UNIQUE,"
-    " vocabulary TEXT, start INTEGER, tokens BLOB)"
+    " vocabulary TEXT, start INTEGER, tokens BLOB)",
 )
+Execute = Callable[..., "sqlite3.Cursor"]
+"""Of a statement and its values."""
 
 
 class RecordingError(ValueError):
@@ -49,11 +56,8 @@ class Recording:
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._path, self._most_bytes = path, most_bytes
-        try:
-            with closing(self._opened()):
-                pass
-        except (OSError, sqlite3.Error) as error:
-            raise _told(path, error) from error
+        with self._transaction():
+            pass
 
     def add(self, vocabulary: str, prompt: Sequence[int], committed: Sequence[int]) -> None:
         """Another text, in ids of the tokenizer with this fingerprint; one of more than half the
@@ -64,36 +68,34 @@ class Recording:
         if 2 * len(tokens) > self._most_bytes:
             return
         digest = hashlib.sha256(f"{vocabulary} {start} ".encode() + tokens).digest()[:16]
-        row = (digest, vocabulary, start, tokens)
-        try:
-            with closing(self._opened()) as database:
-                database.execute("BEGIN IMMEDIATE")
-                database.execute(
-                    "REPLACE INTO texts (digest, vocabulary, start, tokens) VALUES (?, ?, ?, ?)",
-                    row,
-                )
-                while _used_bytes(database) > self._most_bytes:
-                    database.execute("DELETE FROM texts WHERE id = (SELECT min(id) FROM texts)")
-                database.execute("COMMIT")
-        except (OSError, sqlite3.Error) as error:
-            raise _told(self._path, error) from error
+        with self._transaction() as execute:
+            execute(
+                "REPLACE INTO texts VALUES (NULL, ?, ?, ?, ?)", digest, vocabulary, start, tokens
+            )
+            while _used_bytes(execute) > self._most_bytes:
+                execute("DELETE FROM texts WHERE id = (SELECT min(id) FROM texts)")
 
-    def _opened(self) -> sqlite3.Connection:
-        """Made first where the file is not there, also where somebody removed it meanwhile."""
+    @contextmanager
+    def _transaction(self) -> Iterator[Execute]:
+        """The file is made first if it is not there, also where somebody removed it meanwhile."""
+        import sqlite3
+
         path = self._path
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        if path.stat().st_size and not is_recording(path):
-            raise RecordingError(f"{path}: is there, but is no recording; name another file")
-        path.chmod(0o600)
-        database = sqlite3.connect(path, timeout=_WAIT_S, isolation_level=None)
-        database.execute("PRAGMA secure_delete = ON")
-        if not path.stat().st_size:
-            database.execute("BEGIN IMMEDIATE")
-            database.execute(f"PRAGMA application_id = {_MARK}")
-            database.execute(_TABLE)
-            database.execute("COMMIT")
-        return database
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            if path.stat().st_size and not is_recording(path):
+                raise RecordingError(f"{path}: is there, but is no recording; name another file")
+            path.chmod(0o600)
+            with closing(sqlite3.connect(path, _WAIT_S, isolation_level=None)) as database:
+                for statement in _BEGIN:
+                    database.execute(statement)
+                yield lambda statement, *values: database.execute(statement, values)
+                database.execute("COMMIT")
+        except OSError as error:
+            raise RecordingError(f"{error.filename or path}: {error.strerror or error}") from error
+        except sqlite3.Error as error:
+            raise RecordingError(f"{path}: {error}") from error
 
 
 def is_recording(path: Path) -> bool:
@@ -107,25 +109,18 @@ def is_recording(path: Path) -> bool:
 
 def read_recording(path: Path, vocabulary: str) -> list[RecordedText]:
     """The texts of this vocabulary, oldest first. Raises ``RecordingError``."""
+    import sqlite3
+
+    chosen = "SELECT tokens, start FROM texts WHERE vocabulary = ? ORDER BY id"
     try:
-        with closing(sqlite3.connect(path, timeout=_WAIT_S)) as database:
-            rows = database.execute(
-                "SELECT tokens, start FROM texts WHERE vocabulary = ? ORDER BY id", (vocabulary,)
-            )
+        with closing(sqlite3.connect(path, _WAIT_S)) as database:
+            rows = database.execute(chosen, (vocabulary,))
             return [RecordedText(array("i", tokens), start) for tokens, start in rows]
-    except (OSError, sqlite3.Error) as error:
-        raise _told(path, error) from error
+    except sqlite3.Error as error:
+        raise RecordingError(f"{path}: {error}") from error
 
 
-def _told(path: Path, error: OSError | sqlite3.Error) -> RecordingError:
-    if isinstance(error, OSError):
-        return RecordingError(f"{error.filename or path}: {error.strerror or error}")
-    return RecordingError(f"{path}: {error}")
-
-
-def _used_bytes(database: sqlite3.Connection) -> int:
-    page, count, free = (
-        database.execute(f"PRAGMA {name}").fetchone()[0]
-        for name in ("page_size", "page_count", "freelist_count")
-    )
-    return int(page) * (int(count) - int(free))
+def _used_bytes(execute: Execute) -> int:
+    names = ("page_size", "page_count", "freelist_count")
+    size, count, free = (int(execute(f"PRAGMA {name}").fetchone()[0]) for name in names)
+    return size * (count - free)
