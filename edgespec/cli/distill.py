@@ -198,7 +198,9 @@ class _Job:
         from edgespec.training.distill import Distillation, Verdict, load_model, read_state
         from edgespec.training.texts import HeldBack, split
 
-        resume = resume or (self._online and self._kept.exists())
+        if self._online and self._kept.exists() and not resume:
+            say(f"{self._kept} is a run that was not finished: it goes on, with the texts it had")
+            resume = True
         if self._kept.exists() != resume:
             fail(self._kept_or_not(resume), FAILED)
         kept = read_state(self._kept) if resume else {}

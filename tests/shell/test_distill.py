@@ -479,7 +479,9 @@ def test_an_online_run_goes_on_with_the_texts_that_it_began_with(
     monkeypatch.setattr(Distillation, "_learn", interrupted)
     assert online(folder, recording, tmp_path / "out").exit_code == 130
     Recording(recording, 1 << 20).add(model_info(folder / "target").vocabulary, [1], [2] * 9)
-    assert online(folder, recording, tmp_path / "out").exit_code == 0
+    resumed = online(folder, recording, tmp_path / "out")
+    assert resumed.exit_code == 0, resumed.output
+    assert "it goes on, with the texts it had" in " ".join(resumed.stderr.split())
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
