@@ -26,11 +26,11 @@ step() {
     fi
 }
 
-shape=(--shape 8b --dtype bfloat16 --sessions 1,8,64 --rows 1,8)
+shape=(--shape 8b --dtype bfloat16 --canonical --sessions 1,8,64 --rows 1,8)
 if [ "$device" = cuda ]; then
     step 10 device nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 else
-    shape=(--shape small --sessions 1,8 --rows 1,8 --passes 3)
+    shape=(--shape small --canonical --sessions 1,8 --rows 1,8 --passes 3)
 fi
 step 200 verifier python benchmarks/verifier.py --device "$device" "${shape[@]}" \
     --json "$out/verifier.json"

@@ -7,7 +7,8 @@
 For each count of sessions and rows (one fed token and a tree of the others):
 
 * ``pass``: ``TorchTarget.forward`` and ``keep`` of every session; ``model``: of it, the call of
-  the model; ``choose``: choosing the tokens; ``outside``: all the rest.
+  the model, or on a GPU its repetition from a recording; ``choose``: choosing the tokens;
+  ``outside``: all the rest.
 * ``roofline``: the greater of two times, for reading the weights and the cached keys and values
   at the bandwidth that this program measures first, and for the arithmetic at the measured rate.
 
@@ -93,7 +94,8 @@ class Clock:
     seconds: dict[str, float]
 
     def now(self) -> float:
-        if self.device.type == "cuda":
+        # A pass that is being recorded must not be waited for.
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
@@ -208,6 +210,9 @@ class Bench:
         true = {name: getattr(torch_target, name) for name in parts}
         for name, part in parts.items():
             setattr(torch_target, name, self.clock.wrap(part, true[name]))
+        recorded = self.target._recorded
+        if recorded is not None:
+            recorded.run = self.clock.wrap("model", recorded.run)  # type: ignore[method-assign]
         try:
             yield
         finally:

@@ -142,7 +142,7 @@ class VerifierConfig:
     quantize: str = among("", QUANTIZE_FORMATS)
     """Round the weights to int8 or int4, on a CPU. Empty leaves them as they are."""
     canonical: bool | None = None
-    """Make bits that do not depend on the schedule. null is on for CPUs, off for GPUs."""
+    """Make bits that do not depend on the schedule. null is on where that holds."""
     threads: int | None = limited(None, 1, 1024)
     """Threads of the model in plain mode. null is torch's choice."""
     pipeline: PipelineSection = field(default_factory=PipelineSection)

@@ -58,9 +58,12 @@ def tiny(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path, tiny_config("qwen2"))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_tree_packing_and_prefill_cut_gives_the_same_bits(folder: Path, dtype: str) -> None:
-    recorder, rng = schedules.Recorder(folder, dtype), random.Random(dtype)
+def test_any_tree_packing_and_prefill_cut_gives_the_same_bits(
+    folder: Path, dtype: str, device: str
+) -> None:
+    recorder, rng = schedules.Recorder(folder, dtype, device=device), random.Random(dtype)
     for length in (5, 20, 251, 300, 509):
         schedules.check_random_schedule(rng, recorder, length)
 

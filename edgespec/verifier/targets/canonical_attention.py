@@ -159,7 +159,7 @@ def canonical_attention(
 def _one_path(parents: tuple[int, ...]) -> int:
     """The inner nodes of a tree that is one line of ancestors, if they are its first nodes, one
     after the other: then the keys of that line lie side by side. Else -1."""
-    (path, _), *others = _lines(parents)
+    (path, _), *others = tree_lines(parents)
     return -1 if others or path.tolist() != list(range(len(path))) else len(path)
 
 
@@ -218,7 +218,7 @@ def _canonical_groups(
 ) -> list[CanonicalGroup]:
     feed_rows = np.arange(len(session.request.feed))
     groups: list[CanonicalGroup] = []
-    for path, nodes in _lines(session.request.parents):
+    for path, nodes in tree_lines(session.request.parents):
         rows = nodes + len(feed_rows)
         if not groups:
             rows = np.concatenate([feed_rows, rows])
@@ -255,7 +255,8 @@ def _canonical_group(
     )
 
 
-def _lines(parents: Sequence[int]) -> list[tuple[Indices, Indices]]:
+@lru_cache(maxsize=2048)
+def tree_lines(parents: tuple[int, ...]) -> tuple[tuple[Indices, Indices], ...]:
     """Cut a tree into lines of ancestors: (path of inner nodes, nodes whose ancestors lie on it).
     The first line is there even for an empty tree."""
     inner = {parent for parent in parents if parent >= 0}
@@ -272,10 +273,10 @@ def _lines(parents: Sequence[int]) -> list[tuple[Indices, Indices]]:
     members: list[list[int]] = [[] for _ in (paths or [[]])]
     for node, parent in enumerate(parents):
         members[line_of[parent]].append(node)
-    return [
+    return tuple(
         (np.array(path, dtype=np.int64), np.array(nodes, dtype=np.int64))
         for path, nodes in zip(paths or [[]], members, strict=True)
-    ]
+    )
 
 
 def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

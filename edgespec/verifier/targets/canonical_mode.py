@@ -10,6 +10,9 @@ take a base of their own, the smallest with which most row counts agree. A base 
 2. whole passes agree to the bit under schedules of all kinds (``run_self_test``), which covers what
    is between the products.
 
+On a GPU, whose attention (``paged_attention.py``) needs no tiles, the bases are ``GPU_BASES``: so
+few rows take the time of reading the weights in any case.
+
 Where no base holds with packed weights, they are unpacked. The order is fixed and nothing is timed,
 so a verifier that starts again computes the same bits.
 """
@@ -42,7 +45,7 @@ from edgespec.verifier.targets.linear_layers import (
 from edgespec.verifier.targets.loading import LoadedModel
 from edgespec.verifier.targets.pass_plan import LayerAttention, LayerStates
 from edgespec.verifier.targets.row_tiles import (
-    LARGEST_SIZE,
+    SIZES,
     RowTiles,
     TiledLayer,
     agreeing_linear_sizes,
@@ -66,16 +69,18 @@ _OTHER = "\0self-test other"
 _SIBLINGS = (5, 30, 100)
 
 
-def run_self_test(pool: KvPool, run: RunPass, vocabulary_size: int) -> str:
-    """Compute the same text one token at a time, in chunks, as a tree beside wrong guesses, packed
-    with another session, and as many equal siblings: logits must agree to the last bit. Says where
-    they do not, empty: nowhere. Leaves ``pool`` as it was; with fewer than ``TOKENS_NEEDED`` free
-    tokens it cannot hold."""
+def run_self_test(
+    pool: KvPool, run: RunPass, vocabulary_size: int, *, single: RunPass | None = None
+) -> str:
+    """Compute the same text one token at a time (by ``single`` where it is given), in chunks, as a
+    tree beside wrong guesses, packed with another session, and as many equal siblings: logits must
+    agree to the last bit. Says where they do not, empty: nowhere. Leaves ``pool`` as it was; with
+    fewer than ``TOKENS_NEEDED`` free tokens it cannot hold."""
     if pool.free_tokens < TOKENS_NEEDED:
         return f"{pool.free_tokens} free tokens, {TOKENS_NEEDED} needed"
     text = _text(vocabulary_size)
     wrong = [(token + 1) % vocabulary_size for token in text]
-    reference = schedule_logits(pool, run, _single_steps(text))
+    reference = schedule_logits(pool, single or run, _single_steps(text))
     schedules = {
         "chunked": (_chunks(text, [7, 16, 20, 21]), reference),
         "other prefill": (_chunks(text, [1, 3, _PROMPT + 4]), reference),
@@ -99,6 +104,15 @@ def finite_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> bool:
     text = _text(vocabulary_size)
     logits = schedule_logits(pool, run, iter([([_feed(text, 0, _LENGTH)], [0], [])]))
     return bool(torch.isfinite(logits.amax(dim=-1)).all())
+
+
+def tree_logits(pool: KvPool, run: RunPass, vocabulary_size: int) -> torch.Tensor | None:
+    """Logits of a short text as a tree beside wrong guesses; None when the pool has no room."""
+    if pool.free_tokens < TOKENS_NEEDED:
+        return None
+    text = _text(vocabulary_size)
+    wrong = [(token + 1) % vocabulary_size for token in text]
+    return schedule_logits(pool, run, _tree(text, wrong))
 
 
 def _text(vocabulary_size: int) -> list[int]:
@@ -191,6 +205,7 @@ TILE_BASES = (8, 16, 32)
 # Of attention and plain layers beside packed ones.
 SMALL_BASES = (2, 4, *TILE_BASES)
 ROW_BY_ROW = 1
+GPU_BASES = (64, 128)
 
 # Keys of the attention that is tried: one tile and a part of the next.
 _TRIED_KEYS = KEY_TILE + 40
@@ -228,17 +243,22 @@ def find_canonical_mode(
     self_test: Callable[[RowTiles], str],
     *,
     row_by_row: bool,
+    paged: bool = False,
     agreed: Callable[[bool], bool] = bool,
 ) -> CanonicalMode:
     """Install and return the cheapest way of computing that holds for ``loaded``; when nothing
     holds, the model has plain weights. ``self_test`` runs whole passes with the tiles it is given.
-    The caller has set one thread. ``agreed`` says whether what holds here holds on every stage."""
+    The caller has set one thread. ``paged``: attention is a GPU's. ``agreed`` says whether what
+    holds here holds on every stage."""
     failures: list[str] = []
     other = _other_products(loaded)
     if not agreed(not other):
         what = other or "what another stage holds"
         unpack_model(loaded.model)
         return CanonicalMode(None, (f"{what} is no plain matrix product whose rows can be tiled",))
+    if paged:
+        found = _first_that_holds(loaded, self_test, GPU_BASES[:1], agreed, failures)
+        return CanonicalMode(found, tuple(failures))
     found = None
     # Asked of all stages, for some may have packed nothing.
     if not agreed(not is_packed(loaded.model)):
@@ -280,9 +300,11 @@ def _first_that_holds(
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
     """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
     heads = head_shape(loaded)
-    packed = base not in (*TILE_BASES, ROW_BY_ROW)
-    bases = SMALL_BASES if packed else (base,)
-    attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
+    bases: tuple[int, ...] = (base,) if base in (*TILE_BASES, ROW_BY_ROW) else SMALL_BASES
+    if base in GPU_BASES:
+        bases, attention = GPU_BASES, SIZES[base]  # a GPU's asks for none
+    else:
+        attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
     inner_width = loaded.model.config.intermediate_size
     row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
     tiles = RowTiles(base, row_multiple, attention, base)
@@ -314,7 +336,7 @@ def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) ->
         sizes = sizes_of(base)
         if sizes and (not best or sizes[-1] > best[-1]):
             best = sizes
-        if best and best[-1] == LARGEST_SIZE:
+        if best and best[-1] == SIZES[base][-1]:
             break
     return best
 

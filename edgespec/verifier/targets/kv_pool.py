@@ -5,7 +5,8 @@ the requests of each pass: the engine's ledger decides who holds which block
 (``core/verifier/block_ledger.py``), the pool only holds the memory. During a pass the tree's nodes
 lie behind the fed tokens; ``keep`` copies the kept ones to their positions and forgets the rest.
 The copies of all sessions are made at once, when ``data`` is next looked at. Block 0 belongs to
-nobody and stays zero: masked keys point at it, and stale memory may hold NaN. For requests without
+nobody: masked keys point at it, rows of padding write to it, and it never holds NaN, as stale
+memory may. For requests without
 tables (tools, the self-test) the pool keeps a ledger of its own.
 
 Invariant. ``length`` tokens of a sequence are committed and their keys are in the pool; the nodes
@@ -105,6 +106,11 @@ class BlockTables:
         """[any]: where key ``keys[i]`` of row ``rows[i]`` lies."""
         return self._host[rows, keys // BLOCK_SIZE] * BLOCK_SIZE + keys % BLOCK_SIZE
 
+    def blocks_of(self, rows: Blocks, count: int) -> Blocks:
+        """[len(rows), count or fewer]: the first blocks of each row; of no meaning behind its
+        last."""
+        return self._host[:, :count].take(rows, axis=0)
+
     def key_slots(self, rows: Blocks, count: int) -> KeySlots:
         """[len(rows), count]: the slots of the first ``count`` keys, as of the last ``extend``; 0
         behind a row's last key."""
@@ -177,15 +183,23 @@ class KvPool:
         return self._data.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._data.dtype
+
+    @property
     def data(self) -> torch.Tensor:
         """Keys and values, with every kept node at its position."""
+        self.settle()
+        return self._data
+
+    def settle(self) -> None:
+        """Copy kept nodes to their positions."""
         if self._moves:
             self._place_moves()
         if self._placed:
             source, goal = to_device(np.concatenate(self._placed, axis=1), self.device)
             self._data.index_copy_(2, goal, self._data.index_select(2, source))
             self._placed.clear()
-        return self._data
 
     @property
     def free_tokens(self) -> int:

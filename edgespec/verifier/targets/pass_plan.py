@@ -82,6 +82,7 @@ class BatchRows:
 
 
 def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
+    """The rows of ``requests``, whose blocks are reserved."""
     batch = PassBatch.of(requests)
     tables = pool.table_rows(batch)
     pool.tables.extend(tables, batch.ends)
@@ -120,7 +121,7 @@ def write_slots(rows: BatchRows) -> Slots:
     return rows.pool.tables.slots_of(tables, rows.own_keys)
 
 
-# How the rows of a pass attend: a backend (``grouped_attention.py``, ``canonical_attention.py``)
+# How the rows of a pass attend: a backend (``grouped_``, ``canonical_``, ``paged_attention.py``)
 # lays a pass out once, and the layout is asked once a layer. All compute the same function,
 #
 #   out[row] = sum_k w_k value[k],   w = softmax over the seen k of cap(scale * query[row] . key[k])
@@ -201,15 +202,10 @@ class PassPlan:
 
 
 def plan_pass(
-    pool: KvPool,
-    batch: Sequence[PassRequest],
-    backend: AttentionBackend,
-    *,
-    tiles: RowTiles | None = None,
+    rows: BatchRows, backend: AttentionBackend, *, tiles: RowTiles | None = None
 ) -> PassPlan:
-    """Lay out a pass over ``batch``, whose blocks are reserved; with ``tiles`` in canonical mode,
-    whose padding they prescribe."""
-    rows = lay_out(pool, batch)
+    """The plan of a pass over ``rows``; with ``tiles`` in canonical mode, whose padding they
+    prescribe."""
     count, sampled = rows.row_count, sampled_rows(rows)
     padded, sampled_padded = count, len(sampled)
     if tiles is not None:

@@ -36,8 +36,6 @@ _DISTINCT_OUTPUTS = 512
 _CORRECTIONS = 4
 # What reading the weights once takes, in rows computed: 17 to 20 on two shapes (measurements.md).
 _PIECE_ROWS = 16
-LARGEST_SIZE = 128
-"""Of all sizes that are tried."""
 SIZES = {
     1: (1,),
     2: (2, 4, 8, 16, 32, 64, 128),
@@ -45,6 +43,8 @@ SIZES = {
     8: (8, 16, 32, 64, 128),
     16: (16, 32, 48, 64, 128),
     32: (32, 64, 96, 128),
+    64: (64, 128, 256, 512, 1024),
+    128: (128, 256, 512, 1024),
 }
 
 

@@ -3,14 +3,16 @@
 Life of a pass: check every request -> reserve blocks, all or nothing -> lay the rows out
 (``pass_plan.py``) -> one call of the model, whose attention reads and writes the pool
 (``grouped_attention.py`` or ``canonical_attention.py``) -> choose a token for every sampled row
-(``sampling/tensors.py``). Canonical mode (``canonical_mode.py``), the default on CPUs, makes the
-logits of a position the same to the last bit under every schedule.
+(``sampling/tensors.py``). Canonical mode (``canonical_mode.py``), the default, makes the logits of
+a position the same to the last bit under every schedule. On a GPU attention is a kernel of ours
+(``paged_attention.py``), and small passes are repeated from recordings (``recorded_passes.py``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +33,9 @@ from edgespec.verifier.targets.canonical_mode import (
     CanonicalModeError,
     find_canonical_mode,
     finite_logits,
+    head_shape,
     run_self_test,
+    tree_logits,
 )
 from edgespec.verifier.targets.grouped_attention import GroupedAttention
 from edgespec.verifier.targets.kv_pool import (
@@ -47,10 +51,12 @@ from edgespec.verifier.targets.kv_pool import (
 )
 from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
+from edgespec.verifier.targets.paged_attention import PagedAttention
 from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_shape
-from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, plan_pass
+from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, lay_out, plan_pass
 from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
 from edgespec.verifier.targets.pipeline_stage import StageShare
+from edgespec.verifier.targets.recorded_passes import MEMORY_BYTES, RecordedPasses
 from edgespec.verifier.targets.row_tiles import RowTiles
 
 logger = logging.getLogger(__name__)
@@ -64,8 +70,8 @@ class TorchTarget:
     (``linear_layers.py``). ``max_cached_tokens`` bounds the key-value pool over all sessions; with
     a ``pool_budget`` it is sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
-    on CPUs where it holds at a bearable cost, else plain mode with a warning, and plain mode on
-    GPUs. Canonical mode sets torch to one intra-op thread, *for the whole process*; in plain mode
+    where it holds at a bearable cost (on a GPU: with Triton), else plain mode with a warning.
+    On a CPU it sets torch to one intra-op thread, *for the whole process*; in plain mode
     ``model_threads`` sets the count when given. With ``share`` this process is one of several
     stages, which are built alike and make the same calls (``pipeline.py``).
 
@@ -104,7 +110,6 @@ class TorchTarget:
         )
         if share is not None:
             share.join()
-        to_be_canonical = loaded.device.type == "cpu" if canonical is None else canonical
         if packed:
             pack_model(loaded.model)
         self._model = loaded.model
@@ -128,7 +133,14 @@ class TorchTarget:
         self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = GroupedAttention()
-        if to_be_canonical:
+        self._recorded: RecordedPasses | None = None
+        if loaded.device.type == "cuda":
+            # cuDNN makes a plan for every count of keys, which takes longer than the pass.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            if share is None:
+                self._attention = self._gpu_attention(loaded)
+        bearable = loaded.device.type == "cpu" or isinstance(self._attention, PagedAttention)
+        if bearable if canonical is None else canonical:
             self._enter_canonical_mode(loaded, share, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
@@ -141,6 +153,8 @@ class TorchTarget:
             self._notes.append("packed weights")
         if pool_budget is not None:
             self._size_pool(loaded, pool_budget)
+        if isinstance(self._attention, PagedAttention):
+            self._record_passes(self._attention)
 
     @property
     def cache(self) -> CacheShape:
@@ -229,6 +243,8 @@ class TorchTarget:
                 layer_count=loaded.layer_count,
                 device=loaded.device,
             )
+            if isinstance(self._attention, PagedAttention):
+                figures = replace(figures, activations=figures.activations + MEMORY_BYTES)
         finally:
             for request in batch:
                 self._pool.close(request.key)
@@ -243,15 +259,22 @@ class TorchTarget:
     def _enter_canonical_mode(
         self, loaded: LoadedModel, share: StageShare | None, *, required: bool
     ) -> None:
+        plain = self._attention
+        paged = isinstance(plain, PagedAttention)
+
         def self_test(tiles: RowTiles) -> str:
-            self._row_tiles, self._attention = tiles, CanonicalAttention(tiles)
+            self._row_tiles = tiles
+            self._attention = plain if paged else CanonicalAttention(tiles)
             return self.self_test()
 
-        plain = self._attention
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         agreed = bool if share is None else share.agreed
-        found = find_canonical_mode(loaded, self_test, row_by_row=required, agreed=agreed)
+        found = find_canonical_mode(
+            loaded, self_test, row_by_row=required, paged=paged, agreed=agreed
+        )
+        if paged:
+            torch.set_num_threads(threads)
         self._row_tiles = found.tiles
         if found.tiles is not None:
             return
@@ -264,13 +287,54 @@ class TorchTarget:
             "canonical mode is off, so texts may differ where two tokens nearly tie: %s", why
         )
 
+    def _gpu_attention(self, loaded: LoadedModel) -> AttentionBackend:
+        """The paged kernel where Triton is installed and agrees with torch's attention."""
+        plain, size = self._attention, self.info.vocabulary_size
+        try:
+            from edgespec.verifier.targets.paged_kernel import attend  # needs Triton
+
+            heads = head_shape(loaded)
+            wanted = tree_logits(self._pool, self._run, size)
+            self._attention = PagedAttention(heads.heads // heads.kv_heads, attend)
+            found = tree_logits(self._pool, self._run, size)
+            if wanted is None or found is None or _close(found, wanted, loaded.dtype):
+                return self._attention
+            why = f"its logits differ by {float((found - wanted).abs().max()):.1e}"
+        except Exception as error:  # a kernel that does not compile may raise anything
+            why = f"{type(error).__name__}: {error}"
+        logger.warning("attention runs without the paged kernel, so slower: %s", why)
+        return plain
+
+    def _record_passes(self, attention: PagedAttention) -> None:
+        """From now on small passes are repeated from recordings, unless their logits differ."""
+        size = self.info.vocabulary_size
+        wanted = tree_logits(self._pool, self._run, size)
+
+        def call(plan: PassPlan) -> torch.Tensor:
+            return _call_model(self._model, plan, size)
+
+        passes = self._recorded = RecordedPasses(call, self._pool, attention)
+        found = tree_logits(self._pool, self._run, size)
+        if not passes.off and found is not None and wanted is not None:
+            dtype = self._pool.dtype
+            if torch.equal(found, wanted) if self.canonical else _close(found, wanted, dtype):
+                self._notes.append("CUDA graphs")
+                return
+            logger.warning("passes are not recorded, so slower: recorded ones differ")
+        self._recorded = None
+
     def _run(self, batch: Sequence[PassRequest]) -> torch.Tensor:
         """Logits [sampled rows, vocabulary] of a reserved batch."""
         # A thread takes over the process's count when it asks for it first. oneDNN does not ask:
         # it would have as many threads as there are cores, whatever canonical mode has set.
         torch.get_num_threads()
         with torch.inference_mode():
-            plan = plan_pass(self._pool, batch, self._attention, tiles=self._row_tiles)
+            rows = lay_out(self._pool, batch)
+            if self._recorded is not None:
+                logits = self._recorded.run(rows)
+                if logits is not None:
+                    return logits
+            plan = plan_pass(rows, self._attention, tiles=self._row_tiles)
             return _call_model(self._model, plan, self.info.vocabulary_size)
 
     def _checked(self, batch: Sequence[PassRequest]) -> PassBatch:
@@ -324,6 +388,12 @@ def _pool(loaded: LoadedModel, max_cached_tokens: int) -> KvPool:
     return KvPool(
         loaded.layer_count, loaded.key_width, max_cached_tokens, loaded.dtype, loaded.device
     )
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits are those of the same model, computed another way."""
+    most = (1e-3 if dtype == torch.float32 else 0.1) * float(wanted.abs().max())
+    return bool((found - wanted).abs().max() <= most)
 
 
 def _call_model(model: Any, plan: PassPlan, vocabulary_size: int) -> torch.Tensor:
