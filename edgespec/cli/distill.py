@@ -23,17 +23,7 @@ from edgespec.cli.options import option
 from edgespec.cli.running import Interrupted, fail, reported, say, stop_asked
 from edgespec.config import ConfigError
 from edgespec.config.common import needs
-from edgespec.models.folders import (
-    BUNDLED,
-    DRAFT_MANIFEST,
-    ModelFolderError,
-    Role,
-    check_checkpoint,
-    check_folder,
-    model_info,
-    resolve_model,
-    weights_fingerprint,
-)
+from edgespec.models import folders
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 
@@ -84,8 +74,8 @@ _RATE = option("0: by the size of the draft", "--learning-rate", panel=_HOW)
 
 def distill(
     out: Annotated[Path, _OUT],
-    target: Annotated[str, _TARGET] = BUNDLED,
-    draft: Annotated[str, _DRAFT] = BUNDLED,
+    target: Annotated[str, _TARGET] = folders.BUNDLED,
+    draft: Annotated[str, _DRAFT] = folders.BUNDLED,
     resume: Annotated[bool, _RESUME] = False,
     force: Annotated[bool, _FORCE] = False,
     prompts: Annotated[list[Path] | None, _PROMPTS] = None,
@@ -149,7 +139,7 @@ def _before(out: Path) -> Path:
 def _in_use(out: Path, draft: str) -> str:
     """The draft to begin with, by its name: the one in ``out``, or else ``draft``."""
     if (before := _before(out)).exists():
-        check_checkpoint(before)  # it will be removed
+        folders.check_checkpoint(before)  # it will be removed
         if not out.exists():  # a run was killed between two renames
             before.rename(out)
     return str(out) if out.is_dir() and any(out.iterdir()) else draft
@@ -174,18 +164,20 @@ class _Job:
         self._online = online
         self._files, self._chat = files, chat
         self._kept = out.with_name(f"{out.name}.training")
-        self._target = resolve_model(target, Role.TARGET)
-        self._draft = resolve_model(draft, Role.DRAFT)
-        check_folder(self._target, Role.TARGET)
-        if (self._draft / DRAFT_MANIFEST).is_file() and not any(self._draft.glob("*.safetensors")):
-            raise ModelFolderError(
+        self._target = folders.resolve_model(target, folders.Role.TARGET)
+        self._draft = folders.resolve_model(draft, folders.Role.DRAFT)
+        folders.check_folder(self._target, folders.Role.TARGET)
+        if (self._draft / folders.DRAFT_MANIFEST).is_file() and not any(
+            self._draft.glob("*.safetensors")
+        ):
+            raise folders.ModelFolderError(
                 f"{self._draft}: an exported draft has no weights to be trained; give the"
                 " checkpoint that it was made from"
             )
-        check_checkpoint(self._draft)
-        theirs, own = model_info(self._target), model_info(self._draft)
+        folders.check_checkpoint(self._draft)
+        theirs, own = folders.model_info(self._target), folders.model_info(self._draft)
         if theirs.vocabulary != own.vocabulary:
-            raise ModelFolderError(
+            raise folders.ModelFolderError(
                 f"the draft's vocabulary is {own.vocabulary}, the target's {theirs.vocabulary}: a"
                 " draft can only learn from a target with the same tokenizer"
             )
@@ -261,8 +253,8 @@ class _Job:
         """What a run that goes on must have in common with the one that was stopped."""
         settings = self._settings
         return {
-            "target": weights_fingerprint(self._target),
-            "draft": weights_fingerprint(self._draft),
+            "target": folders.weights_fingerprint(self._target),
+            "draft": folders.weights_fingerprint(self._draft),
             "texts": hashlib.sha256(repr(pieces).encode()).hexdigest()[:32],
             "recorded": str(self._recorded),
             **{name: str(getattr(settings, name)) for name in settings.__slots__},
@@ -276,7 +268,7 @@ class _Job:
     def _checked(self, kept: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
         for name, value in known.items():
             if kept.get(name) != value:
-                raise ModelFolderError(
+                raise folders.ModelFolderError(
                     f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume goes on"
                     " with the same models, texts and settings"
                 )

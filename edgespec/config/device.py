@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgespec.config.common import (
-    DEFAULT_ADDRESS,
-    HASHED,
-    LOG_FORMATS,
-    LOG_LEVELS,
-    MINUTE_MS,
-    TRACE_TOKENS,
-    DeviceTlsSection,
-    not_empty,
-)
+from edgespec.config import common
 from edgespec.core.association.failover import FailoverPolicy
 from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, GAMMA_OF, WINDOW_OF, PolicyName
@@ -71,7 +62,7 @@ class EndpointSection:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        not_empty("host", self.host)
+        common.not_empty("host", self.host)
         for origin in self.allow_origins:
             if origin != ANY_ORIGIN and ("://" not in origin or origin.endswith("/")):
                 raise ValueError(
@@ -99,7 +90,7 @@ class DraftSection:
     """Threads of a draft step. 0 is one for a small model, else two, where there are two cores."""
     context_length: int = limited(0, 0, 1 << 20)
     """Tokens that the draft may look at. 0 is the model's own; less needs less memory."""
-    draft_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    draft_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """Emulate a slower device, whose draft step takes at least this long."""
     bits: int = among(4, (4, 8, 32))
     """Bits of a weight when a checkpoint is exported: 4, 8 or 32."""
@@ -127,8 +118,8 @@ class DraftSection:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        not_empty("model", self.model)
-        not_empty("variant", self.variant)
+        common.not_empty("model", self.model)
+        common.not_empty("variant", self.variant)
         if self.from_text and self.model == "none":
             key = "corpus is given" if self.corpus else "lookup is true"
             raise ValueError(
@@ -136,7 +127,7 @@ class DraftSection:
                 " without a model"
             )
         for name in self.corpus:
-            not_empty("corpus", name)
+            common.not_empty("corpus", name)
         if self.memory_budget:
             parse_budget(self.memory_budget)
 
@@ -150,9 +141,9 @@ class DraftSection:
 class LinkSection(Section):
     """A link emulated on top of the real one; all zero: the real one as it is."""
 
-    rtt_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    rtt_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """Emulate a link of this round trip."""
-    jitter_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    jitter_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """Mean extra delay of each direction."""
     mbps: float = limited(0.0, 0.0, 1e6)
     """Bandwidth of each direction. 0 is without limit."""
@@ -195,7 +186,7 @@ class PolicySection:
 class AgentConfig:
     """The device: where the verifier is, what drafts, what the text shall be like."""
 
-    verifier: str | tuple[str, ...] = DEFAULT_ADDRESS
+    verifier: str | tuple[str, ...] = common.DEFAULT_ADDRESS
     """Where the verifier is, or several of them. Of several, ``association`` chooses one, and the
     text goes on at another when it fails."""
     model: str = ""
@@ -217,7 +208,7 @@ class AgentConfig:
     association: Association = Association.LOWEST_DELAY
     """By what to choose among several verifiers: ``lowest-delay``, ``listed`` (the first that
     answers), or ``rendezvous`` (each conversation has one of its own)."""
-    tls: DeviceTlsSection = field(default_factory=DeviceTlsSection)
+    tls: common.DeviceTlsSection = field(default_factory=common.DeviceTlsSection)
     api_key_file: str = ""
     """File that holds the key for the verifier. ``EDGESPEC_API_KEY`` in the environment wins over
     it."""
@@ -232,11 +223,11 @@ class AgentConfig:
     """MiB of that file at most; the oldest texts leave."""
     trace: str = ""
     """Write every event to this file."""
-    trace_tokens: str = among(HASHED, TRACE_TOKENS)
+    trace_tokens: str = among(common.HASHED, common.TRACE_TOKENS)
     """What a trace shows of tokens: ``hashed`` which are equal, ``plain`` which they are."""
-    log_level: str = among("warning", LOG_LEVELS)
+    log_level: str = among("warning", common.LOG_LEVELS)
     """Log debug, info, warning or error."""
-    log_format: str = among("text", LOG_FORMATS)
+    log_format: str = among("text", common.LOG_FORMATS)
     """``text``, or ``json``, one object a line."""
 
     def __post_init__(self) -> None:
@@ -259,7 +250,7 @@ class AgentConfig:
 def check_address(address: str) -> None:
     """Raises ``ValueError`` for what is no address of a verifier: of a larger port gRPC would take
     the lower 16 bits, and of a bare IPv6 address none, whatever its last part looks like."""
-    not_empty("verifier", address)
+    common.not_empty("verifier", address)
     if "://" in address:
         raise ValueError(f"verifier is {address!r}, but must be host:port or unix:path")
     last = address.strip().rpartition("]")[2]

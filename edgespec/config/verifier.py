@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from edgespec.config.common import (
-    DEFAULT_HOST,
-    DEFAULT_PORT,
-    HASHED,
-    LOG_FORMATS,
-    LOG_LEVELS,
-    MINUTE_MS,
-    TRACE_TOKENS,
-    ServerTlsSection,
-    is_loopback,
-    joined,
-    not_empty,
-)
+from edgespec.config import common
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec.core.verifier.block_ledger import SharePrefixes
@@ -33,13 +21,13 @@ class PacingSection(Section):
     """Emulate a slower target: a pass takes ``pass_ms`` plus ``row_ms`` for each of its rows; the
     same of the draft model's steps."""
 
-    pass_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    pass_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """Emulate a slower target: make each pass take so many milliseconds."""
-    row_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    row_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """So much longer takes a pass for each row."""
-    draft_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    draft_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """Emulate a slower draft model of the verifier: make each step take so many milliseconds."""
-    draft_row_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    draft_row_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """So much longer takes a step for each row."""
 
 
@@ -49,7 +37,7 @@ class PipelineSection:
 
     stages: int = limited(1, 1, 64)
     """Processes; at most the model's layers."""
-    delay_ms: float = limited(0.0, 0.0, MINUTE_MS)
+    delay_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
     """Added to each link between two of them, one way, for trials."""
     pass_within_s: float = limited(300.0, 1.0, 86_400.0)
     """A pass that takes longer hangs: the verifier ends, and its devices resume elsewhere."""
@@ -131,9 +119,9 @@ class VerifierConfig:
     """native, or vllm for many users and several GPUs. Install ``edgespec[vllm]`` for it."""
     engine_flags: tuple[str, ...] = ()
     """vLLM's own flags, as on its command line."""
-    host: str = DEFAULT_HOST
+    host: str = common.DEFAULT_HOST
     """Address to listen at, 0.0.0.0 for all."""
-    port: int = limited(DEFAULT_PORT, 0, 65_535)
+    port: int = limited(common.DEFAULT_PORT, 0, 65_535)
     """Port to listen at. 0 is any free one; the ready line names it."""
     dtype: str = among("auto", DTYPES)
     """auto, float32, bfloat16 or float16. ``auto`` is float32 on a CPU."""
@@ -158,33 +146,33 @@ class VerifierConfig:
     keys: str = ""
     """Let in who shows one of the keys in this file (``edgespec keys``). Empty lets in whoever can
     connect."""
-    tls: ServerTlsSection = field(default_factory=ServerTlsSection)
+    tls: common.ServerTlsSection = field(default_factory=common.ServerTlsSection)
     insecure: bool = False
     """Listen beyond this machine without TLS."""
     drain_s: float = limited(30.0, 0.0, 86_400.0)
     """How long running texts may go on after a request to stop."""
     trace: str = ""
     """Write every event to this file."""
-    trace_tokens: str = among(HASHED, TRACE_TOKENS)
+    trace_tokens: str = among(common.HASHED, common.TRACE_TOKENS)
     """What a trace shows of tokens: ``hashed`` which are equal, ``plain`` which they are."""
-    log_level: str = among("warning", LOG_LEVELS)
+    log_level: str = among("warning", common.LOG_LEVELS)
     """Log debug, info, warning or error."""
-    log_format: str = among("text", LOG_FORMATS)
+    log_format: str = among("text", common.LOG_FORMATS)
     """``text``, or ``json``, one object a line."""
     metrics_port: int | None = limited(None, 0, 65_535)
     """Serve Prometheus metrics at this port. 0 is any free one; null is nowhere."""
-    metrics_host: str = DEFAULT_HOST
+    metrics_host: str = common.DEFAULT_HOST
     """Address of the metrics."""
 
     def __post_init__(self) -> None:
         check_limits(self)
-        not_empty("model", self.model)
-        not_empty("host", self.host)
-        not_empty("metrics_host", self.metrics_host)
+        common.not_empty("model", self.model)
+        common.not_empty("host", self.host)
+        common.not_empty("metrics_host", self.metrics_host)
         for rule in self.rules:
             check_offer(rule)
         self._check_engine()
-        if not (self.tls.used or self.insecure or is_loopback(self.host)):
+        if not (self.tls.used or self.insecure or common.is_loopback(self.host)):
             raise ValueError(
                 f"host is {self.host!r}, which others can reach, and there is no TLS: give"
                 " --tls-cert and --tls-key (`edgespec certs` makes them), or --insecure"
@@ -235,4 +223,4 @@ class VerifierConfig:
 
     @property
     def address(self) -> str:
-        return joined(self.host, self.port)
+        return common.joined(self.host, self.port)

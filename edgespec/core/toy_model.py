@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import bounded, check_limits, limited
 from edgespec.core.protocol.sampling import GOLDEN, MASK_32, gumbel, mix
 
 MAX_TOY_VOCABULARY = 4096
@@ -34,24 +34,20 @@ class ToyModel:
     Raises ``ValueError`` naming the field, the value and the limit.
     """
 
-    vocabulary_size: int = 32
-    order: int = 2
+    vocabulary_size: int = limited(32, 2, MAX_TOY_VOCABULARY)
+    order: int = limited(2, 0, MAX_TOY_ORDER)
     """How many of the last tokens count."""
     seed: int = 0
-    sharpness: float = 2.0
+    sharpness: float = limited(2.0, 0.0, 1e3)
     eos_token: int | None = None
-    eos_probability: float = 0.0
+    eos_probability: float = limited(0.0, 0.0, 1.0)
     """Share of contexts that end the text."""
-    noise_strength: float = 0.0
+    noise_strength: float = limited(0.0, 0.0, 1e3)
     """Scale of the perturbation, in units of ``sharpness``."""
     noise_seed: int = 0
 
     def __post_init__(self) -> None:
-        bounded("vocabulary_size", self.vocabulary_size, 2, MAX_TOY_VOCABULARY)
-        bounded("order", self.order, 0, MAX_TOY_ORDER)
-        bounded("sharpness", self.sharpness, 0.0, 1e3)
-        bounded("eos_probability", self.eos_probability, 0.0, 1.0)
-        bounded("noise_strength", self.noise_strength, 0.0, 1e3)
+        check_limits(self)
         if self.eos_token is not None:
             bounded("eos_token", self.eos_token, 0, self.vocabulary_size - 1)
 

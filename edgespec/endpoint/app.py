@@ -38,19 +38,10 @@ from edgespec import __version__
 from edgespec.config.device import EndpointSection
 from edgespec.device.agent import Chunk
 from edgespec.device.status import StatusSource
+from edgespec.endpoint import service
 from edgespec.endpoint.answer import KEEP_ALIVE
 from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model, read_object
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
-from edgespec.endpoint.service import (
-    ALIAS,
-    METRICS,
-    METRICS_PREFIX,
-    Answer,
-    Endpoint,
-    Run,
-    ServedModel,
-    stopping,
-)
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.telemetry.trace import plain
@@ -75,10 +66,10 @@ _WITHOUT_EVENTS: Final = 1 << 62
 
 _log = logging.getLogger(__name__)
 
-Prepare = Callable[[Mapping[str, Any]], Awaitable[Answer]]
+Prepare = Callable[[Mapping[str, Any]], Awaitable[service.Answer]]
 
 
-def build_app(endpoint: Endpoint, status: StatusSource | None = None) -> ASGIApp:
+def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) -> ASGIApp:
     """All routes, guarded. With ``status`` there are the page of it and the agent's metrics."""
     places, post = _Places(endpoint, status), ["POST"]
     routes: list[BaseRoute] = [
@@ -114,7 +105,7 @@ def build_app(endpoint: Endpoint, status: StatusSource | None = None) -> ASGIApp
 class _Generation:
     """An ASGI application for one path; ``prepare`` turns a request's JSON into an answer."""
 
-    def __init__(self, endpoint: Endpoint, prepare: Prepare) -> None:
+    def __init__(self, endpoint: service.Endpoint, prepare: Prepare) -> None:
         self._endpoint, self._prepare = endpoint, prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,7 +133,7 @@ class _Generation:
         writer = _Writer(send, self._endpoint.settings.write_within_s)
         try:
             if self._endpoint.stopping:
-                raise stopping()
+                raise service.stopping()
             self._endpoint.admission.check()
             large = len(bodies[0]) > _LARGE
             async with self._endpoint.one_large if large else contextlib.nullcontext():
@@ -179,7 +170,7 @@ class _Generation:
             return _CUT
 
     @asynccontextmanager
-    async def _turn(self, answer: Answer, writer: _Writer) -> AsyncIterator[Run]:
+    async def _turn(self, answer: service.Answer, writer: _Writer) -> AsyncIterator[service.Run]:
         """The generations of ``answer``, once it is their turn; a stream that waits for it is kept
         alive."""
         waits = [asyncio.create_task(self._keep_alive(writer))] if answer.request.stream else []
@@ -197,7 +188,7 @@ class _Generation:
             await asyncio.sleep(self._endpoint.settings.keep_alive_s)
             await writer.write(KEEP_ALIVE)
 
-    def _add(self, answer: Answer, news: list[tuple[int, Chunk]]) -> bytes:
+    def _add(self, answer: service.Answer, news: list[tuple[int, Chunk]]) -> bytes:
         """Takes in what came; returns the server-sent events that it is."""
         envelope, said = answer.envelope, []
         for index, chunk in news:
@@ -228,9 +219,9 @@ class _Writer:
         self.headers: dict[str, str] = {}
         self.keep_alive_s: float | None = None
         """How long a stream may say nothing; None: it is none."""
-        self._answer: Answer | None = None
+        self._answer: service.Answer | None = None
 
-    def begin(self, answer: Answer) -> None:
+    def begin(self, answer: service.Answer) -> None:
         """What the stream is of: its first events stand before the first that is written."""
         self._answer = answer
         if names := answer.request.ignored[:_MOST_NAMES]:
@@ -334,9 +325,9 @@ def _csp_digest(text: str) -> str:
 
 
 class _Places:
-    def __init__(self, endpoint: Endpoint, status: StatusSource | None) -> None:
+    def __init__(self, endpoint: service.Endpoint, status: StatusSource | None) -> None:
         self._endpoint, self._status = endpoint, status
-        tables = [Table(METRICS_PREFIX, METRICS, endpoint.counted)]
+        tables = [Table(service.METRICS_PREFIX, service.METRICS, endpoint.counted)]
         if status is not None:
             snapshot = partial(status.snapshot, _WITHOUT_EVENTS)
             tables.append(Table(agent_status.METRICS_PREFIX, agent_status.AGENT_METRICS, snapshot))
@@ -387,11 +378,11 @@ class _Places:
     async def model(self, request: Request) -> Response:
         name, usual = request.path_params["name"], self._endpoint.models.name
         chosen = await self._endpoint.choose_model(name)
-        if chosen.served is None and name not in (usual, ALIAS):
+        if chosen.served is None and name not in (usual, service.ALIAS):
             raise no_such_model(name, (usual,))
         return JSONResponse(self._model(chosen.served))
 
-    def _model(self, served: ServedModel | None) -> dict[str, Any]:
+    def _model(self, served: service.ServedModel | None) -> dict[str, Any]:
         """As OpenAI has it, with the fields that vLLM's server adds; None: no verifier has told of
         one yet."""
         return {

@@ -18,16 +18,8 @@ from grpc.aio import EOF
 
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
-from edgespec.wire import grpc_calls
+from edgespec.wire import codec, grpc_calls
 from edgespec.wire.access import DeviceAccess, handshake_failure
-from edgespec.wire.codec import (
-    SERVICE,
-    ProtocolViolation,
-    WireLimits,
-    decode_downlink,
-    decode_info,
-    encode_uplink,
-)
 
 # Statuses that a second attempt would meet again.
 _FINAL: Final = frozenset(
@@ -59,13 +51,13 @@ class GrpcTransport:
         address: str,
         access: DeviceAccess | None = None,
         *,
-        limits: WireLimits | None = None,
+        limits: codec.WireLimits | None = None,
         keepalive: grpc_calls.Keepalive | None = None,
         connect_timeout_s: float = 5.0,
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
         self.address, self._access = address, access or DeviceAccess()
-        self._limits = limits or WireLimits()
+        self._limits = limits or codec.WireLimits()
         self._keepalive = keepalive or grpc_calls.Keepalive()
         key = self._access.key_for(address)
         self._metadata = ((grpc_calls.KEY_HEADER, f"{grpc_calls.KEY_SCHEME} {key}"),) if key else ()
@@ -88,7 +80,7 @@ class GrpcTransport:
             return await self._connect()
 
     async def _connect(self) -> DeviceStream:
-        method: Any = self._open_channel().stream_stream(f"/{SERVICE}/Speculate", None, None)
+        method: Any = self._open_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
             metadata = (*metadata, (grpc_calls.CONVERSATION_HEADER, conversation))
@@ -112,8 +104,8 @@ class GrpcTransport:
     async def info(self) -> VerifierInfo:
         payload = await self._ask("Info", b"")
         try:
-            return decode_info(payload, self._limits)
-        except ProtocolViolation as violation:
+            return codec.decode_info(payload, self._limits)
+        except codec.ProtocolViolation as violation:
             raise LinkError(f"verifier at {self.address}: {violation}", retryable=False) from None
 
     async def ask_tokenizer(self, request: bytes) -> bytes:
@@ -121,7 +113,7 @@ class GrpcTransport:
         return await self._ask("Tokenizer", request)
 
     async def _ask(self, name: str, request: bytes) -> bytes:
-        method: Any = self._open_channel().unary_unary(f"/{SERVICE}/{name}", None, None)
+        method: Any = self._open_channel().unary_unary(f"/{codec.SERVICE}/{name}", None, None)
         try:
             with self._under_way():
                 return bytes(
@@ -192,7 +184,7 @@ class GrpcDeviceStream:
         self,
         call: Any,
         address: str,
-        limits: WireLimits,
+        limits: codec.WireLimits,
         closed: Callable[[GrpcDeviceStream], None],
     ) -> None:
         self._call, self._address, self._limits = call, address, limits
@@ -209,7 +201,7 @@ class GrpcDeviceStream:
         message over a bound (the stream lives on). Waits while the verifier does not read. What is
         sent after the verifier has ended the stream, and before ``receive`` has said so, is lost
         without an error, as it would be on its way."""
-        payload = encode_uplink(message, self._limits)
+        payload = codec.encode_uplink(message, self._limits)
         async with self._write_lock:
             if self._closed.done() or self._call.done():
                 raise await self._ended()
@@ -230,8 +222,8 @@ class GrpcDeviceStream:
         if payload is EOF:
             raise await self._ended()
         try:
-            message = decode_downlink(payload, self._limits)
-        except ProtocolViolation as violation:
+            message = codec.decode_downlink(payload, self._limits)
+        except codec.ProtocolViolation as violation:
             self._violation = str(violation)
             self._call.cancel()
             raise await self._ended() from None

@@ -29,15 +29,7 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import traffic_budget as budgets
 from edgespec.core.verifier.credential import Credential
 from edgespec.telemetry.verifier_counts import Watch
-from edgespec.wire import callers, grpc_calls
-from edgespec.wire.codec import (
-    SERVICE,
-    ProtocolViolation,
-    WireLimits,
-    decode_uplink,
-    encode_downlink,
-    encode_info,
-)
+from edgespec.wire import callers, codec, grpc_calls
 from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError
 
 LAST_WORD_S = 0.5
@@ -71,7 +63,7 @@ class GrpcVerifierStream:
         context: Any,
         address: str,
         credential: Credential,
-        limits: WireLimits,
+        limits: codec.WireLimits,
         budget: budgets.StreamBudget,
         count: Callable[[m.Message, int], None],
         on_open: Callable[[GrpcVerifierStream], None],
@@ -107,7 +99,7 @@ class GrpcVerifierStream:
         """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` for a message over
         a bound. Waits while the device does not read, but for no longer than the stream may stall.
         A Fault is the last message."""
-        payload = encode_downlink(message, self._limits)
+        payload = codec.encode_downlink(message, self._limits)
         if self._writing.busy or self._write_lock.locked() or isinstance(message, m.Fault):
             async with self._write_lock:
                 self._raise_if_over()
@@ -128,8 +120,8 @@ class GrpcVerifierStream:
         if self._writing.busy or self._write_lock.locked():
             return False
         try:
-            payload = encode_downlink(message, self._limits)
-        except ProtocolViolation:  # for ``send`` to tell
+            payload = codec.encode_downlink(message, self._limits)
+        except codec.ProtocolViolation:  # for ``send`` to tell
             return False
         self._write(payload)
         self._sent(message, len(payload))
@@ -213,7 +205,7 @@ class GrpcVerifierStream:
                 await self._writing.settle()
                 if fault is None:
                     return
-                payload = encode_downlink(fault, self._limits)
+                payload = codec.encode_downlink(fault, self._limits)
                 await self._writing.take(lambda: self._context.write(payload))
         except (TimeoutError, *grpc_calls.GONE):
             return
@@ -236,7 +228,7 @@ class GrpcVerifierStream:
         except asyncio.CancelledError:  # the library's word for a call that has ended
             self.lost()
             raise
-        except ProtocolViolation as violation:
+        except codec.ProtocolViolation as violation:
             self._retryable = False
             self.hang_up(m.Fault(violation.code, str(violation)))
         except grpc_calls.GONE as error:
@@ -249,8 +241,8 @@ class GrpcVerifierStream:
         """Hand a message to its receiver; for how many seconds no other must be read."""
         now = self._loop.time()
         try:
-            message = decode_uplink(payload, self._limits)
-        except ProtocolViolation:
+            message = codec.decode_uplink(payload, self._limits)
+        except codec.ProtocolViolation:
             self._budget.spend(now, len(payload))
             raise
         hold_s = self._budget.spend(now, len(payload))
@@ -375,7 +367,7 @@ class GrpcServer:
         serve: ServeStream,
         info: Callable[[], m.VerifierInfo],
         *,
-        limits: WireLimits | None = None,
+        limits: codec.WireLimits | None = None,
         credentials: grpc.ServerCredentials | None = None,
         authenticate: Authenticate | None = None,
         max_streams: int = 1024,
@@ -388,7 +380,7 @@ class GrpcServer:
         texts: PackedTexts | str = "this verifier has no tokenizer to send",
     ) -> None:
         self._serve, self._info = serve, info
-        self._limits = limits or WireLimits()
+        self._limits = limits or codec.WireLimits()
         self._address, self._credentials = address, credentials
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
@@ -425,7 +417,7 @@ class GrpcServer:
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        beside = callers.SideServices(SERVICE, self._questions)
+        beside = callers.SideServices(codec.SERVICE, self._questions)
         server = grpc.aio.server(
             options=grpc_calls.server_options(self._limits, grpc_calls.Keepalive()),
             interceptors=(beside,),
@@ -436,17 +428,19 @@ class GrpcServer:
             "Info": grpc.unary_unary_rpc_method_handler(self._answer_info),
             "Tokenizer": grpc.unary_unary_rpc_method_handler(self._answer_tokenizer),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(codec.SERVICE, handlers),)
+        )
         health_aio: Any = health.aio
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
-            (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+            (codec.SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
         self.port = self._bind(server)
         await server.start()
         self._server = server
-        for service in ("", SERVICE):
+        for service in ("", codec.SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def _bind(self, server: grpc.aio.Server) -> int:
@@ -468,7 +462,7 @@ class GrpcServer:
             await self._authenticator.turn_away(context)
         await self._questions.turn(context, credential)
         if (info := self._info()) != self._told:
-            self._told, self._answer = info, encode_info(info, self._limits)
+            self._told, self._answer = info, codec.encode_info(info, self._limits)
         return self._answer
 
     async def _answer_tokenizer(self, request: bytes, context: Any) -> bytes:
@@ -479,7 +473,7 @@ class GrpcServer:
             await grpc_calls.abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
         try:
             return self._texts.answer(request)
-        except (ProtocolViolation, TextFileError) as error:
+        except (codec.ProtocolViolation, TextFileError) as error:
             await grpc_calls.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     @property
@@ -527,7 +521,7 @@ class GrpcServer:
         if (credential := self._authenticator.credential(key)) is None:
             self._refused(m.FaultCode.UNAUTHENTICATED)
             await self._authenticator.turn_away(
-                context, lambda fault: encode_downlink(fault, self._limits)
+                context, lambda fault: codec.encode_downlink(fault, self._limits)
             )
         peer = callers.caller(host := grpc_calls.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
@@ -636,7 +630,7 @@ class GrpcServer:
                 await self._serve(stream)
         except LinkError as error:
             _LOG.info("stream of %s: %s", stream.address, error)
-        except ProtocolViolation as violation:
+        except codec.ProtocolViolation as violation:
             _LOG.error(
                 "stream of %s: a message here broke the protocol: %s", stream.address, violation
             )

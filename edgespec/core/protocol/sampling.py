@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from edgespec.core.protocol.checks import bounded
+from edgespec.core.protocol.checks import bounded, check_limits, limited
 from edgespec.core.protocol.constraint import Constraint, allows
 
 # Shared noise: Gumbel(seed, position, token id) as a pure function. argmax(logits + Gumbel noise)
@@ -105,29 +105,29 @@ class SamplingParams:
     Raises ``ValueError`` naming the field, the value and the limit.
     """
 
-    temperature: float = 0.0
+    temperature: float = limited(0.0, 0.0, 100.0)
     """0 takes the likeliest token, more is freer. Logits are divided by it."""
-    top_k: int = 0
+    top_k: int = limited(0, 0, 1 << 24)
     """Keep the k likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
     """Keep the likeliest up to this share. The smallest set that reaches it is kept."""
-    min_p: float = 0.0
+    min_p: float = limited(0.0, 0.0, 1.0)
     """Drop tokens less likely than this share of the likeliest."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = limited(1.0, LEAST_REPETITION_PENALTY, 100.0)
     """Above 1, a token of the prompt or the text becomes less likely."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = limited(0.0, -100.0, 100.0)
     """Taken from the logit of each token that the text holds."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = limited(0.0, -100.0, 100.0)
     """Taken from it once for each time that the text holds the token."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
     """Added to the logits of these token ids, such as ``{42: -1.5}``."""
-    seed: int = 0
+    seed: int = limited(0, 0, (1 << 64) - 1)
     """The same seed gives the same text."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the text."""
     stop: tuple[str, ...] = ()
     """End before this text. The device looks for it; it is never sent and never shown."""
-    max_tokens: int = 256
+    max_tokens: int = limited(256, 1, MAX_TOKENS)
     """Write this many tokens at most."""
     ignore_eos: bool = False
     """Go on past the model's own end token, for measurements."""
@@ -135,15 +135,8 @@ class SamplingParams:
     """Hold the text to a schema or a grammar: ``{kind: json_schema, text: ...}``."""
 
     def __post_init__(self) -> None:
-        bounded("temperature", self.temperature, 0.0, 100.0)
-        bounded("top_k", self.top_k, 0, 1 << 24)
+        check_limits(self)
         bounded("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        bounded("min_p", self.min_p, 0.0, 1.0)
-        bounded("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
-        bounded("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        bounded("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        bounded("seed", self.seed, 0, (1 << 64) - 1)
-        bounded("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         bounded("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_IDS)
         bounded("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS)
         bounded("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES)

@@ -12,16 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from edgespec.core.ports import (
-    CacheShape,
-    CapacityError,
-    ModelInfo,
-    ModelOutputError,
-    PassRequest,
-    PassResult,
-    PassShape,
-    TargetLostError,
-)
+from edgespec.core import ports
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.verifier.targets.pass_requests import check_batch, check_opening
@@ -131,7 +122,7 @@ class KnownText:
             self._scores[self._rows_from + offset] = score
         self.tokens += stepped.tokens
 
-    def answer(self, request: PassRequest) -> PassResult | Wanted:
+    def answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
         """The result of ``request``, whose nodes are a chain; or the step that is missing for it.
 
         Raises ``ValueError`` when the request does not fit the text, and ``UnknownScoresError``.
@@ -140,7 +131,7 @@ class KnownText:
         self._check(request, end)
         if not request.sample:
             if self.computed >= end or len(self.tokens) > self._given:
-                return PassResult(request.key, ())
+                return ports.PassResult(request.key, ())
             return Wanted(len(request.feed))
         chain, accepted, known = request.tokens, 0, self.tokens
         while end + accepted < len(known):
@@ -150,7 +141,7 @@ class KnownText:
         drafts = chain[accepted:]
         return Wanted(max(len(request.feed), 1) + len(drafts), drafts, request.logprobs)
 
-    def _check(self, request: PassRequest, end: int) -> None:
+    def _check(self, request: ports.PassRequest, end: int) -> None:
         key = request.key
         if any(parent != node - 1 for node, parent in enumerate(request.parents)):
             raise ValueError(f"{key!r}: parents are {request.parents}, but must be a chain")
@@ -161,7 +152,7 @@ class KnownText:
         if request.sample and end < self._given:
             raise ValueError(f"{key!r}: {end} tokens are before the {self._given} of the opening")
 
-    def _result(self, request: PassRequest, end: int, accepted: int) -> PassResult:
+    def _result(self, request: ports.PassRequest, end: int, accepted: int) -> ports.PassResult:
         """``accepted`` drafts are right, and the token behind them is known."""
         size = 1 + len(request.tokens)
         targets = self.tokens[end : end + accepted + 1]
@@ -173,7 +164,7 @@ class KnownText:
         self._rows = ()  # the next pass may have another chain
         guesses = self._guesses if end + accepted + 1 == len(self.tokens) else ()
         if not request.logprobs:
-            return PassResult(request.key, tuple(targets), guesses=guesses)
+            return ports.PassResult(request.key, tuple(targets), guesses=guesses)
         known = [self._scores.get(end + offset) for offset in range(accepted + 1)]
         scores = [score for score in known if score is not None]
         if len(scores) < len(known):
@@ -181,7 +172,7 @@ class KnownText:
         for position in [one for one in self._scores if one < end]:
             del self._scores[position]
         filled = scores + [NO_SCORE] * (size - len(scores))
-        return PassResult(request.key, tuple(targets), tuple(filled), guesses)
+        return ports.PassResult(request.key, tuple(targets), tuple(filled), guesses)
 
 
 # vLLM may take a session's cache away for another's sake and compute it again, a step each.
@@ -208,23 +199,23 @@ class VllmTarget:
     vLLM can look at one path only, so a pass holds a chain of ``max_nodes``. ``own_drafts``: how
     many tokens a speculator of the engine's can propose behind a pass."""
 
-    cache: CacheShape | None = None
+    cache: ports.CacheShape | None = None
     """vLLM gives out its blocks by itself, and takes them back when it has to."""
 
     def __init__(
         self,
         engine: StepEngine,
-        info: ModelInfo,
+        info: ports.ModelInfo,
         max_sessions: int,
         *,
         mode: str = "vLLM",
         max_nodes: int = 15,
         max_rows: int = 2048,
-        adapters: Sequence[ModelInfo] = (),
+        adapters: Sequence[ports.ModelInfo] = (),
         own_drafts: int = 0,
     ) -> None:
         self.mode, self.adapters = mode, tuple(adapters)
-        self.pass_shape = PassShape(False, max_nodes, max_rows, own_drafts)
+        self.pass_shape = ports.PassShape(False, max_nodes, max_rows, own_drafts)
         self.steps = self.proposed = self._draft_steps = 0
         self._engine, self.info, self._max_sessions = engine, info, max_sessions
         self._sequences: dict[str, _Sequence] = {}
@@ -245,7 +236,7 @@ class VllmTarget:
         """As in the port; no more than ``pass_shape.own_drafts`` are asked for."""
         self._draft_steps = min(count, self.pass_shape.own_drafts)
 
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+    def forward(self, batch: Sequence[ports.PassRequest]) -> list[ports.PassResult]:
         """As in the port. What vLLM has computed before an error is kept and answers the next
         pass, which may begin from the same ``cache_length``."""
         check_batch(batch, self._longest, self.info)
@@ -255,7 +246,7 @@ class VllmTarget:
                 text = sequence.text or request.feed  # a probe brings its text with the pass
                 committed = max(sequence.given, request.cache_length + len(request.feed))
                 self._add(request.key, sequence, text[:committed])
-        results: dict[str, PassResult] = {}
+        results: dict[str, ports.PassResult] = {}
         idle = 0
         while True:
             wanted = self._wanted(batch, results)
@@ -265,7 +256,7 @@ class VllmTarget:
             self._step(wanted)
             idle = idle + 1 if before == [self._progress(key) for key in wanted] else 0
             if idle > _IDLE_STEPS + 2 * len(self._sequences):
-                raise CapacityError(
+                raise ports.CapacityError(
                     f"vLLM has no room for {len(wanted)} sessions: nothing came of {idle} steps"
                 )
 
@@ -279,7 +270,7 @@ class VllmTarget:
 
     # --- one pass --------------------------------------------------------------------------
 
-    def _longest(self, request: PassRequest) -> int:
+    def _longest(self, request: ports.PassRequest) -> int:
         if (sequence := self._sequences.get(request.key)) is None:
             raise ValueError(f"sequence {request.key!r} is not open")
         return len(sequence.text if sequence.known is None else sequence.known.tokens)
@@ -291,24 +282,24 @@ class VllmTarget:
         return sequence.known
 
     def _wanted(
-        self, batch: Sequence[PassRequest], results: dict[str, PassResult]
+        self, batch: Sequence[ports.PassRequest], results: dict[str, ports.PassResult]
     ) -> dict[str, Wanted]:
         wanted: dict[str, Wanted] = {}
         for request in batch:
             if request.key in results:
                 continue
             found = self._answer(request)
-            if isinstance(found, PassResult):
+            if isinstance(found, ports.PassResult):
                 results[request.key] = found
             else:
                 wanted[request.key] = found
         return wanted
 
-    def _answer(self, request: PassRequest) -> PassResult | Wanted:
+    def _answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
         sequence = self._sequences[request.key]
         assert sequence.known is not None
         if sequence.failure:
-            raise ModelOutputError(request.key, sequence.failure)
+            raise ports.ModelOutputError(request.key, sequence.failure)
         try:
             return sequence.known.answer(request)
         except UnknownScoresError:
@@ -321,7 +312,7 @@ class VllmTarget:
         self.steps += 1
         try:
             found = self._engine.step(wanted, self._draft_steps)
-        except TargetLostError:
+        except ports.TargetLostError:
             raise
         except Exception:
             for sequence in self._sequences.values():
