@@ -12,18 +12,9 @@ from typing import Any
 import typer
 
 from edgespec import __version__
+from edgespec.cli import running
 from edgespec.cli.device import misfit, no_verifier
 from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
-from edgespec.cli.running import (
-    Stopping,
-    first_of,
-    listen,
-    on_stopping_signals,
-    say,
-    set_up_logging,
-    stoppable,
-    trace_to,
-)
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError, is_loopback, joined, needs, own_name
 from edgespec.core.device.memory import MIB
@@ -62,15 +53,15 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
             f"endpoint.host is {host!r}, where others can ask: set a key (EDGESPEC_ENDPOINT_KEY or"
             " --key-file), or --set endpoint.insecure=true if all of them may"
         )
-    with listen(host, config.endpoint.port) as listener:
+    with running.listen(host, config.endpoint.port) as listener:
         if borrows_tokenizer(config):
             config = await _with_lent_tokenizer(config)
-        with stoppable():  # one on the Hub is fetched
+        with running.stoppable():  # one on the Hub is fetched
             text = load_tokenizer(tokenizer_reference(config))
         watch = await _look(config)
         try:
-            with stoppable():
-                agent = build_agent(config, tracer=tracer, say=say)
+            with running.stoppable():
+                agent = build_agent(config, tracer=tracer, say=running.say)
             async with agent:
                 await _serve(config, key, agent, text, watch, listener)
         finally:
@@ -95,22 +86,22 @@ async def _serve(
     endpoint = Endpoint(agent, text, watch, config.endpoint, sampling, key=key)
     status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
-    stop = Stopping()
-    numbers = on_stopping_signals(stop.ask)
+    stop = running.Stopping()
+    numbers = running.on_stopping_signals(stop.ask)
     try:
         await server.start()
         watch.start()
         url = f"http://{joined(own_name(config.endpoint.host), server.port)}"
         for line in _chosen(config, watch, bool(key)):
-            say(line)
+            running.say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
-        say(f"  see: {url} shows how it is doing, {url}/status.json says it to programs")
-        say(_curl(url, text.has_chat_template, bool(key)))
-        await first_of(stop.asked.wait(), server.died.wait())
+        running.say(f"  see: {url} shows how it is doing, {url}/status.json says it to programs")
+        running.say(_curl(url, text.has_chat_template, bool(key)))
+        await running.first_of(stop.asked.wait(), server.died.wait())
         if server.died.is_set():
             raise SetupError("the HTTP server ended by itself")
         going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
-        say(f"stopping{going_on if endpoint.active and not stop.hurried else ''}")
+        running.say(f"stopping{going_on if endpoint.active and not stop.hurried else ''}")
     finally:
         try:
             await server.stop(0.0 if stop.hurried else None)
@@ -148,13 +139,15 @@ async def _with_lent_tokenizer(config: AgentConfig) -> AgentConfig:
     watch = await _look(config)
     try:
         if not watch.ready:
-            say("no verifier answers yet; one is waited for, since it has to lend its tokenizer:")
-            say("neither draft.model nor tokenizer names one")
+            running.say(
+                "no verifier answers yet; one is waited for, since it has to lend its tokenizer:"
+            )
+            running.say("neither draft.model nor tokenizer names one")
         while True:
             for address, info in watch.infos.items():
                 if (model := info.of(config.model)) is not None:
                     with suppress(LinkError):  # it has gone again
-                        return await with_tokenizer(config, model, say, address)
+                        return await with_tokenizer(config, model, running.say, address)
             await asyncio.sleep(_AGAIN_S)
             watch.infos.clear()
             await watch.look()
@@ -233,6 +226,6 @@ def serve(settings: AgentConfig) -> None:
 
     [dim]edgespec serve --host 0.0.0.0 --key-file endpoint.key --allow-origin https://chat.example[/]
     """
-    set_up_logging(settings.log_level, settings.log_format)
-    with trace_to(settings.trace, settings.trace_tokens) as tracer:
+    running.set_up_logging(settings.log_level, settings.log_format)
+    with running.trace_to(settings.trace, settings.trace_tokens) as tracer:
         asyncio.run(serve_until_stopped(settings, tracer))

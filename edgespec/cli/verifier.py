@@ -29,18 +29,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec import __version__
+from edgespec.cli import running
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import Flag, from_config
-from edgespec.cli.running import (
-    Stopping,
-    cannot_listen,
-    first_of,
-    listen,
-    on_stopping_signals,
-    say,
-    set_up_logging,
-    trace_to,
-)
 from edgespec.config import DEFAULT_ADDRESS, ConfigError, VerifierConfig
 from edgespec.config.common import SetupError, joined, needs, own_name
 from edgespec.core.ports import TargetModel, pass_shape
@@ -48,16 +39,9 @@ from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
+from edgespec.telemetry import verifier_counts
 from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.telemetry.trace import Tracer
-from edgespec.telemetry.verifier_counts import (
-    METRICS,
-    PREFIX,
-    EngineSample,
-    StreamMeter,
-    Watch,
-    log_stream,
-)
 from edgespec.verifier.build import build_verifier, load_server_drafter, load_target, target_mode
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import ServerAccess
@@ -120,11 +104,11 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
 
     [dim]edgespec verifier --engine vllm --model Qwen/Qwen3-32B -- --tensor-parallel-size 4[/]
     """
-    set_up_logging(settings.log_level, settings.log_format)
-    with trace_to(settings.trace, settings.trace_tokens) as tracer:
+    running.set_up_logging(settings.log_level, settings.log_format)
+    with running.trace_to(settings.trace, settings.trace_tokens) as tracer:
         failure = asyncio.run(serve(settings, tracer, with_parent))
     if failure is not None:
-        say(f"error: the verifier failed: {failure}")
+        running.say(f"error: the verifier failed: {failure}")
         logging.shutdown()
         os._exit(FAILED)  # no thread is waited for that may hang in the target
 
@@ -134,17 +118,17 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
     keys and certificates that cannot be used, ``SetupError``, ``OSError``."""
     if not sys.stderr.isatty():  # a log file wants no progress bars
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    end, reload = Stopping(in_order=False), asyncio.Event()
-    on_stopping_signals(end.ask, (signal.SIGINT, signal.SIGTERM))
+    end, reload = running.Stopping(in_order=False), asyncio.Event()
+    running.on_stopping_signals(end.ask, (signal.SIGINT, signal.SIGTERM))
     _on_hangup(end, reload)
     if with_parent:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _read_stdin, end)
     access = ServerAccess(config)
     for warning in access.warnings:
         _LOG.warning("%s", warning)
-    listen(config.host, config.port).close()  # said before a model is loaded
+    running.listen(config.host, config.port).close()  # said before a model is loaded
     with contextlib.closing(Watching(config)) as watching:
-        say(f"loading {config.model} ...")
+        running.say(f"loading {config.model} ...")
         target = await asyncio.to_thread(load_target, config)
         verifier, server = build_verifier(
             config,
@@ -164,12 +148,12 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
         watching.start(verifier)
         end.in_order = True
         typer.echo(line := ready_line(config, server.port, target, verifier.info))
-        say(f"  try: {next_command(config, server.port)}")
+        running.say(f"  try: {next_command(config, server.port)}")
         manager = ServiceManager()
         manager.ready(line)
         alive = asyncio.create_task(manager.keep_alive())
         reloading = asyncio.create_task(_reload_whenever(reload, access, verifier, manager, line))
-        await first_of(end.asked.wait(), verifier.broken.wait())
+        await running.first_of(end.asked.wait(), verifier.broken.wait())
         manager.stopping(f"stopping: {verifier.why_broken or 'asked to'}")
         if not verifier.broken.is_set():
             nobody_waits = with_parent or end.hurried
@@ -208,17 +192,19 @@ async def _drain(verifier: Verifier, server: GrpcServer, drain_s: float) -> None
     """Take no new streams, and wait for those that run as long as they may."""
     count = server.stream_count
     if not (count and drain_s):
-        say("stopping; the devices are told")
+        running.say("stopping; the devices are told")
         await server.drain()
         return
     streams = f"{count} stream" + ("s" if count > 1 else "")
-    say(f"stopping: {streams} may go on for {drain_s:g} s; a second request ends them at once")
+    running.say(
+        f"stopping: {streams} may go on for {drain_s:g} s; a second request ends them at once"
+    )
     await server.drain()
     try:
         async with asyncio.timeout(drain_s):
-            await first_of(server.drained(), verifier.broken.wait())
+            await running.first_of(server.drained(), verifier.broken.wait())
     except TimeoutError:
-        say(f"stopping: {server.stream_count} of them are told to resume elsewhere")
+        running.say(f"stopping: {server.stream_count} of them are told to resume elsewhere")
 
 
 async def _reload_whenever(
@@ -258,7 +244,7 @@ async def _reload(access: ServerAccess, verifier: Verifier) -> None:
         _LOG.warning("%s", warning)
 
 
-def _on_hangup(end: Stopping, reload: asyncio.Event) -> None:
+def _on_hangup(end: running.Stopping, reload: asyncio.Event) -> None:
     """SIGHUP has two meanings: an operator's "read your files again" and, for a process that was
     started on a terminal, the end of that terminal. ``nohup`` wants to outlive it."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -281,7 +267,7 @@ def _has_terminal() -> bool:
     return True
 
 
-def _read_stdin(end: Stopping) -> None:
+def _read_stdin(end: running.Stopping) -> None:
     """What comes means nothing; the end of it is the end of the process that started this one,
     even where that was killed and could not say so."""
     if not os.read(sys.stdin.fileno(), 4096):
@@ -383,11 +369,11 @@ class Watching:
                 self._metrics, _ = start_http_server(port, host, self._registry)
             except OSError as error:
                 option, do = "--metrics-port", "serve metrics"
-                raise cannot_listen(joined(host, port), error, option, do) from error
-            say(f"metrics on http://{joined(host, self.metrics_port or 0)}/metrics")
+                raise running.cannot_listen(joined(host, port), error, option, do) from error
+            running.say(f"metrics on http://{joined(host, self.metrics_port or 0)}/metrics")
         logged = logging.getLogger("edgespec").isEnabledFor(logging.INFO)
-        meter = StreamMeter(log_stream if logged else None)
-        self.watch = Watch(meter) if logged or self._metrics is not None else None
+        meter = verifier_counts.StreamMeter(verifier_counts.log_stream if logged else None)
+        self.watch = verifier_counts.Watch(meter) if logged or self._metrics is not None else None
 
     @property
     def metrics_port(self) -> int | None:
@@ -398,8 +384,13 @@ class Watching:
         if self._metrics is None or (watch := self.watch) is None:
             return
         watch.lag.start(asyncio.get_running_loop())
-        sample = partial(EngineSample, watch, verifier.engine, __version__)
-        table = Table(PREFIX, METRICS, sample, model_name=verifier.info.model.name)
+        sample = partial(verifier_counts.EngineSample, watch, verifier.engine, __version__)
+        table = Table(
+            verifier_counts.PREFIX,
+            verifier_counts.METRICS,
+            sample,
+            model_name=verifier.info.model.name,
+        )
         self._registry.register(registry_of(table))
 
     def close(self) -> None:
