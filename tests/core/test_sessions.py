@@ -34,7 +34,7 @@ from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
 from edgespec.core.verifier.session import VerifySession
-from edgespec.verifier.constraint_desk import WITHIN_S
+from edgespec.verifier.daemon import GRAMMAR_WITHIN_S
 from tests.core import scenes
 from tests.core.draft_scripts import GREETING, REQUEST, guess, messages, new_session, streaming
 from tests.sim.random_worlds import play
@@ -218,7 +218,9 @@ def test_times_are_bounded_and_in_order(value: float) -> None:
     for field in fields(ReconnectPolicy):
         with pytest.raises(ValueError, match=rf"^{field.name} is {value}, but must be in \["):
             replace(POLICY, **{field.name: value})  # type: ignore[arg-type] # one is a count
-    assert POLICY.grammar_s > WITHIN_S  # a verifier may try a grammar for so long before it greets
+    assert (
+        POLICY.grammar_s > GRAMMAR_WITHIN_S
+    )  # a verifier may try a grammar for so long before it greets
     with pytest.raises(ValueError, match=r"first_s is 2.0, .* at most longest_s, which is 1.0"):
         replace(POLICY, first_s=2.0)
     with pytest.raises(ValueError, match=r"silence_s is 301.0, .* at most progress_s"):

@@ -41,8 +41,7 @@ from edgespec.core.verifier.own_drafts import PROBE_EVERY
 from edgespec.device.build import build_agent
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 from edgespec.verifier.build import build_verifier, load_target
-from edgespec.verifier.constraint_desk import ConstraintDesk
-from edgespec.verifier.daemon import Backlog, Verifier
+from edgespec.verifier.daemon import Backlog, ConstraintDesk, Verifier
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.token_grammars import Automaton, AutomatonMatcher
