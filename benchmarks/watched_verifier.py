@@ -23,6 +23,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ class Verifier:
 
 
 class MessageCounter:
-    """A ``ByteMeter`` that counts messages by type, and the nodes of drafts."""
+    """Counts messages by type, and the nodes of drafts."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -199,7 +200,8 @@ def watch(report: Path) -> None:
 
     def build_watched(*arguments: Any, **options: Any) -> Any:
         verifier, server = build(*arguments, **options)
-        meter = server._meter = MessageCounter()
+        meter: Any = MessageCounter()
+        server._watch = replace(server._watch, traffic=meter)
         submit, rows, asked = verifier._worker.submit, Counter[str](), 0
         starts: deque[float] = deque(maxlen=_STARTS_KEPT)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from edgespec.core.protocol.messages import Downlink, Message, Uplink, VerifierInfo
+from edgespec.core.protocol.messages import Downlink, Uplink, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape as CacheShape
 from edgespec.core.protocol.work import Candidate as Candidate
@@ -291,9 +291,3 @@ ServeStream = Callable[[VerifierStream], Awaitable[None]]
 
 Authenticate = Callable[[str], Credential | None]
 """Whose key it is that a device showed (empty: it showed none); None: nobody's, refuse it."""
-
-
-class ByteMeter(Protocol):
-    """Counts payload as a link carries it."""
-
-    def count(self, message: Message, payload_bytes: int) -> None: ...

@@ -293,7 +293,7 @@ def _zeros(kinds: Sequence[type[m.Message]]) -> dict[str, int]:
 
 
 class TrafficCounts:
-    """A ``ByteMeter``: messages and their payload bytes by kind."""
+    """Messages and their payload bytes by kind."""
 
     def __init__(self) -> None:
         self.received_messages, self.received_bytes = _zeros(_UPLINK), _zeros(_UPLINK)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
 from edgespec.core.link_model import LinkModel
-from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, Transport
+from edgespec.core.ports import DeviceStream, LinkError, Transport
 from edgespec.core.protocol import messages as m
 from edgespec.wire.codec import ProtocolViolation, WireLimits, payload_bytes
 
@@ -162,7 +162,7 @@ class ShapedTransport:
         *,
         pacer: ThreadPacer | None = None,
         limits: WireLimits | None = None,
-        meter: ByteMeter | None = None,
+        meter: TrafficMeter | None = None,
     ) -> None:
         self._inner = inner
         self._pacer = pacer or ThreadPacer()
@@ -227,7 +227,7 @@ class _ShapedStream:
         up: _Direction,
         down: _Direction,
         limits: WireLimits,
-        meter: ByteMeter | None,
+        meter: TrafficMeter | None,
     ) -> None:
         self._inner, self._up, self._down = inner, up, down
         self._limits, self._meter = limits, meter
@@ -302,7 +302,7 @@ class _ShapedStream:
 
 
 class TrafficMeter:
-    """A ``ByteMeter``: totals by name. Payload is the encoded message; framing is an estimate."""
+    """Totals by name. Payload is the encoded message; framing is an estimate."""
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from edgespec.core.ports import ByteMeter, DeviceStream, LinkError, ServeStream
+from edgespec.core.ports import DeviceStream, LinkError, ServeStream
 from edgespec.core.protocol.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
 from edgespec.core.verifier.credential import ANYBODY
 from edgespec.wire.codec import (
@@ -17,7 +17,7 @@ from edgespec.wire.codec import (
     encode_downlink,
     encode_uplink,
 )
-from edgespec.wire.shaped import Pipe
+from edgespec.wire.shaped import Pipe, TrafficMeter
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class LoopbackTransport:
         serve: ServeStream,
         info: Callable[[], VerifierInfo],
         *,
-        meter: ByteMeter | None = None,
+        meter: TrafficMeter | None = None,
     ) -> None:
         self._serve, self._info, self._meter = serve, info, meter
         self._links: dict[_Link, asyncio.Task[None]] = {}
@@ -87,7 +87,7 @@ class LoopbackTransport:
 class _Link:
     """The two directions of one stream."""
 
-    def __init__(self, meter: ByteMeter | None) -> None:
+    def __init__(self, meter: TrafficMeter | None) -> None:
         self.up: Pipe[bytes] = Pipe(64)
         self.down: Pipe[bytes] = Pipe(64)
         self._meter = meter
