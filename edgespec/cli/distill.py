@@ -69,7 +69,10 @@ _MINUTES = option(f"How long to train \\[default: {_DEFAULT_MINUTES:g}]", panel=
 _STEPS = option("Train so many steps instead: the same seed, the same weights", panel=_HOW)
 _SEED = option("Of all chance", panel=_HOW)
 _BITS = option("Of the export to come: 4, 8 or 32", "--bits", panel=_HOW)
-_RATE = option("0: by the size of the draft", "--learning-rate", panel=_HOW)
+_RATE = option(
+    "0: by the size of the draft, with --online a fifth of it", "--learning-rate", panel=_HOW
+)
+_ONLINE_RATE: Final = 0.2
 
 
 def distill(
@@ -111,7 +114,8 @@ def distill(
             raise ConfigError("--chat wraps the prompts of .jsonl files, and nothing else")
         try:
             heat = tuple(temperature or _DEFAULTS.temperatures)
-            settings = TrainingSettings(loss, seed, length, heat, bits, learning_rate)
+            share = _ONLINE_RATE if online else 1.0
+            settings = TrainingSettings(loss, seed, length, heat, bits, learning_rate, share)
             if minutes is None and steps is None:
                 minutes = _DEFAULT_MINUTES
             budget = Budget(steps or 0, minutes or 0.0)

@@ -344,7 +344,7 @@ class Distillation:
     def _learning_rate(self) -> float:
         size = sum(weight.numel() for weight in self._masters)
         by_size = LARGEST_RATE * min(1.0, math.sqrt(OF_SIZE / size))
-        return self._settings.learning_rate or by_size
+        return self._settings.learning_rate or self._settings.rate_share * by_size
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self._masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)

@@ -40,7 +40,9 @@ class TrainingSettings:
     bits: int = 4
     """Of the export to come. With 4 the weights are trained through the rounding."""
     learning_rate: float = 0.0
-    """0: by the size of the draft."""
+    """0: by the size of the draft, times ``rate_share``."""
+    rate_share: float = 1.0
+    """Less for a draft that is good already: it forgets otherwise."""
     rows: int = 16
     """Texts of a step."""
 

@@ -285,6 +285,9 @@ def test_the_seed_and_nothing_else_decides(tmp_path: Path) -> None:
     _, first = run(tmp_path, recorded=True)
     assert equal(run(tmp_path, recorded=True)[1], first)
     assert not equal(run(tmp_path, recorded=True, seed=1)[1], first)
+    slow = run(tmp_path, recorded=True, rate_share=0.2)[1]
+    assert equal(run(tmp_path, recorded=True, learning_rate=2e-4)[1], slow)
+    assert not equal(slow, first)
 
 
 @pytest.mark.parametrize("name", LossName, ids=lambda name: name.value)
