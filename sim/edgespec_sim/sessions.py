@@ -613,7 +613,9 @@ class SimulatedVerifier:
         failed, self._failed = self._failed, set()
         outcome: BatchDone | BatchFailed
         try:
-            batch = tuple(request for request in requests if request.key not in failed)
+            batch = requests
+            if failed:
+                batch = tuple(request for request in requests if request.key not in failed)
             outcome = BatchDone(tuple(self._target.forward(batch)))
         except CapacityError as error:
             outcome = BatchFailed(str(error), full=True)

@@ -30,6 +30,8 @@ class DraftOutbox:
     """Knows which nodes of the tree were sent, and makes the messages that send the rest. A stream
     knows only what was sent on it: after a reconnect every alive node is unsent again."""
 
+    __slots__ = ("_sent_through", "_tree")
+
     def __init__(self, tree: SpeculationTree) -> None:
         self._tree = tree
         self._sent_through = 0
@@ -61,12 +63,13 @@ class DraftOutbox:
         run of consecutive ids."""
         nodes, unsent = self._tree.nodes, self.unsent
         waiting = list(islice(reversed(nodes.values()), unsent))[::-1]
-        del waiting[max(0, limit - (len(nodes) - unsent)) :]
+        if (room := limit - (len(nodes) - unsent)) < unsent:
+            del waiting[max(0, room) :]
         if not waiting:
             return []
         first, last = waiting[0].id, waiting[-1].id
         self._sent_through = last
-        if last - first < min(len(waiting), MAX_NODES_PER_DRAFT):  # one run, as usual
+        if last - first < len(waiting) <= MAX_NODES_PER_DRAFT:  # one run, as usual
             return [self._message(waiting)]
         runs = [[waiting[0]]]
         for before, node in pairwise(waiting):
@@ -106,7 +109,7 @@ class CommitReader:
     ) -> None:
         self.estimates = DraftEstimates.of(verifier, learned.guesses(sampling))
         self.counters = DraftCounters()
-        self.max_unreceived = RECEIVED_EVERY
+        self._every = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
         self._acknowledged = tree.prefix.length
         self._echo: tuple[int, float] | None = None
@@ -115,6 +118,10 @@ class CommitReader:
     def new_stream(self) -> None:
         self._acknowledged, self._echo = self._prefix.length, None
         self._commit_at = None
+
+    def opened(self, max_unreceived: int) -> None:
+        """The verifier pauses before so many tokens that were not acknowledged."""
+        self._every = min(RECEIVED_EVERY, max(1, max_unreceived))
 
     def continues(self, commit: Commit) -> bool:
         """Whether it starts at or before the end of what is held, and agrees where it overlaps."""
@@ -141,8 +148,7 @@ class CommitReader:
     def acknowledge(self, now: float, *, last: bool) -> Received | None:
         """What to answer, if it is time to."""
         length = self._prefix.length
-        every = min(RECEIVED_EVERY, max(1, self.max_unreceived))
-        if not last and length - self._acknowledged < every:
+        if not last and length - self._acknowledged < self._every:
             return None
         self._acknowledged = length
         if self._echo is not None:
@@ -169,8 +175,9 @@ class CommitReader:
 
     def _commit_one(self, token: int, accepted: bool, replaced: bool) -> TokenKind:
         children = self._tree.roots
-        matching = self.score(children, token) if children else None
-        missed = matching is None and any(self._outbox.was_sent(node.id) for node in children)
+        missed = False
+        if children and self.score(children, token) is None:
+            missed = any(self._outbox.was_sent(node.id) for node in children)
         self._tree.commit((token,))
         self.counters.committed += 1
         self.counters.accepted += accepted or replaced
@@ -230,8 +237,8 @@ class CommitBounds:
     @property
     def length(self) -> int:
         """Tokens that prompt and output may have together."""
-        asked_for = self.prompt_length + self.max_tokens
-        return min(asked_for, self.context_length) if self.context_length else asked_for
+        asked_for, context = self.prompt_length + self.max_tokens, self.context_length
+        return context if 0 < context < asked_for else asked_for
 
     def fitting(self, commit: Commit) -> tuple[Commit, str | None]:
         """The part of ``commit`` that is within the bounds, and what is wrong with the rest."""

@@ -102,7 +102,9 @@ class GoodputPolicy:
         pending = [(1.0, 1.0, ROOT, length, tree.roots)]
         while pending:
             chance, pays, parent, position, children = pending.pop()
-            left = _left_open(children) if children else 1.0
+            left = 1.0
+            if children:
+                left = _left_open(children) if children[0].rank == UNRANKED else 0.0
             if left > 0.0 and position < end:
                 if position not in gain_at:
                     first = _in_time(decoded - (position - length), closer)

@@ -84,7 +84,8 @@ class DraftView:
         """The time a token takes of late: commit_s / commit_tokens. Commits of two tokens that come
         every 30 ms make 15 ms a token."""
         estimates = self.estimates
-        return max(estimates.commit_s.get(GUESSED_PASS_S) / estimates.commit_tokens.get(1.0), 1e-6)
+        token_s = estimates.commit_s.get(GUESSED_PASS_S) / estimates.commit_tokens.get(1.0)
+        return token_s if token_s > _LEAST_S else _LEAST_S
 
     @property
     def settled_position(self) -> int:
@@ -140,7 +141,8 @@ class DraftView:
         """With how large a chance a node has to be right in its pass: what a row costs, in tokens.
         A row of 0.5 ms where a token takes 10 ms costs 0.05."""
         row_s, least = self.estimates.row_s.get() or 0.0, self.estimates.price.least_chance
-        return max(least, row_s / self.token_s) if row_s > 0.0 else least
+        own = row_s / self.token_s if row_s > 0.0 else 0.0
+        return own if own > least else least
 
     def tip(self) -> int | None:
         """The end of the chain of first choices; None when the text ends there."""
@@ -254,7 +256,7 @@ def _in_time_s(view: DraftView) -> float:
         return 0.0
     if estimates.commit_s.get(math.inf) > _WITHOUT_A_WAIT * view.pass_s:
         return 0.0
-    return (-estimates.rtt_s.get(0.0) - view.since_commit_s) % max(view.pass_s, 1e-6)
+    return (-estimates.rtt_s.get(0.0) - view.since_commit_s) % max(view.pass_s, _LEAST_S)
 
 
 @dataclass(frozen=True, slots=True)

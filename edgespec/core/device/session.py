@@ -54,6 +54,13 @@ class DraftSession:
     verifier and of the draft; the session keeps them up. ``text``, what the user's texts have said,
     where guesses are to come from them too."""
 
+    # A simulated city has thousands: without dictionaries an event touches less memory.
+    __slots__ = (
+        *("_bounds", "_busy_since", "_cache", "_draft_context_length", "_end", "_opened_at"),
+        *("_outbox", "_policy", "_reader", "_said_no_draft_comes", "_speechless", "_step", "_text"),
+        *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
+    )
+
     def __init__(
         self,
         request: Open,
@@ -152,7 +159,7 @@ class DraftSession:
         if refused := self.link.opened(self.request, opened, now):
             return refused
         self.limits = opened.limits
-        self._reader.max_unreceived = opened.limits.max_unreceived
+        self._reader.opened(opened.limits.max_unreceived)
         self._outbox.trim(opened.limits.max_nodes_outstanding)
         self._bounds = replace(self._bounds, context_length=opened.limits.context_length)
         self._end = min(self._bounds.length - 1, self._draft_context_length)
@@ -332,6 +339,8 @@ class _Step:
 class DraftCache:
     """The tokens behind a drafter's cached rows, and the cheapest way from there to the next step.
     A drafter only truncates and appends: rolling back after a miss costs one integer."""
+
+    __slots__ = ("_agreed", "_tokens")
 
     def __init__(self) -> None:
         self._tokens: list[int] = []

@@ -30,6 +30,8 @@ class CommittedPrefix:
     """Prompt and the target's own tokens. ``hash_at(n)`` is the 32-bit hash of the first n: it
     shows that the other side holds other tokens, which lengths alone do not."""
 
+    __slots__ = ("_hashes", "length", "prompt_length", "tokens")
+
     def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
         self.prompt_length = len(prompt)
         self.length = 0
@@ -97,6 +99,8 @@ class Node:
 
 
 class SpeculationTree:
+    __slots__ = ("_committed", "last_id", "nodes", "prefix", "roots")
+
     def __init__(self, prefix: CommittedPrefix) -> None:
         self.prefix = prefix
         self.nodes: dict[int, Node] = {}
@@ -263,9 +267,10 @@ class Ending:
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """What of ``tokens``, which start at ``position``, belongs to the output, and whether the
         output ends with it. The stop id itself belongs to it."""
-        room = max(0, self.end - position)
+        room = self.end - position
         if len(tokens) < room and self.stops.isdisjoint(tokens):  # as nearly always
             return tokens, None
+        room = max(0, room)
         for index, token in enumerate(tokens[:room]):
             if token in self.stops:
                 return tokens[: index + 1], FinishReason.STOP

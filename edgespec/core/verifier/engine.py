@@ -361,7 +361,7 @@ class VerifyEngine:
 
     @property
     def deadline(self) -> float | None:
-        if self.broken is not None:
+        if self._containment.broken is not None:
             return None
         soonest = self._deadlines[0][0] if self._deadlines else None
         if (at := self._sweep_at) is not None and (soonest is None or at < soonest):
@@ -385,7 +385,7 @@ class VerifyEngine:
         return self._scheduler.pass_s
 
     def handle(self, event: ee.EngineEvent, now: float) -> tuple[ee.EngineAction, ...]:
-        if self.broken is not None:
+        if self._containment.broken is not None:
             return self._refuse(event)
         registry = self.registry
         began_at: float | None = None

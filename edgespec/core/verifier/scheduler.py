@@ -289,9 +289,8 @@ class PassScheduler:
             room = forming.room
             if is_prompt:
                 free = min(room, prompt_room)
-            else:
-                decoders = first_prompt - place - 1
-                free = max(min(1, room - kept), room - kept - decoders)
+            elif (free := room - kept - (first_prompt - place - 1)) < 1:
+                free = min(1, room - kept)
             if room <= 0 or (alone and forming.parts):
                 break
             if free <= 0 or not self.fairness.admits(key, now, prompt=is_prompt):

@@ -431,9 +431,11 @@ class VerifySession:
         path is left."""
         key, first, last = self.request.session_id, self.cache_length, self.prefix.length
         logprobs = self.request.logprobs
-        feed = tuple(self.prefix.tokens[first : min(last, first + offer.max_rows)])
+        feed = tuple(self.prefix.tokens[first : first + offer.max_rows])
         if first + len(feed) < last:
             return PassRequest(key, first, feed, sample=False)
+        if self._served is None and not self.inbox.tree.nodes:
+            return PassRequest(key, first, feed, logprobs=logprobs)
         tree = self._device_tree(offer, len(feed))
         if self._served is not None:
             price, guess = self._least_chance(offer), self._least_guess(offer)

@@ -150,11 +150,13 @@ class AcceptanceLaw:
         usual = np.where(easy, _rank_at(self.easy, draws[:, 2]), _rank_at(self.hard, draws[:, 2]))
         unsure = _rank_at(self.after_miss, draws[:, 2])
         ranks, kinds, width, rank = [], [], self.width, MISS
-        for one, other, hard in zip(usual.tolist(), unsure.tolist(), ~easy, strict=True):
-            place = _AFTER_MISS if rank else int(hard)
-            rank = other if rank else one
+        hard = (~easy).astype(int)
+        for one, other, place in zip(usual.tolist(), unsure.tolist(), hard.tolist(), strict=True):
+            if rank:
+                one, place = other, _AFTER_MISS
+            rank = one
             ranks.append(rank if rank < width else MISS)
-            kinds.append(_OUTCOMES * place + min(rank, _OUTCOMES - 1))
+            kinds.append(_OUTCOMES * place + (rank if rank < _OUTCOMES else _OUTCOMES - 1))
         return ranks, kinds
 
     def _shifted(self, log_odds: float) -> AcceptanceLaw:

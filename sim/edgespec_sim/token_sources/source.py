@@ -226,7 +226,7 @@ class ScriptedTarget:
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self.passes += 1
-        self.rows += sum(request.row_count for request in batch)
+        self.rows += sum([len(request.feed) + len(request.tokens) for request in batch])
         return [self._run(request) for request in batch]
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:

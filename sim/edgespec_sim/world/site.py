@@ -99,7 +99,7 @@ class Machine:
         self._free_at_s = 0.0
 
     def run(self, requests: tuple[PassRequest, ...], done: Callable[[], None]) -> None:
-        rows = sum(len(request.feed) + len(request.tokens) for request in requests)
+        rows = sum([len(request.feed) + len(request.tokens) for request in requests])
         context = sum(request.cache_length for request in requests) if self.law.context_s else 0
         chance = self._dice.random() if self._dice else 0.5
         pass_s = self.law.seconds(rows, context, chance, len(requests))
