@@ -28,7 +28,6 @@ from typing import ClassVar, Final
 from edgespec.core.protocol.sampling import keyed_bits, seed_key
 
 _MAX_STEPS: Final = 1_000_000
-
 _MAX_OUTAGES: Final = 10_000
 
 
@@ -279,7 +278,6 @@ _PACKET_BYTES: Final = 1400
 
 # What a draw is for: the hash's third argument.
 _JITTER: Final = 0
-
 _LOSS: Final = 1
 
 

@@ -165,13 +165,9 @@ def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
 _INT8_FROM: Final = (1, 31)
 
 _STORED_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
-
 """Bytes, with the blocks' scales."""
-
 _LONGEST_EXPORTED: Final = 16_384
-
 _ENDPOINT_BYTES: Final = 8 << 20
-
 """What ``edgespec serve`` loads beyond the other commands, 6 to 9 MiB."""
 
 

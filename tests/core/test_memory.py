@@ -74,7 +74,7 @@ def test_a_plan_lies_below_its_budget_or_is_refused_with_one_that_is_enough(
     if asked.budget_bytes < needed:
         with pytest.raises(me.MemoryPlanError) as refused:
             me.plan_memory(variants, asked)
-        assert refused.value.smallest_bytes == needed
+        assert f"needs at least {me.in_mib(needed)} " in str(refused.value)
         enough = me.plan_memory(variants, replace(asked, budget_bytes=needed))
         assert enough.predicted_bytes + enough.margin_bytes <= needed
     else:

@@ -277,11 +277,7 @@ _TWO_THREADS_FROM_BYTES = 6_000_000
 
 
 class MemoryPlanError(ValueError):
-    """No combination fits; ``smallest_bytes`` is the budget that the leanest one needs."""
-
-    def __init__(self, message: str, smallest_bytes: int) -> None:
-        super().__init__(message)
-        self.smallest_bytes = smallest_bytes
+    """No combination fits; the message names the budget that the leanest one needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,16 +400,14 @@ def windows(most: int) -> tuple[int, ...]:
 
 
 def _refusal(variants: Sequence[DraftVariant], question: MemoryQuestion) -> MemoryPlanError:
-    smallest = smallest_budget(variants, question)
     least = min(_plans(variants, question), key=lambda plan: plan.predicted_bytes)
     largest = sorted(least.terms, key=lambda term: -term.bytes)[:2]
     parts = ", ".join(f"{term.name} {in_mib(term.bytes)}" for term in largest)
-    message = (
-        f"memory budget is {in_mib(question.budget_bytes)}, but the draft"
-        f" {least.variant.name!r} needs at least {in_mib(smallest)} ({parts}); without a draft"
+    return MemoryPlanError(
+        f"memory budget is {in_mib(question.budget_bytes)}, but the draft {least.variant.name!r}"
+        f" needs at least {in_mib(smallest_budget(variants, question))} ({parts}); without a draft"
         " (--draft none) the text comes all the same"
     )
-    return MemoryPlanError(message, smallest)
 
 
 # --- the guard --------------------------------------------------------------------------------

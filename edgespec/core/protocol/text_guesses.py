@@ -84,10 +84,8 @@ MOST_FOLLOWERS: Final = 2
 class FollowerTable:
     """Rows of followers by leader; at most ``most_leaders`` of them."""
 
-    def __init__(
-        self, most_leaders: int = MOST_LEADERS, most_followers: int = MOST_FOLLOWERS
-    ) -> None:
-        self._most_leaders, self._most_followers = most_leaders, most_followers
+    def __init__(self, most_leaders: int = MOST_LEADERS) -> None:
+        self._most_leaders = most_leaders
         self._rows: OrderedDict[int, tuple[int, ...]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -109,7 +107,7 @@ class FollowerTable:
         rows.move_to_end(leader)
         if row[0] != token:
             others = [other for other in row if other != token]
-            rows[leader] = (token, *others[: self._most_followers - 1])
+            rows[leader] = (token, *others[: MOST_FOLLOWERS - 1])
 
 
 class Corpus(Protocol):
