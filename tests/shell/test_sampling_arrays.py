@@ -8,7 +8,6 @@ a grid and noise from a hash, so such a tie would be found once and then be a fa
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from edgespec.core.protocol.sampling import (
 from edgespec.sampling.arrays import Workspace, best_candidates, gumbel_noise
 from edgespec.sampling.arrays import noise_bits as array_noise_bits
 
-VOCABULARY_SIZE, LARGE = 40, 151_936
+VOCABULARY_SIZE = 40
 Values = np.ndarray[Any, np.dtype[np.float32]]
 ROWS = st.lists(
     st.integers(-200, 200).map(lambda n: n / 16), min_size=VOCABULARY_SIZE, max_size=VOCABULARY_SIZE
@@ -122,41 +121,6 @@ def test_a_broken_row_is_refused(bad: float) -> None:
 # --- rows of a large vocabulary ---------------------------------------------------------------
 
 
-@cache
-def large_rows() -> dict[str, Values]:
-    dice = np.random.default_rng(7)
-    normal = dice.standard_normal(LARGE).astype(np.float32)
-    peaked = normal * 2.5
-    peaked[dice.integers(0, LARGE, 20)] += 12
-    cut = normal * 2
-    cut[dice.random(LARGE) < 0.6] = -np.inf
-    cliff = normal * np.float32(1e-4)
-    cliff[77] = 9.0
-    return {
-        "peaked": peaked,
-        "broad": normal * 2,
-        "flat": normal * np.float32(1e-3),
-        "all equal": np.full(LARGE, 3.5, dtype=np.float32),
-        "many ties": np.round(normal * 2),
-        "some impossible": cut,
-        "one peak over a plain": cliff,
-        "rising": np.sort(normal * 2),
-        "rising steeply": np.sort(normal * 30),
-        "falling to nothing": np.where(np.arange(LARGE) < 3, 1.0, -np.inf).astype(np.float32),
-    }
-
-
-LAWS = {
-    "plain": SamplingParams(temperature=1.0, seed=5),
-    "top-p": SamplingParams(temperature=0.9, top_p=0.9, seed=6),
-    "small top-p": SamplingParams(temperature=1.0, top_p=0.2, seed=7),
-    "nearly all": SamplingParams(temperature=1.0, top_p=0.9999, seed=7),
-    "top-k and top-p": SamplingParams(temperature=0.7, top_k=2000, top_p=0.8, seed=8),
-    "min-p": SamplingParams(temperature=1.0, min_p=0.05, top_p=0.95, seed=9),
-    "few": SamplingParams(temperature=1.0, top_k=2, seed=10),
-}
-
-
 def expected(logits: Values, params: SamplingParams, position: int, width: int) -> list[int]:
     """Token ids, best first, by whole sorts; as ``warp`` says it."""
     scores = (logits - logits.max()) / np.float32(params.temperature)
@@ -181,20 +145,10 @@ def expected(logits: Values, params: SamplingParams, position: int, width: int) 
     return (best(inside) + best(outside))[:width]
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_nothing_is_lost_by_looking_at_few_tokens(name: str) -> None:
-    work = Workspace()
-    for position, (kind, logits) in enumerate(large_rows().items()):
-        found = best_candidates(logits, LAWS[name], position, 4, None, work)
-        tokens = [candidate.token for candidate in found]
-        assert tokens == expected(logits, LAWS[name], position, 4), kind
-        [first] = best_candidates(logits, LAWS[name], position, 1, None, work)
-        assert first.token == tokens[0], kind
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_nothing_is_lost_of_any_row(seed: int) -> None:
-    """Rows of sizes that no part, probe or block divides: a bulk, a few groups above it, ties."""
+    """Rows of sizes that no part, probe or block divides: a bulk, a few groups above it, ties, a
+    peak over a plain, tokens that cannot be."""
     dice, work = np.random.default_rng(seed), Workspace()
     for position in range(8):
         size = int(dice.integers(3_000, 90_000))
@@ -206,14 +160,22 @@ def test_nothing_is_lost_of_any_row(seed: int) -> None:
             logits = np.round(logits, int(dice.integers(0, 2)))
         if dice.random() < 0.3:
             logits = np.sort(logits)
+        if dice.random() < 0.2:
+            logits[77] = logits.max() + 9.0
+        if dice.random() < 0.2:
+            logits[dice.random(size) < dice.choice([0.6, 0.9999])] = -np.inf
+            logits[:3] = 1.0
         logits = logits.astype(np.float32)
         params = SamplingParams(
             temperature=float(dice.choice([0.3, 0.7, 1.0, 1.9])),
-            top_p=float(dice.choice([0.05, 0.5, 0.9, 0.99, 1.0])),
+            top_k=int(dice.choice([0, 0, 2, 2000])),
+            top_p=float(dice.choice([0.05, 0.5, 0.9, 0.9999, 1.0])),
+            min_p=float(dice.choice([0.0, 0.0, 0.05])),
             seed=int(dice.integers(1 << 62)),
         )
-        found = best_candidates(logits, params, position, 2, None, work)
-        assert [one.token for one in found] == expected(logits, params, position, 2)
+        for width in (1, 4):
+            found = best_candidates(logits, params, position, width, None, work)
+            assert [one.token for one in found] == expected(logits, params, position, width)
 
 
 # --- noise ------------------------------------------------------------------------------------

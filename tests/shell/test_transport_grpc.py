@@ -236,29 +236,6 @@ async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wai
         assert [heard.get_nowait() for _ in range(51)][-1] == Cancel()
 
 
-async def test_a_device_that_does_not_read_stops_the_verifier() -> None:
-    sent, stuck = 0, asyncio.Event()
-    token = tuple(range(4000))
-
-    async def flood(stream: VerifierStream) -> None:
-        nonlocal sent
-        while True:
-            sending = asyncio.ensure_future(stream.send(Commit(sent, token)))
-            if await held_up(sending, transport):
-                break
-            sent += 1
-        stuck.set()
-        sending.cancel()
-        await stream.receive()
-
-    async with served(flood) as (_, transport):
-        stream = await transport.connect()
-        await asyncio.wait_for(stuck.wait(), PATIENCE_S)
-        # 8 kB each: two windows, the library's buffers and the socket's hold far less than this.
-        assert sent < 4000
-        await stream.close()
-
-
 async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
