@@ -9,8 +9,6 @@ found. Of what is loaded: a fresh interpreter's own list.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -20,7 +18,8 @@ import pytest
 
 from edgespec.cli import main
 from edgespec_sim.commands import main as simulator
-from tests.sources import PACKAGES, ROOT, Module, imports, modules, parse, within
+from tests.shell.live_verifier import python
+from tests.sources import PACKAGES, Module, imports, modules, parse, within
 
 HEAVY = frozenset({"grpc", "onnx", "onnxruntime", "torch", "transformers"})
 # What would let the outside world (time, chance, other threads) into a pure machine.
@@ -288,14 +287,6 @@ def _loaded_by(*names: str) -> set[str]:
 
 def _printed(code: str) -> list[str]:
     """The lines that a fresh interpreter prints."""
-    path = os.pathsep.join((str(ROOT), str(ROOT / "sim")))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from typer.testing import CliRunner, Result
 
@@ -89,12 +89,15 @@ def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """This checkout's interpreter with these arguments, once it has ended."""
+def python(
+    *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """This checkout's interpreter with these arguments, once it has ended; with ``env`` beside the
+    environment of this process."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | dict(env or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -1,4 +1,5 @@
-"""Training a draft: losses, what is written and counted, a run that stops and goes on, the command.
+"""Training a draft: losses, what is written and counted, a run that stops and goes on, the command;
+and the tools that train the bundled pair.
 
 Oracles: sums over plain numbers, the scalar sampling law over whole prefixes without a cache, the
 exporter's own rounding, and a run that nobody stopped.
@@ -12,6 +13,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,13 @@ pytest.importorskip("onnx")
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from edgespec.bench.prompts import read_prompts
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.export.quantize import quantize_matrix
-from edgespec.models.folders import check_checkpoint, model_info, trained_length
+from edgespec.models.folders import BUNDLED_FOLDER, check_checkpoint, model_info, trained_length
 from edgespec.telemetry.recording import Recording
 from edgespec.training import distill as training
 from edgespec.training.distill import (
@@ -43,6 +47,9 @@ from edgespec.training.settings import Budget, LossName, TrainingSettings
 from edgespec.training.texts import SHORTEST, HeldBack, Text, read_pieces, split, write
 from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
+from tools.train_pair import beginnings
+from tools.train_pair.bundle import cripple
+from tools.train_pair.corpus import Document
 
 SIZE, LENGTH, END = 64, 16, 0
 DICE = random.Random(7)
@@ -539,3 +546,33 @@ def test_what_cannot_be_trained_is_refused_by_name(
     assert result.exit_code == code, result.output
     assert words in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_beginnings_are_prompts_of_training_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"Page {n} says what there is to say of {n}.\n" * 30 for n in range(100)]
+    found = [Document("pages", text) for text in texts]
+    monkeypatch.setattr(beginnings, "documents", lambda: found)
+    out = tmp_path / "prompts.jsonl"
+    monkeypatch.setattr(sys, "argv", ["beginnings", str(out), "--count", "40"])
+    beginnings.main()
+    prompts = [prompt.text for prompt in read_prompts(out)]
+    pages = {one.split("Page ")[1].split()[0] for one in prompts}
+    held_out = {str(n) for n, one in enumerate(found) if one.held_out}
+    assert len(prompts) == 40
+    assert held_out
+    assert len(pages) > 5
+    assert not pages & held_out
+
+
+def test_a_crippled_draft_is_the_bundled_one_with_so_much_noise(tmp_path: Path) -> None:
+    bundled = load_file(BUNDLED_FOLDER / "draft" / "model.safetensors")
+    for noise in (0.0, 0.5):
+        out = tmp_path / str(noise)
+        cripple(BUNDLED_FOLDER, out, noise, seed=1)
+        check_checkpoint(out)
+        for name, weight in load_file(out / "model.safetensors").items():
+            share = float((weight - bundled[name]).std() / bundled[name].std())
+            wanted = noise if weight.ndim == 2 else 0.0
+            assert np.isclose(share, wanted, rtol=0.02), name

@@ -1,22 +1,30 @@
-"""Log lines. Oracle: what a stream was sent; a reader that takes each line for one JSON object."""
+"""Log lines, in which nothing stands of what was asked and answered. Oracles: what a stream was
+sent; a reader that takes each line for one JSON object; words that occur nowhere else."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgespec.config import VerifierConfig
+from edgespec.core.ports import PassRequest, PassResult
 from edgespec.core.protocol.messages import Commit, Open
 from edgespec.device.build import build_agent
-from edgespec.telemetry.logs import JsonFormatter
+from edgespec.models.toy import TOY_MODEL, ToyTokenizer
+from edgespec.telemetry.logs import JsonFormatter, TextFormatter
 from edgespec.telemetry.trace import TraceFile
+from edgespec.verifier.build import load_target
+from edgespec.verifier.targets.toy import ToyTarget
+from tests.endpoint.live_endpoint import ask, over_toy
 from tests.shell.live_verifier import daemon, start
 from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
 from tests.shell.watched_verifier import watched
@@ -27,8 +35,10 @@ WITHIN_S = 120
 class Lines(logging.Handler):
     """Every line as JSON, read back."""
 
+    logger, level = "edgespec", logging.INFO
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self.level)
         self.setFormatter(JsonFormatter())
         self.texts: list[str] = []
 
@@ -44,15 +54,21 @@ class Lines(logging.Handler):
         return [line for line in self.lines if line.get("event") == "stream"]
 
 
-@pytest.fixture
-def log() -> Iterator[Lines]:
-    logger, handler = logging.getLogger("edgespec"), Lines()
+@contextlib.contextmanager
+def heard(handler: Lines) -> Iterator[Lines]:
+    logger = logging.getLogger(handler.logger)
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(handler.level)
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(level)
+
+
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    with heard(Lines()) as found:
+        yield found
 
 
 def _record(message: str, **extra: object) -> logging.LogRecord:
@@ -135,3 +151,94 @@ def test_a_secret_is_not_traced(tmp_path: Path) -> None:
     assert json.loads(line)["prompt"] == [1]
     assert "hush" not in line
     assert "session_secret" not in line
+
+
+WORD = "Xylophonquark"
+SCHEMA = {"type": "object", "properties": {WORD: {"type": "string"}}}
+
+
+class Everything(Lines):
+    """All lines of all loggers at any level, in both formats."""
+
+    logger, level = "", logging.DEBUG
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts += [one.format(record) for one in (JsonFormatter(), TextFormatter())]
+
+
+@pytest.fixture
+def all_lines() -> Iterator[Lines]:
+    with heard(Everything()) as found:
+        yield found
+
+
+class Failing(ToyTarget):
+    """Fails once, in a pass."""
+
+    failing = False
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        if self.failing:
+            self.failing = False
+            raise RuntimeError("a pass was chosen to fail")
+        return super().forward(batch)
+
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {"prompt": WORD, "max_tokens": 4},
+    {"prompt": WORD, "max_tokens": 4, "stream": True, "stop": [WORD]},
+    {"prompt": WORD, "max_tokens": 4, "regex": f"({WORD}"},
+    {"prompt": WORD, "max_tokens": 4, "grammar": f"start: {WORD}"},
+    {"prompt": WORD, "max_tokens": WORD},
+    {"prompt": [WORD, 1], "max_tokens": 4},
+    {"prompt": [1, 1 << 40], "max_tokens": 4},
+    {"prompt": WORD, WORD: 1},
+    {"prompt": WORD, "prompt_cache_key": WORD, "max_tokens": 4},
+    {"messages": [{"role": "user", "content": WORD}], "max_tokens": 4},
+    {"messages": [{"role": WORD, "content": WORD}]},
+    {
+        "messages": [{"role": "user", "content": WORD}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        "max_tokens": 4,
+    },
+)
+
+
+async def test_no_request_leaves_its_words_in_a_log(all_lines: Lines) -> None:
+    target = load_target(VerifierConfig(model="toy"))
+    assert isinstance(target, ToyTarget)
+    failing = Failing(TOY_MODEL, name="toy", vocabulary=target.info.vocabulary)
+    statuses = set[int]()
+    async with over_toy(failing) as live:
+        for asked in ASKED:
+            path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+            statuses.add((await ask(live, path, asked)).status)
+        failing.failing = True
+        while failing.failing or 200 not in statuses:  # it has met a pass, however busy this is
+            statuses.add((await ask(live, "/v1/completions", ASKED[0])).status)
+        logging.getLogger("edgespec").info("the last line")
+    assert {200, 400} <= statuses
+    text = "\n".join(all_lines.texts)
+    assert "a pass was chosen to fail" in text  # it is told that it failed, and not what was asked
+    assert "the last line" in text
+    assert WORD not in text
+    assert ", ".join(map(str, ToyTokenizer().encode(WORD)[:6])) not in text
+
+
+async def test_a_bug_while_a_request_is_answered_leaves_none_either(
+    all_lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with over_toy() as live:
+        monkeypatch.setattr(live.endpoint.agent, "_session", _breaks)
+        monkeypatch.setattr(live.endpoint.tokenizer, "render_chat", _breaks)
+        for asked in (ASKED[0], ASKED[9]):
+            path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+            assert (await ask(live, path, asked)).status == 500
+        await asyncio.sleep(0)
+    text = "\n".join(all_lines.texts)
+    assert "a bug" in text
+    assert WORD not in text
+
+
+def _breaks(*arguments: object, **more: object) -> object:
+    raise ZeroDivisionError("a bug")

@@ -45,10 +45,9 @@ from edgespec.verifier.targets.pipeline_stage import PipelineError, StageShare
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell import torch_schedules as schedules
 from tests.shell.family_models import FAMILY_MODELS, family_model
-from tests.shell.live_verifier import environment, ready, start
+from tests.shell.live_verifier import python, ready, start
 from tests.shell.test_cli_processes import first_line, rest, rest_of
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
-from tests.sources import ROOT
 
 QUICK = ("gemma2", "granite", "gpt_oss")
 """Windows and soft caps; a scale of its own on the embedding; experts, windows and sinks."""
@@ -361,15 +360,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_stages_give_the_texts_and_the_bits_of_one_process(folder: Path) -> None:
     family_model("gemma2").save_pretrained(folder.parent / "gemma2")
-    program = [sys.executable, "-m", "tests.shell.test_pipeline"]
-    done = subprocess.run(
-        [*program, f"{folder}:3", f"{folder.parent / 'gemma2'}:2"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-    )
+    models = f"{folder}:3", f"{folder.parent / 'gemma2'}:2"
+    done = python("-m", "tests.shell.test_pipeline", *models)
     assert done.returncode == 0, done.stderr
     names = [
         f"{name} {check}" for name in ("qwen3", "gemma2") for check in ("equal", "bits", "again")

@@ -39,9 +39,8 @@ from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
 from edgespec.wire.access import KeyFile, ServerAccess, load_keys, save_keys
 from tests.shell.guarded import PROMPT, device_config, keys_in, verifier_config
-from tests.shell.live_verifier import daemon, environment, python, toy_text
+from tests.shell.live_verifier import daemon, python, toy_text
 from tests.shell.pki import Pki
-from tests.sources import ROOT
 
 WITHIN_S = 120
 IDS = ToyTokenizer().encode(PROMPT)
@@ -289,14 +288,7 @@ DRILLS = ["calm", "rotation", "revocation", "wrong-keys", "flood", "restart", "t
 def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
     report = tmp_path / "drill.json"
     options = ("--devices", "10", "--seconds", "4", "--seed", "2", "--json", str(report))
-    done = subprocess.run(
-        [sys.executable, "benchmarks/service_drill.py", *options],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("benchmarks/service_drill.py", *options)
     assert report.exists(), done.stdout + done.stderr
     found = json.loads(report.read_text())
     # How fast a revocation is on a machine that runs other tests is for the bench to judge.

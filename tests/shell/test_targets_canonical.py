@@ -9,11 +9,8 @@ or on the order of their sum must be found out.
 from __future__ import annotations
 
 import logging
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +32,8 @@ from edgespec.verifier.targets.linear_layers import PackedLinear
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell import torch_schedules as schedules
 from tests.shell.family_models import family_model
+from tests.shell.live_verifier import python
 from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
-from tests.sources import ROOT
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -294,18 +291,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_canonical_mode_holds_under_every_forced_instruction_set(
     wide: Path, forced: dict[str, str]
 ) -> None:
-    ours = ("MKL_", "ATEN_CPU_", "ONEDNN_")
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    command = [sys.executable, "-m", "tests.shell.torch_schedules"]
-    done = subprocess.run(
-        [*command, f"{wide}:float32", f"{wide}:bfloat16"],
-        cwd=ROOT,
-        env=plain | forced,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    models = f"{wide}:float32", f"{wide}:bfloat16"
+    done = python("-m", "tests.shell.torch_schedules", *models, env=forced)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("canonical (row tiles of ") == 2, done.stdout
     if (

@@ -5,6 +5,7 @@ right; which verifier a device uses is held against the product's own ranking.""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from edgespec.bench.arms import Arm
 from edgespec.config.loading import dump_config, load_config
 from edgespec.core.association.policies import VerifierView
 from edgespec.core.device.goodput_policy import PolicyName
+from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.report.tables import drafts_rows
 from edgespec_sim.run_summary import RunSummary
 from edgespec_sim.scenario import sections as sc
@@ -21,6 +23,7 @@ from edgespec_sim.scenario.verifiers import Operation, law_of, measured, rooflin
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import jobs_of, play, summarise, token_source
 from edgespec_sim.world.site import LinkView, Surrounding
+from tests.shell.live_verifier import python
 
 HERE = Path()
 WORK = sc.WorkloadSection(prompt_tokens=16, output_tokens=40, think_s=0.3, length_spread=0.3)
@@ -239,3 +242,42 @@ def test_a_round_is_link_pass_and_messages() -> None:
     offered = site.offered(LinkView(0.010, up_bits_per_s=96_000.0, down_bits_per_s=96_000.0))
     assert offered == VerifierView("gpu", offered.round_s, 0, False)
     assert offered.round_s == pytest.approx(0.010 + 0.020 + 2 * 0.010)
+
+
+TINY: dict[str, object] = {
+    "devices.phone.count": 6,
+    "devices.laptop.count": 4,
+    "shards": 2,
+    "verifiers.gpu.count": 2,
+    "duration_s": 4,
+    "devices.phone.workload.start_within_s": 1,
+    "devices.laptop.workload.start_within_s": 1,
+}
+
+
+def tiny() -> Scenario:
+    return load_scenario("city", TINY)
+
+
+def results(scenario: Scenario) -> str:
+    """What a run says of itself, without the machine it ran on."""
+    return run(scenario).to_json()
+
+
+def test_hashing_of_strings_does_not_matter() -> None:
+    program = "from tests.sim.test_scenarios import results, tiny; print(results(tiny()), end='')"
+    said = {python("-c", program, env={"PYTHONHASHSEED": seed}).stdout for seed in ("1", "2")}
+    assert said == {results(tiny())}
+
+
+def test_late_times_keep_their_order() -> None:
+    """After eleven virtual days (more microseconds than 32 bits hold) one still counts."""
+    queue = EventQueue()
+    seen: list[int] = []
+    day_s = 1e6
+    for number in range(3):
+        queue.at(day_s, partial(seen.append, number))
+    queue.at(day_s + 1e-6, lambda: seen.append(-1))
+    assert queue.run(day_s) == 3
+    assert queue.run(day_s + 1.0) == 1
+    assert seen == [0, 1, 2, -1]
