@@ -32,21 +32,8 @@ from edgespec.core.association.policies import Association
 from edgespec.core.device import events as de
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftSession
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Fault,
-    FaultCode,
-    FinishReason,
-    Limits,
-    ModelIdentity,
-    Open,
-    Received,
-    RunAhead,
-    VerifierInfo,
-)
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, ModelInfo, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
@@ -64,7 +51,7 @@ from tests.sim.faults.worlds import WorldOptions, run_world
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 
 
-def _options(policy: DraftPolicy, run_ahead: RunAhead, cuts: int = 0) -> WorldOptions:
+def _options(policy: DraftPolicy, run_ahead: m.RunAhead, cuts: int = 0) -> WorldOptions:
     return WorldOptions(
         model=ToyModel(vocabulary_size=16, order=2, seed=1),
         policies=(policy,),
@@ -79,9 +66,12 @@ def _options(policy: DraftPolicy, run_ahead: RunAhead, cuts: int = 0) -> WorldOp
 
 
 SCENES = {  # with what makes each worth reading
-    "pearl_with_a_miss": (_options(PearlPolicy(3), RunAhead.NEVER), r"CORRECTED"),
-    "hedged_window_with_run_ahead": (_options(WindowedPolicy(2), RunAhead.ALWAYS), r"stale=[1-9]"),
-    "reconnect": (_options(WindowedPolicy(), RunAhead.AUTO, cuts=1), r"LinkDown[\s\S]*Attach"),
+    "pearl_with_a_miss": (_options(PearlPolicy(3), m.RunAhead.NEVER), r"CORRECTED"),
+    "hedged_window_with_run_ahead": (
+        _options(WindowedPolicy(2), m.RunAhead.ALWAYS),
+        r"stale=[1-9]",
+    ),
+    "reconnect": (_options(WindowedPolicy(), m.RunAhead.AUTO, cuts=1), r"LinkDown[\s\S]*Attach"),
 }
 
 
@@ -166,7 +156,7 @@ class Script:
         self.now = float(now)
 
 
-LIMIT_NAMES = {field.name for field in fields(Limits)}
+LIMIT_NAMES = {field.name for field in fields(m.Limits)}
 POLICIES: dict[str, DraftPolicy] = {
     "windowed": WindowedPolicy(),
     "pearl": PearlPolicy(9),
@@ -184,7 +174,7 @@ class DeviceScript(Script):
         kind = names.get("constraint")
         constraint = None if kind is None else Constraint(ConstraintKind(kind), "a")
         sampling = SamplingParams(max_tokens=int(names.get("max", 20)), constraint=constraint)
-        run_ahead = RunAhead(names.get("run_ahead", "auto"))
+        run_ahead = m.RunAhead(names.get("run_ahead", "auto"))
         silent = "silent" in names
         request = replace(ASKED, sampling=sampling, run_ahead=run_ahead, drafting=not silent)
         self.session = draft_scripts.new_session(POLICIES[policy], request)
@@ -205,16 +195,16 @@ class DeviceScript(Script):
         bounds = {name: int(value) for name, value in names.items() if name in LIMIT_NAMES}
         greeting = replace(
             draft_scripts.GREETING,
-            limits=Limits(**bounds),
+            limits=m.Limits(**bounds),
             fingerprint=names.get("model", ""),
             constrained="constrained" in names,
         )
         return self.session.handle(greeting, self.now)
 
     def commit(self, position: str, tokens: str = "", **names: str) -> Any:
-        finish = FinishReason(names.pop("finish")) if "finish" in names else None
+        finish = m.FinishReason(names.pop("finish")) if "finish" in names else None
         counts = {name: int(value) for name, value in names.items()}
-        commit = Commit(int(position), numbers(tokens), finish=finish, **cast(Any, counts))
+        commit = m.Commit(int(position), numbers(tokens), finish=finish, **cast(Any, counts))
         return self.session.handle(commit, self.now)
 
     def guess(self, tokens: str = "") -> Any:
@@ -230,11 +220,11 @@ class DeviceScript(Script):
 
     def fault(self, code: str, why: str, retry: str = "0") -> Any:
         return self.session.handle(
-            Fault(FaultCode[code], why.replace("_", " "), float(retry)), self.now
+            m.Fault(m.FaultCode[code], why.replace("_", " "), float(retry)), self.now
         )
 
     def stop(self, reason: str = "stop") -> Any:
-        return self.session.handle(de.Stop(FinishReason(reason)), self.now)
+        return self.session.handle(de.Stop(m.FinishReason(reason)), self.now)
 
     def tick(self) -> Any:
         return self.session.handle(de.Tick(), self.now)
@@ -323,13 +313,13 @@ class EngineScript(Script):
             models=tuple(models.split(",")) if models else (),
             tokens_per_s=float(names.get("rate", 0)),
         )
-        request: Open = replace(
+        request: m.Open = replace(
             REQUEST,
             session_id=key,
             prompt=numbers(names.get("tokens", "")) or (1,) * int(names.get("prompt", len(PROMPT))),
             committed=numbers(names.get("committed", "")),
             sampling=sampling,
-            run_ahead=RunAhead(names.get("run_ahead", "always")),
+            run_ahead=m.RunAhead(names.get("run_ahead", "always")),
             drafting="silent" not in names,
             model=names.get("model", ""),
             rule=names.get("rule", "exact"),
@@ -350,13 +340,13 @@ class EngineScript(Script):
             prefix = self.engine.sessions[key].prefix
             base = int(names.get("base", prefix.length))
             code = 1 if base > prefix.length or "other" in names else prefix.hash_at(base)
-        return self._said(stream, Draft(first, parents, nodes, base, code))
+        return self._said(stream, m.Draft(first, parents, nodes, base, code))
 
     def received(self, stream: str, position: str, echo: str = "0") -> Any:
-        return self._said(stream, Received(int(position), int(echo)))
+        return self._said(stream, m.Received(int(position), int(echo)))
 
     def cancel(self, stream: str) -> Any:
-        return self._said(stream, Cancel())
+        return self._said(stream, m.Cancel())
 
     def lost(self, stream: str) -> Any:
         return self._handle(ee.StreamLost(int(stream)))
@@ -410,7 +400,7 @@ class EngineScript(Script):
         self.now = float(until)
         return actions
 
-    def _said(self, stream: str, message: Draft | Received | Cancel) -> Any:
+    def _said(self, stream: str, message: m.Draft | m.Received | m.Cancel) -> Any:
         return self._handle(ee.StreamMessage(int(stream), message))
 
     def _handle(self, event: ee.EngineEvent) -> tuple[ee.EngineAction, ...]:
@@ -440,11 +430,11 @@ class FailoverScript(Script):
 
     def answered(self, address: str, rtt: str, *adapters: str) -> Any:
         models = tuple(replace(SERVED, name=name, fingerprint=name) for name in adapters)
-        info = VerifierInfo(SERVED, Limits(), 0, 8, 20_000, models)
+        info = m.VerifierInfo(SERVED, m.Limits(), 0, 8, 20_000, models)
         return self.failover.handle(fe.ProbeAnswered(address, info, float(rtt)), self.now)
 
     def greeted(self, route: str) -> Any:
-        model = ModelIdentity(SERVED.name, SERVED.fingerprint, 4096)
+        model = m.ModelIdentity(SERVED.name, SERVED.fingerprint, 4096)
         return self.failover.handle(fe.Greeted(int(route), model), self.now)
 
     def due(self) -> Any:
@@ -464,8 +454,8 @@ class FailoverScript(Script):
 
 def _value(word: str) -> object:
     """A number, a yes or no, a fault's code or text."""
-    if word in FaultCode.__members__:
-        return FaultCode[word]
+    if word in m.FaultCode.__members__:
+        return m.FaultCode[word]
     try:
         return ast.literal_eval(word)
     except (ValueError, SyntaxError):
@@ -532,7 +522,7 @@ def test_a_bug_in_one_session_ends_that_session() -> None:
     engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), lambda _: broken)
     actions = engine.handle(_three_sessions(engine), 0.2)
     ((stream, code),) = faults(actions)
-    assert code is FaultCode.INTERNAL
+    assert code is m.FaultCode.INTERNAL
     assert code.retryable
     (report,) = [action for action in actions if isinstance(action, ee.ReportFailure)]
     assert "ZeroDivisionError: a bug" in report.details

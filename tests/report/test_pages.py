@@ -14,14 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec_sim.report.document import (
-    LIBRARY,
-    Document,
-    ReportError,
-    arms_csv,
-    requests_csv,
-    write_page,
-)
+from edgespec_sim.report import document
 from edgespec_sim.report.page import (
     RunNotFound,
     first_question,
@@ -83,7 +76,7 @@ def page(request: pytest.FixtureRequest) -> Page:
 
 
 def test_a_page_asks_nothing_of_any_network(page: Page) -> None:
-    assert page.references == ["data:,", LIBRARY], "an icon in the page, a file beside it"
+    assert page.references == ["data:,", document.LIBRARY], "an icon in the page, a file beside it"
     assert all("@import" not in css and "url(" not in css for css in page.text["style"])
 
 
@@ -141,7 +134,9 @@ def test_a_run_in_which_nothing_worked_has_a_page() -> None:
 def test_csv_is_what_a_csv_reader_reads() -> None:
     run = five_arms()
     arm = replace(run.arms[4], arm='comma, "quote"\nline', rows=run.arms[4].rows)
-    arms = list(csv.DictReader(io.StringIO(arms_csv(replace(run, arms=(run.arms[0], arm))))))
+    arms = list(
+        csv.DictReader(io.StringIO(document.arms_csv(replace(run, arms=(run.arms[0], arm)))))
+    )
     assert [(row["arm"], row["group"]) for row in arms] == [
         (name, group)
         for name in ("target-only", 'comma, "quote"\nline')
@@ -149,7 +144,7 @@ def test_csv_is_what_a_csv_reader_reads() -> None:
     ]
     assert float(arms[0]["tpot_s_p50"]) == present(run.arms[0].all.tpot_s).median
     assert arms[0]["acceptance"] == ""
-    requests = list(csv.DictReader(io.StringIO(requests_csv(run))))
+    requests = list(csv.DictReader(io.StringIO(document.requests_csv(run))))
     assert len(requests) == 4 * len(ARMS)
     assert requests[0]["device"] == "laptop 0"
     points = made_up_sweep()
@@ -228,20 +223,20 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_pages_of_a_folder_share_one_library(tmp_path: Path) -> None:
-    page = Document("one")
-    write_page(tmp_path / "plain.html", page.html())
+    page = document.Document("one")
+    document.write_page(tmp_path / "plain.html", page.html())
     assert [path.name for path in tmp_path.iterdir()] == ["plain.html"]
     figure = present(pace_plot(pictured()))
     page.figure(figure)
-    write_page(tmp_path / "one.html", page.html())
-    library = tmp_path / LIBRARY
+    document.write_page(tmp_path / "one.html", page.html())
+    library = tmp_path / document.LIBRARY
     before = library.read_text(encoding="utf-8")
     library.touch()
     first = library.stat()
-    write_page(tmp_path / "two.html", page.html())
+    document.write_page(tmp_path / "two.html", page.html())
     assert library.stat().st_mtime_ns == first.st_mtime_ns, "it was there"
     library.write_text("of another version", encoding="utf-8")
-    write_page(tmp_path / "two.html", page.html())
+    document.write_page(tmp_path / "two.html", page.html())
     assert library.read_text(encoding="utf-8") == before
     assert (tmp_path / "two.html").stat().st_size < 0.1e6
 
@@ -251,10 +246,10 @@ def test_without_plotly_a_page_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     figure = present(pace_plot(pictured()))
-    page = Document("one")
+    page = document.Document("one")
     page.figure(figure)
-    with pytest.raises(ReportError, match=r"need plotly: pip install 'edgespec\[sim\]'"):
-        write_page(tmp_path / "one.html", page.html())
+    with pytest.raises(document.ReportError, match=r"need plotly: pip install 'edgespec\[sim\]'"):
+        document.write_page(tmp_path / "one.html", page.html())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,14 +17,7 @@ from edgespec_sim.report.document import write_page
 from edgespec_sim.report.page import render
 from edgespec_sim.report.sweep_page import render_sweep
 from edgespec_sim.report.timeline import build_timeline, read_lines
-from tests.report.samples import (
-    SAMPLED,
-    asked_alike,
-    five_arms,
-    made_up_sweep,
-    pictured,
-    traced_run,
-)
+from tests.report import samples
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -69,11 +62,11 @@ def check_plots(dom: str, expected: int) -> None:
 
 
 async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
-    async with traced_run(tmp_path) as agent:
-        async for _ in agent.generate("the quick brown fox", SAMPLED):
+    async with samples.traced_run(tmp_path) as agent:
+        async for _ in agent.generate("the quick brown fox", samples.SAMPLED):
             pass
     lines = read_lines([tmp_path / "device.jsonl", tmp_path / "verifier.jsonl"])
-    html = render(five_arms(), build_timeline(lines))
+    html = render(samples.five_arms(), build_timeline(lines))
     dom = looked_at(html, tmp_path)
     check_plots(dom, 1)
     assert dom.count("<table") == html.count("<table") == 4
@@ -83,21 +76,21 @@ async def test_a_run_with_its_timeline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), (DARK,)], ids=["light", "dark"])
 def test_a_run_follows_the_readers_scheme(tmp_path: Path, options: tuple[str, ...]) -> None:
-    dom = looked_at(render(pictured()), tmp_path, *options)
+    dom = looked_at(render(samples.pictured()), tmp_path, *options)
     check_plots(dom, 1)
     ink = "rgb(232, 234, 237)" if options else "rgb(27, 31, 36)"
     assert f"fill: {ink}" in dom, "the plots' letters"
 
 
 def test_a_run_with_every_picture(tmp_path: Path) -> None:
-    html = render(pictured(), None, asked_alike())
+    html = render(samples.pictured(), None, samples.asked_alike())
     assert len(html) < 1.5e6
     # One question, time per token.
     check_plots(looked_at(html, tmp_path), 2)
 
 
 def test_a_sweep(tmp_path: Path) -> None:
-    dom = looked_at(render_sweep(made_up_sweep(), "household"), tmp_path)
+    dom = looked_at(render_sweep(samples.made_up_sweep(), "household"), tmp_path)
     # Two metrics at two numbers of devices.
     check_plots(dom, 4)
     assert dom.count("<table") == 1

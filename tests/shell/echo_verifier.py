@@ -13,27 +13,15 @@ from typing import Any
 import grpc.aio
 
 from edgespec.core.ports import DeviceStream, ModelInfo, ServeStream, VerifierStream
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Fault,
-    FaultCode,
-    FinishReason,
-    Limits,
-    Open,
-    Opened,
-    Received,
-    VerifierInfo,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.grpc_server import GrpcServer
 
-INFO = VerifierInfo(ModelInfo("toy", "v1", 32000, 4096, (2,)), Limits(lease_s=7.5), 3, 8)
-STOPPING = Fault(
-    FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", retry_after_s=1.0
+INFO = m.VerifierInfo(ModelInfo("toy", "v1", 32000, 4096, (2,)), m.Limits(lease_s=7.5), 3, 8)
+STOPPING = m.Fault(
+    m.FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", retry_after_s=1.0
 )
-OPEN = Open("session", "", "", (1, 2, 3))
+OPEN = m.Open("session", "", "", (1, 2, 3))
 PATIENCE_S = 60.0
 """How long a test waits for what must come: keepalive notices a dead peer within 4 s, on a busy
 machine later; TCP alone takes a quarter of an hour, and of a silent peer it never tells."""
@@ -43,16 +31,16 @@ async def echo(stream: VerifierStream) -> None:
     position = 0
     while True:
         match await stream.receive():
-            case Open(prompt=prompt):
+            case m.Open(prompt=prompt):
                 position = len(prompt)
-                await stream.send(Opened(Limits(), "toy", position))
-            case Draft(tokens=tokens):
-                await stream.send(Commit(position, tokens, len(tokens)))
+                await stream.send(m.Opened(m.Limits(), "toy", position))
+            case m.Draft(tokens=tokens):
+                await stream.send(m.Commit(position, tokens, len(tokens)))
                 position += len(tokens)
-            case Received():
+            case m.Received():
                 raise ZeroDivisionError("a bug in the verifier")
-            case Cancel():
-                await stream.send(Commit(position, (), finish=FinishReason.CANCELLED))
+            case m.Cancel():
+                await stream.send(m.Commit(position, (), finish=m.FinishReason.CANCELLED))
                 return
 
 
@@ -85,7 +73,7 @@ async def raw_call(transport: GrpcTransport) -> AsyncIterator[Any]:
 async def opened(transport: GrpcTransport) -> DeviceStream:
     stream = await transport.connect()
     await stream.send(OPEN)
-    assert await stream.receive() == Opened(Limits(), "toy", 3)
+    assert await stream.receive() == m.Opened(m.Limits(), "toy", 3)
     return stream
 
 
@@ -99,5 +87,5 @@ async def held_up(sending: asyncio.Future[None], transport: GrpcTransport) -> bo
 
 
 async def works(stream: DeviceStream) -> bool:
-    await stream.send(Draft(1, (0,), (7,), 3, 9))
-    return isinstance(await stream.receive(), Commit)
+    await stream.send(m.Draft(1, (0,), (7,), 3, 9))
+    return isinstance(await stream.receive(), m.Commit)

@@ -10,13 +10,7 @@ from collections.abc import Callable
 from edgespec.core.ports import DeviceStream, LinkError, ServeStream
 from edgespec.core.protocol.messages import Downlink, Fault, FaultCode, Uplink, VerifierInfo
 from edgespec.core.verifier.credential import ANYBODY
-from edgespec.wire.codec import (
-    ProtocolViolation,
-    decode_downlink,
-    decode_uplink,
-    encode_downlink,
-    encode_uplink,
-)
+from edgespec.wire import codec
 from edgespec.wire.shaped import Pipe, TrafficMeter
 
 _LOG = logging.getLogger(__name__)
@@ -106,11 +100,11 @@ class _DeviceEnd:
         self._link = link
 
     async def send(self, message: Uplink) -> None:
-        await self._link.up.put(encode_uplink(message))
+        await self._link.up.put(codec.encode_uplink(message))
 
     async def receive(self) -> Downlink:
         payload = await self._link.down.get()
-        message = decode_downlink(payload)
+        message = codec.decode_downlink(payload)
         self._link.came(message, len(payload))
         if isinstance(message, Fault):
             self._link.end(message.message, retryable=message.code.retryable)
@@ -130,15 +124,15 @@ class _VerifierEnd:
         self._link = link
 
     async def send(self, message: Downlink) -> None:
-        await self._link.down.put(encode_downlink(message))
+        await self._link.down.put(codec.encode_downlink(message))
         if isinstance(message, Fault):
             self._link.end(message.message, retryable=message.code.retryable)
 
     async def receive(self) -> Uplink:
         payload = await self._link.up.get()
         try:
-            message = decode_uplink(payload)
-        except ProtocolViolation as violation:
+            message = codec.decode_uplink(payload)
+        except codec.ProtocolViolation as violation:
             await self.speak(Fault(violation.code, str(violation)))
             raise LinkError(str(violation), retryable=False) from None
         self._link.came(message, len(payload))

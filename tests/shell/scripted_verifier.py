@@ -9,15 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import Drafter, LinkError, ServeStream, Transport, VerifierStream
-from edgespec.core.protocol.messages import (
-    Commit,
-    Draft,
-    FinishReason,
-    Limits,
-    Open,
-    Opened,
-    RunAhead,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk
 from edgespec.models.toy import ToyTokenizer
@@ -33,7 +25,7 @@ QUICK = ReconnectPolicy(first_s=0.001, longest_s=0.002, give_up_first_s=0.2, giv
 def streaming(
     tokens: Sequence[int],
     sizes: Sequence[int] = (1,),
-    finish: FinishReason = FinishReason.LENGTH,
+    finish: m.FinishReason = m.FinishReason.LENGTH,
     once: Callable[[], bool] = lambda: True,
 ) -> ServeStream:
     """Commits of ``sizes`` tokens, over and over, until all are committed; the first one when
@@ -41,7 +33,7 @@ def streaming(
 
     async def serve(stream: VerifierStream) -> None:
         opening = await stream.receive()
-        if not isinstance(opening, Open):  # a device that failed before it opened
+        if not isinstance(opening, m.Open):  # a device that failed before it opened
             return
         while not once():  # noqa: ASYNC110 # of things that have no event
             await asyncio.sleep(0)
@@ -52,20 +44,20 @@ def streaming(
 
 async def play(
     stream: VerifierStream,
-    opening: Open,
+    opening: m.Open,
     tokens: Sequence[int],
     sizes: Sequence[int] = (1,),
-    finish: FinishReason = FinishReason.LENGTH,
+    finish: m.FinishReason = m.FinishReason.LENGTH,
 ) -> None:
     """Answer ``opening`` with what it does not hold of ``tokens``, and wait for the device."""
     held = len(opening.committed)
     assert list(opening.committed) == list(tokens[:held])
     position = len(opening.prompt) + held
-    await stream.send(Opened(Limits(), "scripted", position))
+    await stream.send(m.Opened(m.Limits(), "scripted", position))
     for part in _parts(tokens[held:], sizes):
-        await stream.send(Commit(position, tuple(part)))
+        await stream.send(m.Commit(position, tuple(part)))
         position += len(part)
-    await stream.send(Commit(position, (), finish=finish))
+    await stream.send(m.Commit(position, (), finish=finish))
     with contextlib.suppress(LinkError):
         while True:
             await stream.receive()
@@ -91,19 +83,19 @@ def undrafted(tokens: Sequence[int], drafter: Drafter) -> Agent:
 
     async def serve(stream: VerifierStream) -> None:
         opening = await stream.receive()
-        assert isinstance(opening, Open)
+        assert isinstance(opening, m.Open)
         position = len(opening.prompt)
-        await stream.send(Opened(Limits(), "scripted", position))
+        await stream.send(m.Opened(m.Limits(), "scripted", position))
         told_so = not opening.drafting
         while not told_so:
             message = await stream.receive()
-            told_so = isinstance(message, Draft) and not message.tokens
-        await stream.send(Commit(position, tuple(tokens), finish=FinishReason.LENGTH))
+            told_so = isinstance(message, m.Draft) and not message.tokens
+        await stream.send(m.Commit(position, tuple(tokens), finish=m.FinishReason.LENGTH))
         with contextlib.suppress(LinkError):
             while True:
                 await stream.receive()
 
-    options = AgentOptions(run_ahead=RunAhead.NEVER, reconnect=QUICK)
+    options = AgentOptions(run_ahead=m.RunAhead.NEVER, reconnect=QUICK)
     return Agent(loopback(serve), drafter, TEXT.encode, TEXT.stream, options)
 
 

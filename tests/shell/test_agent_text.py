@@ -21,27 +21,10 @@ from hypothesis import strategies as st
 
 from edgespec.bench.measurement import measure
 from edgespec.cli.device import Progress, summary
+from edgespec.core import ports
 from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import (
-    Cancelled,
-    Candidate,
-    DeviceStream,
-    LinkError,
-    StepCancelledError,
-    Transport,
-    VerifierStream,
-    never_cancelled,
-)
-from edgespec.core.protocol.messages import (
-    Commit,
-    Downlink,
-    FinishReason,
-    Open,
-    Opened,
-    Uplink,
-    VerifierInfo,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import MAX_TOKEN_ID, Agent, GenerationError
@@ -64,8 +47,8 @@ LETTERS = ToyModel(len(TOY_ALPHABET), order=2)
 TOKENS = [5, 9, 3, 7, 1, 2, 8, 4, 6, 5, 3, 1]
 WITHIN_S = 30.0
 ERRORS: tuple[Exception, ...] = (
-    LinkError("the link broke"),
-    LinkError("refused for good", retryable=False),
+    ports.LinkError("the link broke"),
+    ports.LinkError("refused for good", retryable=False),
     OSError("out of files"),
     ValueError("a message that does not fit"),
     RuntimeError("a bug"),
@@ -90,14 +73,14 @@ class Fault:
 
 
 class FaultyStream:
-    def __init__(self, inner: DeviceStream, fault: Fault) -> None:
+    def __init__(self, inner: ports.DeviceStream, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
 
-    async def send(self, message: Uplink) -> None:
+    async def send(self, message: m.Uplink) -> None:
         self._fault.pass_by("send")
         await self._inner.send(message)
 
-    async def receive(self) -> Downlink:
+    async def receive(self) -> m.Downlink:
         message = await self._inner.receive()
         self._fault.pass_by("receive")
         return message
@@ -108,14 +91,14 @@ class FaultyStream:
 
 
 class FaultyTransport:
-    def __init__(self, inner: Transport, fault: Fault) -> None:
+    def __init__(self, inner: ports.Transport, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
 
-    async def connect(self) -> DeviceStream:
+    async def connect(self) -> ports.DeviceStream:
         self._fault.pass_by("connect")
         return FaultyStream(await self._inner.connect(), self._fault)
 
-    async def info(self) -> VerifierInfo:
+    async def info(self) -> m.VerifierInfo:
         return await self._inner.info()
 
     async def close(self) -> None:
@@ -131,7 +114,7 @@ class FaultyDrafter(ToyDrafter):
         self._fault.pass_by("begin")
         super().begin(*arguments)
 
-    def step(self, *arguments: Any) -> tuple[Candidate, ...]:
+    def step(self, *arguments: Any) -> tuple[ports.Candidate, ...]:
         self._fault.pass_by("step")
         return super().step(*arguments)
 
@@ -205,7 +188,7 @@ async def test_an_exception_ends_the_generation_or_does_no_harm(
     assert again == TOKENS  # the fault was one generation's
 
 
-EVENTS = (ev.Start, ev.Connected, ev.StepDone, Opened, Commit, ev.LinkDown, ev.Tick)
+EVENTS = (ev.Start, ev.Connected, ev.StepDone, m.Opened, m.Commit, ev.LinkDown, ev.Tick)
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
@@ -220,7 +203,7 @@ async def test_a_bug_in_the_session_is_heard_of(
         return handle(session, happened, now)
 
     monkeypatch.setattr(DraftSession, "handle", buggy)
-    cuts = Fault("receive", 4, LinkError("cut"))
+    cuts = Fault("receive", 4, ports.LinkError("cut"))
     async with nothing_left():
         # A step ends in its own time, perhaps after a text that does not wait for it.
         serve = streaming(TOKENS, once=lambda: event is not ev.StepDone)
@@ -235,10 +218,10 @@ async def test_a_bug_in_the_session_is_heard_of(
     "guesses",
     [
         None,
-        [Candidate(1, 0.0)],
+        [ports.Candidate(1, 0.0)],
         (7,),
-        (Candidate(-1, 0.0),),
-        (Candidate(1.5, 0.0),),  # type: ignore[arg-type] # what is to be refused
+        (ports.Candidate(-1, 0.0),),
+        (ports.Candidate(1.5, 0.0),),  # type: ignore[arg-type] # what is to be refused
     ],
 )
 async def test_rubbish_from_a_drafter_ends_the_drafting_alone(
@@ -285,13 +268,13 @@ class Seen:
 
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
-    finish: FinishReason | None
+    finish: m.FinishReason | None
     committed: int
     last_position: int
 
 
 async def seen(
-    sizes: Sequence[int], stop: tuple[str, ...], finish: FinishReason = FinishReason.LENGTH
+    sizes: Sequence[int], stop: tuple[str, ...], finish: m.FinishReason = m.FinishReason.LENGTH
 ) -> Seen:
     async with asyncio.timeout(WITHIN_S), agent(loopback(streaming(SPOKEN, sizes, finish))) as one:
         chunks = [chunk async for chunk in generate(one, len(SPOKEN), stop)]
@@ -313,10 +296,10 @@ async def seen(
     start=st.integers(0, len(WHOLE) - 1),
     length=st.integers(1, 9),
     other=st.sampled_from(["", "never there", "dean", " "]),
-    finish=st.sampled_from([FinishReason.LENGTH, FinishReason.STOP]),
+    finish=st.sampled_from([m.FinishReason.LENGTH, m.FinishReason.STOP]),
 )
 def test_the_users_view_is_a_function_of_the_tokens_alone(
-    sizes: list[int], start: int, length: int, other: str, finish: FinishReason
+    sizes: list[int], start: int, length: int, other: str, finish: m.FinishReason
 ) -> None:
     stop = tuple(text for text in (WHOLE[start : start + length], other) if text)
     one_by_one = asyncio.run(seen((1,), stop, finish))
@@ -326,7 +309,7 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
     assert "".join(one_by_one.pieces) == WHOLE[: min(found.values())]
     # Ids end with the one that completes a stop string: a letter is a token here.
     assert one_by_one.committed == min(at + len(text) for text, at in found.items())
-    assert one_by_one.finish is FinishReason.STOP
+    assert one_by_one.finish is m.FinishReason.STOP
 
 
 # --- prompts and what goes with them ----------------------------------------------------------
@@ -365,24 +348,24 @@ async def test_sampling_of_another_kind_is_refused() -> None:
 async def test_every_generation_has_a_secret_and_shows_it_with_every_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    openings: list[Open] = []
+    openings: list[m.Open] = []
     send = Link.send
 
-    def noted(link: Link, message: Uplink) -> None:
-        if isinstance(message, Open):
+    def noted(link: Link, message: m.Uplink) -> None:
+        if isinstance(message, m.Open):
             openings.append(message)
         send(link, message)
 
-    async def serve(stream: VerifierStream) -> None:
+    async def serve(stream: ports.VerifierStream) -> None:
         opening = await stream.receive()
-        assert isinstance(opening, Open)
+        assert isinstance(opening, m.Open)
         if len(openings) % 2 == 0:  # every first stream hangs up
             await play(stream, opening, SPOKEN)
 
     monkeypatch.setattr(Link, "send", noted)
     async with asyncio.timeout(WITHIN_S), agent(loopback(serve)) as one:
         for _ in range(2):
-            assert [c async for c in generate(one, len(SPOKEN))][-1].finish is FinishReason.LENGTH
+            assert [c async for c in generate(one, len(SPOKEN))][-1].finish is m.FinishReason.LENGTH
     secrets = [opening.session_secret for opening in openings]
     assert [len(secret) for secret in secrets] == [16] * 4
     assert secrets[0] == secrets[1] != secrets[2] == secrets[3]
@@ -410,8 +393,8 @@ class SlowDrafter(ToyDrafter):
         keep_length: int,
         feed: Sequence[int],
         width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
+        cancelled: ports.Cancelled = ports.never_cancelled,
+    ) -> tuple[ports.Candidate, ...]:
         if "step" in self.did:
             return super().step(keep_length, feed, width, cancelled)
         self.did.append("step")
@@ -420,7 +403,7 @@ class SlowDrafter(ToyDrafter):
         self.heard_of_it.set()
         self.gate.wait()
         self.did.append("step ended")
-        raise StepCancelledError("nobody wants it")
+        raise ports.StepCancelledError("nobody wants it")
 
     def close(self) -> None:
         self.did.append("close")
@@ -435,7 +418,7 @@ async def test_the_text_is_complete_before_a_running_step_is() -> None:
     drafter = SlowDrafter()
     async with asyncio.timeout(WITHIN_S), agent(text_after(drafter), drafter) as one:
         first = [chunk async for chunk in generate(one, len(SPOKEN))]
-        assert first[-1].finish is FinishReason.LENGTH
+        assert first[-1].finish is m.FinishReason.LENGTH
         assert "step ended" not in drafter.did  # and the loop above has ended all the same
         await asyncio.to_thread(drafter.heard_of_it.wait)
         second = [chunk async for chunk in generate(one, len(SPOKEN))]

@@ -14,17 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.bench import measurement
 from edgespec.bench.arms import Arm
-from edgespec.bench.measurement import (
-    GAMMAS,
-    Cell,
-    GammaCost,
-    LentDrafter,
-    Measurement,
-    Row,
-    beside,
-    summarise,
-)
 from edgespec.bench.prompts import (
     DEFAULT_PROMPTS,
     MAX_LINE_CHARACTERS,
@@ -61,7 +52,7 @@ from tests.shell.loopback import LoopbackTransport
 from tests.sim.faults.checks import target_stream
 
 # Five tokens in three passes; the last one ended the text, so four count.
-ONE = Measurement(
+ONE = measurement.Measurement(
     tokens=(5, 6, 7, 8, 0),
     times_s=(0.1, 0.1, 0.2, 0.4),
     counters=DraftCounters(
@@ -69,7 +60,7 @@ ONE = Measurement(
     ),
 )
 
-TWO = Measurement(
+TWO = measurement.Measurement(
     tokens=(5, 6),
     times_s=(0.3, 0.5),
     counters=DraftCounters(
@@ -83,8 +74,8 @@ TRAFFIC = {
 }
 
 
-def cell(arm: Arm = Arm.EDGESPEC, repeat: int = 0, **changes: object) -> Cell:
-    whole = Cell(arm, 20.0, repeat, (ONE, TWO), (ONE.tokens, TWO.tokens), TRAFFIC)
+def cell(arm: Arm = Arm.EDGESPEC, repeat: int = 0, **changes: object) -> measurement.Cell:
+    whole = measurement.Cell(arm, 20.0, repeat, (ONE, TWO), (ONE.tokens, TWO.tokens), TRAFFIC)
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -128,14 +119,14 @@ def test_speeds_are_of_means_over_the_texts() -> None:
 
     rows = [row(Arm.TARGET_ONLY, 0, 20.0, 40.0), row(Arm.EDGESPEC, 0, 8.0, 30.0)]
     rows += [row(Arm.TARGET_ONLY, 1, 20.0, None), row(Arm.EDGESPEC, 1, 12.0)]
-    plain, ours = summarise(rows)
+    plain, ours = measurement.summarise(rows)
     assert (plain["tpot_ms_mean"], ours["tpot_ms_mean"]) == (30.0, 20.0)
     assert (plain["speedup"], ours["speedup"]) == (pytest.approx(1.0), pytest.approx(1.5))
     assert ours["interval"] == {"tpot_ms_mean": [10.0, 30.0], "speedup": [40 / 30, 2.0]}
     assert plain["interval"]["speedup"] == [1.0, 1.0]  # type: ignore[index]
-    (alone,) = summarise([row(Arm.EDGESPEC, 0, 10.0)])
+    (alone,) = measurement.summarise([row(Arm.EDGESPEC, 0, 10.0)])
     assert (alone["speedup"], alone["interval"]) == (None, {"tpot_ms_mean": [10.0, 10.0]})
-    (nothing,) = summarise([row(Arm.EDGESPEC, 0, None)])
+    (nothing,) = measurement.summarise([row(Arm.EDGESPEC, 0, None)])
     assert (nothing["tpot_ms_mean"], nothing["interval"]) == (None, {})
 
 
@@ -146,18 +137,23 @@ def test_both_ends_stand_beside_each_alone() -> None:
         return {**cell(arm).row(), "tpots_ms": list(tpots_ms)}
 
     rows = [row(Arm.SERVER_DRAFT, 10.0, 20.0, 9.0), row(Arm.BOTH, 8.0, 22.0, None)]
-    assert beside(rows) == [
+    assert measurement.beside(rows) == [
         {"rtt_ms": 20.0, "to": "server-draft", "ratio": 1.0, "interval": [0.8, 1.1]}
     ]
-    assert [one["to"] for one in beside([*rows, row(Arm.EDGESPEC, 8.0)])][1:] == ["edgespec"]
-    assert beside([row(Arm.EDGESPEC, 8.0), row(Arm.SERVER_DRAFT, 8.0)]) == []
+    assert [one["to"] for one in measurement.beside([*rows, row(Arm.EDGESPEC, 8.0)])][1:] == [
+        "edgespec"
+    ]
+    assert measurement.beside([row(Arm.EDGESPEC, 8.0), row(Arm.SERVER_DRAFT, 8.0)]) == []
 
 
 def test_the_document_is_complete_json(tmp_path: Path) -> None:
     subject = Subject("bundled", "bundled", "bundled", "t", "d", "built-in", False)
     workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
     rows = [cell().row()]
-    argv, costs = ("edgespec", "bench", "--json", "my file"), {4: GammaCost(1.5, 20, 60)}
+    argv, costs = (
+        ("edgespec", "bench", "--json", "my file"),
+        {4: measurement.GammaCost(1.5, 20, 60)},
+    )
     content = document(
         argv, BenchSettings(), subject, workload, rows, {20.0: 4}, costs, interrupted=True
     )
@@ -276,7 +272,7 @@ class Table:
         self.verifiers.append(verifier)
         meter = TrafficMeter()
         transport = LoopbackTransport(verifier.serve, lambda: verifier.info, meter=meter)
-        drafter = LentDrafter(self.drafter) if arm.drafts else None
+        drafter = measurement.LentDrafter(self.drafter) if arm.drafts else None
         tokenizer = ToyTokenizer()
         return Station(
             Agent(transport, drafter, tokenizer.encode, tokenizer.stream, options), meter
@@ -298,7 +294,7 @@ async def run(settings: BenchSettings, table: Table, progress: Quiet | None = No
     return runner
 
 
-def where(row: Row) -> tuple[object, ...]:
+def where(row: measurement.Row) -> tuple[object, ...]:
     return row["repeat"], row["rtt_ms"], row["arm"]
 
 
@@ -326,7 +322,7 @@ async def test_every_arm_gives_the_targets_own_tokens() -> None:
 async def test_stop_and_wait_runs_at_its_best_draft_length() -> None:
     table = Table()
     runner = await run(replace(SETTINGS, repeats=1, arms=(Arm.VANILLA,)), table)
-    assert set(runner.gamma_costs) == set(GAMMAS)
+    assert set(runner.gamma_costs) == set(measurement.GAMMAS)
     assert set(runner.vanilla_gammas) == {0.0, 5.0}
     measured = [options for _, options, rtt_ms in table.opened if rtt_ms == 5.0]
     assert [getattr(options.policy, "gamma", None) for options in measured] == [

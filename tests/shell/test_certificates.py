@@ -24,17 +24,7 @@ from typer.testing import Result
 from edgespec.cli import credentials as keys_command
 from edgespec.config import AgentConfig, ConfigError, EndpointSection
 from edgespec.core.verifier.credential import Credential
-from edgespec.wire import certificates
-from edgespec.wire.access import (
-    KeyFile,
-    channel_credentials,
-    check_file_permissions,
-    device_access,
-    endpoint_key,
-    load_keys,
-    load_server_identity,
-    save_keys,
-)
+from edgespec.wire import access, certificates
 from tests.shell.live_verifier import call
 from tests.shell.pki import Pki
 
@@ -137,7 +127,7 @@ def test_bad_files_are_named_with_the_reason(pki: Pki, tmp_path: Path) -> None:
     ]
     for (certificate_path, key_path, client_ca, at), why in cases:
         with pytest.raises(ConfigError) as caught:
-            load_server_identity(certificate_path, key_path, client_ca, at)
+            access.load_server_identity(certificate_path, key_path, client_ca, at)
         assert why in str(caught.value)
 
 
@@ -149,21 +139,21 @@ def test_a_key_behind_a_password_is_refused_without_asking_for_it(pki: Pki, tmp_
     locked = form.BestAvailableEncryption(b"secret")
     path.write_bytes(plain.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked))
     with pytest.raises(ConfigError, match=r"locked\.key: a password protects the key"):
-        load_server_identity(pki.folder / "server.pem", path, None, now())
+        access.load_server_identity(pki.folder / "server.pem", path, None, now())
     with pytest.raises(ConfigError, match=r"locked\.key: no PEM certificate and plain"):
-        channel_credentials(None, pki.folder / "server.pem", path)
+        access.channel_credentials(None, pki.folder / "server.pem", path)
 
 
 def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
     ca, mine, key = (pki.folder / name for name in ("ca.pem", "device.pem", "device.key"))
-    assert channel_credentials(ca, mine, key) is not None
-    assert channel_credentials(None, None, None) is not None
+    assert access.channel_credentials(ca, mine, key) is not None
+    assert access.channel_credentials(None, None, None) is not None
     with pytest.raises(ConfigError, match=r"device\.key: holds no PEM certificate"):
-        channel_credentials(key, None, None)
+        access.channel_credentials(key, None, None)
     with pytest.raises(ConfigError, match=r"server\.key: the key does not belong"):
-        channel_credentials(ca, mine, pki.folder / "server.key")
+        access.channel_credentials(ca, mine, pki.folder / "server.key")
     with pytest.raises(ConfigError, match="none: No such file"):
-        channel_credentials(tmp_path / "none", None, None)
+        access.channel_credentials(tmp_path / "none", None, None)
 
 
 # --- the file of keys -----------------------------------------------------------------------------
@@ -185,9 +175,9 @@ def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path) -> No
     assert key not in made.stderr
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     credential = Credential("workshop", 8, 4096, 12.5, -2, ("big", "small"))
-    assert load_keys(path).ring().credential(key) == credential
+    assert access.load_keys(path).ring().credential(key) == credential
     other = keys("add", "phone.7", "--file", path).stdout.strip()
-    ring = load_keys(path).ring()
+    ring = access.load_keys(path).ring()
     assert ring.credential(other) == Credential("phone.7")
     assert ring.credential(key) == credential
     assert ring.credential(key + "x") is None
@@ -203,7 +193,7 @@ def test_a_revoked_key_opens_no_more(tmp_path: Path) -> None:
     first = keys("add", "first", "--file", path).stdout.strip()
     second = keys("add", "second", "--file", path).stdout.strip()
     assert keys("revoke", "first", "--file", path).exit_code == 0
-    ring = load_keys(path).ring()
+    ring = access.load_keys(path).ring()
     assert ring.credential(first) is None
     assert ring.credential(second) == Credential("second")
     gone = keys("revoke", "first", "--file", path)
@@ -261,7 +251,7 @@ def test_the_file_of_a_service_stays_the_services(
     monkeypatch.undo()
     assert owners == ([] if given is None else [given])
     assert stat.S_IMODE(path.stat().st_mode) == mode
-    assert sorted(load_keys(path).keys) == ["a", "b"]
+    assert sorted(access.load_keys(path).keys) == ["a", "b"]
 
 
 @pytest.mark.parametrize("command", ["add", "revoke"])
@@ -274,7 +264,7 @@ def test_no_other_command_changes_the_file_meanwhile(
     assert keys("add", "b", "--file", path).exit_code == 0
     alone: list[bool] = []
 
-    def save(path: Path, known: KeyFile) -> None:
+    def save(path: Path, known: access.KeyFile) -> None:
         other = os.open(tmp_path, os.O_RDONLY)
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,7 +272,7 @@ def test_no_other_command_changes_the_file_meanwhile(
             alone.append(True)
         finally:
             os.close(other)
-        save_keys(path, known)
+        access.save_keys(path, known)
 
     monkeypatch.setattr(keys_command, "save_keys", save)
     assert keys(command, name, "--file", path).exit_code == 0
@@ -301,7 +291,7 @@ def test_what_others_can_write_is_refused(
     path.touch()
     path.chmod(mode)
     with pytest.raises(ConfigError, match=f"mode {mode:04o}.; run: chmod {advice} '{path}'"):
-        check_file_permissions(path, secret=secret)
+        access.check_file_permissions(path, secret=secret)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o600, 0o640, 0o440, 0o660])
@@ -313,8 +303,8 @@ def test_a_secret_that_others_can_read_is_warned_of_once(
     path.chmod(mode)
     (link := tmp_path / "link").symlink_to(path)
     for _ in range(2):
-        check_file_permissions(link, secret=True)
-        check_file_permissions(path, secret=False)
+        access.check_file_permissions(link, secret=True)
+        access.check_file_permissions(path, secret=False)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if mode & 0o004 else 0)
     assert all(line.endswith(f"(mode {mode:04o}); run: chmod 600 {link}") for line in said)
@@ -331,10 +321,10 @@ def test_all_files_that_say_who_is_who_are_looked_at(
         before = path.stat().st_mode
         path.chmod(0o666)
         with pytest.raises(ConfigError, match=f"{path.name}: others can write"):
-            device_access(config, {})
+            access.device_access(config, {})
         path.chmod(before)
-    assert device_access(config, {}).key == "edgespec-key"
-    assert endpoint_key(EndpointSection(key_file=str(key)), {}) == "edgespec-key"
+    assert access.device_access(config, {}).key == "edgespec-key"
+    assert access.endpoint_key(EndpointSection(key_file=str(key)), {}) == "edgespec-key"
     assert [record.getMessage() for record in caplog.records] == [
         f"{key}: others can read this secret (mode 0644); run: chmod 600 {key}"
     ]

@@ -45,13 +45,7 @@ from edgespec_sim.commands.play import (
 )
 from edgespec_sim.replication import Total
 from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
-from edgespec_sim.scenario.sections import (
-    CostSection,
-    SloSection,
-    VerifierSection,
-    load_scenario,
-    scenario_path,
-)
+from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.verifiers import MACHINES
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, play
@@ -69,7 +63,7 @@ SETTINGS = (
     "tokens.acceptance=null",
 )
 SMALL = ("--users", "1", *(w for s in ("arms=[target-only]", *SETTINGS) for w in ("--set", s)))
-FOLDER = scenario_path("laptop-floor").parent
+FOLDER = sc.scenario_path("laptop-floor").parent
 
 
 def capacity(*arguments: str) -> Result:
@@ -127,11 +121,11 @@ def test_a_number_that_nothing_meets_is_never_taken() -> None:
 
 
 def question(pass_ms: float = 20.0, **slo: float) -> CapacityQuestion:
-    loaded = load_scenario("laptop-floor", read_settings(SETTINGS))
-    gpu = VerifierSection(pass_time=CostSection(ms=pass_ms))
+    loaded = sc.load_scenario("laptop-floor", read_settings(SETTINGS))
+    gpu = sc.VerifierSection(pass_time=sc.CostSection(ms=pass_ms))
     devices = {"laptop": replace(loaded.devices["laptop"], count=4)}
     scenario = replace(loaded, devices=devices, verifiers={"gpu": gpu})
-    return CapacityQuestion(scenario, SloSection(**slo), (Arm.TARGET_ONLY,), FOLDER)
+    return CapacityQuestion(scenario, sc.SloSection(**slo), (Arm.TARGET_ONLY,), FOLDER)
 
 
 def played(doing: str, jobs: Sequence[Job], until_s: float) -> list[WorldOutcome]:
@@ -171,12 +165,12 @@ def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
     """Beside longer worlds on dice of their own: the promise is kept on the number that is named,
     and broken on one fewer."""
     asked, (ms, row_ms), (prompt, output, think_s) = question(**slo), pass_time, work
-    device, gpu = asked.scenario.devices["laptop"], CostSection(ms=ms, row_ms=row_ms)
+    device, gpu = asked.scenario.devices["laptop"], sc.CostSection(ms=ms, row_ms=row_ms)
     load = replace(device.workload, prompt_tokens=prompt, output_tokens=output, think_s=think_s)
     scenario = replace(
         asked.scenario,
         devices={"laptop": replace(device, count=users, workload=load)},
-        verifiers={"gpu": VerifierSection(pass_time=gpu)},
+        verifiers={"gpu": sc.VerifierSection(pass_time=gpu)},
     )
     planner = Planner(replace(asked, scenario=scenario), played, at_once=2)
     planner.search(math.inf)
@@ -186,7 +180,7 @@ def test_a_load_for_several_verifiers_gets_as_many_and_no_more(
         world = replace(
             scenario,
             devices={"laptop": replace(device, count=users, workload=load)},
-            verifiers={"gpu": VerifierSection(number, gpu)},
+            verifiers={"gpu": sc.VerifierSection(number, gpu)},
             warm_up_s=4.0,
             duration_s=34.0,
             drain_s=5.0,
@@ -279,7 +273,7 @@ class Played:
 
 
 def task(name: str) -> Task:
-    scenario = replace(load_scenario("laptop-floor"), duration_s=10.0, warm_up_s=0.0)
+    scenario = replace(sc.load_scenario("laptop-floor"), duration_s=10.0, warm_up_s=0.0)
     return Task(name, Job(scenario, Arm.TARGET_ONLY, 0, 1, Path()))
 
 
@@ -419,7 +413,7 @@ def test_a_run_of_the_world_that_is_named_says_the_same(tmp_path: Path) -> None:
 
 @cache
 def _summary() -> RunSummary:
-    scenario = load_scenario(SCENARIO, link_settings(5.0, 8.0, 25.0, 0.8))
+    scenario = sc.load_scenario(SCENARIO, link_settings(5.0, 8.0, 25.0, 0.8))
     point = Point("link", replace(scenario, duration_s=5.0), Path())
     play_seeds([point], ask := Ask(1, 1), 1, quiet=True)
     return summary_of(point, ask)

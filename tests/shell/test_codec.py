@@ -16,41 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.core.protocol.messages import (
-    MAX_COMMIT_TOKENS,
-    Cancel,
-    Commit,
-    Downlink,
-    Draft,
-    DraftTotals,
-    Fault,
-    FaultCode,
-    FinishReason,
-    Limits,
-    Open,
-    Opened,
-    Received,
-    RunAhead,
-    Uplink,
-    VerifierInfo,
-)
 from edgespec.core.protocol.sampling import LEAST_REPETITION_PENALTY, SamplingParams
-from edgespec.wire.codec import (
-    ContextExceeded,
-    ProtocolViolation,
-    WireLimits,
-    decode_downlink,
-    decode_info,
-    decode_uplink,
-    encode_downlink,
-    encode_info,
-    encode_uplink,
-    payload_bytes,
-)
+from edgespec.wire import codec
 from edgespec.wire.pb import speculation_pb2 as pb
 
-LIMITS = WireLimits(
+LIMITS = codec.WireLimits(
     max_prompt_tokens=64,
     max_resumed_tokens=64,
     context_length=128,
@@ -67,19 +39,19 @@ PENALTY = st.floats(-100.0, 100.0)
 
 
 @st.composite
-def drafts(draw: st.DrawFn) -> Draft:
+def drafts(draw: st.DrawFn) -> m.Draft:
     tokens = draw(st.lists(TOKEN, max_size=16))
     first = draw(st.integers(1, 2**32 - 16))
     parents = tuple(draw(st.integers(0, node - 1)) for node in range(first, first + len(tokens)))
     if 0 not in parents:
-        return Draft(first, parents, tuple(tokens))
-    return Draft(first, parents, tuple(tokens), draw(st.integers(1, 2**32 - 1)), draw(UINT32))
+        return m.Draft(first, parents, tuple(tokens))
+    return m.Draft(first, parents, tuple(tokens), draw(st.integers(1, 2**32 - 1)), draw(UINT32))
 
 
 @st.composite
-def commits(draw: st.DrawFn) -> Commit:
+def commits(draw: st.DrawFn) -> m.Commit:
     tokens = draw(st.lists(TOKEN, max_size=16))
-    return Commit(
+    return m.Commit(
         position=draw(st.integers(0, 2**32 - 17)),
         tokens=tuple(tokens),
         accepted=draw(st.integers(0, len(tokens))),
@@ -96,7 +68,7 @@ def commits(draw: st.DrawFn) -> Commit:
 
 
 # A full context travels as a full output.
-FINISHES = [reason for reason in FinishReason if reason is not FinishReason.CONTEXT]
+FINISHES = [reason for reason in m.FinishReason if reason is not m.FinishReason.CONTEXT]
 
 SAMPLING = st.builds(
     SamplingParams,
@@ -115,27 +87,27 @@ SAMPLING = st.builds(
 )
 
 OPEN = st.builds(
-    Open,
+    m.Open,
     session_id=NAME.filter(bool),
     model=NAME,
     vocabulary=NAME,
     prompt=st.lists(TOKEN, min_size=1, max_size=64).map(tuple),
     committed=st.lists(TOKEN, max_size=64).map(tuple),
     sampling=SAMPLING,
-    run_ahead=st.sampled_from(RunAhead),
+    run_ahead=st.sampled_from(m.RunAhead),
     drafting=st.booleans(),
     session_secret=st.binary(max_size=64),
 )
 
-UPLINK: st.SearchStrategy[Uplink] = st.one_of(
+UPLINK: st.SearchStrategy[m.Uplink] = st.one_of(
     drafts(),
-    st.builds(Received, position=UINT32, echo=st.integers(0, 2**64 - 1)),
-    st.just(Cancel()),
+    st.builds(m.Received, position=UINT32, echo=st.integers(0, 2**64 - 1)),
+    st.just(m.Cancel()),
     OPEN,
 )
 
 SECONDS = st.floats(0.0, 1e9)
-BOUNDS = st.builds(Limits, UINT32, UINT32, UINT32, UINT32, SECONDS)
+BOUNDS = st.builds(m.Limits, UINT32, UINT32, UINT32, UINT32, SECONDS)
 
 MODEL = st.builds(
     ModelInfo,
@@ -150,50 +122,52 @@ MODEL = st.builds(
 UINT64 = st.integers(0, 2**64 - 1)
 DRAFTED = st.tuples(UINT64, UINT64).map(lambda pair: sorted(pair, reverse=True))
 TOTALS = st.builds(
-    lambda drafted, rest: DraftTotals(*chain(*drafted), *rest),
+    lambda drafted, rest: m.DraftTotals(*chain(*drafted), *rest),
     st.tuples(DRAFTED, DRAFTED, DRAFTED),
     st.tuples(UINT64, UINT64, UINT64),
 )
 
 
 @st.composite
-def infos(draw: st.DrawFn) -> VerifierInfo:
+def infos(draw: st.DrawFn) -> m.VerifierInfo:
     most = draw(UINT32)
     held = draw(st.integers(0, most))
     adapters = tuple(draw(st.lists(MODEL, max_size=3)))
     drafts = draw(st.none() | TOTALS)
-    return VerifierInfo(draw(MODEL), draw(BOUNDS), held, most, draw(UINT32), adapters, drafts)
+    return m.VerifierInfo(draw(MODEL), draw(BOUNDS), held, most, draw(UINT32), adapters, drafts)
 
 
-DOWNLINK: st.SearchStrategy[Downlink] = st.one_of(
+DOWNLINK: st.SearchStrategy[m.Downlink] = st.one_of(
     commits(),
-    st.builds(Opened, limits=BOUNDS, model=NAME, position=UINT32),
-    st.builds(Fault, st.sampled_from(FaultCode), st.text(max_size=50), SECONDS),
+    st.builds(m.Opened, limits=BOUNDS, model=NAME, position=UINT32),
+    st.builds(m.Fault, st.sampled_from(m.FaultCode), st.text(max_size=50), SECONDS),
 )
 
 
 @given(UPLINK)
-def test_an_uplink_message_comes_out_as_it_went_in(message: Uplink) -> None:
-    assert decode_uplink(encode_uplink(message, LIMITS), LIMITS) == message
+def test_an_uplink_message_comes_out_as_it_went_in(message: m.Uplink) -> None:
+    assert codec.decode_uplink(codec.encode_uplink(message, LIMITS), LIMITS) == message
 
 
 @given(DOWNLINK)
-def test_a_downlink_message_comes_out_as_it_went_in(message: Downlink) -> None:
-    assert decode_downlink(encode_downlink(message, LIMITS), LIMITS) == message
+def test_a_downlink_message_comes_out_as_it_went_in(message: m.Downlink) -> None:
+    assert codec.decode_downlink(codec.encode_downlink(message, LIMITS), LIMITS) == message
 
 
 @given(infos())
-def test_verifier_info_comes_out_as_it_went_in(info: VerifierInfo) -> None:
-    assert decode_info(encode_info(info, LIMITS), LIMITS) == info
+def test_verifier_info_comes_out_as_it_went_in(info: m.VerifierInfo) -> None:
+    assert codec.decode_info(codec.encode_info(info, LIMITS), LIMITS) == info
 
 
 def test_drafts_that_cannot_be_are_refused_and_a_peer_of_before_tells_none() -> None:
-    info = VerifierInfo(ModelInfo("m", "v", 9, 8), Limits(), 0, 0, drafts=DraftTotals(3, 2))
-    assert decode_info(encode_info(replace(info, drafts=None))).drafts is None
-    with pytest.raises(ProtocolViolation, match=r"DraftTotals.device_accepted is 4.*\[0, 3\]"):
-        encode_info(replace(info, drafts=DraftTotals(3, 4)))
-    with pytest.raises(ProtocolViolation, match=r"DraftTotals.model_us is -1"):
-        encode_info(replace(info, drafts=DraftTotals(model_us=-1)))
+    info = m.VerifierInfo(ModelInfo("m", "v", 9, 8), m.Limits(), 0, 0, drafts=m.DraftTotals(3, 2))
+    assert codec.decode_info(codec.encode_info(replace(info, drafts=None))).drafts is None
+    with pytest.raises(
+        codec.ProtocolViolation, match=r"DraftTotals.device_accepted is 4.*\[0, 3\]"
+    ):
+        codec.encode_info(replace(info, drafts=m.DraftTotals(3, 4)))
+    with pytest.raises(codec.ProtocolViolation, match=r"DraftTotals.model_us is -1"):
+        codec.encode_info(replace(info, drafts=m.DraftTotals(model_us=-1)))
 
 
 # Every parameter otherwise than usual.
@@ -209,15 +183,15 @@ OTHER: dict[str, Any] = {
 def test_no_sampling_parameter_is_forgotten(name: str) -> None:
     assert OTHER[name] != getattr(SamplingParams(), name)
     sampling = SamplingParams(**{name: OTHER[name]})
-    decoded = decode_uplink(encode_uplink(Open("s", "", "", (1,), sampling=sampling)))
-    assert isinstance(decoded, Open)
+    decoded = codec.decode_uplink(codec.encode_uplink(m.Open("s", "", "", (1,), sampling=sampling)))
+    assert isinstance(decoded, m.Open)
     # The device looks for stop strings.
     assert decoded.sampling == (SamplingParams() if name == "stop" else sampling)
 
 
 @given(
-    UPLINK.map(lambda message: encode_uplink(message, LIMITS))
-    | DOWNLINK.map(lambda message: encode_downlink(message, LIMITS)),
+    UPLINK.map(lambda message: codec.encode_uplink(message, LIMITS))
+    | DOWNLINK.map(lambda message: codec.encode_downlink(message, LIMITS)),
     st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4),
     st.integers(0, 1 << 16),
 )
@@ -229,14 +203,16 @@ def test_a_damaged_message_decodes_or_is_refused(
     for index, value in changes:
         damaged[index % len(damaged)] = value
     for form in (bytes(damaged), bytes(damaged[: cut % len(damaged)]), payload + payload):
-        for decode in (decode_uplink, decode_downlink):
-            with suppress(ProtocolViolation):
+        for decode in (codec.decode_uplink, codec.decode_downlink):
+            with suppress(codec.ProtocolViolation):
                 decode(form, LIMITS)
 
 
 def test_what_a_later_version_adds_is_ignored() -> None:
     unknown_field = bytes([14 << 3, 7])
-    assert decode_uplink(encode_uplink(Received(9, 1)) + unknown_field) == Received(9, 1)
+    assert codec.decode_uplink(codec.encode_uplink(m.Received(9, 1)) + unknown_field) == m.Received(
+        9, 1
+    )
 
 
 def _open(**fields: Any) -> bytes:
@@ -279,8 +255,8 @@ def _sampling(**fields: Any) -> bytes:
     ],
 )
 def test_a_violation_names_the_field_the_value_and_the_bound(payload: bytes, text: str) -> None:
-    with pytest.raises(ProtocolViolation, match=text):
-        decode_uplink(payload, LIMITS)
+    with pytest.raises(codec.ProtocolViolation, match=text):
+        codec.decode_uplink(payload, LIMITS)
 
 
 UNKNOWN: Any = 4
@@ -302,8 +278,8 @@ UNKNOWN: Any = 4
     ],
 )
 def test_a_verifier_is_held_to_the_bounds_too(wire: pb.VerifierMessage, text: str) -> None:
-    with pytest.raises(ProtocolViolation, match=text):
-        decode_downlink(wire.SerializeToString(), LIMITS)
+    with pytest.raises(codec.ProtocolViolation, match=text):
+        codec.decode_downlink(wire.SerializeToString(), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -317,75 +293,77 @@ def test_a_verifier_is_held_to_the_bounds_too(wire: pb.VerifierMessage, text: st
 def test_what_a_verifier_tells_is_bounded(fields: dict[str, Any], text: str) -> None:
     model = pb.ModelInfo(name="m", vocabulary="v", vocabulary_size=9, context_length=8)
     wire = pb.InfoReply(**{"model": model, "max_sessions": 8, **fields})
-    with pytest.raises(ProtocolViolation, match=text):
-        decode_info(wire.SerializeToString(), LIMITS)
+    with pytest.raises(codec.ProtocolViolation, match=text):
+        codec.decode_info(wire.SerializeToString(), LIMITS)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Draft(5, (5,), (1,)),
-        Draft(5, (4, 5), (1,)),
-        Draft(5, (4,), (-1,)),
-        Draft(5, (0,), (1,), base_position=3, base_hash=1 << 32),
-        Received(0, 1 << 64),
-        Open("s", "", "", (1,), sampling=SamplingParams(logit_bias={-1: 1.0})),
+        m.Draft(5, (5,), (1,)),
+        m.Draft(5, (4, 5), (1,)),
+        m.Draft(5, (4,), (-1,)),
+        m.Draft(5, (0,), (1,), base_position=3, base_hash=1 << 32),
+        m.Received(0, 1 << 64),
+        m.Open("s", "", "", (1,), sampling=SamplingParams(logit_bias={-1: 1.0})),
     ],
 )
-def test_what_would_be_refused_is_not_sent(message: Uplink) -> None:
-    with pytest.raises(ProtocolViolation, match=r"must"):
-        encode_uplink(message)
+def test_what_would_be_refused_is_not_sent(message: m.Uplink) -> None:
+    with pytest.raises(codec.ProtocolViolation, match=r"must"):
+        codec.encode_uplink(message)
 
 
 def test_a_long_fault_is_cut_and_still_arrives() -> None:
-    decoded = decode_downlink(encode_downlink(Fault(FaultCode.INTERNAL, "ä" * 2000)))
-    assert isinstance(decoded, Fault)
+    decoded = codec.decode_downlink(
+        codec.encode_downlink(m.Fault(m.FaultCode.INTERNAL, "ä" * 2000))
+    )
+    assert isinstance(decoded, m.Fault)
     assert decoded.message == "ä" * 512
 
 
 # A vocabulary of 150 000, a generation deep into its text, a pass of some 30 ms.
-CHAIN = Draft(first_node_id=5000, parents=(4999, 5000), tokens=(149_000, 148_000))
-RUN_AHEAD = Commit(4000, (149_000,), verify_us=31_000)
-CORRECTION = Commit(4000, (149_000,), stale=1, queue_us=17_000, verify_us=31_000, rows=2)
-ECHOED = Commit(4000, (149_000,), verify_us=31_000, echo=100, held_us=17_000)
+CHAIN = m.Draft(first_node_id=5000, parents=(4999, 5000), tokens=(149_000, 148_000))
+RUN_AHEAD = m.Commit(4000, (149_000,), verify_us=31_000)
+CORRECTION = m.Commit(4000, (149_000,), stale=1, queue_us=17_000, verify_us=31_000, rows=2)
+ECHOED = m.Commit(4000, (149_000,), verify_us=31_000, echo=100, held_us=17_000)
 
 
 @pytest.mark.parametrize(
     ("message", "budget_bytes"),
     [
         (CHAIN, 12 * 2),
-        (Draft(5000, (4999,), (149_000,)), 12),
+        (m.Draft(5000, (4999,), (149_000,)), 12),
         (RUN_AHEAD, 24),
         (CORRECTION, 24),
         (ECHOED, 24),
-        (Commit(4000, (149_000,) * 5, 4, 1, 17_000, 31_000, 8, 100, 18_000), 24 * 5),
+        (m.Commit(4000, (149_000,) * 5, 4, 1, 17_000, 31_000, 8, 100, 18_000), 24 * 5),
         (replace(CORRECTION, echo=100, held_us=17_000), 28),
-        (Received(4000, 100), 8),
+        (m.Received(4000, 100), 8),
     ],
 )
 def test_a_message_stays_within_its_payload_budget(
-    message: Uplink | Downlink, budget_bytes: int
+    message: m.Uplink | m.Downlink, budget_bytes: int
 ) -> None:
-    assert payload_bytes(message) <= budget_bytes
+    assert codec.payload_bytes(message) <= budget_bytes
 
 
 def test_a_commit_may_hold_as_many_tokens_as_one_resume_is_sent_in() -> None:
-    full = Commit(7, tuple(range(MAX_COMMIT_TOKENS)))
-    assert decode_downlink(encode_downlink(full)) == full
-    with pytest.raises(ProtocolViolation, match="has 4097 entries, but must have 0 to 4096"):
-        encode_downlink(Commit(7, (1,) * (MAX_COMMIT_TOKENS + 1)))
+    full = m.Commit(7, tuple(range(m.MAX_COMMIT_TOKENS)))
+    assert codec.decode_downlink(codec.encode_downlink(full)) == full
+    with pytest.raises(codec.ProtocolViolation, match="has 4097 entries, but must have 0 to 4096"):
+        codec.encode_downlink(m.Commit(7, (1,) * (m.MAX_COMMIT_TOKENS + 1)))
 
 
 @pytest.mark.parametrize("prompt_length", [1025, 60_000])
 def test_an_open_beyond_the_context_is_refused_by_its_count(
     prompt_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = WireLimits.for_context(1024)
+    limits = codec.WireLimits.for_context(1024)
     monkeypatch.setattr("edgespec.wire.codec.check_tokens", _never)
-    with pytest.raises(ContextExceeded, match=f"{prompt_length} tokens .* context is 1024"):
-        decode_uplink(_open(prompt=[7] * prompt_length), limits)
-    with pytest.raises(ContextExceeded, match="1025 tokens"):
-        decode_uplink(_open(prompt=[7] * 1024, committed=[7]), limits)
+    with pytest.raises(codec.ContextExceeded, match=f"{prompt_length} tokens .* context is 1024"):
+        codec.decode_uplink(_open(prompt=[7] * prompt_length), limits)
+    with pytest.raises(codec.ContextExceeded, match="1025 tokens"):
+        codec.decode_uplink(_open(prompt=[7] * 1024, committed=[7]), limits)
 
 
 def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
@@ -393,8 +371,8 @@ def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
 ) -> None:
     payload = _open(prompt=[7] * 300_000)
     monkeypatch.setattr("edgespec.wire.codec.pb", None)  # nothing can be parsed
-    with pytest.raises(ProtocolViolation, match=r"is 300013, but must be in \[0, 262144\]"):
-        decode_uplink(payload, WireLimits.for_context(1024))
+    with pytest.raises(codec.ProtocolViolation, match=r"is 300013, but must be in \[0, 262144\]"):
+        codec.decode_uplink(payload, codec.WireLimits.for_context(1024))
 
 
 def _never(*_: object) -> tuple[int, ...]:

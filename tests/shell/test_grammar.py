@@ -45,16 +45,10 @@ from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import EOS, drafted_text, lawful_text
 from tests.present import present
+from tests.shell import tiny_checkpoints
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of
 from tests.shell.live_verifier import environment
 from tests.shell.loopback import LoopbackTransport
-from tests.shell.tiny_checkpoints import (
-    VOCABULARY_SIZE,
-    tiny_config,
-    tiny_tensors,
-    write_checkpoint,
-    write_tokenizer,
-)
 
 PROMPT = [40, 50]
 SAMPLED = SamplingParams(temperature=0.9, seed=5, top_p=0.95, max_tokens=400)
@@ -168,9 +162,9 @@ def test_torch_chooses_as_the_scalar_law_does() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchTarget, Path]:
-    folder = write_tokenizer(tmp_path_factory.mktemp("tiny"))
-    config = tiny_config(vocab_size=VOCABULARY_SIZE + 50)
-    write_checkpoint(folder, config, tiny_tensors(config))
+    folder = tiny_checkpoints.write_tokenizer(tmp_path_factory.mktemp("tiny"))
+    config = tiny_checkpoints.tiny_config(vocab_size=tiny_checkpoints.VOCABULARY_SIZE + 50)
+    tiny_checkpoints.write_checkpoint(folder, config, tiny_checkpoints.tiny_tensors(config))
     return TorchTarget(str(folder), name="tiny", vocabulary=""), folder
 
 
@@ -363,7 +357,7 @@ def test_none_outlives_a_parent_that_was_killed() -> None:
 
 
 def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path)
+    folder = tiny_checkpoints.write_tokenizer(tmp_path)
     reader = GrammarReader((folder / "tokenizer.json").read_text)
     from tokenizers import Tokenizer
 

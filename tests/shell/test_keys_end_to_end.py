@@ -31,14 +31,7 @@ from edgespec.device.build import build_agent, connect
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire.access import DeviceAccess, ServerAccess, device_access
 from tests.present import present
-from tests.shell.guarded import (
-    EXPECTED,
-    PATIENCE_S,
-    collect,
-    device_config,
-    keys_in,
-    verifier_config,
-)
+from tests.shell import guarded
 from tests.shell.live_verifier import serving
 from tests.shell.pki import Pki
 
@@ -51,7 +44,7 @@ def use_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 async def keyed(
     path: Path, pass_ms: float = 0.0
 ) -> AsyncIterator[tuple[str, Verifier, ServerAccess]]:
-    config = replace(verifier_config(keys=path), pacing=PacingSection(pass_ms))
+    config = replace(guarded.verifier_config(keys=path), pacing=PacingSection(pass_ms))
     access = ServerAccess(config)
     async with serving(config=config, access=access) as (address, verifier):
         yield address, verifier, access
@@ -60,7 +53,7 @@ async def keyed(
 async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = keys_in(tmp_path / "keys.yaml", "one", "two", max_sessions=3)
+    keys = guarded.keys_in(tmp_path / "keys.yaml", "one", "two", max_sessions=3)
     async with keyed(tmp_path / "keys.yaml") as (address, verifier, _):
         opened, handle = list[StreamOpened](), verifier._handle
 
@@ -71,16 +64,16 @@ async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
 
         monkeypatch.setattr(verifier, "_handle", watched)
         use_key(keys["one"], monkeypatch)
-        async with build_agent(device_config(address)) as agent:
-            assert await collect(agent) == EXPECTED
+        async with build_agent(guarded.device_config(address)) as agent:
+            assert await guarded.collect(agent) == guarded.EXPECTED
         monkeypatch.delenv("EDGESPEC_API_KEY")
         (tmp_path / "key").write_text(keys["two"] + "\n")
-        config = replace(device_config(address), api_key_file=str(tmp_path / "key"))
+        config = replace(guarded.device_config(address), api_key_file=str(tmp_path / "key"))
         assert (await greet(config))[1].name == "toy"
         check = await checks.verifier(address, config)
         assert (check.state, check.finding[:10]) == (checks.State.GOOD, "serves toy")
         async with build_agent(config) as agent:
-            assert await collect(agent) == EXPECTED
+            assert await guarded.collect(agent) == guarded.EXPECTED
         assert [event.credential.name for event in opened] == ["one", "two"]
         assert {event.credential.max_sessions for event in opened} == {3}
 
@@ -92,13 +85,13 @@ async def test_the_right_key_is_let_in_from_the_environment_and_from_a_file(
 async def test_without_the_right_key_nothing_but_health_is_answered(
     key: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys_in(tmp_path / "keys.yaml", "one")
+    guarded.keys_in(tmp_path / "keys.yaml", "one")
     use_key(key, monkeypatch)
     async with keyed(tmp_path / "keys.yaml") as (address, verifier, _):
-        config = device_config(address)
+        config = guarded.device_config(address)
         async with build_agent(config) as agent:
             with pytest.raises(GenerationError, match=f"{why}.*EDGESPEC_API_KEY") as caught:
-                await collect(agent)
+                await guarded.collect(agent)
             assert caught.value.code is FaultCode.UNAUTHENTICATED
             assert present(agent.stats).counters.reconnects == 0  # not tried again
         with pytest.raises(SetupError, match=rf"UNAUTHENTICATED: .*{why}.*EDGESPEC_API_KEY"):
@@ -115,7 +108,7 @@ async def test_without_the_right_key_nothing_but_health_is_answered(
 
 
 async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
-    key = keys_in(tmp_path / "keys.yaml", "one")["one"]
+    key = guarded.keys_in(tmp_path / "keys.yaml", "one")["one"]
     async with keyed(tmp_path / "keys.yaml") as (address, _, _):
         async with grpc.aio.insecure_channel(address) as channel:
             ask: Any = channel.unary_unary("/edgespec.v1.Verifier/Info", None, None)
@@ -129,7 +122,7 @@ async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
 
 async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
-    keys = keys_in(path, "greedy", "other", max_sessions=2)
+    keys = guarded.keys_in(path, "greedy", "other", max_sessions=2)
     async with keyed(path) as (address, _, _):
         mine, other = (connect(address, access=DeviceAccess(key)) for key in keys.values())
         for number, link in enumerate((mine, mine, other)):
@@ -138,7 +131,7 @@ async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
             assert not isinstance(await stream.receive(), Fault)
         late = await mine.connect()
         await late.send(Open("late", "", "", (1, 2, 3)))
-        fault = await asyncio.wait_for(late.receive(), PATIENCE_S)
+        fault = await asyncio.wait_for(late.receive(), guarded.PATIENCE_S)
         text = "2 sessions of key 'greedy' are open, its limit (max_sessions)"
         assert fault == Fault(FaultCode.OVERLOADED, text, 1.0)
         with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED"):
@@ -162,7 +155,7 @@ async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_stays_where_nobody_listens(address: str, sent: bool, pki: Pki) -> None:
-    config = device_config(address)
+    config = guarded.device_config(address)
     environment = {"EDGESPEC_API_KEY": "edgespec-secret"}
     access = device_access(config, environment)
     if sent:
@@ -192,9 +185,9 @@ def test_a_file_without_a_key_is_named(content: str, why: str, tmp_path: Path) -
 
 
 async def test_the_text_is_the_same_over_mutual_tls(pki: Pki) -> None:
-    async with serving(config=verifier_config(pki.server(mutual=True))) as (address, _):
-        async with build_agent(device_config(address, pki.device(shown=True))) as agent:
-            assert await collect(agent) == EXPECTED
+    async with serving(config=guarded.verifier_config(pki.server(mutual=True))) as (address, _):
+        async with build_agent(guarded.device_config(address, pki.device(shown=True))) as agent:
+            assert await guarded.collect(agent) == guarded.EXPECTED
 
 
 Sections = Callable[[Pki, Pki], Any]
@@ -244,8 +237,8 @@ async def test_a_handshake_that_fails_is_explained(
 ) -> None:
     """To ``info``, to a stream, to a command and to a text."""
     shown, known = server(pki, strangers), device(pki, strangers)
-    async with serving(config=verifier_config(shown)) as (address, _):
-        config = device_config(address, known)
+    async with serving(config=guarded.verifier_config(shown)) as (address, _):
+        config = guarded.device_config(address, known)
         transport = connect(address, access=device_access(config))
         for ask in (transport.info, transport.connect):
             with pytest.raises(UntrustedPeerError, match=said) as caught:
@@ -258,23 +251,23 @@ async def test_a_handshake_that_fails_is_explained(
             await greet(config)
         async with build_agent(config) as agent:
             with pytest.raises(GenerationError, match=said):
-                await collect(agent)
+                await guarded.collect(agent)
 
 
 async def test_a_certificate_for_another_name_is_taken_under_that_name(strangers: Pki) -> None:
     known = strangers.device(server_name="gpu-box.example")
-    async with serving(config=verifier_config(strangers.server())) as (address, _):
-        async with build_agent(device_config(address, known)) as agent:
-            assert await collect(agent) == EXPECTED
+    async with serving(config=guarded.verifier_config(strangers.server())) as (address, _):
+        async with build_agent(guarded.device_config(address, known)) as agent:
+            assert await guarded.collect(agent) == guarded.EXPECTED
 
 
 async def test_a_broken_file_leaves_everything_as_it_was(tmp_path: Path) -> None:
     mine = Pki(tmp_path)
     path = tmp_path / "keys.yaml"
-    key = keys_in(path, "one")["one"]
-    access = ServerAccess(verifier_config(mine.server(), path))
+    key = guarded.keys_in(path, "one")["one"]
+    access = ServerAccess(guarded.verifier_config(mine.server(), path))
     identity = access._identity
-    keys_in(path, "other")
+    guarded.keys_in(path, "other")
     (tmp_path / "server.pem").write_text("rubbish")
     with pytest.raises(ConfigError, match=r"server\.pem: holds no PEM certificate"):
         access.reload()
@@ -293,4 +286,4 @@ def test_without_the_library_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(SetupError, match=r"cryptography .*pip install 'edgespec\[certs\]'"):
-        ServerAccess(verifier_config(pki.server()))
+        ServerAccess(guarded.verifier_config(pki.server()))

@@ -23,15 +23,7 @@ from edgespec.device.agent import Chunk, GenerationError
 from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.build import load_target
-from edgespec.wire.codec import (
-    ProtocolViolation,
-    WireLimits,
-    decode_downlink,
-    decode_uplink,
-    encode_downlink,
-    encode_uplink,
-    payload_bytes,
-)
+from edgespec.wire import codec
 from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec_sim.sessions import message_bytes
 from tests.endpoint.live_endpoint import over_verifiers
@@ -135,12 +127,12 @@ async def test_http_takes_a_rule_and_tells_of_it() -> None:
 
 def test_what_was_replaced_travels_and_is_weighed() -> None:
     commit = m.Commit(5, (1, 2, 3), accepted=2, replaced=(0, 2))
-    assert decode_downlink(encode_downlink(commit)) == commit
-    assert message_bytes(commit) == payload_bytes(commit)
+    assert codec.decode_downlink(codec.encode_downlink(commit)) == commit
+    assert message_bytes(commit) == codec.payload_bytes(commit)
     asking = m.Open("s", "", "", (1,), rule="typical:0.09,0.3")
-    assert decode_uplink(encode_uplink(asking)) == asking
+    assert codec.decode_uplink(codec.encode_uplink(asking)) == asking
     more = message_bytes(asking) - message_bytes(replace(asking, rule="exact"))
-    assert payload_bytes(asking) - payload_bytes(replace(asking, rule="exact")) == more
+    assert codec.payload_bytes(asking) - codec.payload_bytes(replace(asking, rule="exact")) == more
 
 
 @pytest.mark.parametrize(
@@ -148,8 +140,8 @@ def test_what_was_replaced_travels_and_is_weighed() -> None:
 )
 def test_places_that_are_none_are_refused(replaced: list[int], why: str) -> None:
     wire = pb.VerifierMessage(commit=pb.Commit(tokens=[1, 2], replaced=replaced))
-    with pytest.raises(ProtocolViolation, match=f"Commit.replaced.*{why}"):
-        decode_downlink(wire.SerializeToString(), WireLimits())
+    with pytest.raises(codec.ProtocolViolation, match=f"Commit.replaced.*{why}"):
+        codec.decode_downlink(wire.SerializeToString(), codec.WireLimits())
 
 
 # --- torch ---------------------------------------------------------------------------------------

@@ -12,17 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from edgespec.bench import theory
 from edgespec.bench.prompts import Workload
-from edgespec.bench.theory import (
-    ComparedText,
-    Place,
-    TheoryRecorder,
-    beside_theory,
-    chain_tokens,
-    compared,
-    replayed_tokens,
-    theory_lines,
-)
 from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.sampling import SamplingParams, gumbel, noise_bits, warp
 from edgespec.models.toy import toy_info
@@ -60,7 +51,7 @@ def missed_by_two(q: list[float], wanted: set[int], *, replaced: bool) -> float:
 def test_a_place_is_what_sums_over_all_sets_say(seed: int) -> None:
     dice = random.Random(seed)
     p, q = laws(dice, dice.randrange(2, 7))
-    found, size = compared(np.array(p), np.array(q)), len(p)
+    found, size = theory.compared(np.array(p), np.array(q)), len(p)
     variation = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     assert found.variation == pytest.approx(variation)
     assert found.expected == pytest.approx(same_draw(p, q))
@@ -88,7 +79,7 @@ def test_a_place_is_what_sums_over_all_sets_say(seed: int) -> None:
 def test_noise_that_is_shared_agrees_as_often_as_is_expected() -> None:
     """And two siblings cover what one of them and the other draw, never more than is possible."""
     p, q = laws(random.Random(5), 6)
-    found, count, same, covered = compared(np.array(p), np.array(q)), 4000, 0, 0
+    found, count, same, covered = theory.compared(np.array(p), np.array(q)), 4000, 0, 0
     with np.errstate(divide="ignore"):
         scores = np.log(p), np.log(q)
     for position in range(count):
@@ -129,17 +120,17 @@ def test_chains_bring_what_a_long_replay_brings(miss: float, hit: float) -> None
     for _ in range(200_000):
         hits.append(dice.random() < (hit if hits[-1] else miss))
     for gamma in (1, 2, 4, 8):
-        assert replayed_tokens(hits, gamma) == pytest.approx(
-            chain_tokens(miss, hit, gamma), rel=0.01
+        assert theory.replayed_tokens(hits, gamma) == pytest.approx(
+            theory.chain_tokens(miss, hit, gamma), rel=0.01
         )
         alone = sum(miss**k for k in range(gamma + 1))
-        assert chain_tokens(miss, miss, gamma) == pytest.approx(alone)
-    assert chain_tokens(1.0, 1.0, 4) == pytest.approx(5.0)
+        assert theory.chain_tokens(miss, miss, gamma) == pytest.approx(alone)
+    assert theory.chain_tokens(1.0, 1.0, 4) == pytest.approx(5.0)
 
 
-def texts(rank: int, variation: float, count: int = 8) -> list[ComparedText]:
-    place = Place(variation, 1.0 - 1.3 * variation, 1.0 - variation / 2, 1.0, rank)
-    return [ComparedText(str(number), (place,) * 20) for number in range(count)]
+def texts(rank: int, variation: float, count: int = 8) -> list[theory.ComparedText]:
+    place = theory.Place(variation, 1.0 - 1.3 * variation, 1.0 - variation / 2, 1.0, rank)
+    return [theory.ComparedText(str(number), (place,) * 20) for number in range(count)]
 
 
 def test_what_cannot_be_is_said() -> None:
@@ -149,7 +140,11 @@ def test_what_cannot_be_is_said() -> None:
         (texts(0, 0.0), []),
         (texts(0, 0.4, 4), []),  # four texts say nothing
     ):
-        lines = [line for line in theory_lines(beside_theory(found)) if "impossible" in line]
+        lines = [
+            line
+            for line in theory.theory_lines(theory.beside_theory(found))
+            if "impossible" in line
+        ]
         assert [
             line[: len(f"impossible: {one}")] for line, one in zip(lines, said, strict=True)
         ] == [f"impossible: {one}" for one in said]
@@ -196,7 +191,7 @@ async def test_laws_are_compared_along_the_text() -> None:
     target = Rows({1: [0.0, 0.0, 1.0], 2: [3.0, 0.0, 0.0]})
     draft = Rows({1: [0.0, 0.0, 1.0, -np.inf], 2: [0.0, 3.0, 0.0, 2.0]})
     params = SamplingParams(1.0)
-    recorder = TheoryRecorder(cast("Any", target), cast("Any", draft), params)
+    recorder = theory.TheoryRecorder(cast("Any", target), cast("Any", draft), params)
     prompts = Workload(("one", "none", "two"), ((2, 1), (1,), (2,)), frozenset())
     texts = (2, 1, 2, 1, 2), (), (1,)
     tape = await record_tape(

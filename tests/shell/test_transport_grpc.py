@@ -23,30 +23,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import Result
 
 from edgespec.core.ports import LinkError, VerifierStream
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Draft,
-    Fault,
-    FaultCode,
-    Open,
-    Received,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.wire.access import DeviceAccess, channel_credentials
 from edgespec.wire.codec import WireLimits, encode_uplink
 from edgespec.wire.grpc_calls import Keepalive
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
-from tests.shell.echo_verifier import (
-    OPEN,
-    PATIENCE_S,
-    STOPPING,
-    echo,
-    held_up,
-    opened,
-    raw_call,
-    served,
-    works,
-)
+from tests.shell import echo_verifier
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import call as run
 from tests.shell.live_verifier import daemon, environment
@@ -54,8 +36,8 @@ from tests.shell.pki import certs
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
-    async with served() as (_, transport):
-        stream = await opened(transport)
+    async with echo_verifier.served() as (_, transport):
+        stream = await echo_verifier.opened(transport)
         for _ in range(3):
             waiting = asyncio.ensure_future(stream.receive())
             await asyncio.sleep(0)
@@ -63,9 +45,9 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
             await asyncio.wait((waiting,))
             assert waiting.cancelled()
         for token in range(20):
-            await stream.send(Draft(1 + token, (0,), (token,), 3, 9))
+            await stream.send(m.Draft(1 + token, (0,), (token,), 3, 9))
         received = [await stream.receive() for _ in range(20)]
-        assert received == [Commit(3 + n, (n,), 1) for n in range(20)]
+        assert received == [m.Commit(3 + n, (n,), 1) for n in range(20)]
 
 
 async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
@@ -77,8 +59,8 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         await stream.receive()
         number = 0
         while True:
-            sending = asyncio.ensure_future(stream.send(Commit(number, (1,) * 4000)))
-            if await held_up(sending, transport):
+            sending = asyncio.ensure_future(stream.send(m.Commit(number, (1,) * 4000)))
+            if await echo_verifier.held_up(sending, transport):
                 break
             given.append(number)
             number += 1
@@ -86,18 +68,18 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         await asyncio.wait((sending,))
         assert sending.cancelled()
         read_now.set()
-        await stream.send(Commit(number + 1, (2,)))
+        await stream.send(m.Commit(number + 1, (2,)))
         given.append(number + 1)
         await stream.receive()
 
-    async with served(impatient) as (_, transport):
+    async with echo_verifier.served(impatient) as (_, transport):
         stream = await transport.connect()
-        await stream.send(OPEN)
-        await asyncio.wait_for(read_now.wait(), PATIENCE_S)
+        await stream.send(echo_verifier.OPEN)
+        await asyncio.wait_for(read_now.wait(), echo_verifier.PATIENCE_S)
         heard: list[int] = []
         while not heard or heard[-1] != given[-1] or len(heard) < len(given):
-            message = await asyncio.wait_for(stream.receive(), PATIENCE_S)
-            assert isinstance(message, Commit)
+            message = await asyncio.wait_for(stream.receive(), echo_verifier.PATIENCE_S)
+            assert isinstance(message, m.Commit)
             heard.append(message.position)
         assert heard == given
         await stream.close()
@@ -112,16 +94,16 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         (b"\xff\xff\xff", "3 bytes are not a DeviceMessage"),
         (b"", "no kind known here"),
         (b"x" * 10_000, "4096"),
-        (encode_uplink(Open("s", "", "", (5,) * 50)), "Open.prompt has 50 entries"),
-        (encode_uplink(Draft(1, (0,), (999_999,), 1)), "Draft.tokens[0] is 999999"),
+        (encode_uplink(m.Open("s", "", "", (5,) * 50)), "Open.prompt has 50 entries"),
+        (encode_uplink(m.Draft(1, (0,), (999_999,), 1)), "Draft.tokens[0] is 999999"),
     ],
 )
 async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, details: str) -> None:
     limits = WireLimits(max_prompt_tokens=40, vocabulary_size=32000, max_message_bytes=4096)
     too_large = len(payload) > 4096
-    async with served(limits=limits) as (_, transport):
-        good = await opened(transport)
-        async with raw_call(transport) as call:
+    async with echo_verifier.served(limits=limits) as (_, transport):
+        good = await echo_verifier.opened(transport)
+        async with echo_verifier.raw_call(transport) as call:
             await call.write(payload)
             if not too_large:
                 assert details.encode() in await call.read()  # the Fault
@@ -130,16 +112,16 @@ async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, deta
         code = grpc.StatusCode.RESOURCE_EXHAUSTED if too_large else grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.code() is code
         assert details in str(caught.value.details())
-        assert await works(good)
+        assert await echo_verifier.works(good)
 
 
 async def test_a_verifier_over_a_bound_is_refused_for_good() -> None:
-    async with served() as (server, _):
+    async with echo_verifier.served() as (server, _):
         strict = GrpcTransport(
             f"127.0.0.1:{server.port}", limits=WireLimits(max_commit_tokens=1, max_draft_nodes=9)
         )
-        stream = await opened(strict)
-        await stream.send(Draft(1, (0, 1), (7, 8), 3, 9))
+        stream = await echo_verifier.opened(strict)
+        await stream.send(m.Draft(1, (0, 1), (7, 8), 3, 9))
         with pytest.raises(LinkError, match=r"Commit.tokens has 2 entries") as caught:
             await stream.receive()
         assert not caught.value.retryable
@@ -149,39 +131,39 @@ async def test_a_verifier_over_a_bound_is_refused_for_good() -> None:
 async def test_a_bug_in_the_verifier_ends_its_own_stream_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with served() as (_, transport):
-        good, bad = await opened(transport), await opened(transport)
-        await bad.send(Received(1, 1))
+    async with echo_verifier.served() as (_, transport):
+        good, bad = await echo_verifier.opened(transport), await echo_verifier.opened(transport)
+        await bad.send(m.Received(1, 1))
         fault = await bad.receive()
-        assert fault == Fault(FaultCode.INTERNAL, "the verifier failed: ZeroDivisionError")
+        assert fault == m.Fault(m.FaultCode.INTERNAL, "the verifier failed: ZeroDivisionError")
         with pytest.raises(LinkError, match="INTERNAL: the verifier failed"):
             await bad.receive()
-        assert await works(good)
+        assert await echo_verifier.works(good)
     assert "a bug in the verifier" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        (FaultCode.RESYNC, "ABORTED"),
-        (FaultCode.UNKNOWN_MODEL, "NOT_FOUND"),
-        (FaultCode.OVERLOADED, "RESOURCE_EXHAUSTED"),
+        (m.FaultCode.RESYNC, "ABORTED"),
+        (m.FaultCode.UNKNOWN_MODEL, "NOT_FOUND"),
+        (m.FaultCode.OVERLOADED, "RESOURCE_EXHAUSTED"),
     ],
 )
 async def test_a_fault_arrives_before_the_status_that_matches_it(
-    code: FaultCode, status: str
+    code: m.FaultCode, status: str
 ) -> None:
-    fault = Fault(code, "because", 1.5)
+    fault = m.Fault(code, "because", 1.5)
 
     async def refuse(stream: VerifierStream) -> None:
         await stream.receive()
-        await stream.send(Commit(3, (1,)))
+        await stream.send(m.Commit(3, (1,)))
         await stream.send(fault)
 
-    async with served(refuse) as (_, transport):
+    async with echo_verifier.served(refuse) as (_, transport):
         stream = await transport.connect()
-        await stream.send(OPEN)
-        assert await stream.receive() == Commit(3, (1,))
+        await stream.send(echo_verifier.OPEN)
+        assert await stream.receive() == m.Commit(3, (1,))
         assert await stream.receive() == fault
         with pytest.raises(LinkError, match=f"{status}: because") as caught:
             await stream.receive()
@@ -190,19 +172,19 @@ async def test_a_fault_arrives_before_the_status_that_matches_it(
 
 async def test_a_fault_reaches_a_device_that_is_sending() -> None:
     """The library's own write replaces the fault by INTERNAL when it fails (grpc/grpc#36066)."""
-    fault = Fault(FaultCode.VOCABULARY_MISMATCH, "because")
+    fault = m.Fault(m.FaultCode.VOCABULARY_MISMATCH, "because")
 
     async def refuse(stream: VerifierStream) -> None:
         await stream.receive()
         for position in range(20):
-            await stream.send(Commit(position, (1,)))
+            await stream.send(m.Commit(position, (1,)))
         await stream.send(fault)
 
-    async with served(refuse) as (_, transport):
+    async with echo_verifier.served(refuse) as (_, transport):
         for _ in range(20):
             stream = await transport.connect()
             for node_id in range(1, 200):
-                await stream.send(Draft(node_id, (0,), (7,), 3, 9))
+                await stream.send(m.Draft(node_id, (0,), (7,), 3, 9))
             received = [await stream.receive() for _ in range(21)]
             assert received[-1] == fault
             with pytest.raises(LinkError, match="FAILED_PRECONDITION: because") as caught:
@@ -214,26 +196,26 @@ async def test_a_fault_reaches_a_device_that_is_sending() -> None:
 async def test_what_was_sent_before_closing_arrives_and_the_closing_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("edgespec.wire.grpc_client._LINGER_S", PATIENCE_S)
+    monkeypatch.setattr("edgespec.wire.grpc_client._LINGER_S", echo_verifier.PATIENCE_S)
     heard: asyncio.Queue[object] = asyncio.Queue()
 
     async def listen(stream: VerifierStream) -> None:
         while True:
             heard.put_nowait(await stream.receive())
 
-    async with served(listen) as (_, transport):
+    async with echo_verifier.served(listen) as (_, transport):
         stream = await transport.connect()
         receiving = asyncio.ensure_future(stream.receive())
         for position in range(50):
-            await stream.send(Received(position, 0))
-        await stream.send(Cancel())
+            await stream.send(m.Received(position, 0))
+        await stream.send(m.Cancel())
         await stream.close()
         with pytest.raises(LinkError, match="was closed here"):
             await receiving
         with pytest.raises(LinkError, match="was closed here"):
-            await stream.send(Cancel())
+            await stream.send(m.Cancel())
         await transport.close()
-        assert [heard.get_nowait() for _ in range(51)][-1] == Cancel()
+        assert [heard.get_nowait() for _ in range(51)][-1] == m.Cancel()
 
 
 async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
@@ -290,10 +272,10 @@ async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
     with verifier_process() as (_, address):
         async with Gate(int(address.rpartition(":")[2])) as gate:
             transport = GrpcTransport(gate.address)
-            stream = await opened(transport)
+            stream = await echo_verifier.opened(transport)
             gate.swallow()
             with pytest.raises(LinkError, match="UNAVAILABLE") as caught:
-                await asyncio.wait_for(stream.receive(), PATIENCE_S)
+                await asyncio.wait_for(stream.receive(), echo_verifier.PATIENCE_S)
             assert caught.value.retryable
             await transport.close()
 
@@ -302,11 +284,11 @@ async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
 async def test_an_idle_stream_outlives_many_pings() -> None:
     """A server with gRPC's default ping policy ends it with "too many pings"."""
     with verifier_process() as (_, address):
-        transport = GrpcTransport(address, keepalive=Keepalive(0.1, PATIENCE_S))
-        stream = await opened(transport)
+        transport = GrpcTransport(address, keepalive=Keepalive(0.1, echo_verifier.PATIENCE_S))
+        stream = await echo_verifier.opened(transport)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.receive(), 2.5)
-        await stream.send(Received(1, 1))
+        await stream.send(m.Received(1, 1))
         await transport.close()
 
 
@@ -336,17 +318,17 @@ async def test_a_stopped_device_is_noticed_in_time() -> None:
         except LinkError as error:
             gone.set_result(error)
 
-    async with served(watch) as (server, _), Gate(server.port) as gate:
+    async with echo_verifier.served(watch) as (server, _), Gate(server.port) as gate:
         transport = GrpcTransport(gate.address, keepalive=Keepalive(3600.0, 3600.0))
         stream = await transport.connect()
-        await stream.send(OPEN)
-        error = await asyncio.wait_for(gone, PATIENCE_S)
+        await stream.send(echo_verifier.OPEN)
+        error = await asyncio.wait_for(gone, echo_verifier.PATIENCE_S)
         assert "device at ipv4:127.0.0.1" in str(error)
         await transport.close()
 
 
 async def _serve_until_killed() -> None:
-    async with served() as (server, _):
+    async with echo_verifier.served() as (server, _):
         sys.stdout.write(f"{server.port}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
@@ -356,7 +338,7 @@ async def _serve_until_killed() -> None:
 
 
 async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:
-    async with served() as (server, _):
+    async with echo_verifier.served() as (server, _):
         gone = f"127.0.0.1:{server.port}"
     transport = GrpcTransport(gone)
     attempts: list[Callable[[], Awaitable[object]]] = [transport.connect, transport.info]
@@ -370,7 +352,7 @@ async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:
 
 
 async def test_health_is_reported_and_ends_before_the_service() -> None:
-    async with served() as (server, transport):
+    async with echo_verifier.served() as (server, transport):
         channel = grpc.aio.insecure_channel(transport.address)
         health: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "edgespec.v1.Verifier"):
@@ -378,22 +360,22 @@ async def test_health_is_reported_and_ends_before_the_service() -> None:
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        running = await opened(transport)
+        running = await echo_verifier.opened(transport)
         stopping = asyncio.ensure_future(server.stop(grace_s=30))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await works(running)
+        assert await echo_verifier.works(running)
         late = await transport.connect()
         fault = await late.receive()
-        assert fault == STOPPING
-        await running.send(Cancel())
-        assert isinstance(await running.receive(), Commit)
+        assert fault == echo_verifier.STOPPING
+        await running.send(m.Cancel())
+        assert isinstance(await running.receive(), m.Commit)
         watch.cancel()
         await channel.close(None)
-        await asyncio.wait_for(stopping, PATIENCE_S)
+        await asyncio.wait_for(stopping, echo_verifier.PATIENCE_S)
 
 
 async def test_reflection_lists_the_service() -> None:
-    async with served() as (_, transport):
+    async with echo_verifier.served() as (_, transport):
         channel = grpc.aio.insecure_channel(transport.address)
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
         call = stub.ServerReflectionInfo()
@@ -439,9 +421,9 @@ def test_not_serving_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_proxy_of_the_environment_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    async with served() as (server, _):
+    async with echo_verifier.served() as (server, _):
         where = f"127.0.0.1:{server.port}"
-        assert await ask_health(where, DeviceAccess(), PATIENCE_S) == SERVING
+        assert await ask_health(where, DeviceAccess(), echo_verifier.PATIENCE_S) == SERVING
 
 
 @pytest.fixture(scope="module")
@@ -457,10 +439,12 @@ async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
     ours = channel_credentials(identity / "ca.pem", None, None)
     systems = channel_credentials(None, None, None)
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
-    async with served(echo, credentials=grpc.ssl_server_credentials([pair])) as (server, _):
+    async with echo_verifier.served(
+        echo_verifier.echo, credentials=grpc.ssl_server_credentials([pair])
+    ) as (server, _):
         address = f"127.0.0.1:{server.port}"
         access = DeviceAccess(credentials=ours, server_name=NAME)
-        assert await ask_health(address, access, PATIENCE_S) == SERVING
+        assert await ask_health(address, access, echo_verifier.PATIENCE_S) == SERVING
         for wrong, name in ((ours, ""), (systems, NAME), (None, "")):
             access = DeviceAccess(credentials=wrong, server_name=name)
             with pytest.raises(LinkError, match="no health from"):

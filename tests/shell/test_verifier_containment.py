@@ -25,15 +25,9 @@ from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.ports import DeviceStream, LinkError, TargetLostError, VerifierStream
 from edgespec.core.protocol import messages as m
+from edgespec.core.protocol import work
 from edgespec.core.protocol.constraint import Constraint, ConstraintError, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import (
-    CacheShape,
-    Candidate,
-    DraftStep,
-    PassRequest,
-    PassResult,
-)
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.credential import ANYBODY, Credential
@@ -54,7 +48,7 @@ MODEL = ToyModel(vocabulary_size=16, order=2)
 PROMPT = (1, 2, 3)
 SAMPLING = SamplingParams(max_tokens=12)
 TEXT = toy_text(PROMPT, SAMPLING, MODEL)
-CACHE = CacheShape(64, 4)
+CACHE = work.CacheShape(64, 4)
 
 
 class Fragile(ToyTarget):
@@ -70,7 +64,7 @@ class Fragile(ToyTarget):
         self._fails("open", (key,))
         super().open(key, prompt_length, sampling, text)
 
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+    def forward(self, batch: Sequence[work.PassRequest]) -> list[work.PassResult]:
         self._fails("forward", tuple(request.key for request in batch))
         return super().forward(batch)
 
@@ -167,7 +161,7 @@ class FragileDraft(ToyServerDrafter):
         self._fails("open", key)
         super().open(key, prompt_length, sampling, text)
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+    def step(self, batch: Sequence[work.DraftStep]) -> list[work.Candidate | None]:
         for step in batch:
             self._fails("step", step.key)
         return super().step(batch)
@@ -347,7 +341,7 @@ class StickyError(PacedTarget):
 
     passes = 5
 
-    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+    def forward(self, batch: Sequence[work.PassRequest]) -> list[work.PassResult]:
         self.passes -= 1
         if self.passes < 0:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -30,16 +30,7 @@ from safetensors.numpy import save_file
 
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError
-from edgespec.core.ports import (
-    CapacityError,
-    ModelInfo,
-    ModelOutputError,
-    PassRequest,
-    PassResult,
-    TargetLostError,
-    adapters_of,
-    use_adapter,
-)
+from edgespec.core import ports
 from edgespec.core.protocol.messages import Limits, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import score_token
@@ -111,15 +102,15 @@ class Session:
     def done(self) -> int:
         return len(self.text) - len(PROMPT)
 
-    def request(self, chunk: int = 1 << 20, logprobs: int = 0) -> PassRequest:
+    def request(self, chunk: int = 1 << 20, logprobs: int = 0) -> ports.PassRequest:
         feed = tuple(self.text[self.cached : self.cached + chunk])
         if self.cached + len(feed) < len(self.text):
-            return PassRequest(self.key, self.cached, feed, sample=False)
+            return ports.PassRequest(self.key, self.cached, feed, sample=False)
         chain = tuple(self._guess(self.answer, self.done)) if self.done else ()
         parents = tuple(range(-1, len(chain) - 1))
-        return PassRequest(self.key, self.cached, feed, chain, parents, logprobs=logprobs)
+        return ports.PassRequest(self.key, self.cached, feed, chain, parents, logprobs=logprobs)
 
-    def take(self, request: PassRequest, result: PassResult) -> None:
+    def take(self, request: ports.PassRequest, result: ports.PassResult) -> None:
         assert result.key == self.key
         if not request.sample:
             assert result.targets == ()
@@ -190,20 +181,20 @@ def test_what_is_known_answers_without_a_step() -> None:
     a, b, c, d, e, f = range(6)
     known = KnownText([a])
     known.take(Stepped(1, (b, c), (b, c)))
-    request = PassRequest("s", 0, (a,), (b, c, d, e), (-1, 0, 1, 2))
+    request = ports.PassRequest("s", 0, (a,), (b, c, d, e), (-1, 0, 1, 2))
     assert known.answer(request) == Wanted(3, (d, e))
     known.take(Stepped(4, (d, f), (d, f, a), guesses=(e, a)))
-    assert known.answer(request) == PassResult("s", (b, c, d, f, a), guesses=(e, a))
-    late = PassRequest("s", 1, (b, c), (e,), (-1,))
-    assert known.answer(late) == PassResult("s", (d, e)), "what is proposed stands behind f"
+    assert known.answer(request) == ports.PassResult("s", (b, c, d, f, a), guesses=(e, a))
+    late = ports.PassRequest("s", 1, (b, c), (e,), (-1,))
+    assert known.answer(late) == ports.PassResult("s", (d, e)), "what is proposed stands behind f"
 
 
 def test_a_request_that_does_not_fit_is_refused() -> None:
     for request, why in (
-        (PassRequest("s", 0, (1, 2, 3), (4, 5), (-1, -1)), r"'s': parents are \(-1, -1\)"),
-        (PassRequest("s", 0, (1, 2, 3, 4)), "'s': a prefix of 4 tokens, but 3 are known"),
-        (PassRequest("s", 1, (2, 9)), "'s': fed tokens differ"),
-        (PassRequest("s", 0, (1, 2)), "'s': 2 tokens are before the 3 of the opening"),
+        (ports.PassRequest("s", 0, (1, 2, 3), (4, 5), (-1, -1)), r"'s': parents are \(-1, -1\)"),
+        (ports.PassRequest("s", 0, (1, 2, 3, 4)), "'s': a prefix of 4 tokens, but 3 are known"),
+        (ports.PassRequest("s", 1, (2, 9)), "'s': fed tokens differ"),
+        (ports.PassRequest("s", 0, (1, 2)), "'s': 2 tokens are before the 3 of the opening"),
     ):
         with pytest.raises(ValueError, match=why):
             KnownText([1, 2, 3]).answer(request)
@@ -321,7 +312,7 @@ def test_a_session_without_numbers_fails_alone() -> None:
     good, bad = (Session(target, key, GREEDY, _right) for key in ("good", "bad"))
     engine.failing.add("bad")
     batch = [bad.request(), good.request()]
-    with pytest.raises(ModelOutputError, match=r"largest logit is nan") as caught:
+    with pytest.raises(ports.ModelOutputError, match=r"largest logit is nan") as caught:
         target.forward(batch)
     assert caught.value.key == "bad"
     target.close("bad")
@@ -377,7 +368,9 @@ def test_texts_are_right_behind_steps_that_failed(seed: int, params: SamplingPar
 
 def test_an_engine_without_room_is_not_asked_for_ever() -> None:
     session = Session(fake_target(FakeVllm(whims=1.0)), "a", GREEDY, _right)
-    with pytest.raises(CapacityError, match=r"no room for 1 sessions: nothing came of \d+ steps"):
+    with pytest.raises(
+        ports.CapacityError, match=r"no room for 1 sessions: nothing came of \d+ steps"
+    ):
         session.target.forward([session.request()])
 
 
@@ -387,15 +380,15 @@ def test_openings_have_bounds() -> None:
     with pytest.raises(ValueError, match="'a' is already open"):
         target.open("a", 1, GREEDY, (1,))
     target.open("probe", 1, GREEDY)
-    assert target.forward([PassRequest("probe", 0, (0,))])[0].targets
-    with pytest.raises(CapacityError, match="2 sessions are open, limit max_sessions 1"):
+    assert target.forward([ports.PassRequest("probe", 0, (0,))])[0].targets
+    with pytest.raises(ports.CapacityError, match="2 sessions are open, limit max_sessions 1"):
         target.open("b", 1, GREEDY, (1,))
     target.close("a")
     target.close("unknown")
-    with pytest.raises(CapacityError, match=r"prompt of 4097 tokens, limit 1 to 4096"):
+    with pytest.raises(ports.CapacityError, match=r"prompt of 4097 tokens, limit 1 to 4096"):
         target.open("c", 4097, GREEDY)
     with pytest.raises(ValueError, match="'d' is not open"):
-        target.forward([PassRequest("d", 0, (1,))])
+        target.forward([ports.PassRequest("d", 0, (1,))])
 
 
 def _core(**calls: Any) -> VllmCore:
@@ -411,7 +404,7 @@ def test_what_cannot_be_emptied_is_lost() -> None:
         (lambda: 1 // 0, "ZeroDivisionError: "),
     ):
         core = _core(abort_requests=lambda names: None, reset_prefix_cache=emptied)
-        with pytest.raises(TargetLostError, match=f"cannot begin anew: {why}"):
+        with pytest.raises(ports.TargetLostError, match=f"cannot begin anew: {why}"):
             core.reset()
 
 
@@ -523,7 +516,7 @@ def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     )
     values = [f"a{index}={folder}" for index, folder in enumerate(folders)]
     found, _ = split_adapters(["--lora-modules", *values], "base")
-    base = ModelInfo("base", "v", 9, 8, (0,), "weights-float32")
+    base = ports.ModelInfo("base", "v", 9, 8, (0,), "weights-float32")
     one, two, three = served_adapters(base, found)
     assert one == replace(base, name="a0", fingerprint=one.fingerprint)
     assert one.fingerprint == two.fingerprint
@@ -534,7 +527,7 @@ def test_an_adapter_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
 
 def test_the_adapters_of_a_verifier_are_bounded() -> None:
     """Both ways, and one that has none says nothing of them."""
-    model = ModelInfo("m", "v", 9, 8)
+    model = ports.ModelInfo("m", "v", 9, 8)
     info = VerifierInfo(model, Limits(), 0, 8, 0, (replace(model, name="a"),) * 65)
     with pytest.raises(ProtocolViolation, match="adapters has 65 entries, but must have 0 to 64"):
         encode_info(info)
@@ -548,13 +541,13 @@ def test_the_adapters_of_a_verifier_are_bounded() -> None:
 
 def test_a_target_says_which_adapter_it_lacks() -> None:
     target = adapted_toy({"sql": SQL})
-    assert [one.name for one in adapters_of(target)] == ["sql"]
+    assert [one.name for one in ports.adapters_of(target)] == ["sql"]
     target.open("a", 1, GREEDY, (1,))
     with pytest.raises(ValueError, match="'a': unknown adapter 'sequel'; known: sql"):
-        use_adapter(target, "a", "sequel")
-    assert adapters_of(object()) == ()
+        ports.use_adapter(target, "a", "sequel")
+    assert ports.adapters_of(object()) == ()
     with pytest.raises(ValueError, match="the target has no adapter 'sql'"):
-        use_adapter(object(), "a", "sql")
+        ports.use_adapter(object(), "a", "sql")
 
 
 def test_flags_that_are_ours_are_refused() -> None:
