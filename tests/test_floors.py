@@ -18,6 +18,7 @@ import pytest
 
 from edgespec.cli import main
 from edgespec_sim.commands import main as simulator
+from tests.present import present
 from tests.shell.live_verifier import python
 from tests.sources import PACKAGES, Module, imports, modules, parse, within
 
@@ -192,8 +193,7 @@ def test_a_planted_import_is_found(path: str, line: str) -> None:
 def test_every_product_module_has_a_floor() -> None:
     for module in modules():
         if any(within(module.name, package) for package in PACKAGES):
-            floor = floor_of(module)
-            assert floor is not None
+            floor = present(floor_of(module))
             assert floor.package != "edgespec" or module.name == "edgespec", module.path
 
 

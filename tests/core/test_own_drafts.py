@@ -22,6 +22,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from tests.core.scenes import chain
 from tests.core.token_grammars import EOS, Automaton
+from tests.present import present
 
 TOKENS = 120
 DRAFTS = ee.EngineLimits(drafter=True)
@@ -229,12 +230,10 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
     sampling = SamplingParams(constraint=grammar.constraint())
     request = Open("s", "", "", (1, 2), sampling=sampling)
     for path, lawful in (((7, 3), (7, 3, 5)), ((7, 8, 3), (7, 3, 5)), ((3, 3), ())):
-        served = ServedDraftsMaker(text=False, model=True)(request, ANYBODY, (EOS,))
-        assert served is not None
+        served = present(ServedDraftsMaker(text=False, model=True)(request, ANYBODY, (EOS,)))
         tree = PassTree(9)
         tree.add_chain(path, [0.99] * len(path), Source.DEVICE)
-        start = served.begin_chain(tree, [1, 2, 5], 9, 0.0)
-        assert start is not None
+        start = present(served.begin_chain(tree, [1, 2, 5], 9, 0.0))
         assert start.step.feed == (1, 2, 5, *lawful)
 
 
@@ -253,8 +252,7 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter() -> None:
         ([], (9,), 9, 0.6, (9, 5)),
         ([5, 7, 3, 4], (), 9, 0.4, ()),
     ):
-        served = ServedDraftsMaker()(request, ANYBODY, (EOS,))
-        assert served is not None
+        served = present(ServedDraftsMaker()(request, ANYBODY, (EOS,)))
         tree, own = PassTree(9), len(path)
         tree.add_chain(path, [0.5] * own, Source.DEVICE)
         served.fill(tree, [1, 2, *text], depth, 0.0, least)
@@ -273,8 +271,7 @@ def test_a_round_that_does_not_end_is_a_stuck_pass() -> None:
     now = 0.025
     while not engine.broken:
         assert now < 40.0
-        assert engine.deadline is not None
-        now = engine.deadline
+        now = present(engine.deadline)
         actions = engine.handle(ee.Poll(), now)
     assert now >= 30.0
     assert _only(actions, ee.GiveUp)

@@ -46,6 +46,7 @@ from edgespec.core.verifier.session import VerifySession
 from tests.core import draft_scripts
 from tests.core.draft_scripts import REQUEST as ASKED
 from tests.core.scenes import LIMITS, MODEL, PROMPT, REQUEST, batch, done, faults, named
+from tests.present import present
 from tests.sim.faults.worlds import WorldOptions, run_world
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -231,8 +232,7 @@ class DeviceScript(Script):
 
     def due(self) -> Any:
         """The deadline has come."""
-        assert self.session.deadline is not None
-        self.now = self.session.deadline
+        self.now = present(self.session.deadline)
         return self.tick()
 
     def back(self, **names: str) -> Any:
@@ -438,8 +438,7 @@ class FailoverScript(Script):
         return self.failover.handle(fe.Greeted(int(route), model), self.now)
 
     def due(self) -> Any:
-        assert self.failover.deadline is not None
-        self.now = self.failover.deadline
+        self.now = present(self.failover.deadline)
         return self.failover.handle(fe.Tick(), self.now)
 
     def show(self) -> str:

@@ -14,6 +14,7 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
 from edgespec.core.verifier.session import VerifySession
 from tests.core.scenes import LIMITS, MODEL, chain, commit_in
+from tests.present import present
 
 REQUEST = Open("s", "", "", (1,))
 
@@ -34,10 +35,8 @@ def test_a_loop_is_gone_on_with() -> None:
 
 
 def _text_of(make: sd.ServedDraftsMaker, credential: Credential) -> sd.TextDrafts:
-    served = make(REQUEST, credential)
-    assert served is not None
-    assert served.text is not None
-    return served.text
+    served = present(make(REQUEST, credential))
+    return present(served.text)
 
 
 def test_sessions_of_one_owner_profit_from_each_other() -> None:

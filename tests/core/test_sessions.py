@@ -37,6 +37,7 @@ from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.daemon import GRAMMAR_WITHIN_S
 from tests.core import scenes
 from tests.core.draft_scripts import GREETING, REQUEST, guess, messages, new_session, streaming
+from tests.present import present
 from tests.sim.random_worlds import play
 
 SILENT = replace(REQUEST, drafting=False)
@@ -44,8 +45,7 @@ SILENT = replace(REQUEST, drafting=False)
 
 def reopened(session: DraftSession) -> float:
     """Let the back-off pass and a new stream come up, which the verifier greets; the time then."""
-    now = session.deadline
-    assert now is not None
+    now = present(session.deadline)
     assert session.handle(ev.Tick(), now)[0] == ev.Connect()
     session.handle(ev.Connected(), now)
     session.handle(GREETING, now)

@@ -23,6 +23,7 @@ from edgespec.core.protocol.text_guesses import TextChances, TextReader, TextTab
 from edgespec.core.protocol.tree import ROOT, UNRANKED, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import Candidate
 from tests.core.draft_scripts import GREETING, RECONNECT, messages
+from tests.present import present
 
 LOOP = (5, 6, 7, 8, 9)
 
@@ -79,8 +80,7 @@ def test_what_the_draft_denies_is_hardly_likely_any_more() -> None:
 def test_a_step_behind_a_dead_branch_changes_nothing() -> None:
     session, _ = reading(*LOOP, 5, 6)
     session.handle(ev.StepDone((Candidate(40, -0.1),)), 0.01)  # begins one behind 40 or 7
-    step = session._step
-    assert step is not None
+    step = present(session._step)
     assert step.parent != ROOT
     session.handle(Commit(7, (50,)), 0.02)
     before = {node.id: (node.rank, node.chance) for node in session.tree.nodes.values()}

@@ -94,8 +94,7 @@ def test_the_summary_agrees_with_the_devices_own_counters(real: RealRun) -> None
     for row, counters in zip(arm.rows, real.counters, strict=True):
         assert row.acceptance == counters.acceptance
         assert row.tokens_per_pass == counters.committed / counters.passes
-        assert row.ttft_s is not None
-        assert row.ttft_s > 1.5 * RTT_MS / 1e3
+        assert present(row.ttft_s) > 1.5 * RTT_MS / 1e3
     [load] = arm.verifiers
     assert 0.0 < load.utilisation < 1.0
     assert load.passes == total["passes"]

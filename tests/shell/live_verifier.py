@@ -25,6 +25,7 @@ from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.wire.access import ServerAccess
+from tests.present import present
 from tests.sources import ROOT
 
 
@@ -156,8 +157,7 @@ def ready(
     """A daemon that was just started, once it says where it serves; killed in the end."""
     with process:
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
+            line = present(process.stdout).readline()
             found = re.search(at, line)
             assert found is not None, line + (process.stderr.read() if process.stderr else "")
             yield found[1], process

@@ -38,6 +38,7 @@ from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.toy import TOY_CONTEXT_LENGTH, ToyTokenizer
 from edgespec.verifier.build import load_target
 from edgespec.verifier.targets.toy import ToyTarget
+from tests.present import present
 from tests.shell.live_verifier import call, serving, toy_text
 
 CIRCLING = ToyModel(64, order=1, seed=4)
@@ -245,8 +246,7 @@ async def test_texts_that_stand_in_the_corpus_take_fewer_passes(tmp_path: Path) 
             async with build_agent(config) as agent:
                 found = [t async for c in agent.generate(PROMPT, params) for t in c.tokens]
                 assert found == expected
-                assert agent.stats is not None
-                passes.append(agent.stats.counters.passes)
+                passes.append(present(agent.stats).counters.passes)
     assert passes[1] < passes[0] / 2
 
 
@@ -257,9 +257,7 @@ async def test_a_lent_tokenizer_reads_the_corpus(tmp_path: Path) -> None:
         agent = BorrowingAgent(AgentConfig(address, draft=draft))
         async with agent:
             await agent._borrow()
-        assert agent.options.text is not None
-        store = agent.options.text.corpus
-        assert store is not None
+        store = present(present(agent.options.text).corpus)
         end, (token,) = ToyTokenizer().encode("two "), ToyTokenizer().encode("t")
         assert store.after(tuple(end)) == (4, [(token, 1.0)])
 
@@ -289,8 +287,7 @@ async def test_the_text_is_the_targets_own(
             for params in (LONG, WARM, LONG):  # the last one is known already
                 found = [t async for c in agent.generate(PROMPT, params) for t in c.tokens]
                 assert found == toy_text(PROMPT, params, CIRCLING)
-            assert agent.stats is not None
-            counters = agent.stats.counters
+            counters = present(agent.stats).counters
             assert counters.draft_failure == ""
             if run_ahead is RunAhead.NEVER:  # else the toy's passes are over before a draft comes
                 assert counters.accepted > 30
@@ -317,7 +314,6 @@ def test_what_is_configured_is_built() -> None:
         ({"draft.model": "lookup"}, "lookup", True),
     ):
         config = load_config(AgentConfig, None, {"tokenizer": "toy", **overrides})
-        drafter = load_drafter(config)
-        assert drafter is not None
+        drafter = present(load_drafter(config))
         assert drafter.info.name == name
         assert (agent_options(config, "").text is not None) == text

@@ -189,21 +189,6 @@ def test_logits_are_those_of_a_decoder_that_sees_the_first_and_the_last_tokens(
     drafter.close()
 
 
-def test_rows_are_no_more_however_long_the_text(folder: Path) -> None:
-    """40 times as long as the draft's positions reach; and in a twin as in itself."""
-    drafter = OnnxDrafter(folder, window=64)
-    text = [int(one) for one in np.random.default_rng(3).integers(0, VOCABULARY_SIZE, 10_000)]
-    rows = []
-    for one in (drafter, drafter.twin()):
-        one.begin(10, SamplingParams())
-        for start in range(0, len(text), 8):
-            one.step(start, text[start : start + 8], 1)
-        assert one.held_tokens == 64
-        rows.append(one.logits.copy())
-        one.close()
-    np.testing.assert_array_equal(rows[0], rows[1])
-
-
 # --- how far keys are turned --------------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ import grpc.aio
 import pytest
 
 from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection, VerifierConfig
-from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import Fault, FaultCode, FinishReason, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
@@ -26,7 +25,6 @@ from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
 from edgespec.wire.codec import encode_uplink
-from tests.adversarial import AdversarialDrafter
 from tests.present import present
 from tests.shell.live_verifier import GatedTarget, own_port, serving, toy_text
 
@@ -85,16 +83,6 @@ async def test_the_text_is_the_targets_own(
             assert chunks[-1].finish is FinishReason.LENGTH
             text = "".join(chunk.text for chunk in chunks)
             assert text == ToyTokenizer().decode(expected)
-
-
-async def test_a_drafter_that_is_always_wrong_changes_nothing() -> None:
-    drafter = AdversarialDrafter(ToyDrafter(TOY_MODEL, load_target(TOY).info))
-    text = ToyTokenizer()
-    async with serving() as (address, _):
-        options = AgentOptions(policy=named_policy(PolicyName.WINDOWED, width=2))
-        async with Agent(connect(address), drafter, text.encode, text.stream, options) as agent:
-            assert tokens(await collect(agent, SAMPLED)) == toy_text(IDS, SAMPLED)
-            assert present(agent.stats).counters.hits == 0
 
 
 @pytest.mark.parametrize("draft", ["toy", "none"])

@@ -6,7 +6,6 @@ the device where others could read it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -23,13 +22,13 @@ from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
 from edgespec.config import AgentConfig, ConfigError, PacingSection
 from edgespec.config.common import SetupError
-from edgespec.core.ports import LinkError, UntrustedPeerError
-from edgespec.core.protocol.messages import Fault, FaultCode, Open
+from edgespec.core.ports import UntrustedPeerError
+from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.engine_events import EngineEvent, StreamOpened
 from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.verifier.daemon import Verifier
-from edgespec.wire.access import DeviceAccess, ServerAccess, device_access
+from edgespec.wire.access import ServerAccess, device_access
 from tests.present import present
 from tests.shell import guarded
 from tests.shell.live_verifier import serving
@@ -118,26 +117,6 @@ async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await ask(b"", metadata=wrong)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_a_key_has_a_bound_of_sessions(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    keys = guarded.keys_in(path, "greedy", "other", max_sessions=2)
-    async with keyed(path) as (address, _, _):
-        mine, other = (connect(address, access=DeviceAccess(key)) for key in keys.values())
-        for number, link in enumerate((mine, mine, other)):
-            stream = await link.connect()
-            await stream.send(Open(f"s{number}", "", "", (1, 2, 3)))
-            assert not isinstance(await stream.receive(), Fault)
-        late = await mine.connect()
-        await late.send(Open("late", "", "", (1, 2, 3)))
-        fault = await asyncio.wait_for(late.receive(), guarded.PATIENCE_S)
-        text = "2 sessions of key 'greedy' are open, its limit (max_sessions)"
-        assert fault == Fault(FaultCode.OVERLOADED, text, 1.0)
-        with pytest.raises(LinkError, match="RESOURCE_EXHAUSTED"):
-            await late.receive()
-        await mine.close()
-        await other.close()
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from edgespec.verifier.build import load_target
 from edgespec.wire import codec
 from edgespec_sim.sessions import message_bytes
 from tests.endpoint.live_endpoint import over_verifiers
+from tests.present import present
 from tests.shell.live_verifier import GatedTarget, daemon, serving, start
 from tests.shell.test_end_to_end import IDS, PROMPT, collect, config, tokens
 
@@ -63,8 +64,7 @@ async def test_only_drafts_replace_and_each_is_told(params: SamplingParams) -> N
                         await stream.close()
                     target.gate.set()
                 chunks.append(chunk)
-            stats = agent.stats
-            assert stats is not None
+            stats = present(agent.stats)
             replaced = held_against_the_target(chunks, params)
             assert 0 < replaced == stats.counters.replaced < stats.counters.accepted
             assert (stats.rule, stats.counters.reconnects, len(tokens(chunks))) == (
@@ -84,8 +84,7 @@ async def test_a_rule_that_is_not_offered_is_refused_before_any_token(rule: str)
         async with build_agent(replace(config(address), rule=rule)) as agent:
             with pytest.raises(GenerationError, match=r"offered: exact, dsd, typical:0.5,0.9$"):
                 await collect(agent, SAMPLED)
-            assert agent.stats is not None
-            assert agent.stats.counters.committed == 0
+            assert present(agent.stats).counters.committed == 0
 
 
 def test_the_command_line_labels_a_lossy_text() -> None:

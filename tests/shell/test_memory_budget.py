@@ -35,6 +35,7 @@ from edgespec.device.model_drafter import exported_variant, source_variant, vari
 from edgespec.models.folders import Role, model_info, read_config, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec_sim.token_sources.source import Script, ScriptedTarget
+from tests.present import present
 from tests.shell.live_verifier import serving
 
 PROMPT = list(range(5, 45))
@@ -74,8 +75,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
     monkeypatch.setattr("edgespec.device.model_drafter.resident_bytes", lambda: 200 * MIB)
     refused = call("plan", "memory", "--memory-budget", "10MiB")
     assert refused.exit_code == 1
-    needed = re.search(r"needs at least (\d+\.\d) MiB", refused.stderr)
-    assert needed is not None
+    needed = present(re.search(r"needs at least (\d+\.\d) MiB", refused.stderr))
     smallest = float(needed[1])
     for budget, code in ((smallest + 0.1, 0), (smallest - 0.1, 1)):
         assert call("plan", "memory", "--memory-budget", f"{budget:.1f}MiB").exit_code == code
@@ -119,14 +119,12 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
             prompt = PROMPT * 4
             found = [token async for c in agent.generate(prompt, sampling) for token in c.tokens]
             texts[name] = found
-            stats = agent.stats
-            assert stats is not None
+            stats = present(agent.stats)
             assert (stats.counters.steps > 0) == (name != "none")
             await agent.close()
     assert texts["none"] == hashed(160, 40)
     assert texts["budget"] == texts["window"] == texts["none"]
-    assert stats is not None
-    assert stats.counters.draft_failure == ""
+    assert present(stats).counters.draft_failure == ""
     assert "window 128" in told[-1]
 
 

@@ -24,6 +24,7 @@ from edgespec.telemetry.agent_status import VerifierStatus
 from edgespec.telemetry.metric_table import Kind
 from edgespec.telemetry.verifier_counts import METRICS, PREFIX, StreamMeter, StreamRecord
 from edgespec.verifier.build import load_target
+from tests.present import present
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
 from tests.shell.watched_verifier import QUIET, Scrape, Watched, watched
@@ -44,8 +45,7 @@ async def until(what: Callable[[], bool]) -> None:
 
 async def generated(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:
     count = len(tokens(await collect(agent, params)))
-    assert agent.stats is not None
-    return count, agent.stats.counters
+    return count, present(agent.stats).counters
 
 
 async def test_the_counts_are_those_of_the_devices() -> None:
@@ -83,8 +83,7 @@ async def test_who_drafted_what_is_told() -> None:
         seen = await found.scrape()
     assert "drafts itself with toy" in ready_line(settings, 1, load_target(settings), info)
     status = VerifierStatus("").told(info)
-    assert status.drafts is not None
-    drafts = status.drafts
+    drafts = present(status.drafts)
     assert seen.value("source_nodes_total", "device") == counters.rows == drafts.device_nodes
     assert seen.value("source_accepted_total", "device") == counters.accepted
     assert 0 < seen.value("source_accepted_total", "model") == drafts.model_accepted

@@ -24,6 +24,7 @@ from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_ALPHABET, TOY_CONTEXT_LENGTH, TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
 from edgespec.verifier.targets.toy import ToyTarget
+from tests.present import present
 from tests.shell.live_verifier import GatedTarget, daemon, serving, start, toy_text
 from tests.shell.test_end_to_end import IDS, PROMPT, SAMPLED, config, tokens
 from tests.shell.tiny_checkpoints import write_checkpoint
@@ -85,8 +86,7 @@ async def test_a_lost_link_loses_no_score() -> None:
                         await stream.close()
                     target.gate.set()
                 found.append(chunk)
-            assert agent.stats is not None
-            assert agent.stats.counters.reconnects == 1
+            assert present(agent.stats).counters.reconnects == 1
     assert tokens(found) == toy_text(IDS, SAMPLED)
     same(told(found), expected(tokens(found), 2))
 
@@ -162,8 +162,7 @@ async def _passes(address: str, params: SamplingParams) -> int:
     async with build_agent(config(address, "none")) as agent:
         chunks = [chunk async for chunk in agent.generate(prompt, params)]
         assert tokens(chunks) == toy_text(prompt, params, CIRCLING)
-        assert agent.stats is not None
-        counters = agent.stats.counters
+        counters = present(agent.stats).counters
         assert (counters.rows, counters.accepted) == (0, 0)
         return counters.passes
 

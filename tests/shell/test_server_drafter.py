@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.present import present
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -309,8 +311,7 @@ def test_it_agrees_with_the_device_because_both_use_the_same_noise(temperature: 
     """A device's drafter of the same weights, at four bits; another seed is the control."""
     folder = resolve_model("bundled", Role.DRAFT)
     text = TextTokenizer(folder).encode("def read_lines(path):\n    with open(path) as file:\n")
-    device = load_drafter(AgentConfig(draft=DraftSection("bundled")))
-    assert device is not None
+    device = present(load_drafter(AgentConfig(draft=DraftSection("bundled"))))
     drafter = PackedDrafter(TorchTarget(str(folder), name="d", vocabulary="v", canonical=False))
     sampling = SamplingParams(temperature=temperature, seed=7)
     device.begin(len(text), sampling)
@@ -555,8 +556,7 @@ def test_a_draft_whose_vocabulary_is_padded_more_serves(folder: Path, tmp_path: 
     padded = write_checkpoint(tmp_path / "padded", config, tiny_tensors(config))
     settings = VerifierConfig(model=str(folder), draft=str(padded), device="cpu")
     target = load_target(settings)
-    drafter = load_server_drafter(settings, target)
-    assert drafter is not None
+    drafter = present(load_server_drafter(settings, target))
     drafter.open("s", 1, SamplingParams(temperature=100.0))
     tokens = [drafter.step([DraftStep("s", 0, (1,) * n)])[0] for n in range(1, 100)]
     assert {one is None for one in tokens} == {True, False}

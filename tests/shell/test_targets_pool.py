@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.present import present
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -255,13 +257,10 @@ def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None
 
 def test_settings_become_a_budget_or_none() -> None:
     assert pool_budget(LimitsSection()) is None
-    budget = pool_budget(LimitsSection(kv_budget="4GiB", max_rows_per_pass=7))
-    assert budget is not None
-    assert budget.kv is not None
-    assert (budget.kv.bytes, budget.gpu_share, budget.rows) == (4 << 30, None, 7)
+    budget = present(pool_budget(LimitsSection(kv_budget="4GiB", max_rows_per_pass=7)))
+    assert (present(budget.kv).bytes, budget.gpu_share, budget.rows) == (4 << 30, None, 7)
     assert budget.machine().total > 0
-    share = pool_budget(LimitsSection(gpu_memory_utilization=0.8))
-    assert share is not None
+    share = present(pool_budget(LimitsSection(gpu_memory_utilization=0.8)))
     assert (share.kv, share.gpu_share) == (None, 0.8)
 
 

@@ -39,6 +39,7 @@ from edgespec.verifier.daemon import Backlog, ConstraintDesk, Verifier
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.token_grammars import Automaton, AutomatonMatcher
+from tests.present import present
 from tests.shell.live_verifier import ready, serving, start, toy_text
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
@@ -260,9 +261,8 @@ async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(endi
             stopping = asyncio.create_task(verifier.stop())
         said, fault = await _read(stream)
         assert said == TEXT[: len(said)]
-        assert fault is not None
         assert (
-            fault.code
+            present(fault).code
             is {
                 "stop": m.FaultCode.SHUTTING_DOWN,
                 "revoke": m.FaultCode.UNAUTHENTICATED,
@@ -305,11 +305,9 @@ async def test_a_target_that_always_raises_or_is_lost_breaks_the_verifier_and_bl
                 assert fault.code is m.FaultCode.SHUTTING_DOWN
                 assert fault.retry_after_s > 0
         await verifier.broken.wait()
-        assert verifier.why_broken is not None
-        assert str(error) in verifier.why_broken
+        assert str(error) in present(verifier.why_broken)
         _, late = await _read(await _open(transport, "late"))
-        assert late is not None
-        assert late.code is m.FaultCode.SHUTTING_DOWN
+        assert present(late).code is m.FaultCode.SHUTTING_DOWN
 
 
 async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
@@ -407,8 +405,7 @@ async def test_an_engine_that_raises_breaks_the_verifier(
         assert verifier.why_broken == "ZeroDivisionError: a bug of the engine"
         tokens, fault = await watching
         if tokens != TEXT:
-            assert fault is not None
-            assert fault.code is m.FaultCode.SHUTTING_DOWN
+            assert present(fault).code is m.FaultCode.SHUTTING_DOWN
 
 
 # --- streams --------------------------------------------------------------------------------
@@ -506,8 +503,7 @@ async def test_a_stream_whose_key_was_revoked_is_not_counted_as_cancelled() -> N
         assert verifier.revoke([nobody]) == 1
         assert not verifier.engine.sessions
         _, fault = await _read(stream)
-        assert fault is not None
-        assert fault.code is m.FaultCode.UNAUTHENTICATED
+        assert present(fault).code is m.FaultCode.UNAUTHENTICATED
     assert [record.reason for record in records] == ["unauthenticated"]
     assert {reason: n for reason, n in meter.finished.items() if n} == {"unauthenticated": 1}
 

@@ -20,6 +20,7 @@ from edgespec_sim.links.network_trace import TraceError
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
+from tests.present import present
 
 WORLD = sc.Scenario(
     name="open",
@@ -52,8 +53,7 @@ def counted(of: sc.Scenario) -> list[float]:
 
 @pytest.mark.parametrize("at", list(sc.AtDevice))
 def test_every_arm_meets_the_same_load(at: sc.AtDevice) -> None:
-    assert WORLD.arrivals is not None
-    world = replace(WORLD, arrivals=replace(WORLD.arrivals, at=at))
+    world = replace(WORLD, arrivals=replace(present(WORLD.arrivals), at=at))
     for arm in world.arms:
         records = play(Job(world, arm, 0, 1, Path())).meters.records
         assert sorted(one.started_s for one in records) == pytest.approx(counted(world))
@@ -78,8 +78,7 @@ def test_little_load_is_attained() -> None:
     found = summarise(
         world, (1,), Path(), [(job.arm, play(job)) for job in jobs_of(world, 1, Path())]
     )
-    reached = found.arms[0].attainment
-    assert reached is not None
+    reached = present(found.arms[0].attainment)
     assert reached.share == 1.0
     assert reached.goodput == pytest.approx(reached.asked / world.window_s)
     assert reached.share_interval[0] < 1.0 == reached.share_interval[1]

@@ -26,6 +26,7 @@ from edgespec_sim.scenario import sections as sc
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
+from tests.present import present
 
 HERE = Path()
 COMPUTE_S = 0.020
@@ -60,8 +61,7 @@ def summary(scenario: sc.Scenario) -> RunSummary:
 def tpot_s(scenario: sc.Scenario) -> float:
     (record,) = outcome(scenario).meters.records
     assert record.complete
-    assert record.tpot_s is not None
-    return record.tpot_s
+    return present(record.tpot_s)
 
 
 # --- the model ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 
 from edgespec_sim import replication
 from edgespec_sim.replication import quantile_interval, share_interval
+from tests.present import present
 
 BASE_S, ARM_S = 0.025, 0.016
 LUCK, SCATTER = 0.15, 0.1
@@ -35,8 +36,7 @@ TRUTH = BASE_S * math.exp((LUCK / 2) ** 2 / 2) / (ARM_S * math.exp(LUCK**2 / 2))
 
 def interval(worlds: list[tuple[replication.Total, replication.Total]]) -> replication.Interval:
     _, found = replication.speedup([base for base, _ in worlds], [arm for _, arm in worlds])
-    assert found is not None
-    return found
+    return present(found)
 
 
 def holds(found: replication.Interval) -> bool:
@@ -98,8 +98,7 @@ def studies(clusters: int, each: int, mixture: float) -> tuple[int, int]:
                     for _ in range(each)
                 ]
             )
-        found = quantile_interval(study, 0.95)
-        assert found is not None
+        found = present(quantile_interval(study, 0.95))
         quantiles += found[1] <= limit <= found[2]
         _, (low, high) = share_interval(
             [(sum(value <= limit for value in one), len(one)) for one in study]
@@ -122,7 +121,6 @@ def test_requests_that_go_together_are_fewer_than_they_look() -> None:
 
 
 def test_what_never_came_is_beyond_all() -> None:
-    found = quantile_interval([[1.0, 2.0, math.inf], [1.0, math.inf, math.inf]], 0.95)
-    assert found is not None
+    found = present(quantile_interval([[1.0, 2.0, math.inf], [1.0, math.inf, math.inf]], 0.95))
     assert found[0] == found[2] == math.inf
     assert quantile_interval([[], []], 0.95) is None

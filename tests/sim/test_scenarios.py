@@ -23,6 +23,7 @@ from edgespec_sim.scenario.verifiers import Operation, law_of, measured, rooflin
 from edgespec_sim.world.assembly import World
 from edgespec_sim.world.run import jobs_of, play, summarise, token_source
 from edgespec_sim.world.site import LinkView, Surrounding
+from tests.present import present
 from tests.shell.live_verifier import python
 
 HERE = Path()
@@ -120,8 +121,7 @@ def test_steps_of_a_servers_draft_are_paid_for() -> None:
     """By the sessions that they are for: joules of requests add up to those of the machine."""
     verifiers = {"server": replace(SERVED.verifiers["server"], busy_w=100.0)}
     for arm in run(replace(SERVED, verifiers=verifiers)).arms:
-        joules = arm.verifiers[0].energy_j
-        assert joules is not None
+        joules = present(arm.verifiers[0].energy_j)
         assert arm.all.verifier_j_per_token == pytest.approx(joules / arm.all.tokens, rel=0.02)
 
 

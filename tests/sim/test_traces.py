@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from edgespec_sim.links.formats import FORMATS, PACKET_BITS, read_trace, write_plain
 from edgespec_sim.links.generators import KINDS, generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceError, TraceStatistics
+from tests.present import present
 
 
 def read(folder: Path, text: str, name: str = "trace.dat") -> NetworkTrace:
@@ -198,9 +199,7 @@ def test_a_pair_of_delivery_files_is_one_trace(tmp_path: Path) -> None:
     assert pair.name == "lte.up and lte.down"
     assert pair.duration_s == 2.4
     assert np.array(pair.outages_s) == pytest.approx(np.array([[0.2, 2.2]]))
-    assert pair.up_bits_per_s is not None
-    assert pair.down_bits_per_s is not None
-    ways = zip(pair.up_bits_per_s, pair.down_bits_per_s, strict=True)
+    ways = zip(present(pair.up_bits_per_s), present(pair.down_bits_per_s), strict=True)
     at = dict(zip(pair.time_s, ways, strict=True))
     assert at[0.0] == pytest.approx((120e3, 240e3))
     assert at[0.1] == pytest.approx((120e3, 120e3))
@@ -277,8 +276,7 @@ def test_the_plain_format_goes_round(
         there = np.searchsorted(again.time_s, time_s, side="right") - 1
         assert again.rtt_s[there] == pytest.approx(trace.rtt_s[here], rel=1e-9)
         if trace.up_bits_per_s is not None:
-            assert again.up_bits_per_s is not None
-            assert again.up_bits_per_s[there] == pytest.approx(trace.up_bits_per_s[here])
+            assert present(again.up_bits_per_s)[there] == pytest.approx(trace.up_bits_per_s[here])
         out = any(start_s <= time_s < end_s for start_s, end_s in trace.outages_s)
         if trace.loss is not None and not out:
             assert again.loss is not None
@@ -382,8 +380,7 @@ def test_every_indexed_file_is_read_with_its_statistics(data_dir: Path) -> None:
         assert trace.duration_s == pytest.approx(float(row["duration_s"]), rel=0.05)
         if row["loss_pct"]:
             out = sum(end_s - start_s for start_s, end_s in trace.outages_s) / trace.duration_s
-            assert trace.loss is not None
-            lost = out + (1 - out) * float(np.mean(trace.loss))
+            lost = out + (1 - out) * float(np.mean(present(trace.loss)))
             assert lost * 100 == pytest.approx(float(row["loss_pct"]), abs=0.3), where
     assert sources == {*FORMATS} - {"plain", "mahimahi"}
 
