@@ -93,20 +93,12 @@ def imports(module: Module) -> Iterator[Import]:
             case ast.Import(names=aliases):
                 yield from (Import(alias.name, node.lineno) for alias in aliases)
             case ast.ImportFrom(names=aliases):
-                base = _absolute(module, node)
+                base = node.module or ""  # ruff lets no relative import be
                 yield Import(base, node.lineno)
                 yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in aliases)
             case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
                 if ast.unparse(function).split(".")[-1] in ("import_module", "__import__"):
                     yield Import(name, node.lineno)
-
-
-def _absolute(module: Module, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    package = module.name.split(".")
-    package = package[: len(package) - node.level + module.is_package]
-    return ".".join([*package, node.module] if node.module else package)
 
 
 def within(name: str, package: str) -> bool:

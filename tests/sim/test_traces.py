@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,43 +290,16 @@ def test_the_plain_format_goes_round(
 # --- errors -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no measurement"),
-        ("hello\n", r":1: expected the beginning of a known format \(plain, ping, .*mahimahi\)"),
-        ("time_s,rtt_ms\n", "holds no measurement"),
-        ("time_s,rtt_ms,color\n0,1,2\n", r":1: expected the header time_s,rtt_ms\["),
-        ("time_s,rtt_ms\n1,10\n", ":2: expected the first time_s to be 0, found '1,10'"),
-        ("time_s,rtt_ms\n0,10\n0,11\n", ":3: expected a time_s after 0"),
-        ("time_s,rtt_ms\n0,10\n1,x\n", ":3: expected rtt_ms as a number"),
-        ("time_s,rtt_ms\n0,10\n1,-1\n", ":3: expected rtt_ms finite and at least 0"),
-        ("time_s,rtt_ms\n0,10\n1\n2,3\n", ":3: expected rtt_ms as a number, found '1'"),
-        ("time_s,rtt_ms\n0,10\n1,2,3\n", ":3: expected at most 2 columns"),
-        ("time_s,rtt_ms,loss\n0,10,2\n", r":2: expected a loss in \[0, 1\]"),
-        ("time_s,rtt_ms,up_mbps\n0,10,0\n", ":2: expected up_mbps above 0"),
-        ("# duration_s=1\ntime_s,rtt_ms\n0,1\n5,1\n", "lasts 1.0 s, but its last row is at 5.0"),
-        ("epoch,values\n5,1\n4,1\n", ":3: expected an epoch not before 5"),
-        ("epoch,values\n5,1,2\n", ":2: expected at most 2 columns"),
-        ("5\n4\n", ":1: expected the beginning of a .*: round trips need their times beside them"),
-        ("5.5\n6.5\n", ": round trips need their times beside them, time_s,rtt_ms, found '5.5'"),
-        ("5\n" * 300 + "4\n", r":301: expected a time not before 5 ms, .* \(read as mahimahi\)"),
-        ("5\n6\nx\n" * 9, ":1: expected the beginning of a known format"),
-        ("0\n0\n", "lasts 0 ms"),
-        ("5\n" * 300 + "9" * 5000 + "\n", ":301: expected a time in whole ms"),
-        (reply(1, stamp="[nan] "), r":1: expected \[epoch seconds\]"),
-        (reply(1, stamp="[0001-01-01] "), r":1: expected \[epoch seconds\]"),
-        ("pub_time x\n1 2\n", r":2: expected the delay in ms as a number, .* \(read as cicv5g\)"),
-        ("pub_time x\n1 2  3\n", ":2: expected the delay in ms as a number"),
-        (STARLINK_HEAD + "now,CONNECTED,1,0,0\n", ":2: expected a time in ISO 8601"),
-        (STARLINK_HEAD + "now,CONNECTED,1,0,0,0\n", ":2: expected at most 5 columns"),
-        (STARLINK_HEAD.replace(".state", ".\rstate"), r":1: expected a table in CSV \("),
-        (STARLINK_HEAD.rstrip() + ',"' + "x" * 200_000 + '"\n', r":1: expected a table in CSV \("),
-        (reply(1) + "[yesterday] " + reply(2), r":2: expected \[epoch seconds\]"),
-    ],
-)
-def test_a_malformed_file_is_refused_at_its_line(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(TraceError, match=message) as caught:
+REFUSALS = (Path(__file__).parent / "trace_refusals.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("refusal", re.findall(r"^(?!# [FoD]).*=> .*$", REFUSALS, re.MULTILINE))
+def test_a_malformed_file_is_refused_at_its_line(tmp_path: Path, refusal: str) -> None:
+    text, _, message = refusal.partition("=> ")
+    text = re.sub(r"@<(.*?)>\*(\d+);?", lambda found: found[1] * int(found[2]), text.rstrip(" "))
+    for word, meant in ((r"\n", "\n"), (r"\r", "\r"), ("PING", reply(1)), ("DISH", STARLINK_HEAD)):
+        text = text.replace(word, meant)
+    with pytest.raises(TraceError, match=re.escape(message)) as caught:
         read(tmp_path, text)
     assert "trace.dat" in str(caught.value)
 
