@@ -110,9 +110,6 @@ def test_the_project_keeps(rule: Rule) -> None:
     _none_of(violation for module in modules() for violation in rule(module))
 
 
-# --- rules over all text, not only Python -----------------------------------------------------
-
-
 def test_nothing_is_marked_unfinished() -> None:
     _none_of(_matches(UNFINISHED))
 
@@ -129,9 +126,6 @@ def _matches(pattern: re.Pattern[str]) -> Iterator[str]:
             for number, line in enumerate(lines, start=1):
                 if pattern.search(line):
                     yield f"{path}:{number}: {line.strip()}"
-
-
-# --- rules over the whole tree ----------------------------------------------------------------
 
 
 def dead_modules(every: Iterable[Module], entry_points: Iterable[str]) -> list[str]:

@@ -155,9 +155,6 @@ def test_what_a_grammar_forbids_is_never_taken() -> None:
     assert replaced
 
 
-# --- names ---------------------------------------------------------------------------------------
-
-
 def test_what_is_offered() -> None:
     assert [full_name(one) for one in ("exact", "typical", "top-k:4", "dsd:.50")] == [
         *("exact", "typical:0.09,0.3", "top-k:4", "dsd:0.5")
@@ -169,8 +166,6 @@ def test_what_is_offered() -> None:
         said = f"the rule '{text}' is not offered by this verifier; offered: {', '.join(offered)}"
         assert why_not_offered(text, offered) == said
 
-
-# --- sessions ------------------------------------------------------------------------------------
 
 ASKED = replace(scenes.REQUEST, rule="dsd:0", logprobs=1)
 

@@ -227,9 +227,6 @@ def test_times_are_bounded_and_in_order(value: float) -> None:
         replace(POLICY, silence_s=301.0)
 
 
-# --- the verifier's session ---------------------------------------------------------------------
-
-
 def test_what_is_too_unlikely_for_its_row_waits_for_a_better_pass() -> None:
     """Until more is known first choices are right with 0.7 and second ones with 0.1."""
     session = scenes.new_session()

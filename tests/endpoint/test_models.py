@@ -154,9 +154,6 @@ def test_a_long_list_of_names_is_cut_in_a_message() -> None:
         models(told(BASE, *many)).choose("sequel")
 
 
-# --- verifiers that come and go -------------------------------------------------------------------
-
-
 async def held_up(live: Live, target: GatedTarget) -> None:
     """``target`` holds a text up whose first token the device has: without one, the text would
     rightly begin anew elsewhere."""

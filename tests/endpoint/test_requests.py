@@ -227,9 +227,6 @@ async def test_the_turns_of_a_chat_are_one_conversation() -> None:
     assert len(first) == 16
 
 
-# --- small to send and large to read --------------------------------------------------------------
-
-
 WITHIN_S = 60
 
 

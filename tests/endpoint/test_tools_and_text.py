@@ -122,9 +122,6 @@ def test_a_template_says_which_format_it_teaches() -> None:
     assert tool_format("{{ messages }}") is None
 
 
-# --- over HTTP -------------------------------------------------------------------------------
-
-
 def chat_tokenizer(folder: Path, template: str, special: Sequence[str] = ()) -> TextTokenizer:
     write_tokenizer(folder)
     path = folder / "tokenizer.json"
@@ -220,8 +217,6 @@ async def test_without_a_template_there_are_completions(tmp_path: Path) -> None:
         assert (await ask(found, "/v1/completions", {"prompt": "a"})).status == 200
 
 
-# --- characters and stop strings over several tokens ------------------------------------------
-
 TEXT = "naïve 漢字 👩‍🚀 Ω and the end"
 
 
@@ -251,8 +246,6 @@ async def test_characters_and_stop_strings_over_tokens(
     assert done["finish_reason"] == "stop"
     assert not any(REPLACEMENT in part for part in parts)
 
-
-# --- /v1/responses: OpenAI's own client, against the chat's answer to the same ----------------
 
 SAMPLED: Any = {"model": "toy", "temperature": 0.9, "extra_body": {"seed": 5}}
 TALK: Any = [

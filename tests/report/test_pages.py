@@ -197,9 +197,6 @@ def test_a_sweep_says_which_arm_wins_where() -> None:
     assert html.count(">?<") == 1
 
 
-# --- files ----------------------------------------------------------------------------------
-
-
 def test_a_folder_gets_its_files(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(five_arms().to_json(), encoding="utf-8")
     written = write_report(tmp_path)

@@ -276,9 +276,6 @@ def _length_s(span: Span) -> float:
     return span.end_s - span.start_s
 
 
-# --- hidden tokens --------------------------------------------------------------------------------
-
-
 HIDDEN = HiddenTokens()
 PARAMS = SamplingParams(
     max_tokens=40,

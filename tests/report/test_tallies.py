@@ -91,9 +91,6 @@ def test_a_failed_request_says_why() -> None:
     assert [row.failed for row in arm.rows] == ["gave up"]
 
 
-# --- halves of spans ------------------------------------------------------------------------------
-
-
 def verifier(at_s: float, name: str, **fields: Any) -> Line:
     return {"at_s": at_s, "side": "verifier", "session": "v", "kind": "", "name": name, **fields}
 

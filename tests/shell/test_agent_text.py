@@ -254,9 +254,6 @@ async def test_a_failed_draft_is_told_once_in_words(
     assert caplog.text.count("the text went on without drafts") == 1
 
 
-# --- what a user sees -----------------------------------------------------------------------------
-
-
 TEXT = ToyTokenizer()
 WHOLE = "the great debate of the great dean"
 SPOKEN = TEXT.encode(WHOLE)
@@ -310,9 +307,6 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
     # Ids end with the one that completes a stop string: a letter is a token here.
     assert one_by_one.committed == min(at + len(text) for text, at in found.items())
     assert one_by_one.finish is m.FinishReason.STOP
-
-
-# --- prompts and what goes with them ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -370,9 +364,6 @@ async def test_every_generation_has_a_secret_and_shows_it_with_every_open(
     assert [len(secret) for secret in secrets] == [16] * 4
     assert secrets[0] == secrets[1] != secrets[2] == secrets[3]
     assert "secret" not in repr(openings[0])
-
-
-# --- a draft step that is still running -------------------------------------------------------
 
 
 class SlowDrafter(ToyDrafter):

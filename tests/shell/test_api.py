@@ -101,9 +101,6 @@ def test_bad_settings_are_named() -> None:
             kind("127.0.0.1:1", draft="no/such/folder")
 
 
-# --- each text names its model --------------------------------------------------------------------
-
-
 TEXT = ToyTokenizer()
 SQL = replace(TOY_MODEL, order=2)
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)

@@ -136,9 +136,6 @@ async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
             await known.close()
 
 
-# --- what a device does not take ------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{}", "model.vocab is missing"), ('{"model": {"vocab": {"a": 0}}}', "not a readable")],

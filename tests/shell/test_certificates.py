@@ -105,9 +105,6 @@ def test_a_certificate_without_a_ca_is_refused(tmp_path: Path) -> None:
     assert "make a CA first: edgespec certs ca" in refused.stderr
 
 
-# --- the files of a verifier -------------------------------------------------------------------
-
-
 def test_bad_files_are_named_with_the_reason(pki: Pki, tmp_path: Path) -> None:
     good, key = pki.folder / "server.pem", pki.folder / "server.key"
     rubbish, empty = tmp_path / "rubbish.pem", tmp_path / "empty.pem"
@@ -154,9 +151,6 @@ def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
         access.channel_credentials(ca, mine, pki.folder / "server.key")
     with pytest.raises(ConfigError, match="none: No such file"):
         access.channel_credentials(tmp_path / "none", None, None)
-
-
-# --- the file of keys -----------------------------------------------------------------------------
 
 
 def keys(*arguments: str | Path) -> Result:
@@ -277,9 +271,6 @@ def test_no_other_command_changes_the_file_meanwhile(
     monkeypatch.setattr(keys_command, "save_keys", save)
     assert keys(command, name, "--file", path).exit_code == 0
     assert alone == [True]
-
-
-# --- files that others can write or read ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [0o602, 0o666, 0o777])

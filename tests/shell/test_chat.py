@@ -53,8 +53,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "edgespec"
 
 
-# --- how a reply is drawn ---------------------------------------------------------------------
-
 REPLY = """# Title
 A paragraph
 of two lines.
@@ -114,8 +112,6 @@ def test_a_text_that_no_renderer_takes_is_shown_as_it_is(monkeypatch: pytest.Mon
     assert "".join(text.split()).endswith("deeplast")
 
 
-# --- the line of numbers ----------------------------------------------------------------------
-
 STATUS = AgentStatus(
     version="1",
     clock_s=9.0,
@@ -128,9 +124,6 @@ STATUS = AgentStatus(
     drafting=DraftingStatus(True, "", acceptance=0.784),
     memory=MemoryStatus(412 << 20, 600 << 20),
 )
-
-
-# --- commands, turns and Ctrl-C ---------------------------------------------------------------
 
 
 def press() -> None:
@@ -250,9 +243,6 @@ def test_what_is_no_command_says_what_would_be_one(line: str, said: str) -> None
     with pytest.raises(ConversationError) as error:
         parse(line)
     assert said in str(error.value)
-
-
-# --- files ------------------------------------------------------------------------------------
 
 
 def test_a_conversation_reads_back_and_is_for_its_owner_alone(home: Path) -> None:

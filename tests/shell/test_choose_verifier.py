@@ -166,9 +166,6 @@ async def test_a_full_verifier_is_passed_over() -> None:
     assert config.verifiers == (free, full)
 
 
-# --- the command line -----------------------------------------------------------------------
-
-
 def generate(*arguments: object) -> Result:
     return call("generate", PROMPT, "--draft", "toy", "-n", 16, *arguments)
 

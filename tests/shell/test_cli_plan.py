@@ -52,8 +52,6 @@ from edgespec_sim.world.run import Job, play
 from tests.present import present
 from tests.shell.live_verifier import call
 
-# --- capacity ---------------------------------------------------------------------------------
-
 # Users who ask for a word or two: small worlds.
 SETTINGS = (
     "devices.laptop.workload.output_tokens=4",
@@ -77,9 +75,6 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_link, "_COUNT", 1)
     brief = {"duration_s": 10.0}
     monkeypatch.setattr(plan_link, "link_settings", lambda *link: link_settings(*link) | brief)
-
-
-# --- the search -------------------------------------------------------------------------------
 
 
 def observed(verifiers: int, tpot_ms: float, half_ms: float = 0.01) -> Observed:
@@ -251,9 +246,6 @@ def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
     assert fit == int((0.9 * 80e9 - 8.03e9 * 2) / (2 * 32 * 8 * 128 * 2 * 1000.0))
 
 
-# --- the players of worlds --------------------------------------------------------------------
-
-
 class Played:
     """Stands for a world: time goes on by so many seconds with each word of it."""
 
@@ -302,9 +294,6 @@ def test_off_terminals_a_line_says_how_far_it_is(
     assert said == [f"simulated: {at} of 20 virtual s" for at in (0, 6, 12, 18)]
 
 
-# --- what is printed --------------------------------------------------------------------------
-
-
 def test_an_answer_with_its_cost() -> None:
     result = capacity(*SMALL, "--ttft-p95", "500", "--tpot-p95", "60")
     assert result.exit_code == 0, result.output
@@ -337,9 +326,6 @@ def test_objectives_of_a_run(tmp_path: Path) -> None:
     assert arm.attainment is not None
     assert (arm.attainment.slo_ttft_s, arm.attainment.slo_tpot_s) == (0.4, 0.03)
     assert arm.attainment.asked == arm.all.requests + arm.all.unfinished > 0
-
-
-# --- link -----------------------------------------------------------------------------------------
 
 
 @cache
@@ -406,9 +392,6 @@ def test_a_run_of_the_world_that_is_named_says_the_same(tmp_path: Path) -> None:
     }
     fastest = max(run, key=lambda name: run[name].speedup or 0.0)
     assert found["take"] == fastest or "not faster by more than chance" in found["reason"]
-
-
-# --- the advice ------------------------------------------------------------------------------
 
 
 @cache

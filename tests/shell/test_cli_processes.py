@@ -250,9 +250,6 @@ def test_a_verifier_stops_in_order_once_and_at_once_before_and_after_that(
     assert left.value.code == 130
 
 
-# --- serving --------------------------------------------------------------------------------------
-
-
 PROMPT = "once upon a time"
 LONG = 200
 TEXT = ToyTokenizer()

@@ -211,9 +211,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(
     assert not [*(tmp_path / "cache" / "edgespec" / "corpus").iterdir()]
 
 
-# --- in a whole agent -----------------------------------------------------------------------------
-
-
 def test_file_flag_and_environment_say_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

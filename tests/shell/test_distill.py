@@ -74,9 +74,6 @@ def tiny(seed: int) -> Any:
 TARGET = tiny(1)
 
 
-# --- losses --------------------------------------------------------------------------------------
-
-
 def scalar_loss(name: LossName, q: list[float], p: list[float]) -> float:
     divergence = sum(b * math.log(b / a) for a, b in zip(q, p, strict=True))
     match name:
@@ -130,9 +127,6 @@ def test_the_exporter_reproduces_rounded_weights(columns: int) -> None:
     again = (integers * packed.scales[..., None]).reshape(7, -1)[:, :columns]
     assert np.allclose(again, coarse.numpy(), atol=1e-6)
     assert (coarse - weight).abs().max() <= weight.abs().max() / 8
-
-
-# --- texts ---------------------------------------------------------------------------------------
 
 
 def scalar_choice(model: Any, tokens: list[int], temperature: float, seed: int) -> int:
@@ -227,9 +221,6 @@ def test_the_pieces_of_a_text_stay_together() -> None:
     parts = split([[Text([text, at], 1) for at in range(3)] for text in range(60)], seed=3)
     texts = [{piece.tokens[0] for piece in part} for part in parts]
     assert sum(map(len, texts)) <= 60 + 2
-
-
-# --- runs ----------------------------------------------------------------------------------------
 
 
 class Stop(BaseException):
@@ -351,9 +342,6 @@ def test_a_full_disk_leaves_the_state_that_was_there(tmp_path: Path) -> None:
     path.write_bytes(b"no state")
     with pytest.raises(ValueError, match="state holds no state of a training"):
         read_state(path)
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

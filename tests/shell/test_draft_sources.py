@@ -36,9 +36,6 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "foreign", graphs)
 
 
-# --- variants -------------------------------------------------------------------------------
-
-
 def test_a_variant_is_chosen_by_name_or_the_first_that_works(folder: Path) -> None:
     def drafter_of(variant: str) -> tuple[Any, list[str]]:
         said: list[str] = []
@@ -113,9 +110,6 @@ def test_halves_of_a_decoder_are_refused_by_name(tmp_path: Path) -> None:
     assert list(find_draft(str(merged)).graphs) == ["fp32"]
 
 
-# --- what the files beside a graph say ------------------------------------------------------
-
-
 def test_genai_folders_need_no_config(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     heads = {"head_size": 16, "num_key_value_heads": 2, "num_attention_heads": 4}
@@ -149,9 +143,6 @@ def test_older_names_and_nested_configs_are_read(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
     with pytest.raises(ModelFolderError, match="context length as a positive integer"):
         read_foreign_info(folder, "name")
-
-
-# --- the Hub --------------------------------------------------------------------------------
 
 
 class Hub:
@@ -229,9 +220,6 @@ def test_an_unreachable_hub_is_told_with_what_it_said(hub: Hub) -> None:
     hub.reachable = False
     with pytest.raises(ModelFolderError, match=what):  # texts alone are no draft
         find_draft("owner/name")
-
-
-# --- the sentences --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -110,9 +110,6 @@ def test_of_a_long_prompt_the_ends_are_fed_and_an_old_correction_feeds_them_agai
     assert rows.follow(window, 30, text) == 31 - SINKS
 
 
-# --- against a decoder in numpy -----------------------------------------------------------------
-
-
 class PlainDecoder:
     """A Llama of ``tiny_tensors`` in float64, token by token."""
 
@@ -187,9 +184,6 @@ def test_logits_are_those_of_a_decoder_that_sees_the_first_and_the_last_tokens(
         np.testing.assert_allclose(drafter.logits, logits[-1], atol=2e-3)
     assert moved > 100
     drafter.close()
-
-
-# --- how far keys are turned --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3-rope", "yarn-rope", "heads-of-24", "qwen3"])

@@ -212,8 +212,6 @@ async def test_closing_the_agent_ends_all_chats_and_frees_every_cache() -> None:
     assert drafter.closed["times"] >= 1
 
 
-# --- the thread -------------------------------------------------------------------------------
-
 NEVER_BACK = """
 import asyncio, threading
 from edgespec.device import agent, drafter_pool

@@ -145,9 +145,6 @@ TOY = VerifierConfig(model="toy", port=0)
 LONG = SamplingParams(max_tokens=120)
 
 
-# --- bounds of peers as a user meets them -----------------------------------------------------
-
-
 async def test_a_half_closed_stream_that_is_refused_ends_with_the_status_of_the_fault() -> None:
     async with serving() as (address, _):
         channel = grpc.aio.insecure_channel(address)

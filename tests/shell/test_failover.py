@@ -170,9 +170,6 @@ async def test_a_text_that_is_cancelled_twice_leaves_no_route_behind(
         await one.close()
 
 
-# --- verifiers of no use for a text, or none at all -------------------------------------------
-
-
 @pytest.mark.parametrize("when", [0, 40], ids=["from the beginning", "in mid-text"])
 async def test_one_that_says_nothing_any_more_is_left(when: int) -> None:
     async with gates(2) as ((hole, _), (other, _)):

@@ -193,8 +193,6 @@ def test_a_model_with_words_and_padding_is_held_to_a_schema(tiny: tuple[TorchTar
         assert drafted_text(target, [5, 6], params, guess, seed, held=held) == expected
 
 
-# --- what is refused --------------------------------------------------------------------------
-
 ENDLESS = schema({"allOf": [{"type": "string", "pattern": f".*a{n}.*"} for n in range(30)]})
 
 
@@ -245,8 +243,6 @@ def test_the_files_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it: 32769 bytes, but at most 32768 are read"):
         constraint_of(file, None)
 
-
-# --- processes that try grammars --------------------------------------------------------------
 
 WITHIN_S = 120.0
 EASY = [schema({"enum": [number]}) for number in range(9)]
@@ -368,9 +364,6 @@ def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: 
     with pytest.raises(ConstraintError, match="nobody"):
         reader.read(Constraint(ConstraintKind.GRAMMAR, "start: <|nobody|>"))
     reader.close()
-
-
-# --- agent and verifier -----------------------------------------------------------------------
 
 
 CAT = schema(

@@ -203,9 +203,6 @@ def test_coarser_numbers_change_logits_little(kv_type: KvType, drafts: dict[KvTy
     assert manifest.kv_bytes_per_token == 2 * 2 * 2 * 16 * kv_type.bytes
 
 
-# --- what the system counts -----------------------------------------------------------------
-
-
 def resident(arrays: Iterable[NDArray[np.generic]]) -> int:
     """Bytes of these arrays that are in memory, asked of the system page by page: of the process as
     a whole it says what anything else in it has come to hold or has given back meanwhile, too."""

@@ -120,9 +120,6 @@ async def test_http_takes_a_rule_and_tells_of_it() -> None:
                     await client.completions.create(**asked, extra_body={"rule": rule})
 
 
-# --- the wire ------------------------------------------------------------------------------------
-
-
 def test_what_was_replaced_travels_and_is_weighed() -> None:
     commit = m.Commit(5, (1, 2, 3), accepted=2, replaced=(0, 2))
     assert codec.decode_downlink(codec.encode_downlink(commit)) == commit
@@ -131,9 +128,6 @@ def test_what_was_replaced_travels_and_is_weighed() -> None:
     assert codec.decode_uplink(codec.encode_uplink(asking)) == asking
     more = message_bytes(asking) - message_bytes(replace(asking, rule="exact"))
     assert codec.payload_bytes(asking) - codec.payload_bytes(replace(asking, rule="exact")) == more
-
-
-# --- torch ---------------------------------------------------------------------------------------
 
 
 def test_torchs_scores_of_nodes_are_the_scalar_ones() -> None:

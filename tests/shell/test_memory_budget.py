@@ -58,9 +58,6 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-# --- the command line -----------------------------------------------------------------------
-
-
 def test_plan_memory_as_json_says_the_same() -> None:
     result = call("plan", "memory", "--memory-budget", "4GiB", "--json")
     found = json.loads(result.stdout)
@@ -79,9 +76,6 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
     smallest = float(needed[1])
     for budget, code in ((smallest + 0.1, 0), (smallest - 0.1, 1)):
         assert call("plan", "memory", "--memory-budget", f"{budget:.1f}MiB").exit_code == code
-
-
-# --- drafts ---------------------------------------------------------------------------------
 
 
 def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
@@ -128,9 +122,6 @@ async def test_a_text_does_not_depend_on_the_budget() -> None:
     assert "window 128" in told[-1]
 
 
-# --- the guard at run time --------------------------------------------------------------------
-
-
 def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDrafter:
     drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=512)
     full = Restriction(512, 4)
@@ -175,9 +166,6 @@ def test_a_measurement_that_fails_is_told_once_and_drafting_goes_on(
     assert len(caplog.records) == 1
     assert "no such file" in caplog.text
     drafter.close()
-
-
-# --- what the machine grants ------------------------------------------------------------------
 
 
 def group(root: Path, place: str, limit: str, used: int, *, version: int = 2) -> None:

@@ -339,9 +339,6 @@ def stripping(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return byte_fallback(tmp_path_factory.mktemp("stripping"), decoders.Strip(" ", 1, 0))
 
 
-# --- chat -----------------------------------------------------------------------------------
-
-
 MESSAGES = [{"role": "user", "content": "é"}]
 
 

@@ -55,9 +55,6 @@ WITHIN_S = 500
 COUNT = 120
 
 
-# --- stages in turn, in this process --------------------------------------------------------
-
-
 class InTurn(StageShare):
     """Hands hidden states over through lists, by the rank that they are for."""
 
@@ -182,9 +179,6 @@ def test_what_does_not_go_with_stages_is_refused(
         pipeline_target(str(folder), **{"stages": 2, **options}, name="tiny", vocabulary="v")
 
 
-# --- the links ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("idle_s", "slept"), [(0.01, [0.04]), (0.05, [0.0]), (0.2, [0.0])])
 def test_hidden_states_are_usable_when_the_delay_has_passed_since_they_left(
     idle_s: float, slept: list[float], monkeypatch: pytest.MonkeyPatch
@@ -210,8 +204,6 @@ def test_hidden_states_are_usable_when_the_delay_has_passed_since_they_left(
     assert torch.equal(last.receive(3, 8, torch.float32), hidden)
     assert naps_s == pytest.approx(slept)
 
-
-# --- the processes --------------------------------------------------------------------------
 
 SAYS_READY = """
 import sys, time
@@ -303,9 +295,6 @@ def test_stages_are_called_in_order_and_end_with_the_link() -> None:
         [child] = processes._children.values()
     assert not processes.loss.done()
     assert child.process.poll() is not None
-
-
-# --- real stages ----------------------------------------------------------------------------
 
 
 class InjectedError(RuntimeError):

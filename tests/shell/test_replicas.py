@@ -139,9 +139,6 @@ async def test_a_proxy_is_told_the_conversation_and_nothing_else() -> None:
         await server.stop(None)
 
 
-# --- what names stand for ---------------------------------------------------------------------
-
-
 class Made:
     """A transport that only remembers how it was made, and whether it is in use."""
 

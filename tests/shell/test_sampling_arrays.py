@@ -118,9 +118,6 @@ def test_a_broken_row_is_refused(bad: float) -> None:
         best_candidates(row([0.0, bad]), SamplingParams(), 4, 1)
 
 
-# --- rows of a large vocabulary ---------------------------------------------------------------
-
-
 def expected(logits: Values, params: SamplingParams, position: int, width: int) -> list[int]:
     """Token ids, best first, by whole sorts; as ``warp`` says it."""
     scores = (logits - logits.max()) / np.float32(params.temperature)
@@ -176,9 +173,6 @@ def test_nothing_is_lost_of_any_row(seed: int) -> None:
         for width in (1, 4):
             found = best_candidates(logits, params, position, width, None, work)
             assert [one.token for one in found] == expected(logits, params, position, width)
-
-
-# --- noise ------------------------------------------------------------------------------------
 
 
 SEEDS = st.integers(0, (1 << 64) - 1)

@@ -106,9 +106,6 @@ def test_the_command_line_and_the_synchronous_agent_tell_them() -> None:
     assert [token for one in chunked for token in one["tokens"]] == tokens(chunks)
 
 
-# --- a real model ----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("scored"))
@@ -144,8 +141,6 @@ def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
             assert [token for token, _ in score.top] == best.indices.tolist()
             assert score.margin == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
 
-
-# --- guesses of the verifier's own ------------------------------------------------------------
 
 # Its greedy text runs into a circle soon, so it can be guessed.
 CIRCLING = ToyModel(len(TOY_ALPHABET), order=1, seed=4)

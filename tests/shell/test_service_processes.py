@@ -302,9 +302,6 @@ def test_no_drill_costs_a_device_its_text(tmp_path: Path) -> None:
     assert rows["flood"]["notes"]["streams"] > 0
 
 
-# --- small runs of the scripts that load a verifier -----------------------------------------------
-
-
 def test_hostile_streams_end_cleanly_beside_an_honest_device() -> None:
     done = python("benchmarks/fuzz.py", "--messages", "2000", "--streams", "120", "--seed", "7")
     assert done.returncode == 0, done.stdout + done.stderr

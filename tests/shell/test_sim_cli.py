@@ -106,9 +106,6 @@ def test_the_page_of_the_simulator_names_every_command() -> None:
         assert f"`{command} " in page or f"`{command}`" in page, command
 
 
-# --- seeds ------------------------------------------------------------------------------------
-
-
 def test_a_run_plays_seeds_until_the_speed_up_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +186,6 @@ def test_a_worker_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [])
     with pytest.raises(ChildProcessError, match="was killed"):
         workers._check_children()
-
-
-# --- no lost result ---------------------------------------------------------------------------
 
 
 def test_the_report_of_a_trace_does_not_replace_a_runs(tmp_path: Path) -> None:

@@ -106,9 +106,6 @@ def test_row_by_row_is_only_for_those_who_ask(tiny: Path, monkeypatch: pytest.Mo
     schedules.check_random_schedule(random.Random(4), recorder, 60)
 
 
-# --- row tiles ------------------------------------------------------------------------------
-
-
 def test_a_product_that_depends_on_the_place_or_is_no_number_is_found_out() -> None:
     def product(rows: torch.Tensor) -> torch.Tensor:
         out = rows.clone()
@@ -158,9 +155,6 @@ def test_a_packed_product_that_depends_on_the_row_count_is_found_out(
     assert set(row_tiles.agreeing_packed_sizes(layer, 8)) <= {8, 16}
 
 
-# --- packed weights -------------------------------------------------------------------------
-
-
 def _packed(recorder: schedules.Recorder) -> int:
     return sum(isinstance(part, PackedLinear) for part in recorder.target._model.modules())
 
@@ -195,9 +189,6 @@ def test_where_packed_products_do_not_hold_canonical_mode_keeps_the_bits_of_plai
     assert _packed(recorder) == 0
     assert recorder.target.mode == plain.target.mode
     assert torch.equal(recorder.reference(text, 20), expected)
-
-
-# --- prefixes that sessions share -----------------------------------------------------------
 
 
 class Unshared:
@@ -247,9 +238,6 @@ def test_shared_and_private_prefixes_give_the_same_bits(tmp_path: Path) -> None:
     serving = schedules.Serving(*targets, same_bits, seed=3, samplings=schedules.SAMPLINGS)
     serving.run(500)
     assert serving.hits > 3
-
-
-# --- other processors -----------------------------------------------------------------------
 
 
 FORCED = [

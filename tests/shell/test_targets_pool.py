@@ -174,8 +174,6 @@ def test_nodes_of_a_dropped_tree_cannot_be_kept() -> None:
         pool.keep("b", [])
 
 
-# --- its size by memory ---------------------------------------------------------------------
-
 MIB = 1 << 20
 # 1 KiB a token in each of 4 layers: with the copy of one layer, 5 KiB.
 FIGURES = kv_pool.MemoryFigures(
@@ -263,8 +261,6 @@ def test_settings_become_a_budget_or_none() -> None:
     share = present(pool_budget(LimitsSection(gpu_memory_utilization=0.8)))
     assert (share.kv, share.gpu_share) == (None, 0.8)
 
-
-# --- the toy target, and a paced one --------------------------------------------------------
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, presence_penalty=0.4)
 TEXT = tuple(range(1, 10))

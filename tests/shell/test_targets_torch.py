@@ -162,9 +162,6 @@ def test_bad_options_are_named(folder: Path) -> None:
             schedules.torch_target(folder, **options)
 
 
-# --- attention, as its definition has it -------------------------------------------------------
-
-
 class ReferenceAttention:
     """``AttentionBackend`` that nobody would serve with."""
 

@@ -58,9 +58,6 @@ async def _end(stream: DeviceStream) -> LinkError:
         return error
 
 
-# --- slots ----------------------------------------------------------------------------------
-
-
 async def test_a_stream_without_an_open_gives_way_to_a_new_one() -> None:
     async with served(max_streams=2, peer_share=1.0) as (_, transport):
         first = await opened(transport)
@@ -156,9 +153,6 @@ async def test_the_calls_of_a_peer_are_bounded_though_each_waits_for_its_refusal
         await waiting[0].close()
 
 
-# --- opens and questions --------------------------------------------------------------------
-
-
 async def test_a_stream_without_a_place_in_the_line_is_told_when_to_come_back() -> None:
     rate = 1e-3
     calls = replace(CALLS, peer_rate=rate)
@@ -202,9 +196,6 @@ async def test_health_and_reflection_are_asked_in_the_same_line() -> None:
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await channel.close(None)
         assert await works(stream)
-
-
-# --- ends -----------------------------------------------------------------------------------
 
 
 async def test_an_open_beyond_the_context_is_refused_in_words_about_tokens() -> None:
@@ -353,9 +344,6 @@ async def test_what_is_held_is_bounded_by_payer_and_in_all() -> None:
     assert calls.refusals.held == len(calls.waits) == callers.MAX_HELD_IN_ALL
     await calls.let_go()
     assert calls.refusals.held == 0
-
-
-# --- keys at the door -----------------------------------------------------------------------------
 
 
 ONE_A_SECOND = CallLimits(

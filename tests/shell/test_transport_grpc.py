@@ -85,9 +85,6 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         await stream.close()
 
 
-# --- one stream's trouble -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("payload", "details"),
     [
@@ -248,9 +245,6 @@ async def test_who_is_cancelled_as_the_connection_stands_has_no_stream(
     assert cancelled == [True]
 
 
-# --- peers that die -------------------------------------------------------------------------
-
-
 @contextmanager
 def verifier_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     quiet = environment() | {"GRPC_VERBOSITY": "NONE"}
@@ -332,9 +326,6 @@ async def _serve_until_killed() -> None:
         sys.stdout.write(f"{server.port}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
-
-
-# --- the daemon's life ----------------------------------------------------------------------------
 
 
 async def test_a_verifier_that_is_not_there_is_an_error_that_names_it() -> None:

@@ -259,8 +259,6 @@ def test_a_step_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.Monke
         core.shut_down()
 
 
-# --- vLLM's own speculator beside drafts of devices -------------------------------------------
-
 OWN, LENGTH, SESSIONS = 4, 64, 8
 
 

@@ -84,9 +84,6 @@ def test_little_load_is_attained() -> None:
     assert reached.share_interval[0] < 1.0 == reached.share_interval[1]
 
 
-# --- when they come ------------------------------------------------------------------------
-
-
 def test_a_day_in_24_minutes() -> None:
     rates = tuple(2.0 + 10.0 * (8 <= hour < 20) for hour in range(24))
     day = sc.ArrivalsSection(sc.ArrivalKind.DIURNAL, rates=rates, compress=60.0)
@@ -133,9 +130,6 @@ def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> N
     path.write_text(text, encoding="utf-8")
     with pytest.raises(TraceError, match=says):
         read_arrivals(path)
-
-
-# --- where they wait -----------------------------------------------------------------------
 
 
 class Counter:

@@ -64,17 +64,11 @@ def tpot_s(scenario: sc.Scenario) -> float:
     return present(record.tpot_s)
 
 
-# --- the model ------------------------------------------------------------------------------
-
-
 def test_a_row_takes_its_time_on_each_link() -> None:
     stages = sc.StagesSection(nodes=3, link_ms=10.0, link_mbps=10.0, hidden_bytes=12_500)
     expected_s = COMPUTE_S + 2 * (0.010 + 0.010)
     assert tpot_s(swarm(stages, Arm.TARGET_ONLY)) == pytest.approx(expected_s, rel=1e-6)
     assert stages.hop_s(3) == pytest.approx(0.040)
-
-
-# --- a node is lost -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arm", [Arm.TARGET_ONLY, Arm.EDGESPEC])
@@ -92,8 +86,6 @@ def test_a_lost_node_loses_and_changes_no_token(arm: Arm, spares: int) -> None:
     # Nobody hears anything until the way around stands and a pass has gone it.
     assert max(result.meters.gaps_s) > 1.5 + 0.05
 
-
-# --- the relaxed rule -----------------------------------------------------------------------
 
 MODEL = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)
 

@@ -44,9 +44,6 @@ TRACE = NetworkTrace(
 )
 
 
-# --- links from a trace -----------------------------------------------------------------------
-
-
 def test_a_link_does_what_its_trace_did_and_repeats() -> None:
     up, down = TraceLinks.of(TRACE).pair()
     for period_s in (0.0, 30.0, 300.0):
@@ -71,9 +68,6 @@ def test_links_of_one_trace_share_its_schedules_and_may_share_a_queue() -> None:
     (one, _), (two, _) = links.pair(queues=queues), links.pair(seed=1, queues=queues)
     assert one.arrival(0.0, 1000) == pytest.approx(11 * MS)
     assert two.arrival(0.0, 1000) == pytest.approx(12 * MS)
-
-
-# --- paths ------------------------------------------------------------------------------------
 
 
 def test_serialisation_counts_on_every_hop_and_propagation_once_on_each() -> None:
@@ -142,9 +136,6 @@ def violations(build: Callable[[EventQueue], Path], sends: list[tuple[int, int]]
     return found
 
 
-# --- handover ---------------------------------------------------------------------------------
-
-
 def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
     events, arrived = EventQueue(), list[tuple[int, float]]()
     old = LinkModel(LinkSettings(one_way_s=0.5, outages_s=((1.0, 1.2),)), SharedQueue(RATE))
@@ -163,9 +154,6 @@ def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
     assert [at_s for _, at_s in arrived] == pytest.approx(
         [1.001, 1.401, 1.401, 1.401, 1.401, 2.011]
     )
-
-
-# --- cross traffic ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
@@ -206,8 +194,6 @@ def test_cross_traffic_out_of_range_is_named(build: Callable[[], object], text: 
     with pytest.raises(ValueError, match=text):
         build()
 
-
-# --- TCP ----------------------------------------------------------------------------------------
 
 ONE_WAY_S = 0.01
 RTT_S = 2 * ONE_WAY_S

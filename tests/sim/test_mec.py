@@ -89,9 +89,6 @@ def rate(watts: float, gain: float, figure_db: float, other_w: float = 0.0) -> f
 DEVICE_W, STATION_W = 0.1, 10.0**0.3
 
 
-# --- the air --------------------------------------------------------------------------------
-
-
 def test_a_cells_devices_share_its_airtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two devices send at once; the second waits until the first, which is slow, is through."""
     gains = [[2e-14], [1e-9]]
@@ -131,9 +128,6 @@ def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.Monk
     assert network.signal(0, 0).down_bits_per_s == pytest.approx(heard, rel=1e-3)
 
 
-# --- worlds ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arm", list(Arm))
 def test_every_arm_delivers_the_targets_own_text(arm: Arm) -> None:
     """And every law of a world is kept: the checks are on."""
@@ -162,11 +156,6 @@ def test_a_token_takes_its_way_through_the_air(monkeypatch: pytest.MonkeyPatch) 
     assert on_air_s < (2 * sc.FRAMING_BYTES + 400) * per_byte_s
     assert record.tpot_s == pytest.approx(0.020, rel=1e-3)
 
-
-# --- laws, and sections ---------------------------------------------------------------------
-
-
-# --- cells -----------------------------------------------------------------------------------
 
 NEAR, FAR = 1e-9, 1e-12
 """30 dB apart, and both far above what the best modulation needs."""
@@ -199,9 +188,6 @@ def cellular(
         },
     )
     return replace(scenario, **changes)  # type: ignore[arg-type]
-
-
-# --- which cell -------------------------------------------------------------------------------
 
 
 def test_a_phone_changes_when_another_cell_is_clearly_stronger(
@@ -238,9 +224,6 @@ def test_another_cells_verifier_is_behind_the_backhaul(monkeypatch: pytest.Monke
     # 1 ms on the line; phone 1 sends behind phone 0, in the same cell.
     air_s = (1000 + 84) * 8 / (10e6 * 7.4063)
     assert arrived["b"] - arrived["a"] == pytest.approx(0.015 + 0.001 + air_s, abs=1e-6)
-
-
-# --- what becomes of a session ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arm", [Arm.TARGET_ONLY, Arm.VANILLA, Arm.EDGESPEC])

@@ -205,9 +205,6 @@ def test_bundled_scenarios_load_and_survive_a_round_trip(name: str, tmp_path: Pa
     assert load_config(Scenario, path) == scenario
 
 
-# --- costs ------------------------------------------------------------------------------------
-
-
 def test_given_times_grow_with_rows_and_context() -> None:
     section = CostSection(ms=25.0, row_ms=0.5, context_us=2.0)
     law = law_of(section, Operation.TARGET_PASS, Path())

@@ -32,9 +32,6 @@ def read(folder: Path, text: str, name: str = "trace.dat") -> NetworkTrace:
     return read_trace(path)
 
 
-# --- ping -------------------------------------------------------------------------------------
-
-
 def reply(number: int, rtt_ms: float = 20, stamp: str = "", end: str = "") -> str:
     return f"{stamp}64 bytes from 192.0.2.1: icmp_seq={number} ttl=56 time={rtt_ms} ms{end}\n"
 
@@ -91,9 +88,6 @@ def test_runs_are_joined_and_a_dead_one_is_an_outage(tmp_path: Path) -> None:
     assert trace.duration_s == 6.0
     assert trace.time_s == (0.0, 0.5, 4.0, 4.5)
     assert trace.outages_s == ((1.0, 4.0), (5.0, 6.0))
-
-
-# --- tables -----------------------------------------------------------------------------------
 
 
 def test_cicv5g_is_read_by_position(tmp_path: Path) -> None:
@@ -154,9 +148,6 @@ def test_a_dish_need_not_say_more_than_its_latency(tmp_path: Path) -> None:
     assert read(tmp_path, STARLINK_HEAD + row).loss == (0.0,)
 
 
-# --- packet-delivery files --------------------------------------------------------------------
-
-
 def carried_bits(trace: NetworkTrace) -> float:
     assert trace.up_bits_per_s is not None
     edges = sorted({*trace.time_s, trace.duration_s, *(t for o in trace.outages_s for t in o)})
@@ -214,9 +205,6 @@ def test_a_pair_of_delivery_files_is_one_trace(tmp_path: Path) -> None:
         TraceError, match=r"lte\.up:1: expected a packet-delivery file as lte\.down"
     ):
         read_trace(tmp_path / "lte.down")
-
-
-# --- the plain format -------------------------------------------------------------------------
 
 
 def test_plain_columns_are_optional(tmp_path: Path) -> None:
@@ -285,9 +273,6 @@ def test_the_plain_format_goes_round(
                 trace.loss[here], rel=1e-9
             )
     assert write_plain(replace(again, name=trace.name)) == write_plain(trace)
-
-
-# --- errors -----------------------------------------------------------------------------------
 
 
 REFUSALS = (Path(__file__).parent / "trace_refusals.txt").read_text(encoding="utf-8")
@@ -411,17 +396,11 @@ def duration_s(kind: str) -> float:
     return DAY_S if kind == "wan" else TARGET_DURATION_S
 
 
-# --- statistics -------------------------------------------------------------------------------
-
-
 def test_statistics_are_over_time_not_over_rows() -> None:
     trace = NetworkTrace("made", "test", (0.0, 9.0, 9.1, 9.2), (0.01, 1.0, 2.0, 3.0), 10.0)
     found = TraceStatistics.of(trace)
     assert found.rtt_median_s == 0.01
     assert found.rtt_p99_s == 3.0
-
-
-# --- generators -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

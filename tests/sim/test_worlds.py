@@ -67,8 +67,6 @@ def test_every_policy_gives_the_target_text(name: PolicyName, run_ahead: RunAhea
         assert all(device.expected for device in run_world(options, seed).devices)
 
 
-# --- golden counts ----------------------------------------------------------------------------
-
 LAW = ToyModel(vocabulary_size=16, order=2, seed=3)
 PLAIN = WorldOptions(model=LAW, sampling=SamplingParams(max_tokens=60))
 SAMPLED = replace(PLAIN, sampling=SamplingParams(temperature=1.0, seed=11, max_tokens=60))
@@ -131,8 +129,6 @@ def test_a_drafter_that_is_never_right_does_no_harm() -> None:
         counters = run_world(hopeless, 1).devices[0].counters
         assert (counters.accepted, counters.hits, counters.committed) == (0, 0, 60)
 
-
-# --- mutants ------------------------------------------------------------------------------------
 
 MUTANTS = Mutants()
 
@@ -218,9 +214,6 @@ def probe_keeps_its_block(probe_done: Any, containment: Containment, broken: str
         probe_done(containment, broken)
 
 
-# --- the cache, and guesses of the verifier's own -----------------------------------------------
-
-
 @MUTANTS.of(BlockLedger, "trim", seeds=50)
 def trims_one_block_too_many(trim: Any, ledger: BlockLedger, key: str, length: int) -> None:
     trim(ledger, key, length - ledger.block_tokens)
@@ -303,9 +296,6 @@ def draft_cache_is_off_by_one(missing: Any, chain: ChainRecord, text: Any) -> An
 @MUTANTS.of(SessionSlots, "free", seeds=40)
 def places_of_a_key_stay_taken(free: Any, slots: SessionSlots, key: str) -> None:
     slots._peer_of.pop(key, None)
-
-
-# --- each is caught ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*MUTANTS])

@@ -24,9 +24,6 @@ masac = pytest.importorskip("edgespec_uara.masac")
 SETTINGS = UaraSettings(devices=12, servers=3)
 
 
-# --- methods ----------------------------------------------------------------------------------
-
-
 def situation(cost: CostModel, now: Snapshot) -> methods.Situation:
     return methods.Situation(now, cost.terms(now), np.random.default_rng(0))
 
@@ -84,9 +81,6 @@ def test_max_compute_is_what_its_words_say() -> None:
     assert given >= (now.server_flops / (counts + 1)).max()
 
 
-# --- savings and their intervals --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sweep.ESTIMATORS)
 def test_an_interval_covers_the_known_saving(name: str) -> None:
     """Delays of worlds that differ by much, of which ours is 0.8 times a lognormal's; 95 % of 400
@@ -117,9 +111,6 @@ def test_a_saving_is_the_mean_over_the_baselines() -> None:
     played["max-SINR"] = np.full(4, 60.0)
     assert sweep.saving([played], "a", ("b", "c"), "mean").value == pytest.approx(0.625)
     assert sweep.saving([played], "a", ("best",), "ratio").value == pytest.approx(1 / 6)
-
-
-# --- the sweep --------------------------------------------------------------------------------
 
 
 def run(command: Callable[..., None], *arguments: str) -> Result:
@@ -179,9 +170,6 @@ def test_a_choice_that_is_none_is_refused(tmp_path: Path, row: str, said: str) -
     assert done.exit_code == 2
     assert said in done.output
     assert not list(tmp_path.iterdir())
-
-
-# --- the paper's training ---------------------------------------------------------------------
 
 
 def test_a_higher_reward_is_a_lower_cost() -> None:
