@@ -15,7 +15,6 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -44,7 +43,7 @@ from tests.endpoint.live_endpoint import (
 )
 from tests.present import present
 from tests.shell.gate import Gate
-from tests.shell.live_verifier import serving
+from tests.shell.live_verifier import serving, until
 
 WITHIN_S = 60
 TEXT = ToyTokenizer()
@@ -99,13 +98,6 @@ async def test_a_client_that_hangs_up_cancels_the_generation(stream: bool) -> No
         assert live.endpoint.counts.completion_tokens.total() < 4000
         assert live.endpoint.admission.running == 0
         assert (await ask(live, PATH, HELLO)).status == 200
-
-
-async def until(condition: Any) -> None:
-    """Turns the event loop until it holds."""
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110 # of things that have no event
-            await asyncio.sleep(0)
 
 
 class Held:

@@ -25,10 +25,9 @@ from edgespec.endpoint.service import MOST_NAMES, OTHER, Chosen, EndpointCounts,
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from tests.endpoint.live_endpoint import Live, ask, events_of, over_verifiers
-from tests.endpoint.test_http import until
 from tests.shell.failing_verifiers import PATIENT, gates
 from tests.shell.fake_vllm import adapted_toy
-from tests.shell.live_verifier import GatedTarget, serving, toy_text
+from tests.shell.live_verifier import GatedTarget, serving, toy_text, until
 
 TEXT = ToyTokenizer()
 SQL, POETRY = replace(TOY_MODEL, order=2), replace(TOY_MODEL, seed=5)

@@ -3,6 +3,7 @@ and programs of this checkout."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from typer.testing import CliRunner, Result
 
@@ -59,6 +60,13 @@ def toy_text(
         if token in params.stop_token_ids or (token == model.eos_token and not params.ignore_eos):
             break
     return tokens[len(prompt) :]
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Turns the event loop until it holds, of things that have no event."""
+    async with asyncio.timeout(60.0):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 class GatedTarget(PacedTarget):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +24,7 @@ from edgespec.telemetry.metric_table import Kind
 from edgespec.telemetry.verifier_counts import METRICS, PREFIX, StreamMeter, StreamRecord
 from edgespec.verifier.build import load_target
 from tests.present import present
+from tests.shell.live_verifier import until
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
 from tests.shell.watched_verifier import QUIET, Scrape, Watched, watched
@@ -35,12 +35,6 @@ DRAFTS = "spec_decode_num_drafts_total"
 NODES = "spec_decode_num_draft_tokens_total"
 ACCEPTED = "spec_decode_num_accepted_tokens_total"
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60.0):
-        while not what():  # noqa: ASYNC110 # of things that have no event
-            await asyncio.sleep(0)
 
 
 async def generated(agent: Agent, params: SamplingParams) -> tuple[int, DraftCounters]:

@@ -40,10 +40,9 @@ from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.token_grammars import Automaton, AutomatonMatcher
 from tests.present import present
-from tests.shell.live_verifier import ready, serving, start, toy_text
+from tests.shell.live_verifier import ready, serving, start, toy_text, until
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
-from tests.shell.test_metrics import until
 
 MODEL = ToyModel(vocabulary_size=16, order=2)
 PROMPT = (1, 2, 3)
