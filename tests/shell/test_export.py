@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import yaml
 from numpy.typing import NDArray
 from typer.testing import Result
 
@@ -35,7 +36,6 @@ from edgespec.device.export.quantize import round_graph
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
 from edgespec.models.folders import model_info, token_count
-from tests.shell.family_models import FAMILY_MODELS
 from tests.shell.foreign_graphs import concatenating_graph
 from tests.shell.live_verifier import call, start
 from tests.shell.test_grammar import runs, until
@@ -48,35 +48,9 @@ from tests.shell.tiny_checkpoints import (
 )
 
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, VOCABULARY_SIZE, 80)]
-LLAMA3 = FAMILY_MODELS["llama"][1]["rope_parameters"] | {"rope_theta": 1000.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-VARIANTS = {
-    "llama": tiny_config(),
-    "llama-untied": tiny_config(tie_word_embeddings=False),
-    "llama-biased": tiny_config(attention_bias=True),
-    "llama-one-layer": tiny_config(num_hidden_layers=1),
-    "llama3-rope": tiny_config(rope_parameters=LLAMA3),
-    "linear-rope": tiny_config(
-        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
-    ),
-    "yarn-rope": tiny_config(rope_parameters=YARN),
-    "yarn-mscale": tiny_config(rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}),
-    "gelu": tiny_config(hidden_act="gelu"),
-    "gelu-tanh": tiny_config(hidden_act="gelu_pytorch_tanh"),
-    "heads-of-8": tiny_config(head_dim=8),
-    "heads-of-24": tiny_config(head_dim=24, attention_bias=True),
-    "odd-widths": tiny_config(hidden_size=172, intermediate_size=100),
-    "qwen3-heads-of-8": tiny_config("qwen3", head_dim=8),
-    "mistral": tiny_config("mistral", sliding_window=None),
-    "mistral-window": tiny_config("mistral", sliding_window=20),
-    "qwen2": tiny_config("qwen2"),
-    "qwen3": tiny_config("qwen3", head_dim=32),
-}
+EXPORTS = yaml.safe_load(Path(__file__).with_name("exports.yaml").read_text(encoding="utf-8"))
+VARIANTS = {name: tiny_config(**changes) for name, changes in EXPORTS["written"].items()}
+FAMILIES: dict[str, dict[str, Any]] = EXPORTS["made"]
 
 
 def export(source: Path, bits: int, **options: Any) -> Path:
@@ -101,47 +75,6 @@ def draft_logits(folder: Path, splits: tuple[int, ...] = (30, 31, 32, 80)) -> ND
 SIZES = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
 SIZES += ["num_key_value_heads", "max_position_embeddings", "num_hidden_layers"]
 SMALL = {name: tiny_config(num_hidden_layers=4)[name] for name in SIZES}
-GEMMA3_ROPE = {
-    "full_attention": {"rope_theta": 5000.0, "rope_type": "default"},
-    "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "phi3": {"model_type": "phi3", "sliding_window": None},
-    "phi3-window": {"model_type": "phi3", "sliding_window": 20},
-    "granite": {
-        "model_type": "granite",
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 6.0,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 3.0,
-        "tie_word_embeddings": True,
-    },
-    "granite-untied": {
-        "model_type": "granite",
-        "attention_bias": True,
-        "mlp_bias": True,
-        "embedding_multiplier": 2.0,
-        "residual_multiplier": 0.7,
-    },
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1]},
-    "smollm3-interval": {"model_type": "smollm3", "no_rope_layer_interval": 2},
-    "gemma2": {
-        "model_type": "gemma2",
-        "head_dim": 16,
-        "sliding_window": 12,
-        "query_pre_attn_scalar": 40,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 4.0,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "head_dim": 24,
-        "sliding_window": 12,
-        "query_pre_attn_scalar": 40,
-        "rope_parameters": GEMMA3_ROPE,
-        "sliding_window_pattern": 2,
-    },
-}
 
 
 def family_checkpoint(folder: Path, changes: dict[str, Any]) -> None:

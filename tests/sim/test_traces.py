@@ -349,38 +349,14 @@ DAY_S, TARGET_DURATION_S = 86_400.0, 7200.0
 # to the next: (least, most) of one trace of at least that duration and any seed. The last two:
 # outages an hour, and their median length where there are any.
 NAMES = ("rtt_median_s", "rtt_p95_s", "rtt_p99_s", "autocorrelation", "loss")
-TARGETS = {
-    "wifi": ((0.0025, 0.004), (0.005, 0.03), (0.06, 0.12), (-0.1, 0.1), (0, 0), (0, 0), (0, 0)),
-    "lte": (
-        (0.045, 0.067),
-        (0.085, 0.16),
-        (0.16, 0.4),
-        (0.27, 0.6),
-        (0.002, 0.005),
-        (0, 8),
-        (1, 45),
-    ),
-    "5g": ((0.015, 0.018), (0.021, 0.026), (0.025, 0.07), (-0.1, 0.2), (0, 0), (0, 4), (1, 4)),
-    "starlink": (
-        (0.023, 0.036),
-        (0.038, 0.062),
-        (0.045, 0.085),
-        (0.9, 1),
-        (0.001, 0.005),
-        (0, 2.5),
-        (1, 10),
-    ),
-    "broadband": (
-        (0.014, 0.03),
-        (0.024, 0.05),
-        (0.035, 0.09),
-        (0.3, 0.8),
-        (0.0004, 0.002),
-        (0, 0),
-        (0, 0),
-    ),
-    "wan": ((0.0085, 0.02), (0.06, 0.1), (0.075, 0.136), (0.9, 1), (0, 0), (0, 0), (0, 0)),
-}
+TARGETS = """
+wifi 0.0025..0.004 0.005..0.03 0.06..0.12 -0.1..0.1 0..0 0..0 0..0
+lte 0.045..0.067 0.085..0.16 0.16..0.4 0.27..0.6 0.002..0.005 0..8 1..45
+5g 0.015..0.018 0.021..0.026 0.025..0.07 -0.1..0.2 0..0 0..4 1..4
+starlink 0.023..0.036 0.038..0.062 0.045..0.085 0.9..1 0.001..0.005 0..2.5 1..10
+broadband 0.014..0.03 0.024..0.05 0.035..0.09 0.3..0.8 0.0004..0.002 0..0 0..0
+wan 0.0085..0.02 0.06..0.1 0.075..0.136 0.9..1 0..0 0..0 0..0
+"""
 
 
 def misses(kind: str, trace: NetworkTrace) -> list[str]:
@@ -388,7 +364,9 @@ def misses(kind: str, trace: NetworkTrace) -> list[str]:
     values = [getattr(found, name) for name in NAMES]
     values += [found.outage_count * 3600.0 / trace.duration_s]
     values += [found.outage_median_s] if found.outage_count else []
-    named = zip((*NAMES, "outages", "outage_median_s"), values, TARGETS[kind], strict=False)
+    (ranges,) = (line.split()[1:] for line in TARGETS.splitlines() if line.startswith(kind))
+    bounds = [[float(bound) for bound in one.split("..")] for one in ranges]
+    named = zip((*NAMES, "outages", "outage_median_s"), values, bounds, strict=False)
     return [f"{name} is {x:.4g}" for name, x, (least, most) in named if not least <= x <= most]
 
 
