@@ -302,10 +302,11 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
     one_by_one = asyncio.run(seen((1,), stop, finish))
     assert asyncio.run(seen(sizes, stop, finish)) == one_by_one
     assert len(one_by_one.tokens) == one_by_one.committed
-    found = {text: WHOLE.find(text) for text in stop if text in WHOLE}
-    assert "".join(one_by_one.pieces) == WHOLE[: min(found.values())]
+    found = [(WHOLE.find(text), len(text)) for text in stop if text in WHOLE]
     # Ids end with the one that completes a stop string: a letter is a token here.
-    assert one_by_one.committed == min(at + len(text) for text, at in found.items())
+    end = min(at + size for at, size in found)
+    assert one_by_one.committed == end
+    assert "".join(one_by_one.pieces) == WHOLE[: min(at for at, size in found if at + size == end)]
     assert one_by_one.finish is m.FinishReason.STOP
 
 
