@@ -34,11 +34,7 @@ class FakeVllm:
     another toy model of it. ``right``: how often a token that it proposes is right."""
 
     def __init__(
-        self,
-        whims: float = 0.0,
-        seed: int = 0,
-        model: ToyModel = TOY_MODEL,
-        right: float = 0.7,
+        self, whims: float = 0.0, seed: int = 0, model: ToyModel = TOY_MODEL, right: float = 0.7
     ) -> None:
         self.model = model
         self.right = right
@@ -128,10 +124,7 @@ class FakeVllm:
 
 
 def fake_target(
-    engine: FakeVllm | None = None,
-    max_sessions: int = 64,
-    mark: str = "toy",
-    own_drafts: int = 0,
+    engine: FakeVllm | None = None, max_sessions: int = 64, mark: str = "toy", own_drafts: int = 0
 ) -> VllmTarget:
     """``mark`` is a part of its fingerprints."""
     engine = engine or FakeVllm()

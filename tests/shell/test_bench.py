@@ -25,11 +25,7 @@ from edgespec.bench.prompts import (
     read_prompts,
 )
 from edgespec.bench.report import Subject, document, footer, verdict, write_json
-from edgespec.bench.runner import (
-    BenchRunner,
-    BenchSettings,
-    Station,
-)
+from edgespec.bench.runner import BenchRunner, BenchSettings, Station
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -296,27 +292,6 @@ async def run(settings: BenchSettings, table: Table, progress: Quiet | None = No
 
 def where(row: measurement.Row) -> tuple[object, ...]:
     return row["repeat"], row["rtt_ms"], row["arm"]
-
-
-async def test_every_arm_gives_the_targets_own_tokens() -> None:
-    progress = Quiet()
-    runner = await run(SETTINGS, Table(), progress)
-    assert progress.left == 0
-    expected = [
-        (repeat, rtt_ms, arm.value) for repeat in (0, 1) for rtt_ms in (0.0, 5.0) for arm in Arm
-    ]
-    assert [where(row) for row in runner.rows] == expected
-    assert [row["mismatches"] for row in runner.rows] == [0] * len(expected)
-    assert len({row["tokens"] for row in runner.rows}) == 1
-    for row in runner.rows:
-        assert row["requests"] == 3
-        assert isinstance(row["tpot_ms_p50"], float)
-        if row["arm"] in ("target-only", "server-draft"):
-            assert row["drafted_nodes"] == 0, row
-            assert row["tokens_per_pass"] == 1.0 or row["arm"] == "server-draft"
-        elif row["arm"] not in ("edgespec", "both") and row["rtt_ms"]:
-            # Passes of no time make rows dear: only who would wait for a link is sure to draft.
-            assert row["drafted_nodes"] != 0, row
 
 
 async def test_stop_and_wait_runs_at_its_best_draft_length() -> None:

@@ -10,13 +10,7 @@ import pytest
 from typer.testing import Result
 
 from edgespec.cli.device import greet
-from edgespec.config import (
-    AgentConfig,
-    ConfigError,
-    DraftSection,
-    LimitsSection,
-    VerifierConfig,
-)
+from edgespec.config import AgentConfig, ConfigError, DraftSection, LimitsSection, VerifierConfig
 from edgespec.core.association.candidates import views_of
 from edgespec.core.association.policies import Association, ranked
 from edgespec.core.ports import DeviceStream, LinkError, ModelInfo

@@ -40,12 +40,7 @@ from edgespec.device.drafters.onnx_drafter import (
     OnnxDrafter,
     check_behaviour,
 )
-from edgespec.device.drafters.toy import (
-    PacedDrafter,
-    RandomDrafter,
-    SilentDrafter,
-    ToyDrafter,
-)
+from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft

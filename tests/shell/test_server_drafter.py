@@ -34,12 +34,7 @@ from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier import build
 from edgespec.verifier.build import load_server_drafter, load_target
-from edgespec.verifier.targets.kv_pool import (
-    DraftMemory,
-    MemoryFigures,
-    PoolBudget,
-    pool_tokens,
-)
+from edgespec.verifier.targets.kv_pool import DraftMemory, MemoryFigures, PoolBudget, pool_tokens
 from edgespec.verifier.targets.paced import PacedServerDrafter
 from edgespec.verifier.targets.packed_drafter import PackedDrafter
 from edgespec.verifier.targets.pass_requests import check_batch
@@ -440,8 +435,7 @@ def test_a_toy_is_right_as_often_as_it_is_told(acceptance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("guess", "work_s", "expected_s"),
-    [(True, 0.0, 0.013), (False, 0.0, 0.003), (True, 0.05, 0.05)],
+    ("guess", "work_s", "expected_s"), [(True, 0.0, 0.013), (False, 0.0, 0.003), (True, 0.05, 0.05)]
 )
 def test_a_paced_step_takes_its_time_in_all(guess: bool, work_s: float, expected_s: float) -> None:
     now_s = 0.0

@@ -40,7 +40,7 @@ from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.token_grammars import Automaton, AutomatonMatcher
 from tests.present import present
-from tests.shell.live_verifier import ready, serving, start, toy_text, until
+from tests.shell.live_verifier import ready, serving, start, toy_text
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_end_to_end import GREEDY, IDS, collect, config, tokens
 
@@ -205,47 +205,6 @@ class HeldStep:
             assert self.go_on.wait(60.0)
 
 
-async def test_whatever_happens_to_sessions_in_a_round_the_texts_are_their_own() -> None:
-    """One is cancelled, one comes back, one is opened anew, one is new, one goes on."""
-    held = HeldStep()
-
-    def asked(key: str, prompt: tuple[int, ...] = PROMPT) -> m.Open:
-        return m.Open(
-            *(key, "", "", prompt),
-            sampling=SAMPLING,
-            run_ahead=m.RunAhead.ALWAYS,
-            drafting=False,
-            session_secret=b"0123456789abcdef",
-        )
-
-    async def begin(request: m.Open) -> DeviceStream:
-        stream = await transport.connect()
-        await stream.send(request)
-        return stream
-
-    async with running(drafter=FragileDraft(held)) as (verifier, transport):
-        streams = {key: await begin(asked(key)) for key in ("cancelled", "back", "anew", "on")}
-        await asyncio.to_thread(held.reached.wait, 60.0)
-        assert verifier.engine.running
-        await streams["cancelled"].send(m.Cancel())
-        await streams["back"].close()
-        back = await begin(asked("back"))
-        anew = await begin(asked("anew", (4, 5)))
-        late = await begin(asked("late"))
-        sessions = verifier.engine.sessions
-        await until(lambda: "late" in sessions and sessions["anew"].request.prompt == (4, 5))
-        held.go_on.set()
-        read = (_read(stream) for stream in (streams["on"], back, late))
-        assert await asyncio.gather(*read) == [(TEXT, None)] * 3
-        said: list[int] = []
-        while len(said) < SAMPLING.max_tokens:
-            message = await anew.receive()
-            said += message.tokens if isinstance(message, m.Commit) else ()
-        assert said == toy_text((4, 5), SAMPLING, MODEL)
-        assert verifier.engine.draft_counts.failures == 0
-        assert not verifier.broken.is_set()
-
-
 @pytest.mark.parametrize("ending", ["stop", "revoke"])
 async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(ending: str) -> None:
     held = HeldStep()
@@ -262,10 +221,7 @@ async def test_who_ends_during_a_round_hears_why_and_the_round_hurts_nobody(endi
         assert said == TEXT[: len(said)]
         assert (
             present(fault).code
-            is {
-                "stop": m.FaultCode.SHUTTING_DOWN,
-                "revoke": m.FaultCode.UNAUTHENTICATED,
-            }[ending]
+            is {"stop": m.FaultCode.SHUTTING_DOWN, "revoke": m.FaultCode.UNAUTHENTICATED}[ending]
         )
         held.go_on.set()
         if stopping is not None:

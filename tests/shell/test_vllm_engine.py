@@ -80,10 +80,7 @@ def _agent(address: str, draft: str, width: int = 1) -> AgentConfig:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 async def test_texts_are_those_of_the_native_engine(address: str, params: SamplingParams) -> None:
     native = load_target(VerifierConfig(model="bundled", canonical=False))
-    async with (
-        serving(native) as (other, _),
-        build_agent(_agent(other, "none")) as agent,
-    ):
+    async with serving(native) as (other, _), build_agent(_agent(other, "none")) as agent:
         expected = tokens(await collect(agent, params, PROMPT))
     for draft, width in (("none", 1), ("lookup", 1), ("random", 3)):
         async with build_agent(_agent(address, draft, width)) as agent:
@@ -134,10 +131,7 @@ async def test_texts_of_an_adapter_are_those_of_the_merged_model(
     expected = {}
     for name, model in (("", "bundled"), ("sql", str(merged))):
         native = load_target(VerifierConfig(model=model, canonical=False))
-        async with (
-            serving(native) as (other, _),
-            build_agent(_agent(other, "none")) as agent,
-        ):
+        async with serving(native) as (other, _), build_agent(_agent(other, "none")) as agent:
             expected[name] = tokens(await collect(agent, params, PROMPT))
     assert expected[""] != expected["sql"]
     for draft in ("none", "lookup"):

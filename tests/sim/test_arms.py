@@ -11,12 +11,7 @@ from functools import cache
 
 import pytest
 
-from edgespec.core.device.policy import (
-    DraftPolicy,
-    FixedPolicy,
-    PearlPolicy,
-    WindowedPolicy,
-)
+from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.protocol.messages import Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
