@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,6 +167,11 @@ class _Core:
             self._sessions.append(session)
 
 
+def _guessed(drafter: ServerDrafter, *step: Any) -> Candidate:
+    (found,) = drafter.step([DraftStep(*step)])
+    return present(found)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -225,15 +231,12 @@ def test_of_a_long_prompt_the_last_window_is_computed_when_a_guess_is_wanted() -
         step = DraftStep("s", start, tuple(text[start : start + 32]), guess=False)
         assert drafter.step([step]) == [None]
     assert sum(request.row_count for request in model.fed) == 32
-    (found,) = drafter.step([DraftStep("s", 480, tuple(text[480:]))])
-    assert found is not None
+    found = _guessed(drafter, "s", 480, tuple(text[480:]))
     assert found.token == _toy_guess(text, 500, SamplingParams(temperature=1.0, seed=2))
     assert model.fed[-1].row_count == 40
-    text = [*text[:470], 1]  # cut, and before the window
-    (found,) = drafter.step([DraftStep("s", 470, (1,))])
-    assert found is not None
-    (found,) = drafter.step([DraftStep("s", 300, (1,))])
-    assert found is not None
+    # Cut, and before the window.
+    _guessed(drafter, "s", 470, (1,))
+    _guessed(drafter, "s", 300, (1,))
     assert model.fed[-1].row_count == 20
 
 
@@ -245,14 +248,12 @@ def test_a_window_of_a_torch_model_is_a_text_of_its_own(folder: Path) -> None:
     text = [rng.randrange(300) for _ in range(33)]
     drafter.open("s", 33, sampling)
     for keep in (0, *range(33, 44)):
-        (found,) = drafter.step([DraftStep("s", keep, tuple(text[keep:]))])
+        text.append(_guessed(drafter, "s", keep, tuple(text[keep:])).token)
         model.open("s", 1, sampling)
         model.shift("s", 17)
-        (result,) = model.forward([PassRequest("s", 0, tuple(text[17:]))])
+        (result,) = model.forward([PassRequest("s", 0, tuple(text[17:-1]))])
         model.close("s")
-        assert found is not None
-        assert found.token == result.targets[0]
-        text.append(found.token)
+        assert text[-1] == result.targets[0]
 
 
 def test_packed_steps_of_a_torch_model_guess_what_it_says_alone(folder: Path) -> None:
@@ -272,8 +273,7 @@ def test_the_confidence_is_the_models_own_probability(folder: Path) -> None:
         drafter.open(f"s{index}", 3, sampling)
     found = drafter.step([DraftStep(f"s{i}", 0, (5, 6, 7 + i)) for i in range(len(SAMPLINGS))])
     for row, one in zip(logits[-1].log_softmax(-1), found, strict=True):
-        assert one is not None
-        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-5)
+        assert present(one).logprob == pytest.approx(float(row[present(one).token]), abs=1e-5)
 
 
 def test_a_constraint_forces_the_draft_as_it_does_the_target() -> None:
@@ -285,20 +285,14 @@ def test_a_constraint_forces_the_draft_as_it_does_the_target() -> None:
     drafter.open("free", 1, GREEDY)
     text = [11, 12]
     for _ in range(9):
-        (found,) = drafter.step([DraftStep("s", len(text) - 1 if text[2:] else 0, _tail(text))])
-        assert found is not None
-        assert found.token in grammar.allowed(text[2:])
-        text.append(found.token)
+        keep = len(text) - 1 if text[2:] else 0
+        text.append(_guessed(drafter, "s", keep, tuple(text[keep:])).token)
+        assert text[-1] in grammar.allowed(text[2:-1])
     # A token that the grammar forbids leaves nothing to guess; the others of the step go on.
     left, right = drafter.step([DraftStep("s", len(text) - 1, (6,)), DraftStep("free", 0, (6,))])
     assert left is None
     assert right is not None
-    (again,) = drafter.step([DraftStep("s", 0, tuple(text))])
-    assert again is not None
-
-
-def _tail(text: list[int]) -> tuple[int, ...]:
-    return tuple(text[-1:] if text[2:] else text)
+    _guessed(drafter, "s", 0, tuple(text))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -361,8 +355,7 @@ def test_the_sequence_not_used_for_longest_makes_room_and_finds_its_blocks_again
     assert stays is not None
     assert gone is None  # not there any more, which the core hears of now
     model.fed.clear()
-    (found,) = drafter.step([DraftStep("b", 0, (*PROMPT, 1))])
-    assert found is not None
+    _guessed(drafter, "b", 0, (*PROMPT, 1))
     assert drafter.evictions == 2
     assert sum(request.row_count for request in model.fed) <= 30
 
@@ -418,8 +411,7 @@ def test_a_toy_is_right_as_often_as_it_is_told(acceptance: float) -> None:
     drafter.open("s", 1, sampling)
     text, right = [1], 0
     for _ in range(500):
-        (found,) = drafter.step([DraftStep("s", len(text) - 1, (text[-1],))])
-        assert found is not None
+        found = _guessed(drafter, "s", len(text) - 1, (text[-1],))
         text.append(_toy_guess(text, 1, sampling))
         right += found.token == text[-1]
     assert abs(right / 500 - acceptance) < 0.08

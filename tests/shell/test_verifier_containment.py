@@ -140,8 +140,7 @@ async def test_who_makes_the_target_raise_is_alone_with_it(operation: str) -> No
         streams = [await _open(transport, key) for key in ("a", "bad", "c")]
         (first, bad, last) = await asyncio.gather(*(_read(stream) for stream in streams))
         assert (first, last) == ((TEXT, None), (TEXT, None))
-        tokens, fault = bad
-        assert fault is not None
+        tokens, fault = bad[0], present(bad[1])
         assert fault.code is m.FaultCode.INTERNAL
         assert fault.code.retryable
         assert tokens == TEXT[: len(tokens)]
@@ -256,9 +255,8 @@ async def test_a_target_that_always_raises_or_is_lost_breaks_the_verifier_and_bl
         for said, fault in await asyncio.gather(*(_read(stream) for stream in streams)):
             assert said == TEXT[: len(said)]
             if operation != "close" or said != TEXT:
-                assert fault is not None
-                assert fault.code is m.FaultCode.SHUTTING_DOWN
-                assert fault.retry_after_s > 0
+                assert present(fault).code is m.FaultCode.SHUTTING_DOWN
+                assert present(fault).retry_after_s > 0
         await verifier.broken.wait()
         assert str(error) in present(verifier.why_broken)
         _, late = await _read(await _open(transport, "late"))
