@@ -17,6 +17,8 @@ from edgespec.core.device import estimates as est
 from edgespec.core.device import goodput_policy
 from edgespec.core.device.events import Start, StartStep
 from edgespec.core.device.policy import (
+    DEFAULT_WIDTH,
+    GATHER_SHARE,
     MAX_GAMMA,
     DraftPolicy,
     DraftView,
@@ -279,6 +281,15 @@ def test_goodput_goes_by_what_the_draft_thought_and_has_a_window() -> None:
     assert goodput_policy.GoodputPolicy(2).extend(replace(view, unsent=4)) == 2
     assert goodput_policy.GoodputPolicy(2, window=3).extend(view) == 2
     assert goodput_policy.GoodputPolicy(2, window=2).extend(view) is None
+
+
+def test_who_names_no_policy_has_goodput() -> None:
+    policy = goodput_policy.named_policy()
+    assert policy == goodput_policy.named_policy(goodput_policy.DEFAULT_POLICY)
+    assert isinstance(policy, goodput_policy.GoodputPolicy)
+    assert (policy.width, policy.gather, policy.window) == (DEFAULT_WIDTH, GATHER_SHARE, None)
+    kinds = [type(goodput_policy.named_policy(name)) for name in goodput_policy.PolicyName]
+    assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, goodput_policy.GoodputPolicy]
 
 
 @pytest.mark.parametrize(

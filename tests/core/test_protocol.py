@@ -8,6 +8,7 @@ stale. Of a drafter's cache: one that really holds tokens. Of sizes: the codec's
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -267,3 +268,10 @@ def test_what_travels_all_the_time_is_exact(seed: int) -> None:
 def test_what_travels_once_is_close(message: m.Message) -> None:
     size = payload_bytes(message)
     assert abs(message_bytes(message) - size) <= max(32, 0.02 * size)
+
+
+def test_a_session_secret_is_counted() -> None:
+    plain = m.Open("session", "", "", (1, 2, 3))
+    secret = replace(plain, session_secret=b"x" * 32)
+    more = payload_bytes(secret) - payload_bytes(plain)
+    assert message_bytes(secret) - message_bytes(plain) == more

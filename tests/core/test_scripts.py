@@ -529,3 +529,11 @@ def test_a_bug_in_one_session_ends_that_session() -> None:
     assert ee.CloseStream(stream) in actions
     assert set(engine.sessions) == {"a", "b", "c"} - {report.key}
     assert {request.key for request in batch(actions)} == set(engine.sessions)
+
+
+def test_tests_see_the_bug_itself() -> None:
+    broken = _Broken()
+    engine = VerifyEngine(MODEL, LIMITS, ee.EngineLimits(), lambda _: broken, contain=False)
+    event = _three_sessions(engine)
+    with pytest.raises(ZeroDivisionError):
+        engine.handle(event, 0.2)

@@ -335,3 +335,9 @@ def test_an_open_that_could_never_fit_is_refused_by_its_bytes(
 
 def _never(*_: object) -> tuple[int, ...]:
     raise AssertionError("tokens were decoded")
+
+
+def test_a_secret_is_in_no_repr() -> None:
+    message = m.Open("s", "", "", (1,), session_secret=b"hush")
+    assert "hush" not in repr(message)
+    assert message != replace(message, session_secret=b"")

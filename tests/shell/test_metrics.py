@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import urllib.error
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from tests.present import present
 from tests.shell.live_verifier import until
 from tests.shell.test_end_to_end import GREEDY, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
-from tests.shell.watched_verifier import QUIET, Scrape, Watched, watched
+from tests.shell.watched_verifier import QUIET, Scrape, Watched, fetch, watched
 from tests.sources import ROOT
 
 IDS = tuple(PROMPT_IDS)
@@ -157,6 +158,13 @@ async def test_every_metric_is_exposed_and_told_in_the_docs() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| `(edgespec_(?!agent_)\w+)` \|", page, re.MULTILINE)
     assert sorted(told) == sorted(PREFIX + one.name for one in METRICS)
+
+
+async def test_the_port_is_let_go_of() -> None:
+    async with watched() as found:
+        assert PREFIX in await asyncio.to_thread(fetch, f"{found.url}/metrics")
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        await asyncio.to_thread(fetch, f"{found.url}/metrics")
 
 
 async def test_a_taken_port_is_a_clear_error() -> None:

@@ -27,6 +27,7 @@ from edgespec.config.common import SetupError
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory import MIB, MachineMemory
 from edgespec.core.ports import ModelInfo, PassRequest, ServerDrafter, TargetModel
+from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassResult
 from edgespec.core.toy_model import ToyModel
@@ -295,6 +296,13 @@ def test_a_constraint_forces_the_draft_as_it_does_the_target() -> None:
     _guessed(drafter, "s", 0, tuple(text))
 
 
+def test_a_constraint_that_nobody_reads_gets_no_guess() -> None:
+    unread = Constraint(ConstraintKind.REGEX, "a+")
+    drafter = PackedDrafter(_ToyDraft(50))
+    drafter.open("s", 2, replace(GREEDY, constraint=unread))
+    assert drafter.step([DraftStep("s", 0, (11, 12))]) == [None]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_it_agrees_with_the_device_because_both_use_the_same_noise(temperature: float) -> None:
     """A device's drafter of the same weights, at four bits; another seed is the control."""
@@ -360,6 +368,18 @@ def test_the_sequence_not_used_for_longest_makes_room_and_finds_its_blocks_again
     assert sum(request.row_count for request in model.fed) <= 30
 
 
+def test_who_finds_no_room_in_a_step_is_left_out_alone() -> None:
+    drafter = PackedDrafter(_ToyDraft(15))
+    _open(drafter, "a", "b")
+    steps = [DraftStep("a", 0, PROMPT), DraftStep("b", 0, PROMPT[::-1])]
+    found = drafter.step(steps)
+    assert found[0] is not None
+    assert found[1] is None
+    assert drafter.evictions == 0
+    drafter.close("a")
+    assert drafter.step(steps[1:])[0] is not None
+
+
 def test_what_the_draft_cannot_look_at_gets_no_guess() -> None:
     """A token that only the target has, a cache that is not there, a grammar whose beginning is out
     of the window, a sequence that nobody opened."""
@@ -421,6 +441,18 @@ def test_a_toy_is_right_as_often_as_it_is_told(acceptance: float) -> None:
     assert drafter.step([DraftStep("s", 1, (1,))]) != [None]
     with pytest.raises(ValueError, match=r"acceptance is 1\.5"):
         ToyServerDrafter(LAW, info, acceptance=1.5)
+
+
+def test_a_toy_has_as_much_room_as_it_is_given() -> None:
+    drafter = ToyServerDrafter(LAW, ModelInfo("toy", "v", 48, 64, (0,)), max_cached_tokens=50)
+    for key in "ab":
+        drafter.open(key, 1, GREEDY)
+    first, second = drafter.step([DraftStep("a", 0, PROMPT), DraftStep("b", 0, PROMPT)])
+    assert first is not None
+    assert second is None
+    drafter.close("a")
+    assert drafter.step([DraftStep("b", 0, PROMPT)]) != [None]
+    assert drafter.cached("b") == PROMPT
 
 
 # --- its pace, its memory, and what is refused ----------------------------------------------
