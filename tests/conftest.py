@@ -127,6 +127,12 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return Pki(tmp_path_factory.mktemp("pki"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only ``-m gpu`` sees a GPU, so that all other tests mean the same on every machine."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @cache
 def _cuda_missing() -> str | None:
     """Why GPU tests cannot run here; None when they can. Imports torch, so ask late."""
@@ -134,7 +140,7 @@ def _cuda_missing() -> str | None:
         return "torch is not installed"
     import torch
 
-    return None if torch.cuda.is_available() else "no CUDA device"
+    return None if torch.cuda.is_available() else "no CUDA device, or not run with -m gpu"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
