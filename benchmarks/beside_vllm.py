@@ -141,7 +141,7 @@ def vllm(options: argparse.Namespace) -> tuple[Measure, str]:
                 PassRequest(key, cached[key], tuple(text[cached[key] :]), wrong, parents)
                 for key, text in texts.items()
             ]
-            results, sample = timed(lambda batch=batch: target.forward(batch))
+            results, sample = timed(functools.partial(target.forward, batch))
             samples.append(sample)
             for request, result in zip(batch, results, strict=True):
                 key, right = request.key, 0
@@ -180,7 +180,7 @@ def _cache_bytes(options: argparse.Namespace, tokens: int) -> int:
     row = (
         2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * width * number
     )
-    return row * (options.most_sessions + 1) * tokens
+    return int(row * (options.most_sessions + 1) * tokens)
 
 
 def serve(arm: str, options: argparse.Namespace) -> None:

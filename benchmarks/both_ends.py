@@ -46,9 +46,9 @@ from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.packed_drafter import DraftModel, PackedDrafter
 from tests.adversarial import WrappedDrafter
 from tests.present import present
+from tests.shell.live_verifier import until
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.test_bundled_pair import PROMPTS
-from tests.shell.test_metrics import until
 
 AT_ONCE = 40
 SERVED = VerifierConfig(

@@ -139,7 +139,7 @@ def point(kind: tuple[int, int], before: Counts, after: Counts, pass_ms: float) 
 
     def each(name: str, who: int, scale: float = 1.0) -> float:
         change = after[who].get(name, 0) - before[who].get(name, 0)
-        return scale * change / (sessions * passes)
+        return float(scale * change / (sessions * passes))
 
     middle = statistics.median(periods)
     found = {
@@ -366,7 +366,7 @@ class Device:
         self.call = RawCall(self._options.port, PATH, source)
         self.call.socket.setblocking(True)
         self.position = self._acknowledged = len(text.prompt)
-        self._last_id, self._chain = 0, []
+        self._last_id, self._chain = 0, list[int]()
         """Ids of the first choices at ``position`` and on, as long as they are right; the last may
         be a wrong one."""
         self._wrong_at: int | None = None

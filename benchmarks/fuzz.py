@@ -422,8 +422,9 @@ async def fuzz_socket(
 
 async def sessions_left(verifier: Verifier) -> int:
     """Sessions that the verifier still holds when all leases are over."""
+    count = 0
     for _ in range(50):
-        count: int = (await verifier.look())["sessions"]
+        count = int((await verifier.look())["sessions"])
         if not count:
             break
         await asyncio.sleep(0.3)

@@ -182,7 +182,7 @@ class Crowd:
     """The process of this file, from outside."""
 
     async def start(self, port: int, requests: Path, options: Any) -> None:
-        arguments = (str(port), str(requests), "--devices", str(options.devices))
+        arguments: tuple[str, ...] = (str(port), str(requests), "--devices", str(options.devices))
         if options.keys:
             arguments += ("--keys", str(requests.parent))
         more = ("--model", options.model, "--seed", str(options.seed))

@@ -60,6 +60,7 @@ from edgespec.device.build import load_tokenizer
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.toy import SilentDrafter
 from edgespec.models.folders import Role, resolve_model
+from edgespec.models.tokenizer import TextTokenizer
 from edgespec.verifier.build import load_target
 from edgespec_sim.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
@@ -143,7 +144,7 @@ def said(prompts: Sequence[str], temperature: float, tokens: int) -> list[Text]:
     for number, text in enumerate(prompts):
         prompt = tuple(encode(text)[:_LONGEST_PROMPT])
         sampling = SamplingParams(temperature, seed=number, max_tokens=tokens, ignore_eos=True)
-        answer = decode_alone(target, prompt, tokens, sampling)
+        answer = decode_alone(target, list(prompt), tokens, sampling)
         found.append(Text(prompt, tuple(answer), sampling))
     return found
 
@@ -271,7 +272,7 @@ def is_python(text: str) -> bool:
 def rule_row(
     found: Sequence[Played], exact: Sequence[Played], prompts: Sequence[tuple[int, ...]]
 ) -> str:
-    decode = load_tokenizer("bundled").decode
+    decode = TextTokenizer(resolve_model("bundled", Role.TARGET)).decode
     counts = [[float(len(one.said)) for one in found], [float(one.passes) for one in found]]
     times = [[one.tpot_ms for one in side] for side in (exact, found)]
     shares = [one.replaced for one in found]

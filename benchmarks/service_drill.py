@@ -163,12 +163,15 @@ class Streamer:
         """Of texts that lost a verifier: when their first token came, when they ended, and how
         often they went on at another one."""
 
+    def _refused(self) -> bool:
+        return self.refused_at is not None
+
     async def live(self) -> None:
         await asyncio.sleep(self.dice.random())
-        while self.refused_at is None:
+        while not self._refused():
             async with self._agent() as agent:
                 await self._text(agent)
-                while self.reuses and self.refused_at is None and not self._has_news:
+                while self.reuses and not self._has_news and not self._refused():
                     await self._text(agent)
 
     @property

@@ -202,7 +202,7 @@ class Bench:
         keys = 2 * config.num_hidden_layers * self.pool.data.shape[-1] * sessions * context
         scores = sessions * rows * context * config.num_attention_heads * self.head_dim
         flops = 2 * weights * sessions * rows + 4 * config.num_hidden_layers * scores
-        return max((weights + keys) * size / roof.bytes_per_s, flops / roof.flops_per_s)
+        return float(max((weights + keys) * size / roof.bytes_per_s, flops / roof.flops_per_s))
 
     @contextlib.contextmanager
     def taken_apart(self) -> Iterator[None]:
@@ -229,9 +229,9 @@ class Bench:
             for table in tables:
                 table.append(next(free))
         self.tables = {f"s{index}": tuple(table) for index, table in enumerate(tables)}
-        for key, table in self.tables.items():
+        for key, blocks in self.tables.items():
             self.target.open(key, context, GREEDY)
-            request = PassRequest(key, 0, tuple([5] * context), blocks=table, sample=False)
+            request = PassRequest(key, 0, tuple([5] * context), blocks=blocks, sample=False)
             self.pool.reserve([request])
             self.pool.commit(request)
 

@@ -314,7 +314,7 @@ class TableTarget:
         self._tails[key], self._fed[key] = root, (root, request)
         if not request.sample:
             return PassResult(key, ())
-        tails = []
+        tails: list[tuple[int, ...]] = []
         for token, parent in zip(request.tokens, request.parents, strict=True):
             tails.append((*(tails[parent] if parent >= 0 else root)[1:], token))
         return PassResult(key, tuple([next_token(root), *map(next_token, tails)]))
