@@ -158,7 +158,8 @@ async def test_a_text_takes_a_cache_that_was_given_back_and_begins_it_anew() -> 
         await asyncio.sleep(0)
         drafter.freed.set()
         assert await other == right(PROMPTS[0], 60)
-    assert sum(steps.done.values()) > 0
+        while not sum(steps.done.values()):  # a text may end before its first step has
+            assert await text_of(agent, PROMPTS[0], 60) == right(PROMPTS[0], 60)
 
 
 async def test_a_step_that_raises_ends_the_drafts_of_one_text_alone() -> None:

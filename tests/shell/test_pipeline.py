@@ -245,8 +245,8 @@ def test_a_stage_that_fails_ends_hangs_or_is_left_behind_is_lost_with_the_reason
     told: list[str] = []
 
     def serve(processes: StageProcesses) -> None:
-        processes.start()
         processes.loss.add_done_callback(lambda loss: told.append(loss.result()))
+        processes.start()
         processes.wait_until_ready()
         with processes.pass_over([PassRequest("a", 0, (1,))], lambda: False):
             if "broken link" not in why:
