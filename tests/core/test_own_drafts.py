@@ -341,12 +341,11 @@ def test_the_length_of_a_chain_is_the_best_one() -> None:
 @pytest.mark.parametrize("rate", [0.2, 0.6, 0.9])
 @pytest.mark.parametrize("sessions", [1, 16])
 @pytest.mark.parametrize("step_s", [0.0025, 0.012])
-@pytest.mark.parametrize(("row_s", "least"), [(0.0, 1.0), (1e-4, 0.98)])
+@pytest.mark.parametrize(("row_s", "least"), [(0.0, 0.97), (1e-4, 0.94)])
 def test_a_round_stops_near_the_best_length(
     rate: float, sessions: int, step_s: float, row_s: float, least: float
 ) -> None:
-    """Of guesses whose confidence says nothing; where rows cost time a little too soon, for those
-    that miss."""
+    """Of guesses whose confidence says nothing; a little too soon, for those that miss."""
     chances = GuessChances()
     starts = tuple(
         od.ChainStart(DraftStep(str(n), 0, (1,)), 1.0, rate, 16, 1, chances, 1.0)

@@ -7,19 +7,20 @@ before the pass, in a *round*, and one sum says when to stop (goodput, as in Sma
 2406.14066, which chooses one length for all; here each step chooses its sessions, and knows how
 sure the draft was of the guesses before):
 
-    a step for the sessions A pays while   mean over A of p_i  >  x * (1 + r),
+    a step for the sessions A pays while   mean over A of p_i  >  x * (1 + max(r, x / 4)),
     x = r + G * step_s / |A|,   r = G * row_s
 
 with p_i the chance that session i's text goes through its chain so far and the next guess (less
 the share of its tokens that the device brings: it would have had these a pass later), row_s
 what the session's row takes in the step and in the pass, step_s what the step takes besides, and G
 the tokens a second that the pass would bring if the round ended now. So x is what a session's part
-of the step costs, in tokens, and a row costs once more, since a miss falls on those who have only
-the longer pass of it (``row_price.py``); the step itself is everybody's in A. A session is in A if
-p_i is more than its row costs. Each p_i falls with every step, so the first step that does not pay
-ends the round. One session, passes of 25 ms and steps of 2.5 ms, guesses right with 0.88, rows for
-nothing: G begins at 40 tokens a second, so the first step has to bring 0.1 of a token. After nine
-steps it is 6.0 tokens in 47.5 ms: the next has to bring 0.31, and 0.88**10 is 0.28.
+of the step costs, in tokens. A row costs once more, since a miss falls on those who have only the
+longer pass of it (``row_price.py``); and a dear step has to be more than worth it, for chances are
+estimates, too good for the texts that are hardest to guess. A session is in A if p_i is more than
+its row costs. Each p_i falls with every step, so the first step that does not pay ends the round.
+One session, passes of 25 ms and steps of 2.5 ms, guesses right with 0.88, rows for nothing: G
+begins at 40 tokens a second, so the first step has to bring 0.10 of a token. After eight steps it
+is 5.7 tokens in 45 ms: the next has to bring 0.34, and 0.88**9 is 0.32.
 
 A prompt is read if the guesses behind it repay its rows within ``PAID_BACK_IN`` passes: on a full
 verifier, whose passes go to prompts, they do not.
@@ -303,7 +304,7 @@ class DraftRound:
         guessing = [one for one in self._running if one.open and one.step.guess]
         batch = [one for one in guessing if one.gain > row]
         cost = row + step / max(1, len(batch))
-        if sum(one.gain for one in batch) <= len(batch) * cost * (1.0 + row):
+        if sum(one.gain for one in batch) <= len(batch) * _asked(cost, row):
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # prompts are fed once a round, if guesses behind them will pay
             # Prompts of the target that wait would wait for these rows as well.
@@ -313,7 +314,7 @@ class DraftRound:
                 one
                 for one in self._running
                 if not one.step.guess
-                and (one.gain > cost * (1.0 + row) + fed * one.start.missing or self._probe)
+                and (one.gain > _asked(cost, row) + fed * one.start.missing or self._probe)
             ]
         self._batch = batch
         return [one.step for one in batch]
@@ -355,6 +356,12 @@ class DraftRound:
             if one.fed or one.fed is None
         ]
         return DraftsDone(tuple(chains), tuple(self._steps))
+
+
+def _asked(cost: float, row: float) -> float:
+    """What a session's part of a step that costs it ``cost`` tokens, of these ``row`` for its row,
+    has to bring."""
+    return cost * (1.0 + max(row, cost / 4))
 
 
 class DraftTimes:
