@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,9 @@ def kept(content: Mapping[str, Any]) -> str:
         | {"interval": {"tpot_ms_mean": _rounded(row["interval"]["tpot_ms_mean"])}}
         for row in content["summary"]
     ]
-    rest = {"settings": settings, "results": [{"tokens": tokens}]}
+    # Where the machine kept the result is nobody's business.
+    command = re.sub(r" --json \S+", "", content["command"])
+    rest = {"command": command, "settings": settings, "results": [{"tokens": tokens}]}
     parts = [
         f"{json.dumps(name)}: {_compact(value)}"
         for name, value in {**content, **rest}.items()

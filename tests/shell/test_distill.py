@@ -360,6 +360,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def stopped_at_step_three(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The steps that are done from now on; at the third comes a Ctrl-C."""
+    learn, steps = Distillation._learn, list[float]()
+
+    def interrupted(self: Distillation, share: float) -> float:
+        steps.append(share)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return learn(self, share)
+
+    monkeypatch.setattr(Distillation, "_learn", interrupted)
+    return steps
+
+
 def distill(folder: Path, out: Path, *arguments: object) -> Any:
     models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
     prompts = ("--prompts", folder / "prompts.jsonl", "--steps", 6, "--learning-rate", 0.01)
@@ -377,25 +391,16 @@ def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
     )
     check_checkpoint(tmp_path / "whole")
     assert trained_length(tmp_path / "whole") == 23
-    learn, steps = Distillation._learn, 0
-
-    def interrupted(self: Distillation, share: float) -> float:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            signal.raise_signal(signal.SIGINT)
-        return learn(self, share)
-
-    monkeypatch.setattr(Distillation, "_learn", interrupted)
+    steps = stopped_at_step_three(monkeypatch)
     stopped = distill(folder, tmp_path / "out")
-    assert (stopped.exit_code, steps) == (130, 3)
+    assert (stopped.exit_code, len(steps)) == (130, 3)
     assert "--resume goes on" in stopped.stderr
     assert [path.name for path in tmp_path.glob("out*")] == ["out.training"]
     assert "give --resume, or remove it" in distill(folder, tmp_path / "out").stderr
     other = distill(folder, tmp_path / "out", "--resume", "--seed", 1)
     assert "texts was" in other.stderr or "seed was 0, but is 1" in other.stderr
     assert distill(folder, tmp_path / "out", "--resume").exit_code == 0
-    assert steps == 6
+    assert len(steps) == 6
     assert weights(tmp_path / "whole") == weights(tmp_path / "out")
     assert not (tmp_path / "out.training").exists()
 
@@ -467,16 +472,7 @@ def test_an_online_run_goes_on_with_the_texts_that_it_began_with(
     folder: Path, recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert online(folder, recording, tmp_path / "whole", "--force").exit_code == 0
-    learn, steps = Distillation._learn, 0
-
-    def interrupted(self: Distillation, share: float) -> float:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            signal.raise_signal(signal.SIGINT)
-        return learn(self, share)
-
-    monkeypatch.setattr(Distillation, "_learn", interrupted)
+    stopped_at_step_three(monkeypatch)
     assert online(folder, recording, tmp_path / "out", "--force").exit_code == 130
     Recording(recording, 1 << 20).add(model_info(folder / "target").vocabulary, [1], [2] * 9)
     resumed = online(folder, recording, tmp_path / "out", "--force")
