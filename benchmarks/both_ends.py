@@ -1,12 +1,15 @@
 """Whatever both ends draft, the text is the target's own: the bundled pair behind the real daemon.
 
     PYTHONPATH=. python benchmarks/both_ends.py [--texts 1000]
+    PYTHONPATH=. vllm-env/bin/python benchmarks/both_ends.py --vllm
 
 Oracle: the target by itself, one token a pass, without engine, daemon and drafts. Each *world* is a
 verifier with a draft model, small caches and many sessions at once; devices and draft model are
 right, wrong, late, failing or all of it by turns. ``--texts`` says how many texts each of the ten
 rows has (five kinds of drafters, greedy and sampled). A text that differs, and a row without drafts
-of either end, are findings: the exit status is 1.
+of either end, are findings: the exit status is 1. ``--vllm``: the target is vLLM with the draft as
+its own speculator, whose guesses get lost where a draft model would fail, and the oracle is the
+native target; texts without grammars.
 """
 
 from __future__ import annotations
@@ -20,19 +23,32 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 from edgespec.config import AgentConfig, DraftSection, PolicyName, VerifierConfig
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.device.link_keeper import ReconnectPolicy
-from edgespec.core.ports import MAX_CACHES, Cancelled, Drafter, TargetModel, never_cancelled
+from edgespec.core.ports import (
+    MAX_CACHES,
+    Cancelled,
+    Drafter,
+    TargetModel,
+    never_cancelled,
+    pass_shape,
+)
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.messages import Limits, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
-from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest
+from edgespec.core.protocol.work import (
+    CacheShape,
+    Candidate,
+    DraftStep,
+    PassRequest,
+    PassResult,
+)
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.own_drafts import DraftTimes, RoundTimes
@@ -40,6 +56,7 @@ from edgespec.core.verifier.row_price import RowPriceKeeper
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import load_drafter, load_tokenizer
 from edgespec.device.drafters.token_cache import twin_of
+from edgespec.models.folders import Role, resolve_model
 from edgespec.models.grammar import device_reader, verifier_reader
 from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.daemon import Verifier
@@ -53,6 +70,23 @@ from tests.shell.test_bundled_pair import PROMPTS
 AT_ONCE = 40
 SERVED = VerifierConfig(
     draft="bundled", device="cpu", limits=LimitsSection(max_cached_tokens=2048, max_sessions=64)
+)
+SPECULATION = {
+    "method": "draft_model",
+    "model": str(resolve_model("bundled", Role.DRAFT)),
+    "num_speculative_tokens": 4,
+}
+ON_VLLM = replace(
+    SERVED,
+    draft="",
+    device="auto",
+    engine="vllm",
+    max_model_len=256,
+    engine_flags=(
+        "--enforce-eager",
+        *("--kv-cache-memory-bytes", "200000000"),
+        *("--speculative-config", json.dumps(SPECULATION)),
+    ),
 )
 FIELDS = {"n": {"type": "integer"}, "s": {"type": "string"}}
 OBJECT = {"type": "object", "properties": FIELDS, "required": ["n", "s"]}
@@ -129,6 +163,30 @@ class MoodyServerDrafter(PackedDrafter):
             self.close(key)
 
 
+class MoodyTarget:
+    """vLLM with a speculator of its own."""
+
+    def __init__(self, inner: TargetModel, mood: Mood) -> None:
+        self._inner, self._mood = inner, mood
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        return [
+            replace(one, guesses=self._guesses(one.guesses)) for one in self._inner.forward(batch)
+        ]
+
+    def _guesses(self, proposed: tuple[int, ...]) -> tuple[int, ...]:
+        size = self._inner.info.vocabulary_size
+        try:
+            found = self._mood.of([Candidate(token, 0.0) for token in proposed], size)
+        except RuntimeError:
+            self._mood.begin()
+            return ()
+        return tuple(one.token for one in found if one is not None)
+
+
 def law(dice: random.Random, greedy: bool) -> SamplingParams:
     some: dict[str, Any] = {"max_tokens": dice.randrange(20, 29), "ignore_eos": dice.random() < 0.5}
     if not greedy:
@@ -169,16 +227,30 @@ def alone(target: TargetModel, cases: Sequence[Case]) -> list[list[int]]:
     return texts
 
 
+class Models(NamedTuple):
+    oracle: TargetModel
+    target: TargetModel
+    draft: DraftModel | None
+    """None: the target has a speculator of its own."""
+
+
 async def play(
-    models: tuple[TargetModel, DraftModel], kind: str, dice: random.Random, cases: Sequence[Case]
+    models: Models, kind: str, dice: random.Random, cases: Sequence[Case]
 ) -> tuple[list[list[int]], VerifyEngine]:
     """The texts of one world."""
-    target, drafter = models[0], MoodyServerDrafter(models[1], Mood(kind, dice))
-    limits = EngineLimits(
-        cache=CacheShape(dice.choice((64, 128)), 16),
-        drafter=True,
-        server_drafts=dice.random() < 0.5,
-    )
+    target, mood, drafter = models.target, Mood(kind, dice), None
+    blocks, server_drafts = dice.choice((64, 128)), dice.random() < 0.5
+    if models.draft is None:
+        shape = pass_shape(target)
+        limits = EngineLimits(
+            trees=shape.trees, own_drafts=shape.own_drafts, server_drafts=server_drafts
+        )
+        target = cast(TargetModel, MoodyTarget(target, mood))
+    else:
+        drafter = MoodyServerDrafter(models.draft, mood)
+        limits = EngineLimits(
+            cache=CacheShape(blocks, 16), drafter=True, server_drafts=server_drafts
+        )
     verifier = Verifier(
         target, Limits(context_length=256), limits, read_constraint=READER.read, drafter=drafter
     )
@@ -199,7 +271,8 @@ async def play(
         await agent.close()
     await until(lambda: not (verifier.engine.sessions or verifier.engine.running))
     await verifier.stop()
-    drafter.close_all()
+    if drafter is not None:
+        drafter.close_all()
     return texts, verifier.engine
 
 
@@ -235,10 +308,13 @@ def cases_of(greedy: bool, texts: int) -> Iterator[list[Case]]:
         ]
 
 
-async def findings(models: tuple[TargetModel, DraftModel], greedy: bool, texts: int) -> list[str]:
+async def findings(models: Models, greedy: bool, texts: int) -> list[str]:
     dice, counts, found = random.Random(7), dict[str, Counter[str]](), list[str]()
     for cases in cases_of(greedy, texts):
-        expected = alone(models[0], cases[: AT_ONCE // 2]) + alone(models[0], cases[AT_ONCE // 2 :])
+        if models.draft is None:
+            cases = [(prompt, replace(params, constraint=None)) for prompt, params in cases]
+        half = AT_ONCE // 2
+        expected = alone(models.oracle, cases[:half]) + alone(models.oracle, cases[half:])
         for kind in KINDS:
             said, engine = await play(models, kind, dice, cases)
             for mine, theirs, case in zip(said, expected, cases, strict=True):
@@ -259,11 +335,16 @@ def main() -> int:
     """Steps and rows are made to seem cheap, so that all is drafted on any machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=1000, help="of each row")
+    parser.add_argument("--vllm", action="store_true", help="the target is vLLM, which speculates")
     args = parser.parse_args()
     target = load_target(SERVED)
-    drafter = load_server_drafter(SERVED, target)
-    assert isinstance(drafter, PackedDrafter)
-    models, cheap = (target, drafter._model), RoundTimes(1.0, 0.05, 0.0, 0.0, 512)
+    if args.vllm:
+        models = Models(target, load_target(ON_VLLM), None)
+    else:
+        drafter = load_server_drafter(SERVED, target)
+        assert isinstance(drafter, PackedDrafter)
+        models = Models(target, target, drafter._model)
+    cheap = RoundTimes(1.0, 0.05, 0.0, 0.0, 512)
     with (
         mock.patch.object(DraftTimes, "of", return_value=cheap),
         mock.patch.object(RowPriceKeeper, "least_chance", 0.02),
