@@ -25,40 +25,26 @@ from edgespec.verifier.targets.pass_requests import node_depths
 _KEPT_NODES_MAX = 64
 
 
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """A tree as attention sees it; parent -1 is the last token before it."""
-
-    depths: npt.NDArray[np.int64]
-    """[nodes]: 1 for a node that hangs on the last token."""
-    line: npt.NDArray[np.bool_]
-    """[nodes, nodes]: True where the second is the first itself or an ancestor of it."""
-    depth: int
+Indices = npt.NDArray[np.int64]
 
 
-def tree_shape(parents: tuple[int, ...]) -> TreeShape:
-    """The shape of a tree. Raises ``ValueError`` for a parent that does not come before its
-    node."""
-    return _kept(parents) if len(parents) <= _KEPT_NODES_MAX else _shape(parents)
+def tree_depths(parents: tuple[int, ...]) -> Indices:
+    """[nodes]: 1 for a node that hangs on the last token before the tree, whose parent is -1.
+    Raises ``ValueError`` for a parent that does not come before its node."""
+    return _kept(parents) if len(parents) <= _KEPT_NODES_MAX else _depths(parents)
 
 
 @lru_cache(maxsize=2048)
-def _kept(parents: tuple[int, ...]) -> TreeShape:
-    return _shape(parents)
+def _kept(parents: tuple[int, ...]) -> Indices:
+    return _depths(parents)
 
 
-def _shape(parents: tuple[int, ...]) -> TreeShape:
-    line = np.eye(len(parents), dtype=np.bool_)
+def _depths(parents: tuple[int, ...]) -> Indices:
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"node {node} hangs on {parent}, but must on -1 to {node - 1}")
-        if parent >= 0:
-            line[node] |= line[parent]
-    depths = node_depths(parents)
-    return TreeShape(np.array(depths, dtype=np.int64), line, max(depths, default=0))
+    return np.array(node_depths(parents), dtype=np.int64)
 
-
-Indices = npt.NDArray[np.int64]
 
 _columns = attrgetter(
     *("key", "cache_length", "feed", "tokens", "parents", "sample", "blocks", "node_scores")
@@ -77,7 +63,7 @@ class PassBatch(Sequence[PassRequest]):
     samples: tuple[bool, ...]
     tables: tuple[tuple[int, ...], ...]
     node_scores: tuple[bool, ...]
-    trees: tuple[TreeShape | None, ...]
+    depths: tuple[Indices | None, ...]
     """None for a request without nodes."""
     cached: Indices
     fed: Indices
@@ -104,7 +90,7 @@ class PassBatch(Sequence[PassRequest]):
             samples=samples,
             tables=tables,
             node_scores=node_scores,
-            trees=tuple([tree_shape(one) if one else None for one in parents])
+            depths=tuple([tree_depths(one) if one else None for one in parents])
             if has_nodes
             else (None,) * count,
             cached=np.array(cached, dtype=np.int64),
@@ -137,7 +123,7 @@ class PassBatch(Sequence[PassRequest]):
         if self.has_nodes:
             if list(map(len, self.parents)) != self.node_counts.tolist():
                 return False
-            lengths += np.fromiter([t.depth if t else 0 for t in self.trees], np.int64)
+            lengths += np.fromiter([0 if t is None else t.max() for t in self.depths], np.int64)
         return (
             len(set(self.keys)) == len(self.keys)
             and int(self.cached.min()) >= 0

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from edgespec.core.ports import PassRequest
 from edgespec.sampling.tensors import to_device
 from edgespec.verifier.targets.kv_pool import KeySlots, KvPool, Slots
-from edgespec.verifier.targets.pass_batch import Indices, PassBatch, TreeShape
+from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 from edgespec.verifier.targets.row_tiles import RowTiles
 
 
@@ -59,11 +59,6 @@ class BatchRows:
     """[rows]: key index of the row itself."""
     positions: Indices
 
-    @property
-    def trees(self) -> tuple[TreeShape | None, ...]:
-        """[sessions]: None for a request without nodes."""
-        return self.requests.trees
-
     @cached_property
     def single(self) -> bool:
         """Whether every session has one row."""
@@ -97,7 +92,7 @@ def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
         own_keys = np.arange(row_count) + np.repeat(batch.cached - first_rows, counts)
     positions = own_keys
     if batch.has_nodes:
-        depths = [tree.depths for tree in batch.trees if tree is not None]
+        depths = [one for one in batch.depths if one is not None]
         positions = own_keys.copy()
         is_node = own_keys >= np.repeat(bases, counts)
         positions[is_node] = np.repeat(bases - 1, batch.node_counts) + np.concatenate(depths)
@@ -121,7 +116,7 @@ def write_slots(rows: BatchRows) -> Slots:
     return rows.pool.tables.slots_of(tables, rows.own_keys)
 
 
-# How the rows of a pass attend: a backend (``grouped_``, ``canonical_``, ``paged_attention.py``)
+# How the rows of a pass attend: a backend (``canonical_attention.py``, ``paged_attention.py``)
 # lays a pass out once, and the layout is asked once a layer. All compute the same function,
 #
 #   out[row] = sum_k w_k value[k],   w = softmax over the seen k of cap(scale * query[row] . key[k])
@@ -142,14 +137,14 @@ class LayerAttention:
     sinks: torch.Tensor | None = None
     """[heads], in the units of the scaled scores."""
 
-    def capped(self, scores: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
+    def capped(self, scores: torch.Tensor, unit: float) -> torch.Tensor:
         """Scaled ``scores`` (times ``unit``) after the soft cap; changes them in place."""
         if self.soft_cap is None:
             return scores
         cap = self.soft_cap * unit
         return scores.div_(cap).tanh_().mul_(cap)
 
-    def sink_scores(self, kv_heads: int, unit: float = 1.0) -> torch.Tensor | None:
+    def sink_scores(self, kv_heads: int, unit: float) -> torch.Tensor | None:
         """float32 [kv_heads, heads per key head, 1, 1], times ``unit``; None without sinks."""
         if self.sinks is None:
             return None

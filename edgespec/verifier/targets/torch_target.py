@@ -2,7 +2,7 @@
 
 Life of a pass: check every request -> reserve blocks, all or nothing -> lay the rows out
 (``pass_plan.py``) -> one call of the model, whose attention reads and writes the pool
-(``grouped_attention.py`` or ``canonical_attention.py``) -> choose a token for every sampled row
+(``canonical_attention.py``, also in plain mode) -> choose a token for every sampled row
 (``sampling/tensors.py``). Canonical mode (``canonical_mode.py``), the default, makes the logits of
 a position the same to the last bit under every schedule. On a GPU attention is a kernel of ours
 (``paged_attention.py``), and small passes are repeated from recordings (``recorded_passes.py``).
@@ -37,7 +37,6 @@ from edgespec.verifier.targets.canonical_mode import (
     run_self_test,
     tree_logits,
 )
-from edgespec.verifier.targets.grouped_attention import GroupedAttention
 from edgespec.verifier.targets.kv_pool import (
     BLOCK_SIZE,
     KvPool,
@@ -52,12 +51,12 @@ from edgespec.verifier.targets.kv_pool import (
 from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
 from edgespec.verifier.targets.paged_attention import PagedAttention
-from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_shape
+from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_depths
 from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, lay_out, plan_pass
 from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
 from edgespec.verifier.targets.pipeline_stage import StageShare
 from edgespec.verifier.targets.recorded_passes import MEMORY_BYTES, RecordedPasses
-from edgespec.verifier.targets.row_tiles import RowTiles
+from edgespec.verifier.targets.row_tiles import SIZES, RowTiles
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +131,10 @@ class TorchTarget:
         self._counts = TextCountsCache(max_sessions)
         self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
-        self._attention: AttentionBackend = GroupedAttention()
+        self._attention: AttentionBackend = CanonicalAttention(RowTiles(attention_sizes=SIZES[2]))
         self._recorded: RecordedPasses | None = None
-        if loaded.device.type == "cuda":
-            # cuDNN makes a plan for every count of keys, which takes longer than the pass.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            if share is None:
-                self._attention = self._gpu_attention(loaded)
+        if loaded.device.type == "cuda" and share is None:
+            self._attention = self._gpu_attention(loaded)
         bearable = loaded.device.type == "cpu" or isinstance(self._attention, PagedAttention)
         if bearable if canonical is None else canonical:
             self._enter_canonical_mode(loaded, share, required=canonical is True)
@@ -288,7 +284,7 @@ class TorchTarget:
         )
 
     def _gpu_attention(self, loaded: LoadedModel) -> AttentionBackend:
-        """The paged kernel where Triton is installed and agrees with torch's attention."""
+        """The paged kernel where Triton is installed and agrees with what torch computes."""
         plain, size = self._attention, self.info.vocabulary_size
         try:
             from edgespec.verifier.targets.paged_kernel import attend  # needs Triton
@@ -375,7 +371,7 @@ class TorchTarget:
             return SampleBlock(request.key, params, ())
         positions = [length]
         if request.parents:
-            positions += (tree_shape(request.parents).depths + length).tolist()
+            positions += (tree_depths(request.parents) + length).tolist()
         before = counts.before(request.tokens, request.parents) if counts else None
         masks: Sequence[bytes | None] = ()
         if params.constraint is not None:
