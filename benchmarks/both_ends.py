@@ -65,7 +65,7 @@ from tests.adversarial import WrappedDrafter
 from tests.present import present
 from tests.shell.live_verifier import until
 from tests.shell.loopback import LoopbackTransport
-from tests.shell.test_bundled_pair import PROMPTS
+from tests.shell.test_end_to_end import PROMPTS
 
 AT_ONCE = 40
 SERVED = VerifierConfig(

@@ -1,5 +1,10 @@
-"""Shares of the target between credentials, budgets of streams and calls, and keys. Oracle: pass
-times as stated, formulas by hand; and that who cannot run keeps nobody else out."""
+"""Shares of the target between credentials, budgets of streams and calls, keys; and the blocks of
+the cache: who gives them up, and what their names depend on.
+
+Oracle: pass times as stated, formulas by hand; that who cannot run keeps nobody else out; for the
+rule of eviction the order of its text, scene by scene (who uses another's blocks stands in
+``engine_scripts/sharing``); of the account of blocks a plain dict that lists the owner of each.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier import traffic_budget as tb
+from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
+from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
+from edgespec.core.verifier.drafts import ExactRule, run_ahead_policy
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
-from tests.core.scenes import DECODE_S, PacedEngine
+from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.session_events import Attach, Detach, Offer, PassDone, RunPass
+from tests.core.scenes import DECODE_S, LIMITS, REQUEST, TEXT, PacedEngine
+from tests.core.scenes import MODEL as FIXED
 
 SESSION_S = 0.001
 MANY = EngineLimits(max_sessions=512)
@@ -240,7 +254,7 @@ def test_an_idle_verifier_leaves_nobody_waiting_who_could_run(seed: int) -> None
         assert paced.engine.running or not could_run(paced.engine)
 
 
-LIMITS = tb.UplinkLimits()
+UPLINK = tb.UplinkLimits()
 
 
 # Commits of one token go out all the while: none, one every 30 ms, one every 3 ms.
@@ -250,7 +264,7 @@ LIMITS = tb.UplinkLimits()
 def test_a_stream_that_sends_in_a_loop_is_read_at_its_rate(
     commit_every_s: float, rate: float
 ) -> None:
-    alone = replace(LIMITS, total_message_rate=1e9, total_burst=1e9)
+    alone = replace(UPLINK, total_message_rate=1e9, total_burst=1e9)
     budget = tb.UplinkBudget(alone, 0.0).open(0.0)
     now, commit_at, read = 0.0, commit_every_s, 0
     while now < 20.0:
@@ -269,7 +283,7 @@ def test_a_device_with_steps_of_a_millisecond_is_never_slowed(
 ) -> None:
     """It sends a message each millisecond until nothing more is worth drafting: a tree of 14 steps
     after a miss, and one for each token the text moved; and acknowledges every commit."""
-    budget = tb.UplinkBudget(LIMITS, 0.0).open(0.0)
+    budget = tb.UplinkBudget(UPLINK, 0.0).open(0.0)
     now = 0.0
     for _ in range(600):
         steps = min(round(pass_s * 1000) - 1, 14 + tokens_a_pass)
@@ -283,7 +297,7 @@ def test_a_device_with_steps_of_a_millisecond_is_never_slowed(
 @pytest.mark.parametrize(("streams", "rate"), [(10, 2_000), (100, 100 * 100)])
 def test_the_busy_streams_pay_for_the_total_and_the_quiet_do_not(streams: int, rate: int) -> None:
     """They send what they earn, some 700 messages a second each."""
-    shared = tb.UplinkBudget(LIMITS, 0.0)
+    shared = tb.UplinkBudget(UPLINK, 0.0)
     busy = [shared.open(0.0) for _ in range(streams)]
     next_at = [0.0] * streams
     quiet, read = shared.open(0.0), 0
@@ -358,9 +372,9 @@ def test_a_payer_is_read_at_its_share_over_any_number_of_streams_old_or_new() ->
 
 
 def test_an_address_may_be_a_whole_site() -> None:
-    limits = tb.without_keys(LIMITS)
+    limits = tb.without_keys(UPLINK)
     assert limits.shares.least_rate == limits.shares.rate == 1_000.0
-    assert tb.without_keys(replace(LIMITS, address_rate=1.0)) == replace(LIMITS, address_rate=1.0)
+    assert tb.without_keys(replace(UPLINK, address_rate=1.0)) == replace(UPLINK, address_rate=1.0)
     shared = tb.UplinkBudget(limits, 0.0)
     site = [shared.open(0.0, "site") for _ in range(100)]
     floods = [shared.open(0.0, f"flood {number}") for number in range(16)]
@@ -419,3 +433,146 @@ def test_what_cannot_be_a_ring_is_refused_with_the_reason() -> None:
         KeyRing({"a": (digest("k"), Credential("b"))})
     with pytest.raises(ValueError, match=f"{MAX_KEYS + 1} keys, but at most {MAX_KEYS}"):
         ring(**{f"n{number}": f"k{number}" for number in range(MAX_KEYS + 1)})
+
+
+# --- blocks of the cache --------------------------------------------------------------------------
+
+
+SIZE = 4
+SYSTEM = (1, 2, 3, 4, 6, 7, 8, 9)
+"""Two blocks."""
+
+
+def test_every_block_has_one_owner_and_none_is_lost() -> None:
+    rng = random.Random(0)
+    ledger = BlockLedger(CacheShape(12, 4))
+    owner: dict[int, str] = {}
+    lengths = {key: 0 for key in "abc"}
+    for _ in range(3000):
+        key = rng.choice("abc")
+        length = rng.randrange(0, 30)
+        mine = [block for block in ledger.table(key)]
+        match rng.randrange(3):
+            case 0:
+                fits = -(-length // 4) - len(mine) <= 12 - len(owner)
+                assert ledger.reserve(key, length) is fits
+                if fits:
+                    lengths[key] = max(length, lengths[key])
+                    assert ledger.table(key)[: len(mine)] == tuple(mine)
+            case 1:
+                ledger.trim(key, length)
+                lengths[key] = min(length, lengths[key])
+                assert ledger.table(key) == tuple(mine[: -(-length // 4)])
+            case _:
+                assert ledger.release(key) == len(mine)
+                lengths[key] = 0
+        owner = {block: key for key in "abc" for block in ledger.table(key)}
+        held = sum(ledger.held(key) for key in "abc")
+        assert len(owner) == held == 12 - ledger.free_count
+        assert set(owner) <= set(range(1, 13))
+        assert all(ledger.held(key) * 4 >= lengths[key] for key in "abc")
+
+
+def _world(
+    *prompts: int, blocks: int, share: bool = False
+) -> tuple[CacheKeeper, BlockLedger, dict[str, VerifySession]]:
+    """Sessions a, b, ... with prompts of so many tokens, all the same one, opened in this order,
+    and after a pass of each that has room."""
+    sessions: dict[str, VerifySession] = {}
+    wanted = replace(REQUEST, sampling=SamplingParams(max_tokens=50), run_ahead=RunAhead.ALWAYS)
+    ledger = BlockLedger(CacheShape(blocks, SIZE))
+    keeper = CacheKeeper(ledger, sessions, (lambda key: "") if share else None)
+    for key, length in zip("abcdef", prompts, strict=False):
+        request = replace(wanted, session_id=key, prompt=(1,) * length)
+        run_ahead = run_ahead_policy(RunAhead.ALWAYS)
+        sessions[key] = VerifySession(request, FIXED, LIMITS, ExactRule(), run_ahead, 0.0)
+        sessions[key].handle(Attach(request), 0.0)
+    for key, session in sessions.items():
+        if rows := keeper.rows_for(key, 100, (), 0, 0.0):
+            [run] = session.handle(Offer(rows, 0.02), 0.0)
+            assert isinstance(run, RunPass)
+            keeper.reserve(key, session.prefix.length)
+            session.handle(PassDone((TEXT[5],)), 0.0)
+            keeper.settle(run.request, session.prefix.length)
+    return keeper, ledger, sessions
+
+
+def test_nobody_enters_before_one_who_came_earlier() -> None:
+    keeper, _, sessions = _world(4, 16, 1, blocks=4)
+    assert sessions["a"].cache_length
+    assert keeper.rows_for("b", 100, (), 0, 0.0) == 0
+    assert keeper.rows_for("c", 100, (), 0, 0.0) == 0  # would fit, but b waits
+    sessions["b"].handle(Detach(), 1.0)
+    assert keeper.rows_for("c", 100, (), 0, 1.0) > 0
+
+
+def test_the_gone_lose_their_blocks_first_then_those_who_wait_then_the_newest() -> None:
+    keeper, _, sessions = _world(4, 4, 4, 4, 4, blocks=5)
+    sessions["b"].device.unread_since = 0.5
+    sessions["c"].handle(Detach(), 2.0)
+    sessions["d"].handle(Detach(), 1.0)
+    for length in (4, 8, 12, 16):  # at each step the oldest needs one more block
+        sessions["a"].cache_length = length
+        assert keeper.rows_for("a", 1, (), 0, 3.0) == 1
+        keeper.reserve("a", length + 1)
+    assert keeper.evicted == ["d", "c", "b", "e"]
+    assert [sessions[key].cache_length for key in "bcde"] == [0, 0, 0, 0]
+    sessions["a"].cache_length = 20
+    assert keeper.rows_for("a", 1, (), 0, 3.0) == 0  # nobody is left
+
+
+def test_guesses_cost_nobody_a_block() -> None:
+    keeper, _, _ = _world(4, 4, blocks=4)
+    assert keeper.rows_for("a", 100, (), 0, 1.0) == 8  # the two free blocks
+    assert keeper.rows_for("a", 100, (), 1, 1.0) == 4  # one is left to who may still join
+    assert keeper.evictions == 0
+
+
+def test_an_eviction_frees_only_what_nobody_else_holds() -> None:
+    keeper, ledger, sessions = _world(9, 9, 9, blocks=6, share=True)
+    assert [ledger.held(key) for key in "abc"] == [3, 3, 3]
+    assert ledger.free_count == 1  # two blocks are everybody's
+    sessions["a"].cache_length = 12
+    assert keeper.rows_for("a", 8, (), 0, 1.0) == 4
+    assert ledger.reserve("a", 16)
+    ledger.trim("c", 8)
+    assert ledger.reserve("a", 20)  # by what c has let go
+    assert not keeper._make_room("a", 25, (), 1.0)  # two more are not to be had from anybody
+    assert keeper.evicted == []
+    assert keeper._make_room("a", 24, (), 1.0)
+    assert keeper.evicted == ["b"]  # and not c, which is newer but has nothing of its own
+    assert sessions["c"].cache_length > 0
+
+
+def test_a_shared_block_cannot_be_written_and_one_with_two_holders_not_published() -> None:
+    keeper, _, sessions = _world(9, blocks=6, share=True)
+    sessions["a"].cache_length = 7  # behind what is published
+    with pytest.raises(AssertionError, match="a shared block would be written"):
+        keeper.reserve("a", 12)
+    ledger = BlockLedger(CacheShape(4, SIZE))
+    assert ledger.reserve("a", 8)
+    ledger.publish("a", 0, b"0")
+    ledger.adopt("b", 0, ledger.table("a")[:1])
+    ledger.withdraw("a")
+    with pytest.raises(AssertionError, match="2 holders"):
+        ledger.publish("b", 0, b"0")
+
+
+def test_names_depend_on_owner_and_on_every_token_before() -> None:
+    def names(*tokens: int, owner: str = "") -> list[bytes]:
+        made = BlockNames(CommittedPrefix(tokens), SIZE, owner)
+        return [made.name(place) for place in range(len(tokens) // SIZE)]
+
+    first = names(*SYSTEM)
+    assert names(*SYSTEM, 10) == first
+    assert len({*first, *names(*SYSTEM, owner="x"), *names(*SYSTEM, owner="y")}) == 6
+    for place in range(8):
+        changed = list(SYSTEM)
+        changed[place] += 1
+        same = [a == b for a, b in zip(names(*changed), first, strict=True)]
+        assert same == [place >= SIZE, False]
+    grown = CommittedPrefix(SYSTEM[:5])
+    lazy = BlockNames(grown, SIZE, "")
+    assert lazy.name(0) == first[0]
+    grown.extend(SYSTEM[5:])
+    assert lazy.name(1) == first[1]

@@ -18,14 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.present import present
-
-pytest.importorskip("torch")
-pytest.importorskip("onnx")
-
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,6 +41,7 @@ from edgespec.training.distill import (
 )
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 from edgespec.training.texts import SHORTEST, HeldBack, Text, read_pieces, split, write
+from tests.present import present
 from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
 from tools.train_pair import beginnings

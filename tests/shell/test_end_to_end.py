@@ -1,32 +1,45 @@
-"""Agent and verifier over real gRPC on this machine.
+"""Agent and verifier over real gRPC on this machine; the Python API against the real daemon; and
+real models: the shipped pair, whose draft is worth shipping, a checkpoint, which is exported first.
 
 Oracle: the toy model's text by the scalar specification, one token after the other. Whatever
-drafts, whatever the policy, the link or a fault do, the stream is that text.
+drafts, whatever the policy, the link or a fault do, the stream is that text. Of models by name: an
+adapter is another toy model, so its text is that one's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+import edgespec
 from edgespec.config import AgentConfig, DraftSection, PolicyName, PolicySection, VerifierConfig
+from edgespec.config.common import SetupError
 from edgespec.core.device.link_keeper import ReconnectPolicy
+from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import Fault, FaultCode, FinishReason, Open, Opened, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Agent, AgentOptions, Chunk, GenerationError
-from edgespec.device.build import build_agent, connect
+from edgespec.device.build import build_agent, connect, load_drafter, with_port
 from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.models.folders import Role, resolve_model
+from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.build import load_target
 from edgespec.wire.codec import encode_uplink
 from tests.present import present
-from tests.shell.live_verifier import GatedTarget, own_port, serving, toy_text
+from tests.shell.fake_vllm import adapted_toy
+from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
+from tests.shell.scripted_verifier import loopback, streaming
+from tests.shell.tiny_checkpoints import write_checkpoint
 
 PROMPT = "the quick brown fox"
 IDS = ToyTokenizer().encode(PROMPT)
@@ -173,3 +186,219 @@ async def test_no_secret_and_no_whole_session_id_is_logged(
         await transport.close()
     assert session_id not in caplog.text
     assert "hush" not in caplog.text
+
+
+# --- the Python API as a user meets it ------------------------------------------------------------
+
+
+STORY = "once upon a time"
+PARAMS = edgespec.SamplingParams(max_tokens=32, temperature=0.7, seed=3)
+EXPECTED = ToyTokenizer().decode(toy_text(ToyTokenizer().encode(STORY), PARAMS))
+
+
+def test_every_public_name_is_there() -> None:
+    for name in edgespec.__all__:
+        assert getattr(edgespec, name) is not None
+    assert set(edgespec.__all__) <= set(dir(edgespec))
+    with pytest.raises(AttributeError, match="no attribute 'agent_'"):
+        edgespec.agent_  # noqa: B018 # the access is the test
+
+
+async def test_async_session(address: str) -> None:
+    text = ""
+    async with edgespec.connect(address, draft="toy") as agent:
+        async for chunk in agent.generate(STORY, PARAMS):
+            text += chunk.text
+    assert text == EXPECTED
+
+
+def test_sync_session(address: str) -> None:
+    with edgespec.SyncAgent(address, draft="toy", policy="fixed", gamma=3) as agent:
+        for _ in range(2):
+            assert "".join(chunk.text for chunk in agent.generate(STORY, PARAMS)) == EXPECTED
+        assert present(agent.stats).counters.committed == PARAMS.max_tokens
+
+
+def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
+    with edgespec.SyncAgent(address, draft="toy") as agent:
+        for chunk in agent.generate(STORY, edgespec.SamplingParams(max_tokens=3000)):
+            assert chunk.text is not None
+            break
+        assert "".join(chunk.text for chunk in agent.generate(STORY, PARAMS)) == EXPECTED
+        agent.close()
+        agent.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            next(iter(agent.generate(STORY, PARAMS)))
+
+
+class Slow:
+    """A transport that never connects, and takes its time to let go."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.inner = loopback(streaming([1]))
+        self.info, self.close = self.inner.info, self.inner.close
+
+    async def connect(self) -> DeviceStream:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(1000):
+                await asyncio.sleep(0)
+        raise AssertionError
+
+
+def test_a_ctrl_c_while_a_sync_caller_waits_is_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, text, wait = Slow(), ToyTokenizer(), Future.result
+
+    def interrupted(future: Future[object], timeout: float | None = None) -> object:
+        monkeypatch.setattr(Future, "result", wait)
+        assert slow.asked.wait(60.0)
+        raise KeyboardInterrupt
+
+    with edgespec.SyncAgent.of(Agent(slow, None, text.encode, text.stream)) as agent:
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(agent.generate(STORY, PARAMS)))
+
+
+def test_bad_settings_are_named() -> None:
+    for kind in (edgespec.connect, edgespec.SyncAgent):
+        with pytest.raises(ValueError, match=r"policy\.name is 'eagle', but must be one of"):
+            kind("127.0.0.1:1", draft="toy", policy="eagle")
+        with pytest.raises(ValueError, match="neither 'bundled', nor a folder"):
+            kind("127.0.0.1:1", draft="no/such/folder")
+
+
+TEXT = ToyTokenizer()
+SQL = replace(TOY_MODEL, order=2)
+STORY_PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
+STORY_IDS = TEXT.encode(STORY)
+OWN, IN_SQL = (
+    TEXT.decode(toy_text(STORY_IDS, STORY_PARAMS)),
+    TEXT.decode(toy_text(STORY_IDS, STORY_PARAMS, SQL)),
+)
+WITHIN_S = 120.0
+
+
+async def text(agent: Agent, model: str = "") -> str:
+    return "".join([chunk.text async for chunk in agent.generate(STORY, STORY_PARAMS, model=model)])
+
+
+async def test_one_agent_takes_a_model_for_each_text() -> None:
+    async with serving(adapted_toy({"sql": SQL})) as (address, _):
+        async with edgespec.connect(address, draft="toy") as agent:
+            assert [one.name for one in await agent.models()] == ["toy", "sql"]
+            names = ["", "sql", "toy", "sql", ""]
+            found = await asyncio.gather(*(text(agent, name) for name in names))
+            assert found == [IN_SQL if name == "sql" else OWN for name in names]
+            with pytest.raises(edgespec.GenerationError, match="serves 'toy', 'sql'") as caught:
+                await text(agent, "sequel")
+            assert caught.value.code is FaultCode.UNKNOWN_MODEL
+            with pytest.raises(ValueError, match=r"model is 'xxxx.*at most 256 bytes"):
+                await text(agent, "x" * 257)
+            with pytest.raises(TypeError, match="model is int, but must be text"):
+                await text(agent, 7)  # type: ignore[arg-type] # the test
+        async with edgespec.connect(address, draft="none", model="sql") as agent:
+            assert [await text(agent), await text(agent, "toy")] == [IN_SQL, OWN]
+
+
+async def test_who_serves_what_is_told_by_those_that_answer() -> None:
+    with nobody() as away:
+        async with serving(adapted_toy({"sql": SQL})) as (address, _):
+            async with edgespec.connect([away, address], draft="toy") as agent:
+                assert [one.name for one in await agent.models()] == ["toy", "sql"]
+        for addresses in (away, [away, away.replace("127.0.0.1", "localhost")]):
+            async with edgespec.connect(addresses, draft="toy") as agent:
+                with pytest.raises(edgespec.GenerationError, match="no verifier answers: "):
+                    await agent.models()
+
+
+# --- real models behind the composition root ------------------------------------------------------
+
+
+PROMPTS = (
+    "Once upon a time there was a",
+    "def read_lines(path):\n",
+    "<|user|>A farmer has 12 hens and buys 7 more. How many hens are there?<|assistant|>",
+    "The parser reads the file and",
+)
+PAIR_GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
+PAIR_SAMPLED = SamplingParams(
+    temperature=0.7,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.1,
+    seed=5,
+    max_tokens=24,
+    ignore_eos=True,
+)
+DRAFTS = ("none", "bundled")
+# The verifier waits for drafts, so that there are some to accept on any machine.
+WAITING = PolicySection(run_ahead=RunAhead.NEVER)
+
+
+async def test_the_text_is_the_targets_own_whatever_drafts() -> None:
+    """Oracles: what it says without a draft, and transformers' greedy text. Of that text the draft
+    is right at 65 positions in 100 at least, and the random one by chance alone."""
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve_model("bundled", Role.TARGET)
+    tokenizer = TextTokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    texts: dict[str, list[list[int]]] = {}
+    config = VerifierConfig(model="bundled", port=0, server_drafts=False)
+    async with serving(load_target(config), config=config) as (address, _):
+        for draft in DRAFTS:
+            device = AgentConfig(address, draft=DraftSection(draft), policy=WAITING)
+            async with build_agent(device) as agent:
+                texts[draft] = [
+                    [t async for chunk in agent.generate(prompt, params) for t in chunk.tokens]
+                    for prompt in PROMPTS
+                    for params in (PAIR_GREEDY, PAIR_SAMPLED)
+                ]
+                assert agent.stats is not None
+                assert agent.stats.counters.draft_failure == ""
+                assert (agent.stats.counters.sent > 0) == (draft != "none")
+    assert all(texts[draft] == texts["none"] for draft in DRAFTS)
+    for prompt, text in zip(PROMPTS, texts["none"][::2], strict=True):
+        ids = model.dummy_inputs["input_ids"].new_tensor([tokenizer.encode(prompt)])
+        said = model.generate(
+            ids, do_sample=False, repetition_penalty=1.0, max_new_tokens=48, eos_token_id=None
+        )
+        assert said[0, ids.shape[1] :].tolist() == text
+    for draft, least, most in (("bundled", 0.65, 1.0), ("random", 0.0, 0.02)):
+        drafter = present(load_drafter(AgentConfig(draft=DraftSection(draft))))
+        hits = 0
+        for prompt, text in zip(PROMPTS, texts["none"][::2], strict=True):
+            feed, keep = tokenizer.encode(prompt), 0
+            drafter.begin(len(feed), PAIR_GREEDY)
+            for token in text:
+                hits += drafter.step(keep, feed, 1)[0].token == token
+                keep, feed = keep + len(feed), [token]
+        assert least <= hits / (48 * len(PROMPTS)) <= most
+        drafter.close()
+
+
+def test_cut_off_weights_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises((SetupError, OSError, ValueError), match="cut"):
+        load_target(VerifierConfig(model=str(folder), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("address", "whole"),
+    [
+        ("host", "host:7420"),
+        ("host:1", "host:1"),
+        ("[::1]", "[::1]:7420"),
+        ("[::1]:2", "[::1]:2"),
+        ("unix:verifier.sock", "unix:verifier.sock"),
+    ],
+)
+def test_an_address_without_a_port_gets_the_default_one(address: str, whole: str) -> None:
+    assert with_port(address) == whole

@@ -22,11 +22,6 @@ from typing import Any
 
 import psutil
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("ml_dtypes")
-
 import torch
 from safetensors import safe_open
 

@@ -14,12 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.present import present
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import torch
 
 from edgespec.config import AgentConfig, DraftSection, PacingSection, VerifierConfig
@@ -43,6 +37,7 @@ from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
 from tests.core.token_grammars import Automaton
+from tests.present import present
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint
 from tests.shell.torch_schedules import GREEDY, SAMPLINGS, recorded, torch_target

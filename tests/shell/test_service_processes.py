@@ -1,8 +1,8 @@
-"""The daemon as an operator meets it: reload by SIGHUP, drain by SIGTERM, refusals at its start,
-reloads and drains that go wrong, and a small run of ``benchmarks/service_drill.py``.
+"""The daemons as an operator meets them: reload by SIGHUP, drain by SIGTERM, refusals at their
+start, reloads and drains that go wrong, and small runs of the benchmarks that attack a verifier.
 
 Oracle: the toy's text, of devices that the operation is not about; what the processes say of it;
-the next reload is heard, the drain goes on; of the drill the script's own findings.
+the next reload is heard, the drain goes on; of a benchmark the script's own findings.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from edgespec.cli.verifier import ServiceManager, _drain, _reload_whenever
 from edgespec.config import ConfigError
@@ -40,7 +42,7 @@ from edgespec.models.toy import ToyTokenizer
 from edgespec.wire.access import KeyFile, ServerAccess, load_keys, save_keys
 from tests.present import present
 from tests.shell.guarded import PROMPT, device_config, keys_in, verifier_config
-from tests.shell.live_verifier import daemon, python, toy_text
+from tests.shell.live_verifier import call, daemon, python, ready, start, toy_text
 from tests.shell.pki import Pki
 
 WITHIN_S = 120
@@ -329,3 +331,82 @@ def test_whatever_both_ends_draft_no_text_differs() -> None:
     done = python("benchmarks/both_ends.py", "--texts", "16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "160 texts, none differs" in done.stdout
+
+
+# --- ``edgespec serve``: what it says at first, how it stops --------------------------------------
+
+
+SOON_S = 60
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+SERVED = ("--draft", "toy", "--port", "0")
+
+
+@contextlib.contextmanager
+def endpoint(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The real process; yields its URL."""
+    with ready(start("serve", *SERVED, *options), r"ready on (http://\S+)/v1") as found:
+        yield found
+
+
+def curl(*arguments: str) -> Any:
+    done = subprocess.run(
+        ["curl", "-sN", "--max-time", "30", *arguments], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+@needs_curl
+def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
+    with daemon() as (address, _), endpoint("--verifier", address) as (url, process):
+        lines = [present(process.stderr).readline() for _ in range(6)]
+        words = [line.split()[0] for line in lines]
+        assert words == ["draft", "verifier", "memory", "clients", "see:", "try:"]
+        assert f"{address}: serves toy, context 4096" in lines[1]
+        done = subprocess.run(
+            ["bash", "-c", lines[5].partition("try: ")[2].replace("curl ", "curl -s ")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        answer = json.loads(done.stdout)
+        tokens = ToyTokenizer().encode("Hello! ")
+        expected = ToyTokenizer().decode(toy_text(tokens, SamplingParams(max_tokens=64)))
+        assert answer["choices"][0]["message"]["content"] == expected
+        assert curl(f"{url}/health")["status"] == "ok"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SOON_S) == 0
+
+
+@needs_curl
+@pytest.mark.slow
+def test_sigterm_lets_a_stream_end_and_then_tells_it() -> None:
+    with daemon("--pass-ms", "50") as (address, _):
+        with endpoint("--verifier", address, "--set", "endpoint.drain_s=0.2") as (url, process):
+            body = {"prompt": "abc", "max_tokens": 4000, "stream": True, "ignore_eos": True}
+            asking = subprocess.Popen(
+                ["curl", "-sN", f"{url}/v1/completions", "-d", json.dumps(body)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            with asking:
+                assert asking.stdout is not None
+                assert asking.stdout.readline().startswith("data: {")
+                process.send_signal(signal.SIGTERM)
+                rest = asking.stdout.read()
+            assert '"code":"shutting_down"' in rest.splitlines()[-2]
+            assert process.wait(SOON_S) == 0
+            said = present(process.stderr).read()
+            assert "stopping: 1 requests may go on for 0.2 s" in said
+            assert "Traceback" not in said
+
+
+def test_flags_are_settings_of_the_endpoint() -> None:
+    given = ("--port", 9, "--allow-origin", "https://a.example", "--set", "endpoint.insecure=true")
+    most = ("--set", "endpoint.default_max_tokens=7")
+    first = call("serve", *given, *most, "--help-all").stdout
+    shown = yaml.safe_load(first)
+    assert shown["endpoint"]["port"] == 9
+    assert shown["endpoint"]["allow_origins"] == ["https://a.example"]
+    assert (shown["endpoint"]["insecure"], shown["insecure"]) == (True, False)
+    assert shown["endpoint"]["default_max_tokens"] == 7
+    assert call("serve", "--set", "insecure=true", "--help-all").stdout.count("insecure: true") == 1

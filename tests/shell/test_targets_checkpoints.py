@@ -17,12 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -360,7 +356,6 @@ def test_gpt_oss_with_4_bit_floats_is_served_as_ordinary_weights(tmp_path: Path)
 
 
 def test_8_bit_floats_are_served_as_ordinary_weights(folder: Path) -> None:
-    pytest.importorskip("accelerate")
     holds = torch_target(folder).canonical  # not on every machine, with these shapes
 
     def change(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

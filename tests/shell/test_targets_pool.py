@@ -14,12 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from tests.present import present
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,6 +37,7 @@ from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.toy import ToyTarget
+from tests.present import present
 from tests.shell.live_verifier import toy_text
 from tests.shell.tiny_checkpoints import write_checkpoint
 from tests.shell.torch_schedules import GREEDY, decode_beside, random_tree, torch_target

@@ -22,9 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from safetensors.numpy import save_file
 
