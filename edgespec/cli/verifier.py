@@ -139,7 +139,6 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
             access=access,
             watch=watching.watch,
         )
-        _fail_with_stages(target, verifier)
         if config.model != TOY:  # whose few words are no work
             await asyncio.to_thread(verifier.get_ready)
         await server.start()
@@ -164,19 +163,6 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
         await server.stop(_STREAMS_END_WITHIN_S)
         alive.cancel()
     return verifier.why_broken
-
-
-def _fail_with_stages(target: TargetModel, verifier: Verifier) -> None:
-    """A target over several processes that loses one ends the verifier, also between passes."""
-    loop = asyncio.get_running_loop()
-
-    def lost(why: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended before
-            loop.call_soon_threadsafe(verifier.fail, why)
-
-    when_lost = getattr(getattr(target, "inner", target), "when_lost", None)
-    if when_lost is not None:
-        when_lost(lost)
 
 
 def _collect_less_often() -> None:

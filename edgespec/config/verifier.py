@@ -32,25 +32,6 @@ class PacingSection(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineSection:
-    """Experimental: lay the layers of one model on several processes, one behind another."""
-
-    stages: int = limited(1, 1, 64)
-    """Processes; at most the model's layers."""
-    delay_ms: float = limited(0.0, 0.0, common.MINUTE_MS)
-    """Added to each link between two of them, one way, for trials."""
-    pass_within_s: float = limited(300.0, 1.0, 86_400.0)
-    """A pass that takes longer hangs: the verifier ends, and its devices resume elsewhere."""
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.delay_ms > 0.0 and self.stages == 1:
-            raise ValueError(
-                f"delay_ms is {self.delay_ms:g}, but there is no link to delay: stages is 1"
-            )
-
-
-@dataclass(frozen=True, slots=True)
 class LimitsSection:
     """Bounds a verifier enforces (``Limits`` and ``EngineLimits``)."""
 
@@ -133,7 +114,6 @@ class VerifierConfig:
     """Make bits that do not depend on the schedule. null is on where that holds."""
     threads: int | None = limited(None, 1, 1024)
     """Threads of the model in plain mode. null is torch's choice."""
-    pipeline: PipelineSection = field(default_factory=PipelineSection)
     max_model_len: int | None = limited(None, 2, 1 << 20)
     """Tokens of prompt and output together. null is the model's own context."""
     server_drafts: bool = True
@@ -179,12 +159,6 @@ class VerifierConfig:
             )
 
     def _check_engine(self) -> None:
-        if self.pipeline.stages > 1:
-            stages = f"pipeline.stages is {self.pipeline.stages}"
-            if self.engine != NATIVE:
-                raise ValueError(f"{stages}, but only the native engine has stages: leave it at 1")
-            if self.model == "toy":
-                raise ValueError(f"{stages}, but the toy model has no layers: leave it at 1")
         if self.engine == NATIVE:
             if self.engine_flags:
                 raise ValueError(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -244,11 +243,7 @@ def _draft_folder(config: VerifierConfig) -> Path:
 def _draft_memory(config: VerifierConfig) -> DraftMemory:
     from edgespec.verifier.targets.loading import draft_memory
 
-    return draft_memory(str(_draft_folder(config)), config.dtype, _draft_device(config))
-
-
-def _draft_device(config: VerifierConfig) -> str:
-    return "cpu" if config.pipeline.stages > 1 else config.device
+    return draft_memory(str(_draft_folder(config)), config.dtype, config.device)
 
 
 def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter:
@@ -257,7 +252,7 @@ def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafte
     from edgespec.verifier.targets.torch_target import TorchTarget
 
     assert target.cache is not None, "an engine without a cache to give out has its own drafter"
-    folder, device, tokens = _draft_folder(config), _draft_device(config), target.cache.tokens
+    folder, device, tokens = _draft_folder(config), config.device, target.cache.tokens
     info = folders.model_info(folder)
     check_draft_fits(_draft_memory(config), tokens, device, machine_memory)
     model = _loaded(
@@ -285,7 +280,7 @@ def _loaded(load: Callable[..., _Model], folder: Path, **options: object) -> _Mo
         return load(str(folder), **options)
     except (ValueError, OSError):
         raise
-    except Exception as error:  # the stages, safetensors and torch have exceptions of their own
+    except Exception as error:  # safetensors and torch have exceptions of their own
         raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
 
 
@@ -298,20 +293,11 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     if config.canonical is not False:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
-        from edgespec.verifier.targets.pipeline import pipeline_target
         from edgespec.verifier.targets.torch_target import TorchTarget
-    load: Callable[..., TargetModel] = TorchTarget
-    if (pipeline := config.pipeline).stages > 1:
-        load = partial(
-            pipeline_target,
-            stages=pipeline.stages,
-            delay_ms=pipeline.delay_ms,
-            pass_within_s=pipeline.pass_within_s,
-        )
     sized_by_memory = config.limits.kv_budget or config.limits.gpu_memory_utilization is not None
     draft = _draft_memory(config) if config.draft and sized_by_memory else None
     return _loaded(
-        load,
+        TorchTarget,
         folder,
         name=model_name(config),
         vocabulary=info.vocabulary,

@@ -12,7 +12,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from edgespec.core.ports import PassRequest, PassResult, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.verifier.targets.kv_pool import BLOCK_SIZE
-from edgespec.verifier.targets.pipeline import pipeline_target
 from edgespec.verifier.targets.torch_target import TorchTarget
 
 GREEDY = SamplingParams()
@@ -48,12 +46,9 @@ class Recorder:
     """A target whose every pass leaves its logits in ``logits``; canonical unless ``options`` say
     otherwise."""
 
-    def __init__(self, folder: Path, dtype: str = "float32", stages: int = 1, **options: Any):
-        load: Callable[..., TorchTarget] = TorchTarget
-        if stages > 1:
-            load = partial(pipeline_target, stages=stages)
+    def __init__(self, folder: Path, dtype: str = "float32", **options: Any):
         settings = {"device": "cpu", "max_cached_tokens": 8192, "canonical": True, **options}
-        self.target = load(str(folder), name="tiny", vocabulary="v", dtype=dtype, **settings)
+        self.target = TorchTarget(str(folder), name="tiny", vocabulary="v", dtype=dtype, **settings)
         self.vocabulary_size = self.target.info.vocabulary_size
         self._recorded = recorded(self.target)
 

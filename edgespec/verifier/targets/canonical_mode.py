@@ -244,32 +244,27 @@ def find_canonical_mode(
     *,
     row_by_row: bool,
     paged: bool = False,
-    agreed: Callable[[bool], bool] = bool,
 ) -> CanonicalMode:
     """Install and return the cheapest way of computing that holds for ``loaded``; when nothing
     holds, the model has plain weights. ``self_test`` runs whole passes with the tiles it is given.
-    The caller has set one thread. ``paged``: attention is a GPU's. ``agreed`` says whether what
-    holds here holds on every stage."""
+    The caller has set one thread. ``paged``: attention is a GPU's."""
     failures: list[str] = []
-    other = _other_products(loaded)
-    if not agreed(not other):
-        what = other or "what another stage holds"
+    if other := _other_products(loaded):
         unpack_model(loaded.model)
-        return CanonicalMode(None, (f"{what} is no plain matrix product whose rows can be tiled",))
+        return CanonicalMode(None, (f"{other} is no plain matrix product whose rows can be tiled",))
     if paged:
-        found = _first_that_holds(loaded, self_test, GPU_BASES[:1], agreed, failures)
+        found = _first_that_holds(loaded, self_test, GPU_BASES[:1], failures)
         return CanonicalMode(found, tuple(failures))
     found = None
-    # Asked of all stages, for some may have packed nothing.
-    if not agreed(not is_packed(loaded.model)):
+    if is_packed(loaded.model):
         bases = (max(2, quick_rows()), *TILE_BASES)  # 1 row takes no less time than 2
-        found = _first_that_holds(loaded, self_test, bases, agreed, failures)
+        found = _first_that_holds(loaded, self_test, bases, failures)
         if found is None:
             unpack_model(loaded.model)
     if found is None:
-        found = _first_that_holds(loaded, self_test, TILE_BASES, agreed, failures)
+        found = _first_that_holds(loaded, self_test, TILE_BASES, failures)
     if found is None and row_by_row:
-        found = _first_that_holds(loaded, self_test, (ROW_BY_ROW,), agreed, failures)
+        found = _first_that_holds(loaded, self_test, (ROW_BY_ROW,), failures)
     return CanonicalMode(found, tuple(failures))
 
 
@@ -277,23 +272,18 @@ def _first_that_holds(
     loaded: LoadedModel,
     self_test: Callable[[RowTiles], str],
     bases: Sequence[int],
-    agreed: Callable[[bool], bool],
     failures: list[str],
 ) -> RowTiles | None:
     """Of ``bases``, in their order; installed. What does not hold is added to ``failures``."""
     for base in bases:
         with torch.inference_mode():
             tiles = _try_products(loaded, base, failures)
-        if not agreed(tiles is not None) or tiles is None:
-            if tiles is not None:
-                remove(_linear_layers(loaded))
-                failures.append(f"{tiles}: another stage's products give equal rows different bits")
+        if tiles is None:
             continue
-        why_not = self_test(tiles)
-        if agreed(not why_not):
+        if not (why_not := self_test(tiles)):
             return tiles
         remove(_linear_layers(loaded))
-        failures.append(f"{tiles}: {why_not or 'another stage disagrees'}")
+        failures.append(f"{tiles}: {why_not}")
     return None
 
 

@@ -25,13 +25,6 @@ from edgespec.verifier.targets.kv_pool import DraftMemory
 from edgespec.verifier.targets.linear_layers import FORMATS as QUANTIZE_FORMATS
 from edgespec.verifier.targets.linear_layers import quantize_model
 from edgespec.verifier.targets.pass_plan import ATTENTION, register_attention
-from edgespec.verifier.targets.pipeline_stage import (
-    PipelineError,
-    StageShare,
-    check_stageable,
-    join_stage,
-    stage_class,
-)
 
 FAMILIES: Final = {
     "gemma": "Gemma",
@@ -290,7 +283,6 @@ class LoadedModel:
     model: Any
     """A transformers causal language model in evaluation mode."""
     layer_count: int
-    """Of this stage, where layers lie on several."""
     key_width: int
     """Key-value heads times head dimension."""
     vocabulary_size: int
@@ -307,13 +299,12 @@ def load_model(
     device: str = "auto",
     context_length: int | None = None,
     quantize: str = "",
-    share: StageShare | None = None,
 ) -> LoadedModel:
     """Load ``path`` (folder or hub id; safetensors only, no code from the model's repository).
 
     ``dtype`` auto is float32 on a CPU, else what the checkpoint says; ``device`` is cpu, cuda,
     cuda:N or auto. ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in
-    bfloat16. With ``share`` only that stage's layers are loaded.
+    bfloat16.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -323,16 +314,12 @@ def load_model(
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
-    layer_count = config.num_hidden_layers
-    if share is not None:
-        check_stageable(config, share.world_size)
-        layer_count = len(share.layers(layer_count))
-    model = _read(path, config, _dtype(dtype, where), where, quantize, share)
+    model = _read(path, config, _dtype(dtype, where), where, quantize)
     heads = config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
         model=model,
-        layer_count=layer_count,
+        layer_count=config.num_hidden_layers,
         key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads),
         vocabulary_size=config.vocab_size,
         context_length=served_length,
@@ -360,29 +347,18 @@ def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:
 
 
 def _read(
-    path: str,
-    config: Any,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    quantize: str,
-    share: StageShare | None,
+    path: str, config: Any, dtype: torch.dtype | str, device: torch.device, quantize: str
 ) -> Any:
     method = prepare_format(path, config, on_cpu=device.type == "cpu")
     if method and quantize:
         raise UnsupportedModelError(
             f"{path}: the checkpoint is quantised already ({method}); leave out --quantize"
         )
-    if method and share is not None:
-        raise PipelineError(
-            f"{path}: the checkpoint is quantised ({method}), but pipeline.stages"
-            f" {share.world_size} cuts plain weights alone"
-        )
     if not method:
         check_types(path)
     register_attention()
     try:
-        kind = AutoModelForCausalLM if share is None else stage_class(config, share)
-        loaded: Any = kind.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             trust_remote_code=False,
@@ -398,8 +374,6 @@ def _read(
         raise not_loaded(path, method, error) from error
     model, info = loaded
     check_loading(path, info)
-    if share is not None:
-        join_stage(model, share)
     check_numbers(path, model)
     if quantize:
         quantize_model(path, model, quantize)

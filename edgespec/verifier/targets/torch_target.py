@@ -54,7 +54,6 @@ from edgespec.verifier.targets.paged_attention import PagedAttention
 from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_depths
 from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, lay_out, plan_pass
 from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
-from edgespec.verifier.targets.pipeline_stage import StageShare
 from edgespec.verifier.targets.recorded_passes import MEMORY_BYTES, RecordedPasses
 from edgespec.verifier.targets.row_tiles import SIZES, RowTiles
 
@@ -71,8 +70,7 @@ class TorchTarget:
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     where it holds at a bearable cost (on a GPU: with Triton), else plain mode with a warning.
     On a CPU it sets torch to one intra-op thread, *for the whole process*; in plain mode
-    ``model_threads`` sets the count when given. With ``share`` this process is one of several
-    stages, which are built alike and make the same calls (``pipeline.py``).
+    ``model_threads`` sets the count when given.
 
     Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
     numbers, ``ValueError`` for a bad option.
@@ -95,7 +93,6 @@ class TorchTarget:
         quantize: str = "",
         packed: bool = True,
         pool_budget: PoolBudget | None = None,
-        share: StageShare | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
@@ -105,10 +102,7 @@ class TorchTarget:
             device=device,
             context_length=context_length,
             quantize=quantize,
-            share=share,
         )
-        if share is not None:
-            share.join()
         if packed:
             pack_model(loaded.model)
         self._model = loaded.model
@@ -133,11 +127,11 @@ class TorchTarget:
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = CanonicalAttention(RowTiles(attention_sizes=SIZES[2]))
         self._recorded: RecordedPasses | None = None
-        if loaded.device.type == "cuda" and share is None:
+        if loaded.device.type == "cuda":
             self._attention = self._gpu_attention(loaded)
         bearable = loaded.device.type == "cpu" or isinstance(self._attention, PagedAttention)
         if bearable if canonical is None else canonical:
-            self._enter_canonical_mode(loaded, share, required=canonical is True)
+            self._enter_canonical_mode(loaded, required=canonical is True)
         if model_threads is not None and not self.canonical:
             torch.set_num_threads(model_threads)
         if not finite_logits(self._pool, self._run, self.info.vocabulary_size):
@@ -194,21 +188,15 @@ class TorchTarget:
         if not batch:
             return []
         batch = self._checked(batch)
-        logits = self.run_pass(batch)
+        self._pool.reserve(batch)
+        logits = self._run(batch)
+        self._pool.commit_all(batch)
         with torch.inference_mode():
             tokens, nodes_scored = self._choose(logits, batch)
             scores = score_passes(logits, batch, tokens)
         if scores or batch.has_nodes or not all(batch.samples):
             return share_out(batch, tokens, scores, nodes_scored)
         return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
-
-    def run_pass(self, batch: Sequence[PassRequest]) -> torch.Tensor:
-        """``forward`` before it samples: logits [sampled rows, vocabulary], until the next pass."""
-        batch = self._checked(batch)
-        self._pool.reserve(batch)
-        logits = self._run(batch)
-        self._pool.commit_all(batch)
-        return logits
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         self._pool.keep(key, nodes)
@@ -252,9 +240,7 @@ class TorchTarget:
             f"{tokens} cached tokens in {tokens * self._pool.token_bytes / (1 << 20):.0f} MiB"
         )
 
-    def _enter_canonical_mode(
-        self, loaded: LoadedModel, share: StageShare | None, *, required: bool
-    ) -> None:
+    def _enter_canonical_mode(self, loaded: LoadedModel, *, required: bool) -> None:
         plain = self._attention
         paged = isinstance(plain, PagedAttention)
 
@@ -265,10 +251,7 @@ class TorchTarget:
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        agreed = bool if share is None else share.agreed
-        found = find_canonical_mode(
-            loaded, self_test, row_by_row=required, paged=paged, agreed=agreed
-        )
+        found = find_canonical_mode(loaded, self_test, row_by_row=required, paged=paged)
         if paged:
             torch.set_num_threads(threads)
         self._row_tiles = found.tiles
