@@ -31,6 +31,7 @@ from edgespec.core.association.policies import Association, VerifierView, weight
 from edgespec.core.protocol.messages import FaultCode, Limits, ModelIdentity, VerifierInfo, why_not
 from edgespec.core.protocol.work import ModelInfo
 from tests.present import present
+from tests.tables import tabled
 
 MODEL = ModelInfo("big", "words", 100, 4096, (), "fp-1")
 OTHER = ModelInfo("big", "words", 100, 4096, (), "fp-2")
@@ -48,21 +49,12 @@ def left(why: str) -> ev.Leave:
     return ev.Leave(1, why, 0.0, retryable=True)
 
 
-@pytest.mark.parametrize(
-    ("begun", "here", "reason"),
-    [
-        (SERVED, ModelIdentity("renamed", "fp-1", 4096), None),
-        (SERVED, ModelIdentity("big", "fp-2", 4096), "but the text was begun by 'big' (fp-1)"),
-        (SERVED, ModelIdentity("big", "", 4096), "the model 'big' (no fingerprint)"),
-        (SERVED, ModelIdentity("big", "fp-1", 200), None),
-        (SERVED, ModelIdentity("big", "fp-1", 199), "its context is 199 tokens"),
-        # Verifiers that tell no fingerprint are told apart by name.
-        (ModelIdentity("big", "", 0), ModelIdentity("big", "", 0), None),
-        (ModelIdentity("big", "", 0), ModelIdentity("small", "", 0), "'small'"),
-    ],
-)
-def test_who_may_continue(begun: ModelIdentity, here: ModelIdentity, reason: str | None) -> None:
-    why = why_not(begun, here, 200)
+Identity = tuple[str, str, int]
+
+
+@tabled
+def test_who_may_continue(begun: Identity, here: Identity, reason: str | None) -> None:
+    why = why_not(ModelIdentity(*begun), ModelIdentity(*here), 200)
     assert why is None if reason is None else reason in str(why)
 
 

@@ -29,67 +29,29 @@ from edgespec.core.link_model import (
     OutageSchedule,
     SharedQueue,
 )
+from tests.tables import tabled
 
 RATE = 8e6
 TWICE = OutageSchedule(((1.0, 2.0), (4.0, 5.0)), period_s=10.0)
-HALF = OutageSchedule(((1.0, 2.0),), period_s=2.0)
-LATE_FIRST = DelaySchedule(((0.0, 0.5), (1.0, 0.01)))
-OUT_TWICE = ((0.1, 0.3), (0.3, 0.4), (9.0, 10.0))
+SCHEDULES: dict[Any, Any] = {
+    "twice": TWICE,
+    "half": OutageSchedule(((1.0, 2.0),), period_s=2.0),
+    "late first": DelaySchedule(((0.0, 0.5), (1.0, 0.01))),
+}
 
 
-@pytest.mark.parametrize(
-    ("settings", "rate", "messages"),
-    [  # messages: when, of how many bytes, and when it arrives
-        ({}, None, [(1.0, 10**9, 1.0), (2.0, 0, 2.0)]),
-        # Propagation delays every message alike and does not queue.
-        ({"one_way_s": 0.05}, None, [(0.0, 1000, 0.05), (0.0, 9000, 0.05), (0.01, 10, 0.06)]),
-        # Serialisation queues, and frees the link before propagation ends.
-        ({"one_way_s": 0.05}, RATE, [(0.0, 1000, 0.051), (0.0, 1000, 0.052), (0.01, 2000, 0.062)]),
-        ({"overhead_bytes": 500}, RATE, [(0.0, 500, 0.001), (0.0, 0, 0.0015)]),
-        # It leaves before an outage, would be cut off in the middle, and waits.
-        (
-            {"one_way_s": 0.05, "outages_s": OUT_TWICE},
-            RATE,
-            [(0.09, 1000, 0.141), (0.0995, 1000, 0.451), (0.2, 1000, 0.452), (0.5, 1000, 0.551)],
-        ),
-        # A late message holds up those behind it.
-        ({"schedule": LATE_FIRST}, None, [(0.9, 10, 1.4), (1.0, 10, 1.4), (1.5, 10, 1.51)]),
-        (
-            {"outage_schedule": TWICE, "schedule_offset_s": 3.0},
-            None,
-            [(0.5, 1, 0.5), (1.5, 1, 2.0), (8.5, 1, 9.0), (21.2, 1, 22.0)],
-        ),
-        ({"outage_schedule": TWICE, "outages_s": ((2.0, 3.0),)}, None, [(1.5, 1, 3.0)]),
-        # One that just fits between two outages, and one that is longer than any gap.
-        ({"outage_schedule": HALF}, 8.0, [(0.0, 1, 1.0), (9.0, 3, 17.0)]),
-    ],
-)
+@tabled
 def test_one_link(
     settings: dict[str, Any], rate: float | None, messages: list[tuple[float, int, float]]
 ) -> None:
-    model = LinkModel(LinkSettings(**settings), SharedQueue(rate) if rate else None)
+    """``messages``: when, of how many bytes, and when it arrives."""
+    known = {name: SCHEDULES.get(value, value) for name, value in settings.items()}
+    model = LinkModel(LinkSettings(**known), SharedQueue(rate) if rate else None)
     for now_s, size_bytes, arrival_s in messages:
         assert model.arrival(now_s, size_bytes) == pytest.approx(arrival_s, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "messages"),
-    [  # messages: by which of two links, when, of how many bytes, and when it arrives
-        (
-            {},
-            {"one_way_s": 0.1},
-            [(0, 0.0, 1000, 1e-3), (1, 0.0, 1000, 0.102), (0, 0.0, 1000, 3e-3)],
-        ),
-        # One that is out does not hold up the other: only the slot that it has reserved is taken.
-        (
-            {"outages_s": ((0.0, 1.0),)},
-            {},
-            [(0, 0.5, 1000, 1.001), (1, 0.5, 1000, 0.501), (1, 0.9995, 1000, 1.002)],
-        ),
-        # An outage behind the queue counts too.
-        ({}, {"outages_s": ((0.05, 0.2),)}, [(0, 0.0, 100_000, 0.1), (1, 0.0, 1000, 0.201)]),
-    ],
-)
+@tabled
 def test_links_that_share_a_queue(
     first: dict[str, Any], second: dict[str, Any], messages: list[tuple[int, float, int, float]]
 ) -> None:
@@ -156,37 +118,6 @@ def test_a_sender_that_goes_on_finds_a_loss_with_its_next_packet() -> None:
     assert added_s == pytest.approx(blocked_s(0.020 + 0.008, 0.008, 0.01), rel=0.15)
     assert blocked_s(0.020 + 3 * 0.008, 0.008, 0.01) == pytest.approx(0.0014, rel=0.05)
     assert blocked_s(LEAST_TIMEOUT_S, 0.008, 0.01) == pytest.approx(0.0255, rel=0.05)
-
-
-MESSAGES = st.tuples(st.integers(0, 300), st.integers(0, 5000), st.integers(0, 1))
-
-
-@given(st.lists(MESSAGES, max_size=30), st.integers(0, 9))
-def test_messages_arrive_in_order_after_they_could_and_the_same_each_time(
-    messages: list[tuple[int, int, int]], seed: int
-) -> None:
-    outages_s = ((0.5, 0.6), (0.65, 1.0))
-    settings = LinkSettings(one_way_s=0.02, jitter_s=0.01, loss=0.2, outages_s=outages_s, seed=seed)
-
-    def run() -> list[tuple[int, float, float]]:
-        queue = SharedQueue(RATE)
-        links = (LinkModel(settings, queue), LinkModel(settings, queue))
-        now_s, found = 0.0, []
-        for gap_ms, size_bytes, link in messages:
-            now_s += gap_ms * MS
-            found.append((link, now_s, links[link].arrival(now_s, size_bytes)))
-        return found
-
-    found = run()
-    assert found == run()
-    for link in (0, 1):
-        times = [arrival_s for number, _, arrival_s in found if number == link]
-        assert times == sorted(times)
-    for (_, size_bytes, _), (_, now_s, arrival_s) in zip(messages, found, strict=True):
-        assert arrival_s >= now_s + size_bytes * 8 / RATE + 0.02 - 1e-9
-    if messages:  # the queue cannot have carried more than its bandwidth
-        total_s = sum(size_bytes for _, size_bytes, _ in messages) * 8 / RATE
-        assert max(a for _, _, a in found) >= found[0][1] + total_s + 0.02 - 1e-9
 
 
 MS = 0.001

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.core.device import memory as me
+from tests.tables import tabled
 
 LARGE = me.DraftVariant(
     name="large",
@@ -136,18 +137,7 @@ def test_a_refusal_names_the_smallest_budget() -> None:
 MACHINE = me.MachineMemory(total=8000 * me.MIB, available=1000 * me.MIB, resident=80 * me.MIB)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("600MiB", 600 * me.MIB),
-        ("600 MB", 600_000_000),
-        ("0.5gib", 512 * me.MIB),
-        ("1GB", 1_000_000_000),
-        ("4096KiB", 4 * me.MIB),
-        ("25%", 2000 * me.MIB),
-        ("auto", 980 * me.MIB),
-    ],
-)
+@tabled
 def test_budgets_that_can_be_read(text: str, expected: int) -> None:
     assert me.parse_budget(text).resolve(MACHINE) == expected
 

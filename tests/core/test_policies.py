@@ -32,6 +32,7 @@ from edgespec.core.protocol.estimators import GuessChances
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 from tests.core.draft_scripts import RECONNECT, REQUEST
+from tests.tables import tabled
 
 CHAIN = (0, 1, 2, 3)
 
@@ -167,30 +168,11 @@ def test_windowed_drafts_where_it_is_most_likely_to_count() -> None:
     assert policy.extend(view) == 2
 
 
-@pytest.mark.parametrize(
-    ("policy", "length", "world", "found"),
-    [
-        (WindowedPolicy(least_chance=0.3), 3, {}, 3),  # 0.7 ** 3 = 0.34
-        (WindowedPolicy(least_chance=0.4), 3, {}, None),
-        # It guesses wildly while a long pass runs: 0.7 ** 10 = 0.028 against 0.1 * 0.01 / 0.03.
-        (
-            WindowedPolicy(least_chance=0.05, step_price=0.1),
-            10,
-            {"pass_s": 0.03, "row_s": 0.0},
-            None,
-        ),
-        (WindowedPolicy(least_chance=0.05, step_price=0.1), 10, {"pass_s": 0.04, "row_s": 0.0}, 10),
-        # Rows may be dear, for all it knows.
-        (WindowedPolicy(least_chance=0.05, step_price=0.1), 10, {"pass_s": 0.04}, None),
-        # A token takes 10 ms; behind a chain of 0.34 a step hits with 0.7: 0.23 / 0.7 = 0.33.
-        (WindowedPolicy(), 3, {"row_s": 0.0023}, 3),
-        (WindowedPolicy(), 3, {"row_s": 0.0025}, None),
-    ],
-)
+@tabled
 def test_windowed_rests_where_a_guess_does_not_pay(
-    policy: WindowedPolicy, length: int, world: dict[str, float], found: int | None
+    policy: dict[str, float], length: int, world: dict[str, float], found: int | None
 ) -> None:
-    assert policy.extend(_view(*range(length), **world)) == found  # type: ignore[arg-type]
+    assert WindowedPolicy(**policy).extend(_view(*range(length), **world)) == found  # type: ignore[arg-type]
     wide = _view(0, 0, 1, 1, ranks=(0, 1, 0, 1), row_s=0.0023)  # 0.49 is the best leaf
     assert WindowedPolicy(2).extend(wide) is None  # 2 * 0.23 / 0.8 = 0.58
 
@@ -292,19 +274,12 @@ def test_who_names_no_policy_has_goodput() -> None:
     assert kinds == [WindowedPolicy, PearlPolicy, FixedPolicy, goodput_policy.GoodputPolicy]
 
 
-@pytest.mark.parametrize(
-    ("price", "rate", "why"),
-    [
-        (est.RowPrice(), 0.9, None),
-        (est.RowPrice(0.0, 0), 0.9, "the verifier's passes are busy: it takes no drafts now"),
-        (est.RowPrice(0.5, 0), 0.9, "takes no drafts now, a row pays from a chance of 0.50 on"),
-        (est.RowPrice(0.8), 0.5, r"from a chance of 0.80 on, .* expected right with 0\."),
-        (est.RowPrice(), 0.01, "a draft step would save 0.0.* tokens, and has to save"),
-    ],
-)
-def test_a_device_says_why_it_rests(price: est.RowPrice, rate: float, why: str | None) -> None:
+@tabled
+def test_a_device_says_why_it_rests(price: tuple[Any, ...], rate: float, why: str | None) -> None:
     estimates = _guessed(rate=rate).estimates
-    found = goodput_policy.why_resting(goodput_policy.GoodputPolicy(1), price, estimates)
+    found = goodput_policy.why_resting(
+        goodput_policy.GoodputPolicy(1), est.RowPrice(*price), estimates
+    )
     assert found is None if why is None else re.search(why, str(found))
 
 

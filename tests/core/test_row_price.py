@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.core.device.estimates import RowPrice, VerifierEstimates
 from edgespec.core.device.events import Connected, DraftAction, Start, StartStep
-from edgespec.core.device.policy import PearlPolicy, WindowedPolicy
+from edgespec.core.device.policy import WindowedPolicy
 from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.messages import Commit, Draft, Received, RunAhead
 from edgespec.core.protocol.tree import CommittedPrefix
@@ -25,7 +25,7 @@ from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
 from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, PromptLoad
 from edgespec.core.verifier.session import VerifySession
 from tests.core import scenes
-from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess, messages, streaming
+from tests.core.draft_scripts import GREETING, RECONNECT, REQUEST, guess
 
 
 def commit(position: int, row_price: int | None = None, credit: int | None = None) -> Commit:
@@ -41,13 +41,6 @@ def drafted(session: DraftSession, actions: tuple[DraftAction, ...]) -> list[int
         tokens = range(10 * len(widths), 10 * len(widths) + step.width)
         actions = session.handle(guess(*tokens), 0.01 * len(widths))
     return widths
-
-
-def resting(width: int = 2) -> DraftSession:
-    """A device whose tree died with a commit that let it draft no further."""
-    session = streaming(WindowedPolicy(width, window=40))
-    drafted(session, session.handle(guess(*range(width)), 0.0))
-    return session
 
 
 def fresh(price: RowPrice, width: int = 2) -> tuple[DraftSession, tuple[DraftAction, ...]]:
@@ -90,44 +83,6 @@ def test_a_node_is_priced_at_the_pass_that_it_comes_into() -> None:
         10.0
     )  # the verifier waits for drafts, so none is settled before it comes
     assert session._policy.extend(session._view(0, 0.0)) is None
-
-
-def test_a_price_is_heard_from_a_pass_and_counts_until_the_next() -> None:
-    session = resting()
-    actions = session.handle(commit(2, row_price=650), 1.0)
-    assert drafted(session, actions) == []  # its guess missed: 0.7 became 0.65
-    assert session.estimates.price == RowPrice(0.65)
-    session.handle(Commit(3, ()), 1.1)  # a sign of life says nothing of it
-    assert session.estimates.price == RowPrice(0.65)
-    actions = session.handle(commit(3), 1.2)
-    assert session.estimates.price == RowPrice()
-    assert drafted(session, actions)
-
-
-def test_with_credit_0_a_device_rests_until_a_commit_brings_credit() -> None:
-    session = resting()
-    actions = session.handle(commit(2, credit=0), 1.0)
-    assert drafted(session, actions) == []
-    assert not any(isinstance(message, Draft) for message in messages(actions))
-    assert drafted(session, session.handle(commit(3, credit=0), 1.1)) == []
-    assert drafted(session, session.handle(commit(4, credit=3), 1.2)) == [2]  # no room for 2 more
-    assert len(drafted(session, session.handle(commit(5), 1.3))) > 1
-    session = streaming(WindowedPolicy(2))
-    session.handle(commit(2, credit=0), 0.1)  # while a step runs
-    actions = session.handle(guess(5, 6), 0.2)
-    assert (messages(actions), drafted(session, actions)) == ([], [])
-    assert session.counters.sent == 0
-
-
-@pytest.mark.parametrize("policy", [WindowedPolicy(2), PearlPolicy(4)])
-def test_a_verifier_that_waits_for_drafts_hears_that_none_comes(
-    policy: WindowedPolicy | PearlPolicy,
-) -> None:
-    session = streaming(policy, replace(REQUEST, run_ahead=RunAhead.NEVER))
-    session.handle(commit(2, credit=0), 0.1)
-    for event in (guess(5), commit(3, credit=0)):
-        said = messages(session.handle(event, 0.2))
-        assert [message.tokens for message in said if isinstance(message, Draft)] == [()]
 
 
 def commits(actions: tuple[ee.EngineAction, ...]) -> list[Commit]:

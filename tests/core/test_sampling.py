@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,6 +36,7 @@ from edgespec_sim.sessions import message_bytes
 from tests.adversarial import AdversarialDrafter
 from tests.core.scenes import REQUEST, commit_in, new_session, offer
 from tests.sim.one_session import alone
+from tests.tables import tabled
 
 ROWS = st.lists(st.floats(-20, 20), min_size=1, max_size=24)
 
@@ -73,17 +75,10 @@ def test_top_k_keeps_k_tokens_and_ties(row: list[float], k: int) -> None:
     assert min(row[t] for t in kept) >= max([row[t] for t in set(range(len(row))) - kept] or [-99])
 
 
-@pytest.mark.parametrize(
-    ("params", "kept"),
-    [
-        (sa.SamplingParams(temperature=1.0, min_p=0.2), {0, 1}),
-        (sa.SamplingParams(temperature=1.0, top_p=0.7), {0, 1}),
-        (sa.SamplingParams(temperature=0.5, top_p=0.7), {0}),  # the temperature comes first
-    ],
-)
-def test_min_p_is_a_share_of_the_best(params: sa.SamplingParams, kept: set[int]) -> None:
+@tabled
+def test_min_p_is_a_share_of_the_best(sampling: dict[str, Any], kept: tuple[int, ...]) -> None:
     logits = [math.log(p) for p in (0.6, 0.25, 0.1, 0.05)]
-    assert _kept(sa.warp(logits, params)) == kept
+    assert _kept(sa.warp(logits, sa.SamplingParams(**sampling))) == {*kept}
 
 
 def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
@@ -98,16 +93,9 @@ def test_repetition_counts_prompt_and_output_the_others_output_only() -> None:
     assert sa.choose([1.0, 0.0], biased, 0) == 1
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        sa.SamplingParams(temperature=1.0),
-        sa.SamplingParams(temperature=0.6),
-        sa.SamplingParams(temperature=1.3, top_k=5),
-        sa.SamplingParams(temperature=1.0, top_p=0.8),
-    ],
-)
-def test_draws_follow_the_warped_softmax(params: sa.SamplingParams) -> None:
+@tabled
+def test_draws_follow_the_warped_softmax(sampling: dict[str, Any]) -> None:
+    params = sa.SamplingParams(**sampling)
     row = [1.5, 0.2, -0.3, 2.0, 0.9, 0.0, 1.1, -1.0]
     seeds, positions = range(10), range(1000)
     counts = Counter(

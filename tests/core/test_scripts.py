@@ -162,6 +162,7 @@ POLICIES: dict[str, DraftPolicy] = {
     "windowed": WindowedPolicy(),
     "pearl": PearlPolicy(9),
     "wide": FixedPolicy(9, width=2),
+    "pair": WindowedPolicy(2, window=40),
 }
 
 

@@ -10,7 +10,6 @@ a few scripted endings are exactly those in the tables of state moves: any other
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from enum import Enum
@@ -20,7 +19,7 @@ import pytest
 from edgespec.core.device import events as de
 from edgespec.core.device import events as ev
 from edgespec.core.device import link_keeper
-from edgespec.core.device.events import DraftCounters, LinkDown, LinkState
+from edgespec.core.device.events import DraftCounters, LinkDown
 from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
 from edgespec.core.device.policy import FixedPolicy, WindowedPolicy
@@ -36,86 +35,10 @@ from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
 from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.daemon import GRAMMAR_WITHIN_S
 from tests.core import scenes
-from tests.core.draft_scripts import GREETING, REQUEST, guess, messages, new_session, streaming
-from tests.present import present
+from tests.core.draft_scripts import GREETING, REQUEST, guess, new_session, streaming
 from tests.sim.random_worlds import play
 
 SILENT = replace(REQUEST, drafting=False)
-
-
-def reopened(session: DraftSession) -> float:
-    """Let the back-off pass and a new stream come up, which the verifier greets; the time then."""
-    now = present(session.deadline)
-    assert session.handle(ev.Tick(), now)[0] == ev.Connect()
-    session.handle(ev.Connected(), now)
-    session.handle(GREETING, now)
-    return now
-
-
-def test_it_gives_up_in_the_end() -> None:
-    session = new_session()
-    session.handle(ev.Start(), 0.0)
-    now, actions = 1.0, session.handle(ev.LinkDown("refused"), 1.0)
-    while session.deadline is not None:
-        now = session.deadline
-        assert session.handle(ev.Tick(), now)[0] == ev.Connect()
-        actions = session.handle(ev.LinkDown("refused"), now)
-    assert actions[-1] == ev.Fail("gave up on the verifier: refused", FaultCode.OVERLOADED)
-    assert 2.0 < now <= 6.0
-    assert session.handle(ev.Connected(), 7.0) == ()
-
-
-def test_an_empty_commit_is_a_sign_of_life_but_not_for_ever() -> None:
-    session = streaming()
-    for now in range(10, 100, 10):
-        session.handle(ev.Tick(), now)
-        session.handle(Commit(2, ()), now)
-        assert session.state is LinkState.STREAMING
-    why = "no new token from the verifier for 100 s"
-    assert session.handle(ev.Tick(), 100.0)[-1] == ev.Fail(why)
-
-
-@pytest.mark.parametrize(
-    "nothing",
-    [
-        ev.LinkDown("hung up"),
-        Fault(FaultCode.RESYNC, "hung up"),
-        Fault(FaultCode.INTERNAL, "hung up"),
-        Fault(FaultCode.OVERLOADED, "hung up"),
-        Commit(9, (10,)),
-    ],
-    ids=lambda event: type(event).__name__,
-)
-def test_streams_that_bring_nothing_are_counted(nothing: ev.DraftEvent) -> None:
-    session, now = streaming(), 0.0
-    for _ in range(7):
-        session.handle(nothing, now)
-        assert session.state is LinkState.BACKING_OFF
-        now = reopened(session)
-    last = session.handle(nothing, now)[-1]
-    assert isinstance(last, ev.Fail)
-    assert last.why.startswith("gave up on the verifier after 8 streams without a new token: ")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "delivered", "context", "message"),
-    [
-        (range(8192), range(20), 4096, "up to position 8194.* max_tokens 20 end at 22"),
-        ((10, 11, 5000, 12), (10, 11), 4096, "token id 5000 is beyond the vocabulary of 1000"),
-        ((1010,), (), 4096, "token id 1010 is beyond"),
-        ((10, 11, 12, 13), (10, 11, 12), 5, "the context it announced end at 5"),
-    ],
-)
-def test_tokens_beyond_the_bounds_are_never_delivered(
-    tokens: tuple[int, ...], delivered: tuple[int, ...], context: int, message: str
-) -> None:
-    session = streaming(limits=Limits(context_length=context))
-    actions = session.handle(Commit(2, tuple(tokens)), 1.0)
-    given = [token for a in actions if isinstance(a, ev.Deliver) for token in a.tokens]
-    assert given == list(delivered)
-    assert isinstance(actions[-1], ev.Fail)
-    assert re.search(f"the verifier broke the protocol: .*{message}", actions[-1].why)
-    assert session.state is LinkState.DONE
 
 
 def test_what_a_verifier_says_is_made_harmless() -> None:
@@ -124,13 +47,6 @@ def test_what_a_verifier_says_is_made_harmless() -> None:
         last = streaming().handle(event, 1.0)[-1]
         assert isinstance(last, ev.Fail)
         assert last.why == "?]0;owned??[2J no".replace("?", "\N{REPLACEMENT CHARACTER}")
-
-
-@pytest.mark.parametrize(("most", "every"), [(256, 8), (8, 8), (3, 3), (1, 1), (0, 1)])
-def test_it_acknowledges_before_the_verifier_pauses(most: int, every: int) -> None:
-    session = streaming(request=SILENT, limits=Limits(max_unreceived=most))
-    answers = [messages(session.handle(Commit(2 + i, (10,)), 1.0)) for i in range(every)]
-    assert answers == [[]] * (every - 1) + [[m.Received(2 + every, 2 + every)]]
 
 
 def test_a_round_trip_is_measured_without_the_time_it_was_held() -> None:

@@ -23,6 +23,7 @@ from edgespec.models.tokenizer import (
     read_chat_templates,
 )
 from tests.shell.tiny_checkpoints import write_tokenizer
+from tests.tables import tabled
 
 NOW = datetime(2026, 3, 14, 15, 9)
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -93,24 +94,7 @@ def test_whether_a_template_knows_tools() -> None:
     assert known == {"llama": True, "qwen": True, "mistral": True, "gemma": False, "phi": False}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.clear() }}",
-        "{{ messages[0].update(a=1) }}",
-        "{% set x = namespace() %}{{ x.__init__.__globals__ }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ ('{0.__class__.__init__}').format(messages) }}",
-        "{{ (''|attr('format'))|attr('__self__') }}",
-        "{{ strftime_now.__globals__ }}",
-        "{{ raise_exception.__closure__[0] }}",
-        "{% for a in range(10**9) %}x{% endfor %}",
-        "{{ 'a' * messages }}",
-        "{% include 'x' %}",
-        "{% if %}",
-    ],
-)
+@tabled
 def test_a_hostile_template_fails_and_does_nothing(source: str) -> None:
     """What the sandbox keeps to itself is undefined, which shows as nothing, or an error."""
     messages = [dict(USER)]

@@ -37,6 +37,7 @@ from tests.present import present
 from tests.shell.letters import LETTERS, READER, text_of
 from tests.shell.scripted_verifier import QUICK, loopback, streaming
 from tests.shell.tiny_checkpoints import write_tokenizer
+from tests.tables import tabled
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOLS = [
@@ -198,13 +199,7 @@ async def test_marks_stand_where_they_were_said_whatever_a_stop_string_holds_bac
     assert sum(len(one.get("tool_calls", ())) for one in deltas) == calls
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ messages }}", "knows no tools"),
-        ("{{ tools }}{{ raise_exception('no') }}", "refuses the messages: no"),
-    ],
-)
+@tabled
 async def test_tools_that_cannot_be(tmp_path: Path, template: str, message: str) -> None:
     async with over_script(ScriptedAgent(), chat_tokenizer(tmp_path, template)) as found:
         reply = await ask(found, CHAT, request())

@@ -54,6 +54,7 @@ from tests.present import present
 from tests.shell.live_verifier import call
 from tests.shell.loopback import LoopbackTransport
 from tests.sim.faults.checks import target_stream
+from tests.tables import tabled
 
 # Five tokens in three passes; the last one ended the text, so four count.
 ONE = measurement.Measurement(
@@ -468,17 +469,9 @@ def test_noise_that_is_shared_agrees_as_often_as_is_expected() -> None:
     assert found.expected < covered / count < found.pair_ideal + 0.025
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(),
-        SamplingParams(0.7),
-        SamplingParams(1.3, top_k=5, logit_bias={3: 2.0}),
-        SamplingParams(1.0, top_p=0.6),
-        SamplingParams(0.8, min_p=0.2),
-    ],
-)
-def test_a_law_is_the_scalar_one(params: SamplingParams) -> None:
+@tabled
+def test_a_law_is_the_scalar_one(sampling: dict[str, Any]) -> None:
+    params = SamplingParams(**sampling)
     logits = [random.Random(seed).gauss(0.0, 2.0) for seed in range(30)]
     found = law(np.array(logits, np.float32), params)
     scores = warp(logits, params, (), ())

@@ -24,6 +24,7 @@ from tests.present import present
 from tests.shell.echo_verifier import echo
 from tests.shell.live_verifier import GatedTarget, call, serving, toy_text
 from tests.shell.loopback import LoopbackTransport
+from tests.tables import tabled
 
 MODEL = ModelInfo("toy", "v1", 64, 4096)
 SLOW_S = 0.150
@@ -116,34 +117,15 @@ async def test_one_that_gives_no_answer_says_why_and_holds_up_no_other(
     assert present(answers["bad"].error).retryable is retryable
 
 
-@pytest.mark.parametrize(
-    ("known", "order"),
-    [
-        ([("far", told(), 0, 0.1), ("near", told(), 0, 0.02)], "near far"),
-        ([("near", told(0, 400_000), 0, 0.0), ("far", told(0, 20_000), 0, 0.15)], "far near"),
-        # One that has timed no pass yet counts as an average one.
-        (
-            [
-                ("new", told(), 0, 0.0),
-                ("quick", told(0, 10_000), 0, 0.0),
-                ("slow", told(0, 40_000), 0, 0.0),
-            ],
-            "quick new slow",
-        ),
-        ([("full", told(8), 8, 0.0), ("free", told(7), 7, 0.1)], "free full"),
-        ([("full", told(8), 8, 0.0), ("too", told(8), 8, 0.1)], "full too"),
-        ([("busy", told(5), 5, 0.0), ("idle", told(2), 2, 0.0)], "idle busy"),
-        ([("first", told(), 0, 0.0), ("second", told(), 0, 0.0)], "first second"),
-        # Nothing is known of one: it counts as the others do.
-        ([("there", told(0, 20_000), 0, 0.02), ("new", None, None, None)], "there new"),
-    ],
-)
+@tabled
 def test_the_shortest_round_comes_first(
-    known: list[tuple[str, VerifierInfo | None, int | None, float | None]], order: str
+    known: list[tuple[str, tuple[int, int] | None, int | None, float | None]], order: str
 ) -> None:
-    assert ranked(Association.LOWEST_DELAY, "", views_of(known)) == order.split()
-    listed = [address for address, info, _, _ in known if info is None or info.sessions < 8]
-    assert ranked(Association.LISTED, "", views_of(known))[: len(listed)] == listed
+    """``known``: of each verifier sessions and a pass's microseconds, its load and the delay."""
+    views = views_of([(name, said and told(*said), n, rtt_s) for name, said, n, rtt_s in known])
+    assert ranked(Association.LOWEST_DELAY, "", views) == order.split()
+    listed = [address for address, said, _, _ in known if said is None or said[0] < 8]
+    assert ranked(Association.LISTED, "", views)[: len(listed)] == listed
 
 
 async def test_a_full_verifier_is_passed_over() -> None:

@@ -38,6 +38,7 @@ from edgespec.models.toy import ToyTokenizer, toy_info
 from edgespec.telemetry.recording import read_recording
 from edgespec_sim.commands.main import app as simulator
 from tests.shell.live_verifier import call, toy_text
+from tests.tables import tabled
 
 PROMPT = "once upon a time"
 COUNT = 24
@@ -138,13 +139,7 @@ def test_a_name_that_is_no_machines_is_no_reason_to_start_a_verifier() -> None:
     assert "edgespec verifier" not in told
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (("verifier", "--model", "toy"), "Address already in use"),
-        (("serve", "--draft", "no/such"), "choose another with --port"),
-    ],
-)
+@tabled
 def test_a_port_in_use_is_said_before_a_model_is_loaded(
     command: tuple[str, ...], said: str
 ) -> None:
@@ -345,20 +340,7 @@ def test_the_bundled_pair_does_not_loop_unless_it_is_told_how_to_sample() -> Non
     assert for_trying(chosen, served("bundled")) == chosen
 
 
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        (None, {}),
-        ({"temperature": 0.6}, {}),
-        ({"temperature": 0.6, "do_sample": True}, {"temperature": 0.6}),
-        (
-            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "x": 1},
-            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-        ),
-        ({"do_sample": True, "top_p": 7, "top_k": "many", "temperature": True}, {}),
-        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-    ],
-)
+@tabled
 def test_what_is_left_open_is_as_the_model_says(
     said: dict[str, object] | None, found: dict[str, float], tmp_path: Path
 ) -> None:
@@ -371,19 +353,7 @@ def test_what_is_left_open_is_as_the_model_says(
     assert with_model_sampling(chosen, str(tmp_path)) == chosen
 
 
-@pytest.mark.parametrize(
-    ("given", "command"),
-    [
-        ({"model": "bundled"}, ""),
-        ({"model": "bundled", "host": "0.0.0.0"}, ""),
-        ({"model": "bundled", "host": "::1"}, " --verifier [::1]:7420"),
-        ({"model": "toy", "port": 9}, " --verifier 127.0.0.1:9 --draft toy"),
-        (
-            {"model": "some/model", "host": "10.0.0.7", "port": 9},
-            " --verifier 10.0.0.7:9 --draft lookup",
-        ),
-    ],
-)
+@tabled
 def test_a_verifier_says_what_to_type_next(given: dict[str, Any], command: str) -> None:
     config = VerifierConfig(insecure=True, **given)
     assert next_command(config, config.port) == f'edgespec generate "def fibonacci(n):"{command}'

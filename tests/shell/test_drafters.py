@@ -93,7 +93,7 @@ def folder_of(own_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
         if folder.exists():
             return folder
         if kind in STYLES:
-            graph = concatenating_graph(style=STYLES[kind])
+            graph = concatenating_graph(STYLES[kind])
         else:
             graph = onnx.load(own_folder / "model.onnx")
             if kind != "own":

@@ -40,6 +40,7 @@ from tests.shell.fake_vllm import adapted_toy
 from tests.shell.live_verifier import GatedTarget, nobody, own_port, serving, toy_text
 from tests.shell.scripted_verifier import loopback, streaming
 from tests.shell.tiny_checkpoints import write_checkpoint
+from tests.tables import tabled
 
 PROMPT = "the quick brown fox"
 IDS = ToyTokenizer().encode(PROMPT)
@@ -390,15 +391,6 @@ def test_cut_off_weights_are_named(tmp_path: Path) -> None:
         load_target(VerifierConfig(model=str(folder), device="cpu"))
 
 
-@pytest.mark.parametrize(
-    ("address", "whole"),
-    [
-        ("host", "host:7420"),
-        ("host:1", "host:1"),
-        ("[::1]", "[::1]:7420"),
-        ("[::1]:2", "[::1]:2"),
-        ("unix:verifier.sock", "unix:verifier.sock"),
-    ],
-)
+@tabled
 def test_an_address_without_a_port_gets_the_default_one(address: str, whole: str) -> None:
     assert with_port(address) == whole

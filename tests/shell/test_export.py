@@ -46,6 +46,7 @@ from tests.shell.tiny_checkpoints import (
     write_checkpoint,
     write_tokenizer,
 )
+from tests.tables import tabled
 
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(0, VOCABULARY_SIZE, 80)]
 EXPORTS = yaml.safe_load(Path(__file__).with_name("exports.yaml").read_text(encoding="utf-8"))
@@ -230,20 +231,7 @@ def test_what_a_config_leaves_out_is_the_family_s_default(tmp_path: Path) -> Non
 # --- what is refused ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
-        ({"head_dim": 15}, "head size 15 is odd"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs factor, which is None"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
-        ({"model_type": "gemma"}, "model_type 'gemma' is not one of"),
-        ({"model_type": "phi3", "partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope_type 'longrope'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
-    ],
-)
+@tabled
 def test_a_model_that_cannot_be_built_is_refused_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -296,18 +284,7 @@ def test_a_missing_or_corrupt_file_is_named(draft: Path, name: str) -> None:
         OnnxDrafter(draft)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("layers", 3, "has 2 layers, but the manifest says 3"),
-        ("layers", 1, "has 2 layers, but the manifest says 1"),
-        ("layers", 0, "layers is 0"),
-        ("kv_heads", 1, "has 2 kv_heads, but the manifest says 1"),
-        ("head_dim", "x", "head_dim is 'x'"),
-        ("format", 2, "format must be 1"),
-        ("surprise", 2, "surprise"),
-    ],
-)
+@tabled
 def test_a_manifest_that_does_not_fit_the_graph_is_refused(
     draft: Path, field: str, value: object, message: str
 ) -> None:
@@ -435,17 +412,7 @@ def test_a_head_that_reads_the_embedding_transposed_shares_its_bytes(tmp_path: P
     assert kinds == ["Reshape", "GatherBlockQuantized", "MatMulNBits"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "options", "message"),
-    [
-        ("fails", (), "Optimum failed (exit code 3), as its words above say. Where it is missing,"),
-        ("fails", (), "\n  run: python -m venv optimum-env && optimum-env/bin/pip install optimum"),
-        ("empty", (), "Optimum wrote no single decoder graph, but: config.json"),
-        ("good", ("--kv-type", "int8"), "--optimum takes no --context-length and no --kv-type"),
-        ("good", ("--bits", "5"), "bits is 5, but must be one of (4, 8, 32)"),
-        ("good", ("--optimum", "nowhere/python"), "nowhere/python: No such file"),
-    ],
-)
+@tabled
 def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
     mode: str, options: tuple[str, ...], message: str, plain_source: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -47,6 +47,7 @@ from tests.present import present
 from tests.shell import guarded
 from tests.shell.live_verifier import call, serving
 from tests.shell.pki import Pki
+from tests.tables import tabled
 
 
 def now() -> datetime:
@@ -91,16 +92,7 @@ def test_nothing_is_replaced_unless_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "ca.pem").read_bytes() == before[tmp_path / "ca.pem"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("server", "no host"), "'no host' is no host name and no address"),
-        (("server", "x" * 64 + ".example"), "is no host name"),
-        (("server", "localhost", "--out", "../server"), "cannot be the name of a file"),
-        (("server", "localhost", "--out", "ca"), "is the CA's own"),
-        (("device", "a/b"), "cannot be the name of a file"),
-    ],
-)
+@tabled
 def test_what_cannot_be_made_is_refused(
     arguments: tuple[str, ...], why: str, pki: Pki, tmp_path: Path
 ) -> None:
@@ -436,20 +428,7 @@ async def test_two_keys_in_one_call_are_none(tmp_path: Path) -> None:
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize(
-    ("address", "sent"),
-    [
-        ("127.0.0.1:7420", True),
-        ("127.8.9.1:7420", True),
-        ("[::1]:7420", True),
-        ("localhost", True),
-        ("unix:edge.sock", True),
-        ("10.0.0.7:7420", False),
-        ("gpu-box:7420", False),
-        ("[2001:db8::1]:7420", False),
-        ("localhost.example:7420", False),
-    ],
-)
+@tabled
 def test_a_key_stays_where_nobody_listens(address: str, sent: bool, pki: Pki) -> None:
     config = guarded.device_config(address)
     environment = {"EDGESPEC_API_KEY": "edgespec-secret"}
@@ -486,9 +465,6 @@ async def test_the_text_is_the_same_over_mutual_tls(pki: Pki) -> None:
             assert await guarded.collect(agent) == guarded.EXPECTED
 
 
-Sections = Callable[[Pki, Pki], Any]
-
-
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     """Another CA's certificates; the verifier's is for another name."""
@@ -497,42 +473,15 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return made
 
 
-@pytest.mark.parametrize(
-    ("server", "device", "said"),
-    [
-        (
-            lambda pki, other: pki.server(),
-            lambda pki, other: other.device(),
-            "its certificate is not trusted.*--ca FILE",
-        ),
-        (
-            lambda pki, other: other.server(),
-            lambda pki, other: other.device(),
-            "its certificate is for another name; --set tls.server_name",
-        ),
-        (
-            lambda pki, other: pki.server(mutual=True),
-            lambda pki, other: pki.device(),
-            "it may want tls.client_cert",
-        ),
-        (
-            lambda pki, other: pki.server(mutual=True),
-            lambda pki, other: replace(other.device(shown=True), ca=pki.path("ca.pem")),
-            "it may not accept tls.client_cert",
-        ),
-        (
-            lambda pki, other: pki.server(),
-            lambda pki, other: None,
-            "it may want TLS: --ca FILE, or --set tls.enabled=true",
-        ),
-        (lambda pki, other: None, lambda pki, other: pki.device(), "it does not speak TLS"),
-    ],
-)
+@tabled
 async def test_a_handshake_that_fails_is_explained(
-    server: Sections, device: Sections, said: str, pki: Pki, strangers: Pki
+    server: str, device: str, said: str, pki: Pki, strangers: Pki
 ) -> None:
     """To ``info``, to a stream, to a command and to a text."""
-    shown, known = server(pki, strangers), device(pki, strangers)
+    own, other = pki.device(), strangers.device(shown=True)
+    servers = {"own": pki.server(), "mutual": pki.server(mutual=True), "other": strangers.server()}
+    devices = {"own": own, "other": strangers.device(), "shown by other": replace(other, ca=own.ca)}
+    shown, known = servers.get(server), devices.get(device)
     async with serving(config=guarded.verifier_config(shown)) as (address, _):
         config = guarded.device_config(address, known)
         transport = connect(address, access=device_access(config))

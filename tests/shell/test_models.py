@@ -47,6 +47,7 @@ from tests.present import present
 from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
 from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, write_checkpoint, write_tokenizer
+from tests.tables import tabled
 
 
 @pytest.fixture
@@ -174,34 +175,14 @@ def test_layout_does_not_count(tmp_path: Path) -> None:
     assert fingerprint(tmp_path, unigram) == expected
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "added"),
-    [
-        ({"a": 1, "b": 0, "ü": 2}, ADDED),
-        ({"a": 0, "b": 1, "u": 2}, ADDED),
-        ({"a": 0, "b": 1}, ADDED),
-        (VOCABULARY, []),
-        (VOCABULARY, [{"id": 4, "content": "<|end|>"}]),
-        (VOCABULARY, [{"id": 2, "content": "<|end|>"}]),
-        ({"a": 0, "b1 1 ü": 1}, ADDED),
-    ],
-)
+@tabled
 def test_every_difference_counts(
     tmp_path: Path, vocabulary: dict[str, int], added: list[dict[str, Any]]
 ) -> None:
     assert fingerprint(tmp_path, vocabulary, added) != fingerprint(tmp_path, VOCABULARY)
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "added", "message"),
-    [
-        ({"a": 0}, [{"id": 10**9, "content": "b"}], "token ids 0 to 1000000000, limit 0 to"),
-        ({"a": -1}, [], "token ids -1 to -1, limit 0 to"),
-        ({"a": "b"}, [], "unreadable vocabulary entry"),
-        ({"a": float("inf")}, [], "unreadable vocabulary entry"),
-        ({"a": float("nan")}, [], "unreadable vocabulary entry"),
-    ],
-)
+@tabled
 def test_ids_that_are_none_are_named_with_their_file(
     tmp_path: Path, vocabulary: dict[str, Any], added: list[dict[str, Any]], message: str
 ) -> None:
@@ -393,7 +374,7 @@ PROMPT = "def fibonacci(n):"
 def folder(tmp_path: Path) -> Path:
     graphs = {
         "onnx/model_q4.onnx": concatenating_graph(),
-        "onnx/model_fp16.onnx": concatenating_graph(style=Style(half=True)),
+        "onnx/model_fp16.onnx": concatenating_graph(Style(half=True)),
     }
     return write_folder(tmp_path / "foreign", graphs)
 

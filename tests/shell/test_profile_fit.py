@@ -15,6 +15,7 @@ import pytest
 
 from edgespec_sim.commands.profile import Line, fit_errors, fit_profile, read_lines, samples_of
 from edgespec_sim.cost_profile import ProfileError, read_profile
+from tests.tables import tabled
 
 DRAFT_S, DRAFT_ROW_S, DRAFT_CONTEXT_S = 4e-3, 5e-4, 2e-6
 PASS_S, PASS_ROW_S, PASS_CONTEXT_S = 20e-3, 1e-3, 4e-6
@@ -144,16 +145,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
         samples_of(made.device, made.verifier)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "why"),
-    [
-        ("connect_s", float("nan"), "connect_s is nan, but must be finite and at least 0"),
-        ("connect_s", -1.0, "connect_s is -1.0, but must be"),
-        ("about", [], "about is '\\[\\]', but must be dict"),
-        ("draft_step", {"table": [[float("nan"), 1.0]]}, "the rows of a time law must increase"),
-        ("draft_step", None, "draft_step is 'None', but must be TimeLaw"),
-    ],
-)
+@tabled
 def test_a_profile_that_is_none_is_named(
     tmp_path: Path, field: str, value: object, why: str
 ) -> None:

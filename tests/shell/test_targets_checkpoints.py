@@ -37,6 +37,7 @@ from tests.shell.tiny_checkpoints import (
     write_checkpoint,
 )
 from tests.shell.torch_schedules import GREEDY, decode_alone, decode_beside, generated, torch_target
+from tests.tables import tabled
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], list(range(20, 61))]
 COUNT = 20
@@ -59,42 +60,14 @@ def _refused(folder: Path, why: str, **options: Any) -> str:
 
 # --- families -------------------------------------------------------------------------------
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
-
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        (
-            "GPT2",
-            {},
-            r"model type 'gpt2' is not supported; supported are gemma \(Gemma\), .*Qwen3-MoE",
-        ),
-        ("Gemma3", {}, r"'gemma3' is not supported \(a model of text and other media; serve a"),
-        (
-            "Qwen3",
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            "layer types chunked_attention are not supported; supported are full_attention",
-        ),
-        ("Llama", {"rope_parameters": DYNAMIC}, "rope type 'dynamic' depends on the length"),
-        (
-            "Gemma3Text",
-            {
-                "rope_parameters": {
-                    "full_attention": DYNAMIC,
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                }
-            },
-            "rope type 'dynamic' depends on the length",
-        ),
-        ("Gemma3Text", {"use_bidirectional_attention": True}, "attends in both directions"),
-    ],
-)
+@tabled
 def test_what_cannot_be_served_is_refused_by_name(
     family: str, options: dict[str, Any], message: str
 ) -> None:
     common = {"max_position_embeddings": 512, "num_hidden_layers": 2} if family != "Gemma3" else {}
-    config = getattr(transformers, f"{family}Config")(**{**common, **options})
+    given = json.loads(json.dumps(common | options))  # lists, not tuples
+    config = getattr(transformers, f"{family}Config")(**given)
     with pytest.raises(UnsupportedModelError, match=message):
         check_family(config)
 
@@ -289,17 +262,7 @@ def _come_as(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("bitsandbytes", "quantised as 'bitsandbytes', which is not supported; supported are awq,"),
-        ("gptq", r"to load it transformers needs gptqmodel and optimum: pip install gptqmodel opt"),
-        ("awq", "transformers needs gptqmodel and accelerate: pip install"),
-        ("fp8", "transformers needs accelerate: pip install accelerate"),
-        ("compressed-tensors", "pip install compressed-tensors"),
-        ("torchao", "pip install torchao"),
-    ],
-)
+@tabled
 def test_a_format_is_refused_with_the_packages_that_are_missing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, message: str
 ) -> None:

@@ -39,6 +39,7 @@ from tests.shell.live_verifier import call as run
 from tests.shell.live_verifier import daemon, environment
 from tests.shell.loopback import LoopbackTransport
 from tests.shell.pki import certs
+from tests.tables import tabled
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -145,17 +146,9 @@ async def test_a_bug_in_the_verifier_ends_its_own_stream_only(
     assert "a bug in the verifier" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        (m.FaultCode.RESYNC, "ABORTED"),
-        (m.FaultCode.UNKNOWN_MODEL, "NOT_FOUND"),
-        (m.FaultCode.OVERLOADED, "RESOURCE_EXHAUSTED"),
-    ],
-)
-async def test_a_fault_arrives_before_the_status_that_matches_it(
-    code: m.FaultCode, status: str
-) -> None:
+@tabled
+async def test_a_fault_arrives_before_the_status_that_matches_it(name: str, status: str) -> None:
+    code = m.FaultCode[name]
     fault = m.Fault(code, "because", 1.5)
 
     async def refuse(stream: VerifierStream) -> None:

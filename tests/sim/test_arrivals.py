@@ -21,6 +21,7 @@ from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 from tests.present import present
+from tests.tables import tabled
 
 WORLD = sc.Scenario(
     name="open",
@@ -114,17 +115,7 @@ def test_recorded_ones_are_played_as_they_were(text: str, tmp_path: Path) -> Non
     assert found[2].output_tokens >= 1
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "no arrivals in it"),
-        ("when\n3\n", "2: time is None, but must be seconds"),
-        ("time_s\nsoon\n", "2: time is 'soon', but must be seconds or a date and time"),
-        ("time_s\nnan\n", "2: time is 'nan', but must be finite"),
-        ("time_s\n3\n1\n", "3: is earlier than the one before it"),
-        ("time_s,output_tokens\n3,0\n", "2: output_tokens is '0', but must be a whole number"),
-    ],
-)
+@tabled
 def test_a_file_that_cannot_be_played(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "load.csv"
     path.write_text(text, encoding="utf-8")

@@ -12,6 +12,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,7 @@ from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 from tests.present import present
+from tests.tables import tabled
 
 Row = sc.ConditionSection
 
@@ -154,19 +156,13 @@ def test_no_joule_is_made_or_lost() -> None:
     assert (spare.energy_j, spare.idle_s, spare.idle_j) == (0.0, 3.0, 150.0)
 
 
-@pytest.mark.parametrize(
-    ("section", "known", "idle_known"),
-    [
-        (sc.VerifierSection(gpu_power="h200"), True, True),
-        (sc.VerifierSection(gpu_power="h100"), True, False),
-        (sc.VerifierSection(busy_w=700.0), True, False),
-        (sc.VerifierSection(), False, False),
-    ],
-)
+@tabled
 def test_what_is_not_known_is_not_told(
-    section: sc.VerifierSection, known: bool, idle_known: bool
+    section: dict[str, Any], known: bool, idle_known: bool
 ) -> None:
-    world = replace(WORLD, verifiers={"server": section}, arms=(Arm.EDGESPEC,))
+    world = replace(
+        WORLD, verifiers={"server": sc.VerifierSection(**section)}, arms=(Arm.EDGESPEC,)
+    )
     outcome = run(world)
     found = summarise(world, (1,), Path(), [(Arm.EDGESPEC, outcome)])
     whole = found.arms[0].all

@@ -24,6 +24,7 @@ from edgespec_sim.links.formats import FORMATS, PACKET_BITS, read_trace, write_p
 from edgespec_sim.links.generators import KINDS, generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceError, TraceStatistics
 from tests.present import present
+from tests.tables import tabled
 
 
 def read(folder: Path, text: str, name: str = "trace.dat") -> NetworkTrace:
@@ -401,14 +402,7 @@ def test_lengths_of_outages_follow_their_law() -> None:
     assert len(short) / len(lengths) == pytest.approx(7 / 11, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed", "lasts_s", "text"),
-    [
-        ("6g", 0, 60.0, "no generator '6g'; known are wifi, lte"),
-        ("lte", 0, 0.0, "duration_s is 0.0"),
-        ("lte", -1, 60.0, "seed is -1"),
-    ],
-)
+@tabled
 def test_a_wrong_request_is_named(kind: str, seed: int, lasts_s: float, text: str) -> None:
     with pytest.raises(TraceError, match=text):
         generate(kind, seed, lasts_s)

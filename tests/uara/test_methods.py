@@ -34,6 +34,7 @@ from edgespec_uara.cost import (
 from edgespec_uara.methods import Steps, best_gain, two_phase_matching
 from edgespec_uara.sweep import Choices
 from edgespec_uara.world import Snapshot, UaraSettings, UaraWorld
+from tests.tables import tabled
 
 COSTS: tuple[CostModel, ...] = (PaperCost(), CorrectedCost())
 
@@ -354,20 +355,7 @@ def test_the_sweep_writes_its_results(tmp_path: Path) -> None:
     assert page.count('"error_y"') == 9
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ("sid_m=200", "side_m"),
-        ("side_m=", "NAME=VALUE"),
-        ("side_m=-5", "1 to 100000"),
-        ("side_m=nan", "1 to 100000"),
-        ("devices=1.5", "1.5"),
-        ("speed_m_s=3", "LOW..HIGH"),
-        ("max_compute=most", "best-heard"),
-        ("slots=0", "1 to 1000"),
-        ("servers_at=hex", "grid"),
-    ],
-)
+@tabled
 def test_a_choice_that_is_none_is_refused(tmp_path: Path, row: str, said: str) -> None:
     done = run(sweep.main, *QUICK, "--out", str(tmp_path), "--vary", row)
     assert done.exit_code == 2
