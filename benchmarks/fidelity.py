@@ -8,7 +8,7 @@ Real: the bundled models, a verifier process, gRPC, the product's emulated link;
 and draft steps 8 ms. Simulated: the same texts as a match tape recorded here, the profile's times,
 the same links in virtual time. Four arms at five round-trip times, then our arm on ten recorded
 networks (``EDGESPEC_DATA``; skipped without). Asked for: TPOT within 5 % of the real median, tokens
-per pass within 2 %. How a process that is fitted to a tape compares with it: ``policies.py``.
+per pass within 2 %.
 """
 
 from __future__ import annotations
