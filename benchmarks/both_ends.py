@@ -210,7 +210,7 @@ def alone(target: TargetModel, cases: Sequence[Case]) -> list[list[int]]:
     feeds = {at: tuple(prompt) for at, (prompt, _) in enumerate(cases)}
     for at, (prompt, params) in enumerate(cases):
         if params.constraint is not None:
-            params = replace(params, constraint=READER.read(params.constraint))
+            params = replace(params, constraint=READER(params.constraint))
         target.open(str(at), len(prompt), params)
     cached = dict.fromkeys(feeds, 0)
     while feeds:
@@ -252,7 +252,7 @@ async def play(
             cache=CacheShape(blocks, 16), drafter=True, server_drafts=server_drafts
         )
     verifier = Verifier(
-        target, Limits(context_length=256), limits, read_constraint=READER.read, drafter=drafter
+        target, Limits(context_length=256), limits, read_constraint=READER, drafter=drafter
     )
     transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
     agents = [device(transport, one, dice) for one in (*DEVICES[kind], "")]

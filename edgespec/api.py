@@ -120,17 +120,7 @@ class SyncAgent:
     """
 
     def __init__(self, address: str | Sequence[str] = DEFAULT_ADDRESS, **settings: Any) -> None:
-        self._start(connect(address, **settings))
-
-    @classmethod
-    def of(cls, agent: Agent) -> Self:
-        """The synchronous face of an agent that no loop has used yet."""
-        self = cls.__new__(cls)
-        self._start(agent)
-        return self
-
-    def _start(self, agent: Agent) -> None:
-        self._agent = agent
+        self._agent = connect(address, **settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="edgespec-agent", daemon=True

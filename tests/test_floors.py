@@ -132,7 +132,7 @@ FLOORS = (
     # Measures agents it is handed; links, models and processes are the command line's.
     Floor(BENCH, (*ENDS, DEVICE, VERIFIER, "edgespec.__version__"), HEAVY),
     # Of a bench, its prompts and intervals; its libraries are loaded by the command that trains.
-    Floor(f"{TRAINING}.settings", (), HEAVY, stdlib_only=True),
+    Floor(f"{TRAINING}.settings", named("core.protocol.checks"), HEAVY, stdlib_only=True),
     Floor(
         TRAINING,
         (*BELOW, MODELS, EXPORT, TARGETS, *named("bench.prompts bench.measurement")),

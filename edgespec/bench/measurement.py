@@ -34,11 +34,6 @@ class Measurement:
     counters: DraftCounters
 
     @property
-    def ttft_s(self) -> float | None:
-        """From the request, connecting included, to the first token; None without one."""
-        return self.times_s[0] if self.times_s else None
-
-    @property
     def tpot_s(self) -> float | None:
         """Mean time per token after the first; None with fewer than two."""
         if len(self.times_s) < 2:
@@ -115,9 +110,15 @@ class Cell:
     """Of these requests alone."""
 
     def row(self) -> Row:
-        done = self.measurements
-        committed = self._sum(lambda m: m.counters.committed)
-        passes = self._sum(lambda m: m.counters.passes)
+        done, traffic = self.measurements, self.traffic
+        names = ("committed", "passes", "hits", "tried", "wasted", "reconnects", "verify_s")
+        sums = {name: sum(getattr(m.counters, name) for m in done) for name in names}
+        committed, passes, verify_ms = sums["committed"], sums["passes"], 1e3 * sums["verify_s"]
+        drafted = traffic.get("drafted_nodes", 0)
+        up, down, opens = (
+            traffic.get(f"{which}_payload_bytes", 0) for which in ("up", "down", "open")
+        )
+        framed = traffic.get("up_framed_bytes", 0) + traffic.get("down_framed_bytes", 0)
         pairs = zip(done, self.references, strict=True)
         return {
             "arm": self.arm.value,
@@ -125,57 +126,35 @@ class Cell:
             "repeat": self.repeat,
             "requests": len(done),
             **self._times(),
-            "tokens": self._sum(lambda m: len(m.times_s)),
+            "tokens": sum(len(m.times_s) for m in done),
             "passes_per_token": _ratio(passes, committed),
             "tokens_per_pass": _ratio(committed, passes),
-            "acceptance": _ratio(
-                self._sum(lambda m: m.counters.hits), self._sum(lambda m: m.counters.tried)
-            ),
-            "wasted_nodes": self._sum(lambda m: m.counters.wasted),
-            "wasted_nodes_per_token": _ratio(self._sum(lambda m: m.counters.wasted), committed),
-            "pass_ms_mean": _ratio(1e3 * sum(m.counters.verify_s for m in done), passes),
-            "server_ms_per_token": _ratio(1e3 * sum(m.counters.verify_s for m in done), committed),
-            **self._bytes(committed),
-            "reconnects": self._sum(lambda m: m.counters.reconnects),
+            "acceptance": _ratio(sums["hits"], sums["tried"]),
+            "wasted_nodes": sums["wasted"],
+            "wasted_nodes_per_token": _ratio(sums["wasted"], committed),
+            "pass_ms_mean": _ratio(verify_ms, passes),
+            "server_ms_per_token": _ratio(verify_ms, committed),
+            "drafted_nodes": int(drafted),
+            "up_bytes_per_token": _ratio(up - opens, drafted),
+            "up_bytes_per_committed_token": _ratio(up - opens, committed),
+            "down_bytes_per_token": _ratio(down, committed),
+            "open_bytes_per_request": _ratio(opens, len(done)),
+            "framing_bytes_per_committed_token": _ratio(framed - up - down, committed),
+            "reconnects": sums["reconnects"],
             "mismatches": sum(mismatch_count(m.tokens, reference) for m, reference in pairs),
         }
 
-    def _sum(self, count: Callable[[Measurement], int]) -> int:
-        return sum(count(m) for m in self.measurements)
-
     def _times(self) -> Row:
-        firsts_ms = [1e3 * m.ttft_s for m in self.measurements if m.ttft_s is not None]
-        tpots_ms = [1e3 * m.tpot_s for m in self.measurements if m.tpot_s is not None]
-        gaps_ms = [1e3 * gap_s for m in self.measurements for gap_s in m.gaps_s]
-        flow_s = sum(m.times_s[-1] for m in self.measurements if m.times_s)
+        done = self.measurements
+        tpots_ms = [1e3 * m.tpot_s for m in done if m.tpot_s is not None]
+        flow_s = sum(m.times_s[-1] for m in done if m.times_s)
         return {
-            "ttft_ms_p50": percentile(firsts_ms, 50),
+            "ttft_ms_p50": percentile([1e3 * m.times_s[0] for m in done if m.times_s], 50),
             "tpot_ms_p50": percentile(tpots_ms, 50),
             "tpot_ms_p95": percentile(tpots_ms, 95),
-            "tpots_ms": [m.tpot_s and 1e3 * m.tpot_s for m in self.measurements],
-            "itl_ms_p95": percentile(gaps_ms, 95),
-            "tokens_per_second": _ratio(self._sum(lambda m: len(m.times_s)), flow_s),
-        }
-
-    def _bytes(self, committed: int) -> Row:
-        traffic = self.traffic
-        drafted = traffic.get("drafted_nodes", 0)
-        up_bytes = traffic.get("up_payload_bytes", 0)
-        down_bytes = traffic.get("down_payload_bytes", 0)
-        open_bytes = traffic.get("open_payload_bytes", 0)
-        return {
-            "drafted_nodes": int(drafted),
-            "up_bytes_per_token": _ratio(up_bytes - open_bytes, drafted),
-            "up_bytes_per_committed_token": _ratio(up_bytes - open_bytes, committed),
-            "down_bytes_per_token": _ratio(down_bytes, committed),
-            "open_bytes_per_request": _ratio(open_bytes, len(self.measurements)),
-            "framing_bytes_per_committed_token": _ratio(
-                traffic.get("up_framed_bytes", 0)
-                - up_bytes
-                + traffic.get("down_framed_bytes", 0)
-                - down_bytes,
-                committed,
-            ),
+            "tpots_ms": [m.tpot_s and 1e3 * m.tpot_s for m in done],
+            "itl_ms_p95": percentile([1e3 * gap_s for m in done for gap_s in m.gaps_s], 95),
+            "tokens_per_second": _ratio(sum(len(m.times_s) for m in done), flow_s),
         }
 
 

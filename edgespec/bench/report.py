@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 import psutil
 from rich import box
@@ -116,7 +115,10 @@ def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     last: object = None
-    for row in sorted(summarise(rows), key=_by_rtt):
+    order = {arm.value: place for place, arm in enumerate(Arm)}
+    for row in sorted(
+        summarise(rows), key=lambda row: (float(str(row["rtt_ms"])), order[str(row["arm"])])
+    ):
         if last is not None and row["rtt_ms"] != last:
             table.add_section()
         table.add_row(*_cells(row, first=row["rtt_ms"] != last))
@@ -221,11 +223,6 @@ def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
 
 
-def _by_rtt(row: Row) -> tuple[float, int]:
-    names = [arm.value for arm in Arm]
-    return float(str(row["rtt_ms"])), names.index(str(row["arm"]))
-
-
 def _cells(row: Row, *, first: bool) -> list[str]:
     return [
         f"{row['rtt_ms']:g}" if first else "",
@@ -292,37 +289,25 @@ def tape_about(sampling: SamplingParams, prompts: str) -> dict[str, str]:
     }
 
 
-class BenchProgress:
+class BenchProgress(Progress):
     """``runner.Progress``: a bar on a terminal, a line a step in a log."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+        quiet = not console.is_terminal
+        super().__init__(
+            *columns, TimeRemainingColumn(), console=console, disable=quiet, transient=True
         )
-        self._task = self._bar.add_task("loading", total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        self._task = self.add_task("loading", total=None)
 
     def expect(self, total: float) -> None:
-        self._bar.update(self._task, total=total)
+        self.update(self._task, total=total)
 
     def say(self, text: str) -> None:
-        if self._console.is_terminal:
-            self._bar.update(self._task, description=text)
+        if self.console.is_terminal:
+            self.update(self._task, description=text)
         else:
-            self._console.print(text, markup=False, highlight=False)
+            self.console.print(text, markup=False, highlight=False)
 
     def done(self, what: str, count: float = 1.0) -> None:
-        self._bar.update(self._task, advance=count, description=what)
+        self.update(self._task, advance=count, description=what)

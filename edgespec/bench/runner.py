@@ -100,7 +100,11 @@ def arm_options(arm: Arm, gamma: int | None = None) -> AgentOptions:
 
 def parse_arms(text: str) -> tuple[Arm, ...]:
     """A comma-separated list of names. Raises ``ValueError`` for an unknown or repeated one."""
-    arms = tuple(_arm(name.strip()) for name in text.split(",") if name.strip())
+    try:
+        arms = tuple(Arm(name.strip()) for name in text.split(",") if name.strip())
+    except ValueError as error:
+        known = ", ".join(arm.value for arm in Arm)
+        raise ValueError(f"arms is {text!r}: {error}; there are {known}") from None
     _distinct("arms", [arm.value for arm in arms])
     return arms
 
@@ -119,14 +123,6 @@ def rotated(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
     """The same arms from another start: none is always the one that runs first."""
     by %= len(arms)
     return (*arms[by:], *arms[:by])
-
-
-def _arm(name: str) -> Arm:
-    try:
-        return Arm(name)
-    except ValueError:
-        known = ", ".join(arm.value for arm in Arm)
-        raise ValueError(f"arm {name!r} is unknown; there are {known}") from None
 
 
 def _distinct(what: str, names: Sequence[str]) -> None:
@@ -232,29 +228,23 @@ class BenchRunner:
     async def _choose_gammas(self) -> None:
         self._progress.say("vanilla: which draft length is best")
         for gamma in GAMMAS:
-            await self._try_gamma(gamma)
+            station = self._open_station(Arm.VANILLA, arm_options(Arm.VANILLA, gamma), 0.0)
+            measurements = []
+            async with station.agent as agent:
+                for prompt in self._workload.prompts[:PROMPT_COUNT]:
+                    measurements.append(await self._measure(agent, prompt))
+                    self._progress.done(f"vanilla, draft length {gamma}")
+            if (cost := gamma_cost(measurements)) is not None:
+                self.gamma_costs[gamma] = cost
         for rtt_ms in self._settings.rtts_ms:
             best = best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
             self.vanilla_gammas[rtt_ms] = best or GAMMAS[0]
 
-    async def _try_gamma(self, gamma: int) -> None:
-        options = arm_options(Arm.VANILLA, gamma)
-        measurements = []
-        station = self._open_station(Arm.VANILLA, options, 0.0)
-        async with station.agent as agent:
-            for prompt in self._workload.prompts[:PROMPT_COUNT]:
-                measurements.append(await self._measure(agent, prompt))
-                self._progress.done(f"vanilla, draft length {gamma}")
-        if (cost := gamma_cost(measurements)) is not None:
-            self.gamma_costs[gamma] = cost
-
     async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:
         """Connect the channel, touch the models: not counted."""
         tokens = min(WARM_UP_TOKENS, self._settings.max_tokens)
-        sampling = replace(self._sampling, max_tokens=tokens)
-        await measure(
-            station.agent, self._workload.prompts[0], sampling, self._workload.eos_token_ids
-        )
+        sampling, prompt = replace(self._sampling, max_tokens=tokens), self._workload.prompts[0]
+        await measure(station.agent, prompt, sampling, self._workload.eos_token_ids)
         self._progress.done(f"warm-up, {arm.value} at {rtt_ms:g} ms")
 
     # --- the cells of one RTT and repeat ---------------------------------------------------
@@ -266,25 +256,18 @@ class BenchRunner:
             for number, prompt in enumerate(self._workload.prompts):
                 one: dict[Arm, _Finished] = {}
                 for arm in rotated(self._settings.arms, repeat + number):
-                    one[arm] = await self._run_one(stations[arm], prompt)
+                    agent, meter = stations[arm].agent, stations[arm].meter
+                    before = meter.totals.copy()
+                    measurement = await self._measure(agent, prompt)
+                    one[arm] = measurement, meter.totals - before
                     self._progress.done(f"{arm.value}, {self._workload.names[number]}")
                 finished.append(one)
         finally:
-            if finished:
-                self.rows += [
-                    self._cell(arm, rtt_ms, repeat, [one[arm] for one in finished]).row()
-                    for arm in self._settings.arms
-                ]
-
-    async def _run_one(self, station: Station, prompt: Sequence[int]) -> _Finished:
-        before = station.meter.totals.copy()
-        measurement = await self._measure(station.agent, prompt)
-        return measurement, station.meter.totals - before
-
-    def _cell(self, arm: Arm, rtt_ms: float, repeat: int, finished: Sequence[_Finished]) -> Cell:
-        measurements, traffic = zip(*finished, strict=True)
-        references = self.references[: len(finished)]
-        return Cell(arm, rtt_ms, repeat, measurements, references, sum(traffic, Counter[str]()))
+            for arm in self._settings.arms if finished else ():
+                measurements, traffic = zip(*(one[arm] for one in finished), strict=True)
+                told = (measurements, self.references[: len(finished)])
+                cell = Cell(arm, rtt_ms, repeat, *told, sum(traffic, Counter[str]()))
+                self.rows.append(cell.row())
 
     async def _measure(self, agent: Agent, prompt: Sequence[int]) -> Measurement:
         return await measure(agent, prompt, self._sampling, self._workload.eos_token_ids)

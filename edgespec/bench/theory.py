@@ -260,16 +260,14 @@ def _by_variation(texts: Sequence[ComparedText]) -> Iterator[dict[str, Any]]:
 
 def _impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
     """What cannot be, in words."""
-    above: tuple[tuple[str, str, Callable[[Place], float]], ...] = (
-        ("the first guess is right", "1 - TV", lambda one: one.measured - one.ideal),
-        ("a guess of two is right", "two can", lambda one: one.pair_measured - one.pair_ideal),
-        (
-            "(1 - TV) / (1 + TV) lies",
-            "the first guess is right",
-            lambda one: one.bound - one.measured,
+    above: dict[tuple[str, str], Callable[[Place], float]] = {
+        ("the first guess is right", "1 - TV"): lambda one: one.measured - one.ideal,
+        ("a guess of two is right", "two can"): lambda one: one.pair_measured - one.pair_ideal,
+        ("(1 - TV) / (1 + TV) lies", "the first guess is right"): lambda one: (
+            one.bound - one.measured
         ),
-    )
-    for what, than, of in above if len(texts) >= _FEWEST_TEXTS else ():
+    }
+    for (what, than), of in above.items() if len(texts) >= _FEWEST_TEXTS else ():
         low, high = _over_texts(texts, of)["interval"]
         if low > _SLACK:
             yield (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +33,7 @@ from edgespec.core.protocol.messages import DraftTotals, VerifierInfo
 from edgespec.device import build
 from edgespec.device.agent import Agent, AgentOptions, GenerationError
 from edgespec.models.folders import BUNDLED
+from edgespec.models.tokenizer import prompt_encoder
 from edgespec.models.toy import TOY
 from edgespec.verifier.build import load_target
 from edgespec.wire.shaped import ShapedTransport, TrafficMeter
@@ -60,7 +61,8 @@ _REPEATS = _option(_WHAT, "How many times to measure everything", default=DEFAUL
 _QUICK = _option(_WHAT, "Two minutes: less of everything", "--quick")
 _JSON = _option(_WHAT, "Write the results there", metavar="FILE")
 _TAPE = _option(
-    _WHAT, "Write a match tape for the simulator there", "--record-tape", metavar="FILE"
+    *(_WHAT, "Write a match tape for the simulator there", "--record-tape"),
+    metavar="FILE",
 )
 _THEORY = _option(
     _WHAT, "Say what theory lets the two models agree on, beside what they do", "--theory"
@@ -143,11 +145,22 @@ def bench(
                 server_draft_ms=server_draft_ms,
                 **{name: value for name, value in given.items() if value is not None},
             )
-            for option, path in (("json", json), ("record-tape", tape)):
-                _check_output(option, path)
-            whole = _Bench(settings, model, draft, server_draft, prompts, chat, tape, theory)
+            if theory and not temperature:
+                raise ValueError(
+                    "temperature is 0, but --theory compares two laws, which are one token each"
+                    " then: give --temperature 0.7"
+                )
+            named = _BUILT_IN_NAMES.get(prompts, prompts)
+            subject = report.Subject(model, draft, server_draft, "", "", named, chat)
+            config = AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms))
+            whole = _Bench(settings, subject, config, _prompts(prompts), tape, theory)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        for path in (json, tape):
+            if path is not None:  # told before the long run
+                if path.is_dir():
+                    raise ConfigError(f"to write to is {path}, which is a folder")
+                path.parent.mkdir(parents=True, exist_ok=True)
         if status := whole.execute(json):
             raise typer.Exit(status)
 
@@ -162,67 +175,39 @@ def _arms(asked: str | None, server_draft: str) -> tuple[Arm, ...]:
     return arms
 
 
-def _check_output(option: str, path: Path | None) -> None:
-    """Raises ``ValueError`` for a path that cannot be written, before the long run."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ValueError(f"{option} is {str(path)!r}, which is a folder, but must be a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option}: {path.parent} cannot be made: {error}") from None
-
-
+@dataclass(slots=True)
 class _Bench:
     """One bench from its parts to its report."""
 
-    def __init__(
-        self,
-        settings: BenchSettings,
-        model: str,
-        draft: str,
-        server_draft: str,
-        prompts: str,
-        chat: bool,
-        tape_path: Path | None,
-        theory: bool,
-    ) -> None:
-        if theory and not settings.temperature:
-            raise ValueError(
-                "temperature is 0, but --theory compares two laws, which are one token each then:"
-                " give --temperature 0.7"
-            )
-        self._settings, self._tape_path, self._with_theory = settings, tape_path, theory
-        self._recorder: TheoryRecorder | None = None
-        self._stderr = Console(stderr=True)
-        self._config = AgentConfig(draft=DraftSection(model=draft, draft_ms=settings.draft_ms))
-        self._prompts = _prompts(prompts)
-        named = _BUILT_IN_NAMES.get(prompts, prompts)
-        self._subject = report.Subject(model, draft, server_draft, "", "", named, chat)
-        self._workload: Workload | None = None
-        self._runner: BenchRunner | None = None
-        self._drafts: DraftTotals | None = None
+    settings: BenchSettings
+    subject: report.Subject
+    config: AgentConfig
+    prompts: Iterator[BenchPrompt]
+    tape_path: Path | None
+    theory: bool
+    recorder: TheoryRecorder | None = None
+    workload: Workload | None = None
+    runner: BenchRunner | None = None
+    drafts: DraftTotals | None = None
+    stderr: Console = field(default_factory=lambda: Console(stderr=True))
 
     def execute(self, path: Path | None) -> int:
         """Run, print, write; the exit status."""
-        draft = self._subject.draft
-        drafter = build.load_drafter(self._config, say=self._say)
-        if draft in (build.NONE, build.LOOKUP) and (
-            self._tape_path is not None or self._with_theory
-        ):
-            what = "compare" if self._with_theory else "tape"
+        draft, recorded = self.subject.draft, self.tape_path is not None or self.theory
+        drafter = build.load_drafter(self.config, say=self._say)
+        if recorded and draft in (build.NONE, build.LOOKUP):
+            what = "compare" if self.theory else "tape"
             raise ValueError(f"draft is {draft!r}, so there is nothing to {what}")
-        if drafter is None and any(arm.drafts for arm in self._settings.arms):
+        if drafter is None and any(arm.drafts for arm in self.settings.arms):
             raise ValueError(f"draft is {draft!r}, so target-only is the only arm there is")
-        self._say(f"{self._settings.timing}; Ctrl-C reports what there is")
+        self._say(f"{self.settings.timing}; Ctrl-C reports what there is")
         failure, stopped_by = None, 0
         try:
-            if self._with_theory and drafter is not None:
-                target = load_target(VerifierConfig(model=self._subject.model))
-                self._recorder = TheoryRecorder(target, drafter, self._settings.sampling)
-            tokenizer = build.load_tokenizer(build.tokenizer_reference(self._config))
-            with report.BenchProgress(self._stderr) as progress:
+            if self.theory and drafter is not None:
+                target = load_target(VerifierConfig(model=self.subject.model))
+                self.recorder = TheoryRecorder(target, drafter, self.settings.sampling)
+            tokenizer = build.load_tokenizer(build.tokenizer_reference(self.config))
+            with report.BenchProgress(self.stderr) as progress:
                 run(self._measure(drafter, tokenizer, progress))
         except Interrupted as signalled:
             stopped_by = signalled.number
@@ -240,12 +225,12 @@ class _Bench:
         tokenizer: build.PromptTokenizer,
         progress: report.BenchProgress,
     ) -> None:
-        settings = self._settings
+        settings = self.settings
         async with self._verifiers() as (plain, drafting):
             info = (await told_by(plain)).model
-            self._workload = workload = self._choose(info, tokenizer)
+            self.workload = workload = self._choose(info, tokenizer)
             name = "" if drafter is None else drafter.info.name
-            self._subject = replace(self._subject, target_name=info.name, draft_name=name)
+            self.subject = replace(self.subject, target_name=info.name, draft_name=name)
 
             def station(arm: Arm, options: AgentOptions, rtt_ms: float) -> Station:
                 meter = TrafficMeter()
@@ -255,29 +240,29 @@ class _Bench:
                 transport = ShapedTransport(build.connect(address), up, down, meter=meter)
                 lent = LentDrafter(drafter) if drafter is not None and arm.drafts else None
                 encode, stream = tokenizer.encode, tokenizer.stream
-                options = replace(options, text=build.text_tables(self._config))
+                options = replace(options, text=build.text_tables(self.config))
                 return Station(Agent(transport, lent, encode, stream, options), meter)
 
-            self._runner = runner = BenchRunner(settings, workload, station, progress)
+            self.runner = runner = BenchRunner(settings, workload, station, progress)
             await runner.run()
             if drafting:
-                self._drafts = (await told_by(drafting)).drafts
-            if drafter is not None and (self._tape_path is not None or self._recorder):
-                about = report.tape_about(settings.sampling, self._subject.prompts)
+                self.drafts = (await told_by(drafting)).drafts
+            if drafter is not None and (self.tape_path is not None or self.recorder):
+                about = report.tape_about(settings.sampling, self.subject.prompts)
                 texts, sampling = runner.references, settings.sampling
                 tape = await record_tape(
                     *(drafter, info.name, workload, texts, sampling, progress.say),
                     about=about,
-                    recorder=self._recorder,
+                    recorder=self.recorder,
                 )
-                if self._tape_path is not None:
-                    write_tape(tape, self._tape_path)
+                if self.tape_path is not None:
+                    write_tape(tape, self.tape_path)
                     self._say(tape_report(tape, runner.rows))
 
     @contextlib.asynccontextmanager
     async def _verifiers(self) -> AsyncIterator[tuple[str, str]]:
         """Two of the same model; the second, whose address is empty if no arm needs it, drafts."""
-        settings, subject = self._settings, self._subject
+        settings, subject = self.settings, self.subject
         pass_ms = f"{settings.pass_ms:g}"
         arguments = ["--model", subject.model, "--pass-ms", pass_ms, PLAIN_STREAMING]
         async with contextlib.AsyncExitStack() as stack:
@@ -290,19 +275,12 @@ class _Bench:
             yield plain, drafting
 
     def _choose(self, info: ModelInfo, tokenizer: build.PromptTokenizer) -> Workload:
-        chat = self._subject.chat
-
-        def encode(text: str) -> list[int]:
-            if chat:
-                text = tokenizer.render_chat([{"role": "user", "content": text}])
-            return tokenizer.encode(text, add_special_tokens=not chat)
-
         context_length = min(info.context_length, _MAX_PROMPT_TOKENS)
         workload = choose_workload(
-            self._prompts,
-            encode,
-            limit=self._settings.prompt_limit,
-            room=context_length - self._settings.max_tokens,
+            self.prompts,
+            prompt_encoder(tokenizer, chat=self.subject.chat),
+            limit=self.settings.prompt_limit,
+            room=context_length - self.settings.max_tokens,
             eos_token_ids=info.eos_token_ids,
         )
         if workload.too_long:
@@ -311,30 +289,30 @@ class _Bench:
 
     def _report(self, path: Path | None, *, interrupted: bool, failure: str | None) -> int:
         """Print and write what there is; the number of mismatches."""
-        runner = self._runner
+        runner = self.runner
         rows = runner.rows if runner else []
         content = report.document(
             ("edgespec", *sys.argv[1:]),
-            self._settings,
-            self._subject,
-            self._workload,
+            self.settings,
+            self.subject,
+            self.workload,
             rows,
             runner.vanilla_gammas if runner else {},
             runner.gamma_costs if runner else {},
             interrupted=interrupted,
         )
-        if self._drafts is not None:
-            content["server_drafts"] = asdict(self._drafts)
+        if self.drafts is not None:
+            content["server_drafts"] = asdict(self.drafts)
         if failure is not None:
             content["failure"] = failure
         compared = None
-        if self._recorder is not None and self._recorder.texts:
-            content["theory"] = compared = beside_theory(self._recorder.texts)
+        if self.recorder is not None and self.recorder.texts:
+            content["theory"] = compared = beside_theory(self.recorder.texts)
         if path is not None:
             report.write_json(path, content)
         stdout = Console(width=None if sys.stdout.isatty() else 140)
         if rows:
-            stdout.print(report.summary_table(self._settings, rows))
+            stdout.print(report.summary_table(self.settings, rows))
         if compared is not None:
             stdout.print(theory_table(compared))
             for line in theory_lines(compared):
@@ -350,7 +328,7 @@ class _Bench:
         return mismatches
 
     def _say(self, text: str) -> None:
-        self._stderr.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.stderr.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 async def told_by(address: str) -> VerifierInfo:

@@ -49,11 +49,11 @@ from edgespec.device.build import (
     with_port,
 )
 from edgespec.device.status import StatusSource
+from edgespec.models.tokenizer import render_chat
 
 MAX_KEPT: Final = 200
 MAX_BYTES: Final = 16 << 20
 _FORMAT: Final = {"format": "edgespec-conversation", "version": 1}
-_ROLES: Final = ("system", "user", "assistant")
 _SHOWN: Final = 60
 """Characters of a message that are quoted."""
 _AGAIN: Final = "an empty line sends your message again"
@@ -67,13 +67,11 @@ COMMANDS: Final = {
     "/reset": ("", "forget the conversation and begin another"),
     "/quit": ("", "leave, like Ctrl-D"),
 }
-_TAKE_FILE: Final = ("/save", "/load")
-_KEYS: Final = (
-    "Enter sends; Alt-Enter, Ctrl-J or a \\ at the end of a line begins another line",
-    "Ctrl-C ends a reply and keeps what came of it; Ctrl-D leaves",
-    "Up, Down and Ctrl-R find earlier messages; Tab completes; Ctrl-X Ctrl-E opens $EDITOR",
-    "// at the beginning sends a message that begins with a slash",
-)
+_KEYS: Final = """
+  Enter sends; Alt-Enter, Ctrl-J or a \\ at the end of a line begins another line
+  Ctrl-C ends a reply and keeps what came of it; Ctrl-D leaves
+  Up, Down and Ctrl-R find earlier messages; Tab completes; Ctrl-X Ctrl-E opens $EDITOR
+  // at the beginning sends a message that begins with a slash"""
 
 
 # --- a conversation as a file ------------------------------------------------------------------
@@ -133,21 +131,21 @@ def _record(data: Any) -> Record:
     if not isinstance(data, dict) or any(data.get(key) != value for key, value in _FORMAT.items()):
         raise ValueError(f"its format is not {' '.join(map(str, _FORMAT.values()))}")
     json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair could not be written
-    found = {name: data.get(name, "") for name in ("model", "system", "begun")}
-    for name, value in found.items():
-        if not isinstance(value, str):
+    found, messages = Record(begun=""), data.get("messages")
+    for name in ("model", "system", "begun"):
+        if not isinstance(value := data.get(name, ""), str):
             raise ValueError(f"{name} is {value!r}, but must be text")
-    messages = data.get("messages")
+        setattr(found, name, value)
     if not isinstance(messages, list):
         raise ValueError("messages must be a list")
     for number, one in enumerate(messages):
-        fine = isinstance(one, dict) and one.get("role") in _ROLES
-        if not (fine and isinstance(one.get("content"), str)):
-            roles = ", ".join(_ROLES)
-            raise ValueError(f"messages[{number}] must have a role of {roles}, and text as content")
-    return Record(
-        **found, messages=[{"role": one["role"], "content": one["content"]} for one in messages]
-    )
+        match one:
+            case {"role": "system" | "user" | "assistant" as role, "content": str(content)}:
+                found.messages.append({"role": role, "content": content})
+            case _:
+                roles = "a role of system, user, assistant, and text as content"
+                raise ValueError(f"messages[{number}] must have {roles}")
+    return found
 
 
 def state_folder() -> Path:
@@ -192,7 +190,7 @@ def parse(line: str) -> tuple[str, str]:
         close = difflib.get_close_matches(word, COMMANDS, 1)
         hint = f"did you mean {close[0]}?" if close else "/help lists the commands"
         raise ConversationError(f"unknown command {word!r}; {hint}")
-    if word in _TAKE_FILE and not argument:
+    if COMMANDS[word][0] == "FILE" and not argument:
         raise ConversationError(f"{word} needs the name of a file: {word} FILE")
     if argument and not COMMANDS[word][0]:
         raise ConversationError(f"{word} takes nothing behind it, but got {argument!r}")
@@ -201,10 +199,8 @@ def parse(line: str) -> tuple[str, str]:
 
 def command_help() -> str:
     """The commands and keys, a line each."""
-    shown = {f"{name} {argument}": about for name, (argument, about) in COMMANDS.items()}
-    width = max(map(len, shown))
-    lines = [f"  {name:{width}}  {about}" for name, about in shown.items()]
-    return "\n".join([*lines, *(f"  {key}" for key in _KEYS)])
+    lines = [f"  {name + ' ' + more:16}  {about}" for name, (more, about) in COMMANDS.items()]
+    return "\n".join(lines) + _KEYS
 
 
 @dataclass(slots=True)
@@ -362,18 +358,17 @@ class Conversation:
         """One message and its reply; a turn that fails leaves the conversation as it was, and keeps
         the message for an empty line."""
         message = {"role": "user", "content": line}
-        self.unanswered = line
-        reply = _Reply(MarkdownView(self.line) if self.drawn else device.TextView(color=False))
+        self.unanswered, progress = line, device.Progress()
         try:
             self._ctrl_c.arm()
-            text = self.tokenizer.render_chat([*self.record.asked, message])
+            text = render_chat(self.tokenizer, [*self.record.asked, message])
             prompt = self.tokenizer.encode(text, add_special_tokens=False)
             device.check_prompt(prompt, self.info)
-            self.last = device.Progress()
-            self.runner.run(self._reply(prompt, reply, self.last))
+            self.last = progress
+            self.runner.run(self._reply(prompt, progress))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            say("(stopped)" if reply.parts else f"(stopped; {_AGAIN})")
-            if not reply.parts:
+            say("(stopped)" if progress.parts else f"(stopped; {_AGAIN})")
+            if not progress.parts:
                 return
         except (GenerationError, SetupError, ValueError) as error:
             self._ctrl_c.disarm()
@@ -381,10 +376,9 @@ class Conversation:
             say(f"error: {error}\n({room}{_AGAIN})")
             return
         self.unanswered = ""
-        if self.last is not None and sys.stdout.isatty() and sys.stderr.isatty():
-            device.tell_worth(self.last, self.agent.stats, color=self.drawn, explain=False)
-        said = "".join(reply.parts)
-        self.record.messages += [message, {"role": "assistant", "content": said}]
+        if sys.stdout.isatty() and sys.stderr.isatty():
+            device.tell_worth(progress, self.agent.stats, color=self.drawn, explain=False)
+        self.record.messages += [message, {"role": "assistant", "content": "".join(progress.parts)}]
         self._keep()
 
     def line(self, width: int) -> str:
@@ -396,16 +390,13 @@ class Conversation:
             status = replace(status, drafting=drafting)
         return status_line(status, width, 1.0 / last_s if last_s else None)
 
-    async def _reply(self, prompt: Sequence[int], reply: _Reply, progress: device.Progress) -> None:
+    async def _reply(self, prompt: Sequence[int], progress: device.Progress) -> None:
         self._ctrl_c.task = asyncio.current_task()
-        ticking = asyncio.create_task(_tick(reply.view))
+        view = MarkdownView(self.line) if self.drawn else device.TextView(color=False)
+        ticking = asyncio.create_task(_tick(view))
         try:
             await device.stream(
-                self.agent,
-                prompt,
-                self.config.sampling,
-                reply,
-                progress,
+                *(self.agent, prompt, self.config.sampling, view, progress),
                 conversation=self.record.begun,
                 model=self.name,
             )
@@ -431,37 +422,19 @@ async def _tick(view: device.View) -> None:
         view.tick()
 
 
-@dataclass(slots=True)
-class _Reply:
-    """A view that also remembers the text."""
-
-    view: device.View
-    parts: list[str] = field(default_factory=list)
-
-    def show(self, chunk: Any) -> None:
-        self.parts.append(chunk.text)
-        self.view.show(chunk)
-
-    def end(self) -> None:
-        self.view.end()
-
-
 def _file(argument: str) -> Path:
     """Raises ``ConversationError`` for the home of a user that there is not."""
     try:
         return Path(argument).expanduser()
     except RuntimeError as error:
-        why = f"{argument}: the system knows no such home folder"
-        raise ConversationError(why) from error
+        raise ConversationError(f"{argument}: the system knows no such home folder") from error
 
 
 # --- the command -------------------------------------------------------------------------------
 
-_KEPT = "The conversation"
-
-_CONTINUE = option("Go on with the last one", "--continue", panel=_KEPT)
+_CONTINUE = option("Go on with the last one", "--continue", panel="The conversation")
 _NO_HISTORY = option(
-    "Keep neither this conversation nor what is typed", "--no-history", panel=_KEPT
+    "Keep neither this conversation nor what is typed", "--no-history", panel="The conversation"
 )
 
 
@@ -519,7 +492,8 @@ def _at_keyboard(talk: Conversation) -> None:
         return
     talk.drawn = device.use_color()
     history = state_folder() / "chat_history" if talk.kept is not None else None
-    talk.ask = TerminalEditor(talk.runner, talk.line, history, COMMANDS, _TAKE_FILE).ask
+    commands = {name: more == "FILE" for name, (more, _) in COMMANDS.items()}
+    talk.ask = TerminalEditor(talk.runner, talk.line, history, commands).ask
     with silent_keyboard():
         talk.run()
 
@@ -527,7 +501,7 @@ def _at_keyboard(talk: Conversation) -> None:
 def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
     """Raises ``SetupError`` for one that does not know how its model chats."""
     text = load_tokenizer(reference := tokenizer_reference(settings))
-    if not text.has_chat_template:
+    if text.chat_template() is None:
         why = f"the tokenizer of {reference!r} has no chat template"
         raise SetupError(f"{why}; use `edgespec generate`")
     return text

@@ -10,7 +10,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final, TextIO
@@ -22,7 +22,7 @@ from rich.markdown import Markdown
 from rich.segment import SegmentLines
 from rich.text import Text
 
-from edgespec.config.files import PRIVATE, replace_file
+from edgespec.config.files import PRIVATE
 from edgespec.core.device.memory import in_mib
 from edgespec.core.protocol.checks import printable
 from edgespec.core.protocol.messages import FinishReason
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 PROMPT: Final = "> "
 FRAME_S: Final = 0.1
 _NUMBERS_EVERY_S: Final = 1.0
-_MOST_HISTORY_BYTES: Final = 1 << 20
-_ENTRY: Final = b"\n# "
-"""Each entry of a history begins with a comment that tells when."""
 _DRAWN: Final = 8000
 """Characters of a growing reply that are rendered, ten times a second."""
 _FENCE: Final = "```"
@@ -50,17 +47,13 @@ def is_drawable() -> bool:
 
 
 class TypedHistory(FileHistory):
-    """What was typed before, readable for its owner alone; of a file that has grown too long the
-    newer half stays. No message is lost to a full disk, only its place in the file."""
+    """What was typed before, readable for its owner alone. No message is lost to a full disk, only
+    its place in the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         with contextlib.suppress(OSError):
-            with open(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > _MOST_HISTORY_BYTES:
-                    file.seek(size - _MOST_HISTORY_BYTES // 2)
-                    replace_file(path, b"".join(file.read().partition(_ENTRY)[1:]))
+            path.touch(PRIVATE)
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError):
@@ -68,8 +61,8 @@ class TypedHistory(FileHistory):
 
 
 class TerminalEditor:
-    """Several lines, a history, completion of ``commands`` (a file is completed behind those of
-    ``take_file``), and a line of numbers below.
+    """Several lines, a history, completion of ``commands`` (by name, and whether a file stands
+    behind it), and a line of numbers below.
 
     It runs in the agent's own event loop, so the link is kept up while somebody types. ``status``
     makes the line below for a width in columns; ``history`` None keeps nothing on disk.
@@ -80,8 +73,7 @@ class TerminalEditor:
         runner: asyncio.Runner,
         status: Callable[[int], str],
         history: Path | None,
-        commands: Iterable[str],
-        take_file: Iterable[str],
+        commands: Mapping[str, bool],
     ) -> None:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import NestedCompleter, PathCompleter
@@ -96,7 +88,7 @@ class TerminalEditor:
             key_bindings=_bindings(),
             history=None if history is None else TypedHistory(history),
             completer=NestedCompleter(
-                {one: files if one in take_file else None for one in commands}
+                {name: files if takes_file else None for name, takes_file in commands.items()}
             ),
             complete_while_typing=False,
             reserve_space_for_menu=4,

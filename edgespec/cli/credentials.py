@@ -58,7 +58,7 @@ def add(
     [dim]edgespec keys add workshop --set max_sessions=8 --file keys.yaml[/]
     """
     with reported(), _alone(file):
-        known = load_keys(file) if file.exists() else KeyFile()
+        known = load_keys(file) if file.exists() else KeyFile({})
         key, sha256 = new_key()
         try:
             if name in known.keys:
@@ -66,8 +66,6 @@ def add(
             given = read_settings(limits or (), form="LIMIT=VALUE")
             entry = load_config(KeyEntry, None, {**given, "sha256": sha256})
             save_keys(file, replace(known, keys={**known.keys, name: entry}))
-        except ConfigError:
-            raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
         typer.echo(key)

@@ -26,7 +26,6 @@ from edgespec.config import AgentConfig, DraftSection, LinkSection
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent
 from edgespec.device.build import NONE, build_agent, load_tokenizer, tokenizer_reference, with_port
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
@@ -52,12 +51,9 @@ class Arm:
         self.texts.append(tuple(progress.tokens))
         if progress.per_token_s is not None:
             self.per_token_s.append(progress.per_token_s)
-        self.counts.update(
-            tokens=counters.committed,
-            passes=counters.passes,
-            tried=counters.tried,
-            hits=counters.hits,
-        )
+        counts = ("passes", "tried", "hits")
+        self.counts.update({name: getattr(counters, name) for name in counts})
+        self.counts["tokens"] += counters.committed
 
 
 _PROMPT = option("A text to go on with, as often as you like", "--prompt")
@@ -113,18 +109,12 @@ async def _demo(
             for text in prompts:
                 for arm, agent in ((plain, streaming), (drafted, drafting)):
                     console.rule(f"[bold]{arm.name}[/]", align="left", style="dim")
-                    await _run_arm(arm, agent, text, config.sampling, console, color)
+                    console.print(text, end="", style="dim", soft_wrap=True, markup=False)
+                    sys.stdout.flush()
+                    progress = await stream(agent, text, config.sampling, TextView(color))
+                    assert agent.stats is not None
+                    arm.add(progress, agent.stats.counters)
     report(console, plain, drafted)
-
-
-async def _run_arm(
-    arm: Arm, agent: Agent, prompt: str, sampling: SamplingParams, console: Console, color: bool
-) -> None:
-    console.print(prompt, end="", style="dim", soft_wrap=True, markup=False)
-    sys.stdout.flush()
-    progress = await stream(agent, prompt, sampling, TextView(color))
-    assert agent.stats is not None
-    arm.add(progress, agent.stats.counters)
 
 
 def report(console: Console, plain: Arm, drafted: Arm) -> None:

@@ -142,6 +142,8 @@ class Progress:
     first_s: float | None = None
     last_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
+    """Their text, chunk by chunk."""
     first_count: int = 0
     """Tokens of the first chunk: they all came at ``first_s``."""
     finish: FinishReason | None = None
@@ -151,6 +153,7 @@ class Progress:
 
     def add(self, chunk: Chunk) -> None:
         self.finish = chunk.finish
+        self.parts.append(chunk.text)
         if not chunk.tokens:
             return
         self.last_s = self.clock() - self.started_s
@@ -262,17 +265,16 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     do: of several, the one chosen is named and comes first. One without a tokenizer gets the
     verifier's. Raises ``SetupError`` saying what to run; without this a wrong address is only
     noticed after the attempts to reconnect."""
-    config, info = await (_choose(config) if len(config.verifiers) > 1 else _ask(config))
-    return await with_tokenizer(config, info, say), info
-
-
-async def _ask(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+    if len(config.verifiers) > 1:
+        config, info = await _choose(config)
+        return await with_tokenizer(config, info, say), info
     ((address, answer),) = (await ask_verifiers(config)).items()
     if answer.info is None:
         raise SetupError(no_verifier(address, answer.error or LinkError("")))
     if why := _misfit(config, answer.info, f"the verifier at {address}"):
         raise SetupError(why)
-    return config, answer.info.of(config.model) or answer.info.model
+    info = answer.info.of(config.model) or answer.info.model
+    return await with_tokenizer(config, info, say), info
 
 
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
@@ -289,10 +291,8 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
             left_out[address] = why
     if not fits:
         lines = [f"none of {len(left_out)} verifiers can be used"]
-        lines += [
-            f"  {address}: {why.removeprefix(f'verifier at {address}: ')}"
-            for address, why in left_out.items()
-        ]
+        for address, why in left_out.items():
+            lines.append(f"  {address}: {why.removeprefix(f'verifier at {address}: ')}")
         lines += ["  start one:   edgespec verifier"]
         lines += ["  or say where they are: --verifier HOST:PORT, or EDGESPEC_VERIFIER"]
         raise SetupError("\n".join(lines))
@@ -368,19 +368,11 @@ def no_verifier(address: str, error: LinkError) -> str:
     if isinstance(error, UntrustedPeerError) or not error.retryable:
         return str(error)
     host, _, port = with_port(address).rpartition(":")
-    if _UNRESOLVED.search(str(error)):
-        return (
-            f"no machine is known by the name {host!r}\n"
-            "  say where the verifier is: --verifier HOST:PORT, or EDGESPEC_VERIFIER\n"
-            f"  ({error})"
-        )
     option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
-    return (
-        f"no verifier answers at {with_port(address)}\n"
-        f"  start one:   edgespec verifier{option}\n"
-        "  or say where it is: --verifier HOST:PORT, or EDGESPEC_VERIFIER\n"
-        f"  ({error})"
-    )
+    what = f"no verifier answers at {with_port(address)}\n  start one:   edgespec verifier{option}"
+    if _UNRESOLVED.search(str(error)):
+        what = f"no machine is known by the name {host!r}"
+    return f"{what}\n  or say where it is: --verifier HOST:PORT, or EDGESPEC_VERIFIER\n  ({error})"
 
 
 async def stream(

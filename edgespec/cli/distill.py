@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -24,7 +23,7 @@ from edgespec.cli.running import Interrupted, fail, reported, say, stop_asked
 from edgespec.config import ConfigError
 from edgespec.config.common import needs
 from edgespec.models import folders
-from edgespec.models.tokenizer import TextTokenizer
+from edgespec.models.tokenizer import TextTokenizer, prompt_encoder
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 
 if TYPE_CHECKING:
@@ -191,19 +190,31 @@ class _Job:
             raise ConfigError(f"length is {settings.length}, but the context is {context} tokens")
 
     def run(self, budget: Budget, *, resume: bool, force: bool) -> None:
-        from edgespec.training.distill import Distillation, Verdict, load_model, read_state
+        from edgespec.training.distill import (
+            Distillation,
+            Verdict,
+            load_model,
+            read_state,
+            save_state,
+        )
         from edgespec.training.texts import HeldBack, split
 
         if self._online and self._kept.exists() and not resume:
             say(f"{self._kept} is a run that was not finished: it goes on, with the texts it had")
             resume = True
         if self._kept.exists() != resume:
-            fail(self._kept_or_not(resume), FAILED)
+            begun = f"{self._kept} is a run that was not finished: give --resume, or remove it"
+            fail(f"there is no {self._kept} to go on from" if resume else begun, FAILED)
         kept = read_state(self._kept) if resume else {}
         length, pieces = self._settings.length, self._pieces(kept)
         parts = split(pieces, self._settings.seed)
         known = self._identity(pieces)
-        state = self._checked(kept, known) if resume else None
+        for name, value in known.items() if resume else ():
+            if kept.get(name) != value:
+                raise folders.ModelFolderError(
+                    f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume goes on"
+                    " with the same models, texts and settings"
+                )
         target, draft = load_model(self._target, exact=False), load_model(self._draft, exact=True)
         size = min(target.config.vocab_size, draft.config.vocab_size)
         with stop_asked() as check:
@@ -218,13 +229,14 @@ class _Job:
                 *(target, draft, parts.training, choosing, self._settings, check),
                 recorded=self._recorded,
             )
-            if state is not None:
-                training.restore(state)
+            if resume:
+                training.restore(kept["state"])
 
             def save() -> None:
                 # A recording has other texts by the time that a run goes on.
                 lines = [[tuple(piece) for piece in text] for text in pieces if self._online]
-                self._save({**known, "pieces": lines, "state": training.state()})
+                self._kept.parent.mkdir(parents=True, exist_ok=True)
+                save_state(self._kept, {**known, "pieces": lines, "state": training.state()})
 
             try:
                 with _shown() as report:
@@ -241,15 +253,12 @@ class _Job:
 
         if lines := kept.get("pieces"):
             return [[Text(*piece) for piece in text] for text in lines]
-        tokenizer, chat = TextTokenizer(self._target), self._chat
-
-        def encode(text: str) -> list[int]:
-            if chat:
-                text = tokenizer.render_chat([{"role": "user", "content": text}])
-            return tokenizer.encode(text, add_special_tokens=not chat)
-
+        tokenizer = TextTokenizer(self._target)
         return read_pieces(
-            *(self._files, encode, self._settings.length, self._vocabulary),
+            self._files,
+            prompt_encoder(tokenizer, chat=self._chat),
+            self._settings.length,
+            self._vocabulary,
             as_prompts=not self._recorded,
         )
 
@@ -263,27 +272,6 @@ class _Job:
             "recorded": str(self._recorded),
             **{name: str(getattr(settings, name)) for name in settings.__slots__},
         }
-
-    def _kept_or_not(self, resume: bool) -> str:
-        if resume:
-            return f"there is no {self._kept} to go on from"
-        return f"{self._kept} is a run that was not finished: give --resume, or remove it"
-
-    def _checked(self, kept: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
-        for name, value in known.items():
-            if kept.get(name) != value:
-                raise folders.ModelFolderError(
-                    f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume goes on"
-                    " with the same models, texts and settings"
-                )
-        found: dict[str, Any] = kept["state"]
-        return found
-
-    def _save(self, state: dict[str, Any]) -> None:
-        from edgespec.training.distill import save_state
-
-        self._kept.parent.mkdir(parents=True, exist_ok=True)
-        save_state(self._kept, state)
 
     def _finish(self, draft: Any, verdict: Verdict, *, improved: bool, force: bool) -> None:
         from edgespec.training.distill import write_checkpoint
@@ -318,32 +306,23 @@ class _Job:
 
 
 def _table(verdict: Verdict) -> str:
+    def words(judged: Judged, sign: str = "") -> str:
+        low, high = judged.interval
+        return f"{judged.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
     texts = f"acceptance, texts held back: {verdict.texts}"
     lines = [f"{texts:<36}{'before':<24}{'after':<24}gain"]
     for heat, before in verdict.before.items():
         name = f"temperature {heat:g}" if heat else "greedy"
         after, gain = verdict.after[heat], verdict.gain[heat]
-        lines.append(f"{name:<36}{_words(before):<24}{_words(after):<24}{_words(gain, '+')}")
+        lines.append(f"{name:<36}{words(before):<24}{words(after):<24}{words(gain, '+')}")
     return "\n".join(lines)
-
-
-def _words(judged: Judged, sign: str = "") -> str:
-    low, high = judged.interval
-    return f"{judged.mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
-
-
-@dataclass(slots=True)
-class _Said:
-    """What was said last, where there is no terminal."""
-
-    at_s: float = 0.0
-    acceptance: float = 0.0
 
 
 @contextmanager
 def _shown() -> Iterator[Callable[[Progress], None]]:
     """Shows each step on a terminal; elsewhere a line every while and with each new acceptance."""
-    said, on_terminal = _Said(), sys.stderr.isatty()
+    said_s, told, on_terminal = 0.0, 0.0, sys.stderr.isatty()
     bars = Bars(
         *(BarColumn(), TextColumn("{task.description}")),
         console=Console(stderr=True),
@@ -353,14 +332,15 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
         bar = bars.add_task("the first texts are being written", total=1.0)
 
         def report(now: Progress) -> None:
+            nonlocal said_s, told
             words = (
                 f"step {now.step} ({now.share:.0%})  loss {now.loss:.3f}  acceptance"
                 f" {now.acceptance:.3f}  {now.left_s / 60:.1f} min left"
             )
             bars.update(bar, completed=now.share, description=words)
-            new = now.acceptance != said.acceptance
-            if not on_terminal and (new or time.monotonic() - said.at_s > _SAY_EVERY_S):
+            late = now.acceptance != told or time.monotonic() - said_s > _SAY_EVERY_S
+            if late and not on_terminal:
                 say(words)
-                said.at_s, said.acceptance = time.monotonic(), now.acceptance
+                said_s, told = time.monotonic(), now.acceptance
 
         yield report

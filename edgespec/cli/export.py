@@ -92,10 +92,7 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
                 trained_length=folders.trained_length(folder),
                 progress=lambda done, all_: layers.update(bar, completed=done, total=all_),
             )
-    typer.echo(
-        f"{out}: {manifest.layers} layers, {manifest.bits} bits, {_graph_bytes(out) / 1e6:.1f} MB,"
-        f" vocabulary {manifest.model.vocabulary}\nuse it: edgespec generate ... --draft {out}"
-    )
+    _say_written(out, f"{manifest.layers} layers", manifest.bits, manifest.model.vocabulary)
 
 
 async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
@@ -104,9 +101,14 @@ async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) ->
         raise folders.ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
     with placed(out) as work:
         vocabulary = await export_by_optimum(folder, work, bits, python)
+    _say_written(out, "by Optimum", bits, vocabulary)
+
+
+def _say_written(out: Path, how: str, bits: int, vocabulary: str) -> None:
+    size = sum(file.stat().st_size for file in out.rglob("*.onnx*"))
     typer.echo(
-        f"{out}: by Optimum, {bits} bits, {_graph_bytes(out) / 1e6:.1f} MB, vocabulary"
-        f" {vocabulary}\nuse it: edgespec generate ... --draft {out}"
+        f"{out}: {how}, {bits} bits, {size / 1e6:.1f} MB, vocabulary {vocabulary}"
+        f"\nuse it: edgespec generate ... --draft {out}"
     )
 
 
@@ -136,10 +138,6 @@ def _inspect(reference: str) -> None:
                 say(f"{name}: cannot be used: {error}")
     if failed is not None:
         raise failed
-
-
-def _graph_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*.onnx*"))
 
 
 def check_free(out: Path) -> None:

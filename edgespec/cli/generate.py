@@ -9,29 +9,8 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli.device import (
-    JsonView,
-    TextView,
-    View,
-    check_prompt,
-    for_trying,
-    greet,
-    stream,
-    summary,
-    tell_worth,
-    use_color,
-)
-from edgespec.cli.options import (
-    DEVICE_FLAGS,
-    MAX_TOKENS,
-    OUTPUT,
-    RULE,
-    TEMPERATURE,
-    TEXT,
-    Flag,
-    from_config,
-    option,
-)
+from edgespec.cli import device
+from edgespec.cli import options as opts
 from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.files import read_text
@@ -43,33 +22,34 @@ MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
 ]
-_SCHEMA = option("Write JSON that fits this schema", "--json-schema", panel=TEXT, metavar="FILE")
-_GRAMMAR = option(
+_SCHEMA = opts.option(
+    "Write JSON that fits this schema", "--json-schema", panel=opts.TEXT, metavar="FILE"
+)
+_GRAMMAR = opts.option(
     "Write a text of this grammar, in Lark's or llama.cpp's notation",
     "--grammar",
-    panel=TEXT,
+    panel=opts.TEXT,
     metavar="FILE",
 )
-_STATS = option("Print numbers at the end, on stderr", "--stats", panel=OUTPUT)
-_JSON = option("Print JSON, one object a chunk", "--json", panel=OUTPUT)
-_LOGPROBS = option(
+_STATS = opts.option("Print numbers at the end, on stderr", "--stats", panel=opts.OUTPUT)
+_JSON = opts.option("Print JSON, one object a chunk", "--json", panel=opts.OUTPUT)
+_LOGPROBS = opts.option(
     "Print JSON, with the N likeliest of each token",
     "--logprobs",
-    panel=OUTPUT,
+    panel=opts.OUTPUT,
     metavar="N",
     min=0,
     max=MAX_LOGPROBS,
     show_default=False,
 )
 _SAMPLING = (
-    MAX_TOKENS,
-    TEMPERATURE,
-    *(Flag(f"sampling.{n}", panel=TEXT) for n in ("top_p", "seed")),
-    RULE,
+    *(opts.MAX_TOKENS, opts.TEMPERATURE),
+    *(opts.Flag(f"sampling.{n}", panel=opts.TEXT) for n in ("top_p", "seed")),
+    opts.RULE,
 )
 
 
-@from_config(AgentConfig, *_SAMPLING, *DEVICE_FLAGS)
+@opts.from_config(AgentConfig, *_SAMPLING, *opts.DEVICE_FLAGS)
 def generate(
     settings: AgentConfig,
     prompt: Prompt = None,
@@ -91,7 +71,9 @@ def generate(
             settings = replace(settings, sampling=replace(settings.sampling, constraint=constraint))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    view = JsonView(settings.rule) if json_lines or logprobs else TextView(use_color())
+    view: device.View = device.TextView(device.use_color())
+    if json_lines or logprobs:
+        view = device.JsonView(settings.rule)
     run(_generate(settings, _prompt(prompt), view, stats, logprobs))
 
 
@@ -116,23 +98,22 @@ def constraint_of(json_schema: Path | None, grammar: Path | None) -> Constraint 
 
 
 async def _generate(
-    config: AgentConfig, prompt: str, view: View, stats: bool, logprobs: int
+    config: AgentConfig, prompt: str, view: device.View, stats: bool, logprobs: int
 ) -> None:
-    config, info = await greet(config)
-    config = for_trying(config, info)
-    text = load_tokenizer(tokenizer_reference(config))
-    tokens = text.encode(prompt)
-    check_prompt(tokens, info)
+    config, info = await device.greet(config)
+    config = device.for_trying(config, info)
+    tokens = load_tokenizer(tokenizer_reference(config)).encode(prompt)
+    device.check_prompt(tokens, info)
     with trace_to(config.trace, config.trace_tokens) as tracer:
         with stoppable():
             loaded = build_agent(config, tracer=tracer, say=say)
         async with loaded as agent:
-            progress = await stream(agent, tokens, config.sampling, view, logprobs=logprobs)
+            given = (agent, tokens, config.sampling, view)
+            progress = await device.stream(*given, logprobs=logprobs)
             if stats:
-                say(summary(progress, agent.stats))
-            elif sys.stdout.isatty() and sys.stderr.isatty() and not isinstance(view, JsonView):
-                styled = use_color()
-                tell_worth(progress, agent.stats, color=styled, explain=styled)
+                say(device.summary(progress, agent.stats))
+            elif sys.stdout.isatty() and sys.stderr.isatty() and isinstance(view, device.TextView):
+                device.tell_worth(progress, agent.stats, color=view.color, explain=view.color)
 
 
 def _prompt(prompt: str | None) -> str:

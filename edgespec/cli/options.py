@@ -17,7 +17,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,7 +27,7 @@ from rich.markup import escape
 
 from edgespec.cli.running import reported
 from edgespec.config import AgentConfig, ConfigError, VerifierConfig, load_config
-from edgespec.config.loading import NULL
+from edgespec.config.loading import NULL, plain
 from edgespec.wire.access import check_file_permissions
 
 _Config = TypeVar("_Config")
@@ -315,11 +314,6 @@ def explained(config: object, flags: tuple[Flag, ...]) -> str:
 
 def _shown(value: object) -> str:
     """A value as YAML on one line."""
-    if isinstance(value, Enum):
-        value = value.value
-    elif isinstance(value, tuple):
-        value = list(value)
-    elif isinstance(value, Mapping):
-        value = dict(value)
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True)
+    form: dict[str, Any] = {"default_flow_style": True, "width": 1 << 20, "allow_unicode": True}
+    text: str = yaml.safe_dump(plain(value), **form)
     return text.removesuffix("...\n").strip()

@@ -96,7 +96,7 @@ async def _serve(
             running.say(line)
         typer.echo(f"edgespec endpoint ready on {url}/v1")
         running.say(f"  see: {url} shows how it is doing, {url}/status.json says it to programs")
-        running.say(_curl(url, text.has_chat_template, bool(key)))
+        running.say(_curl(url, text.chat_template() is not None, bool(key)))
         await running.first_of(stop.asked.wait(), server.died.wait())
         if server.died.is_set():
             raise SetupError("the HTTP server ended by itself")

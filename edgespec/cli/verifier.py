@@ -200,34 +200,25 @@ async def _reload_whenever(
     manager: ServiceManager,
     status: str,
 ) -> None:
-    """Until cancelled. What is asked while a reload runs is done once more behind it."""
+    """Until cancelled. What is asked while a reload runs is done once more behind it; one that
+    fails is not the last."""
     while True:
         await asked.wait()
         asked.clear()
         manager.reloading()
-        await _reload(access, verifier)
+        try:
+            # The new keys hold from here on, so no stream that comes now is missed below.
+            done = await asyncio.to_thread(access.reload)
+            ended = verifier.revoke(done.keys.revoked) if done.keys.revoked else 0
+        except ConfigError as error:
+            _LOG.error("reload: nothing has changed, because of %s", error)
+        except Exception:
+            _LOG.exception("reload: it failed, and streams of revoked keys may go on")
+        else:
+            _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
+            for warning in done.warnings:
+                _LOG.warning("%s", warning)
         manager.ready(status)
-
-
-async def _reload(access: ServerAccess, verifier: Verifier) -> None:
-    """Never raises: a reload that fails must not be the last one."""
-    try:
-        # The new keys hold from here on, so no stream that comes now is missed below.
-        done = await asyncio.to_thread(access.reload)
-    except ConfigError as error:
-        _LOG.error("reload: nothing has changed, because of %s", error)
-        return
-    except Exception:
-        _LOG.exception("reload: nothing has changed")
-        return
-    try:
-        ended = verifier.revoke(done.keys.revoked) if done.keys.revoked else 0
-    except Exception:
-        _LOG.exception("reload: %s; but streams of revoked keys may go on", done)
-        return
-    _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
-    for warning in done.warnings:
-        _LOG.warning("%s", warning)
 
 
 def _on_hangup(end: running.Stopping, reload: asyncio.Event) -> None:

@@ -60,7 +60,7 @@ def load_config(
 
 def dump_config(config: object) -> str:
     """YAML that ``load_config`` reads back to an equal object."""
-    text: str = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
     return text
 
 
@@ -208,13 +208,14 @@ def _wrong(source: str, place: str, value: object, wanted: str) -> ConfigError:
     return ConfigError(f"{source}: {place} is {_shortened.repr(value)}, but must be {wanted}")
 
 
-def _plain(value: object) -> Any:
+def plain(value: object) -> Any:
+    """What YAML holds of it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return value

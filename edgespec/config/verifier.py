@@ -159,41 +159,28 @@ class VerifierConfig:
             )
 
     def _check_engine(self) -> None:
-        if self.engine == NATIVE:
-            if self.engine_flags:
-                raise ValueError(
-                    f"engine_flags are {list(self.engine_flags)}, but only --engine vllm has any"
-                )
-            return
-        if self.draft:
-            raise ValueError(
-                f"draft is {self.draft!r}, but vLLM drafts by itself: give its --speculative-config"
-                " behind --"
-            )
-        if self.rules:
-            raise ValueError(
-                f"rules are {list(self.rules)}, but vLLM accepts a draft only where it is the"
-                " target's own token: leave them out"
-            )
-        if self.canonical:
-            raise ValueError("canonical is true, but only the native engine can be canonical")
-        if self.threads is not None:
-            raise ValueError(f"threads is {self.threads}, but vLLM chooses its own")
-        for name in ("kv_budget", "gpu_memory_utilization"):
-            if value := getattr(self.limits, name):
-                raise ValueError(
-                    f"{name} is {value}, but vLLM sizes its own cache: give its flag behind --"
-                )
-        if self.quantize:
-            raise ValueError(
-                f"quantize is {self.quantize!r}, but vLLM has its own formats: give its flag behind"
-                " --"
-            )
-        if self.device != "auto":
-            raise ValueError(
-                f"device is {self.device!r}, but must be auto: vLLM takes the devices it sees"
-                " (CUDA_VISIBLE_DEVICES)"
-            )
+        wrong: dict[str, tuple[object, str]] = {
+            "engine_flags": (list(self.engine_flags), "only --engine vllm has any")
+        }
+        if self.engine == VLLM:
+            behind = "give its flag behind --"
+            own = "vLLM drafts by itself: give its --speculative-config behind --"
+            exact = "vLLM accepts a draft only where it is the target's own token: leave them out"
+            sees = "must be auto: vLLM takes the devices it sees (CUDA_VISIBLE_DEVICES)"
+            sizes, limits = f"vLLM sizes its own cache: {behind}", self.limits
+            wrong = {
+                "draft": (self.draft, own),
+                "rules": (list(self.rules), exact),
+                "canonical": (self.canonical, "only the native engine can be canonical"),
+                "threads": (self.threads, "vLLM chooses its own"),
+                "kv_budget": (limits.kv_budget, sizes),
+                "gpu_memory_utilization": (limits.gpu_memory_utilization, sizes),
+                "quantize": (self.quantize, f"vLLM has its own formats: {behind}"),
+                "device": (self.device.removeprefix("auto"), sees),
+            }
+        for name, (value, why) in wrong.items():
+            if value:
+                raise ValueError(f"{name} is {value!r}, but {why}")
 
     @property
     def address(self) -> str:

@@ -63,9 +63,6 @@ _tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary(
 class PromptTokenizer(ChatTokenizer, Protocol):
     """The text side of a model: ``models.TextTokenizer`` or the toy's."""
 
-    @property
-    def has_chat_template(self) -> bool: ...
-
     def stream(self, prompt: Sequence[int] = ()) -> TextDecoder: ...
 
 

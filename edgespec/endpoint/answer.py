@@ -12,16 +12,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import Any, ClassVar, Final
 
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.requests import Request
-from edgespec.endpoint.tool_calls import MarkedText, ToolCall, ToolReader
+from edgespec.endpoint.tool_calls import ToolCall, ToolReader
 
 _REASONS: Final = {
     FinishReason.STOP: "stop",
@@ -56,15 +54,6 @@ class Delta:
         return not (self.parts or self.scores)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """``reader`` finds the calls; ``marks`` puts the special tokens that it needs to see back."""
-
-    reader: ToolReader
-    marks: MarkedText
-    one_call: bool = False
-
-
 @dataclass(slots=True)
 class Choice:
     """One of the texts of an answer: what is asked of the agent, and what came of it; hand in its
@@ -76,7 +65,7 @@ class Choice:
     sampling: SamplingParams
     """The request's, with this text's own length and seed."""
     token_bytes: TokenBytes
-    tools: ToolUse | None
+    tools: ToolReader | None
     model: str
     """The name to ask a verifier for; empty: the agent's own."""
     stats: GenerationStats | None = field(default=None, init=False)
@@ -108,19 +97,23 @@ class Choice:
         else:
             for place, piece in enumerate(chunk.pieces):
                 token = chunk.tokens[place] if place < len(chunk.tokens) else None
-                found += self.tools.reader.push(self.tools.marks.push(token, piece))
+                found += self.tools.push(self.tools.marks.push(token, piece))
             if chunk.finish is not None:
-                found += self.tools.reader.flush()
+                found += self.tools.flush()
         kept = self._kept(found)
         if chunk.finish is not None:
             if chunk.finish not in _REASONS:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
             called = self.calls and chunk.finish is FinishReason.STOP
             self.finish = "tool_calls" if called else _REASONS[chunk.finish]
-        scored = zip(chunk.tokens, chunk.logprobs, strict=False) if self.request.scored else ()
-        scores = tuple(starmap(self._score, scored))
+        scores = []
+        told = zip(chunk.tokens, chunk.logprobs, strict=False) if self.request.scored else ()
+        for token, score in told:
+            likeliest = score.top[: self.request.top_logprobs]
+            top = tuple((self.token_bytes(one), logprob) for one, logprob in likeliest)
+            scores.append(ScoredToken(self.token_bytes(token), score.logprob, top))
         self.scores += scores
-        return Delta(kept, scores)
+        return Delta(kept, tuple(scores))
 
     def _kept(self, found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
         """Less further calls where one is wanted, and with texts that follow each other as one."""
@@ -131,17 +124,12 @@ class Choice:
                 if kept and isinstance(kept[-1], str):
                     kept[-1] += one
                     continue
-            elif self.tools is not None and self.tools.one_call and self.calls:
+            elif self.request.one_call and self.calls:
                 continue
             else:
                 self.calls.append(one)
             kept.append(one)
         return tuple(kept)
-
-    def _score(self, token: int, score: TokenScore) -> ScoredToken:
-        kept = score.top[: self.request.top_logprobs]
-        top = tuple((self.token_bytes(one), logprob) for one, logprob in kept)
-        return ScoredToken(self.token_bytes(token), score.logprob, top)
 
 
 @dataclass(slots=True)

@@ -85,10 +85,8 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
         Route("/version", places.version),
         *(() if status is None else status_routes(status)),
     ]
-    app: ASGIApp = Starlette(
-        routes=routes,
-        exception_handlers={ApiError: _refused, HTTPException: _no_such_place, Exception: _failed},
-    )
+    kinds: tuple[type[Exception], ...] = (ApiError, HTTPException, Exception)
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _told))
     settings = endpoint.settings
     app = Guard(app, endpoint.key, settings)
     if settings.allow_origins:
@@ -395,22 +393,17 @@ class _Places:
         }
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _told(request: Request, error: Exception) -> Response:
+    """The answer to whatever a route raises."""
+    if isinstance(error, HTTPException):
+        what = f"{request.method} {request.url.path[:200]}"
+        why = {
+            404: f"there is no {what} here; see /v1/models, /v1/chat/completions, /v1/completions",
+            405: f"{what} is not how this is asked",
+        }
+        found = ApiError(error.status_code, why.get(error.status_code, error.detail))
+        return error_response(found, error.headers)
+    if not isinstance(error, ApiError):
+        _log.error("answering a request failed", exc_info=error)
+        error = ApiError(500, f"the endpoint failed: {type(error).__name__}")
     return error_response(error)
-
-
-async def _no_such_place(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:200]}"
-    why = {
-        404: f"there is no {what} here; see /v1/models, /v1/chat/completions, /v1/completions",
-        405: f"{what} is not how this is asked",
-    }
-    found = ApiError(error.status_code, why.get(error.status_code, error.detail))
-    return error_response(found, error.headers)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    _log.error("answering a request failed", exc_info=error)
-    return error_response(ApiError(500, f"the endpoint failed: {type(error).__name__}"))

@@ -47,29 +47,20 @@ IGNORED: Final = frozenset(
 )
 """They say who asks, where to file it or how to be quick; the text is the same, and nobody has to
 be told."""
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none",),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "mirostat": (0,),
-    "modalities": (["text"],),
-    "prompt_logprobs": (0,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "tfs_z": (1,),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "web_search_options": (),
+_NEUTRAL: Final[tuple[tuple[Any, str], ...]] = (
+    (None, "audio chat_template truncate_prompt_tokens web_search_options"),
+    (True, "add_generation_prompt add_special_tokens skip_special_tokens"),
+    (True, "spaces_between_special_tokens"),
+    (False, "continue_final_message include_stop_str_in_output use_beam_search"),
+    (0, "mirostat prompt_logprobs"),
+    (1, "best_of length_penalty tfs_z typical_p"),
+    ([], "documents functions"),
+    (["text"], "modalities"),
+    ("none", "function_call"),
+    ("", "suffix"),
+)
+NEUTRAL: Final[Mapping[str, Any]] = {
+    name: value for value, names in _NEUTRAL for name in names.split()
 }
 """They ask for another text than could be given, so they are refused; with these values, and with
 null, they ask for nothing."""
@@ -88,7 +79,7 @@ def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, 
             found[name] = value
         elif name in NEUTRAL:
             # 1 == True in Python, but not in JSON.
-            if not any(value == one and type(value) in (type(one), float) for one in NEUTRAL[name]):
+            if value != NEUTRAL[name] or type(value) not in (type(NEUTRAL[name]), float):
                 why = f"{name} is {shown(value)}, but {name} is not supported"
                 raise invalid(name, why, "unsupported_parameter")
         elif not _renamed(name, value, known, found):
@@ -252,6 +243,10 @@ def _request(
     if options is not None and not stream:
         raise invalid("stream_options", "stream_options is given, but stream is not true")
     key = fields.text("prompt_cache_key")
+    try:
+        rule = full_name(text) if (text := fields.text("rule")) else ""
+    except ValueError as error:
+        raise invalid("rule", str(error)) from None
     return Request(
         fields.text("model") or "",
         _sampling(fields, defaults),
@@ -263,15 +258,8 @@ def _request(
         top,
         conversation_named(json.dumps(["key", key])) if key else "",
         ignored,
-        _rule(fields),
+        rule,
     )
-
-
-def _rule(fields: Fields) -> str:
-    try:
-        return full_name(text) if (text := fields.text("rule")) else ""
-    except ValueError as error:
-        raise invalid("rule", str(error)) from None
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:

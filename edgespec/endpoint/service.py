@@ -31,7 +31,6 @@ from edgespec.endpoint.answer import (
     Choice,
     ChoicesEnvelope,
     CompletionEnvelope,
-    ToolUse,
     usage_of,
 )
 from edgespec.endpoint.request_json import (
@@ -44,7 +43,7 @@ from edgespec.endpoint.request_json import (
 )
 from edgespec.endpoint.requests import Request, chat_request, completion_request, seed_of, token_ids
 from edgespec.endpoint.responses import ResponseEnvelope, as_chat
-from edgespec.endpoint.tool_calls import MARKS, MarkedText, ToolReader, forced_call, tool_format
+from edgespec.endpoint.tool_calls import MARKS, ToolReader, forced_call, tool_format
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
@@ -141,14 +140,12 @@ class Admission:
                 async with self._first:
                     while self._closed is None and self.running + texts > self.capacity:
                         await self._changed.wait()
-                    self.running += texts  # before the next one looks
             finally:
                 self.waiting -= 1
-        else:
-            self.running += texts
+        if self._closed is not None:
+            raise self._closed
+        self.running += texts  # before the next one looks
         try:
-            if self._closed is not None:
-                raise self._closed
             yield
         finally:
             self.running -= texts
@@ -192,7 +189,6 @@ class Run:
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(self._choices)
         self._failed: ApiError | None = None
-        self._wake = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._generate(job)) for job in self._choices]
@@ -210,32 +206,27 @@ class Run:
     async def next(self, timeout_s: float | None = None) -> list[tuple[int, Chunk]]:
         """Chunks with the index of their choice, all that are there; none when ``timeout_s`` is
         over, or ``over``. Raises ``ApiError`` for the first generation that fails."""
-        while not (found := self._take()) and not self.over:
+        found: list[tuple[int, Chunk]] = []
+        while self._running and not self._failed and not (found and self._unread.empty()):
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
+                    one = await self._unread.get()
             except TimeoutError:
                 return []
-            self._wake.clear()
+            if isinstance(one, tuple):
+                found.append(one)
+            else:
+                self._running -= 1
+                self._failed = self._failed or one
+        if self._failed is not None and not found:
+            raise self._failed
         return found
 
     def fail(self, error: ApiError) -> None:
         """Whoever calls ``next`` gets this instead of any further chunk."""
         self._failed = self._failed or error
-        self._wake.set()
-
-    def _take(self) -> list[tuple[int, Chunk]]:
-        found: list[tuple[int, Chunk]] = []
-        while self._failed is None and not self._unread.empty():
-            one = self._unread.get_nowait()
-            if isinstance(one, tuple):
-                found.append(one)
-            else:
-                self._running -= 1
-                self._failed = one
-        if self._failed is not None and not found:
-            raise self._failed
-        return found
+        with contextlib.suppress(asyncio.QueueFull):  # else nobody waits for one
+            self._unread.put_nowait(error)
 
     async def _generate(self, choice: Choice) -> None:
         begun, error = False, None
@@ -252,7 +243,7 @@ class Run:
             async with aclosing(generation) as chunks:
                 async for chunk in chunks:
                     begun = True
-                    await self._put((choice.index, chunk))
+                    await self._unread.put((choice.index, chunk))
         except GenerationError as failure:
             error = from_generation(failure)
         except ConstraintError as failure:
@@ -266,11 +257,7 @@ class Run:
             else:
                 _log.exception("a generation failed")
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
-        await self._put(error)
-
-    async def _put(self, one: tuple[int, Chunk] | ApiError | None) -> None:
-        await self._unread.put(one)
-        self._wake.set()
+        await self._unread.put(error)
 
 
 def _too_long(why: str, context_length: int, param: str) -> ApiError:
@@ -533,7 +520,7 @@ class Endpoint:
         try:
             if request.tools and not template.knows_tools:
                 raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
-            render = partial(self.tokenizer.render_chat, tools=request.tools or None)
+            render = partial(template.render, tools=request.tools or None)
             text = await asyncio.to_thread(render, request.messages, variables=request.variables)
             return await self._encode(text, context_length, "messages", False)
         except TokenizerError as error:
@@ -576,16 +563,15 @@ class Endpoint:
         constraint = forced_call(source, request.tools, tokenizer.special_id, one=request.one_call)
         return replace(request, sampling=replace(request.sampling, constraint=constraint))
 
-    def _tool_use(self, request: Request) -> ToolUse | None:
+    def _tool_reader(self, request: Request) -> ToolReader | None:
         """None where no calls are to be looked for, or in a format that nobody here knows."""
         template = self.tokenizer.chat_template(tools=True) if request.tools else None
         form = None if template is None else tool_format(template.source)
         if form is None:
             return None
-        names = [tool["function"]["name"] for tool in request.tools]
         ids = {self.tokenizer.special_id(mark): mark for mark in MARKS}
         marks = {token: mark for token, mark in ids.items() if token is not None}
-        return ToolUse(ToolReader(form, names), MarkedText(marks), request.one_call)
+        return ToolReader(form, [tool["function"]["name"] for tool in request.tools], marks)
 
     def _sampling(
         self, request: Request, tokens: Sequence[int], context_length: int | None
@@ -618,7 +604,7 @@ class Endpoint:
             sampling = self._sampling(request, tokens, chosen.context_length)
             for k in range(request.n):
                 own = replace(sampling, seed=seed_of(sampling.seed, k))
-                tools, place = self._tool_use(request), len(choices)
+                place, tools = len(choices), self._tool_reader(request)
                 choices.append(
                     Choice(place, tokens, wordless, own, token_bytes, tools, chosen.asked)
                 )

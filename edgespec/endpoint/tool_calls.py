@@ -76,10 +76,13 @@ def _new_id(form: ToolFormat) -> str:
 
 class ToolReader:
     """Reads one answer: ``push`` returns what is certain now, ``flush`` the rest. ``names`` are the
-    tools that there are."""
+    tools that there are; ``marks`` are texts by token id, which have to be put back into what is
+    pushed (``MarkedText``)."""
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
-        self._form, self._names = form, frozenset(names)
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], marks: Mapping[int, str] | None = None
+    ) -> None:
+        self._form, self._names, self.marks = form, frozenset(names), MarkedText(marks or {})
         self._mark = MISTRAL_MARK if form is ToolFormat.MISTRAL else OPEN
         self._held = ""
         self._inside = self._after_call = False

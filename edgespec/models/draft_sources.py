@@ -117,10 +117,21 @@ def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: 
         exportable and folders.read_json(path).get("model_type") in folders.DRAFT_MODEL_TYPES
     )
     if variant == AUTO and (exportable or not graphs):
-        _refuse_split(reference, files, exportable)
+        split = [file for file in files if _SPLIT.fullmatch(file)]
+        if split and not exportable:
+            raise folders.ModelFolderError(
+                f"draft {reference!r}: {split[0]} is one half of a decoder in two files; one graph"
+                " is needed that takes an empty cache too, such as decoder_model_merged.onnx or"
+                " Optimum's model.onnx (--task text-generation-with-past)"
+            )
         return DraftSource(folder, name=name)
     if variant != AUTO:
-        graphs = {variant: _variant(reference, graphs, variant)}
+        if variant not in graphs:
+            there = ", ".join(f"{key} ({file})" for key, file in graphs.items()) or "none"
+            raise folders.ModelFolderError(
+                f"draft {reference!r} has no variant {variant!r}; there are: {there}"
+            )
+        graphs = {variant: graphs[variant]}
     for file in graphs.values():
         if _is_ours(folder / file):
             _whole(folder, folder / file)
@@ -142,25 +153,6 @@ def _whole(folder: Path, graph: Path) -> None:
         raise folders.ModelFolderError(
             f"{folder / folders.DRAFT_MANIFEST}: no such file, but `edgespec export` wrote"
             f" {graph.name} with one beside it: copy the whole folder, or export the draft again"
-        )
-
-
-def _variant(reference: str, graphs: Mapping[str, str], variant: str) -> str:
-    if variant not in graphs:
-        there = ", ".join(f"{key} ({file})" for key, file in graphs.items()) or "none"
-        raise folders.ModelFolderError(
-            f"draft {reference!r} has no variant {variant!r}; there are: {there}"
-        )
-    return graphs[variant]
-
-
-def _refuse_split(reference: str, files: list[str], exportable: bool) -> None:
-    split = [file for file in files if _SPLIT.fullmatch(file)]
-    if split and not exportable:
-        raise folders.ModelFolderError(
-            f"draft {reference!r}: {split[0]} is one half of a decoder in two files; one graph is"
-            " needed that takes an empty cache too, such as decoder_model_merged.onnx or"
-            " Optimum's model.onnx (--task text-generation-with-past)"
         )
 
 

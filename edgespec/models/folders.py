@@ -12,10 +12,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,7 +96,6 @@ DRAFT_MODEL = "model.onnx"
 HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
 MAX_EOS_IDS = 16
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-GIVE_A_FOLDER = "; or download it elsewhere and give its folder"
 
 
 class ModelFolderError(ValueError):
@@ -195,14 +194,9 @@ def token_count(folder: Path) -> int:
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
     """End-of-text ids, from ``generation_config.json`` if it names any, else ``config.json``."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if name != "config.json" and not path.is_file():
-            continue
-        value = read_json(path).get("eos_token_id")
-        if value is None:
-            continue
-        return eos_ids(path, value)
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if path.is_file() and (value := read_json(path).get("eos_token_id")) is not None:
+            return eos_ids(path, value)
     return ()
 
 
@@ -243,38 +237,25 @@ def _bundled(role: Role) -> Path:
 
 
 def fetch(reference: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
-    """The local copy of a Hub id's files that match ``patterns``, with a progress bar for what has
-    to be downloaded. Raises ``ModelFolderError``."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
+    return Path(_from_hub(reference, partial(snapshot_download, allow_patterns=list(patterns))))
+
+
+def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
+    """What ``ask`` finds for a repository and its revision. Raises ``ModelFolderError`` naming the
+    reference and what the Hub's library says, whose messages go over several lines."""
     name, _, revision = reference.partition("@")
     try:
-        return Path(
-            snapshot_download(name, revision=revision or None, allow_patterns=list(patterns))
-        )
-    except GatedRepoError as error:
-        reason = f"access must be granted on the Hub first ({one_line(error)})"
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        reason = f"the Hub has no such repository or revision ({one_line(error)})"
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        reason = f"it is not in the local cache and the Hub cannot be asked ({one_line(error)})"
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = one_line(error)
-    raise ModelFolderError(f"model {reference!r} is no local folder, and {reason}{GIVE_A_FOLDER}")
+        return ask(name, revision=revision or None)
+    except Exception as error:  # the library's, its HTTP client's and the system's share no base
+        from huggingface_hub.constants import ENDPOINT
 
-
-def one_line(error: Exception) -> str:
-    """What the Hub's library says, whose messages go over several lines."""
-    return " ".join(str(error).split())
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ModelFolderError(
+            f"model {reference!r} is no local folder, and {ENDPOINT} has it not ({why})"
+            "; or download it elsewhere and give its folder"
+        ) from error
 
 
 def _check_weights(folder: Path) -> None:
@@ -339,37 +320,25 @@ def vocabulary_info(folder: Path, context_length: int) -> ModelInfo:
 
 
 def hub_files(reference: str) -> list[str]:
-    """The paths in a repository ``owner/name[@revision]``. Raises ``ModelFolderError`` naming the
-    reference and what the host said."""
+    """The paths in a repository ``owner/name[@revision]``. Raises ``ModelFolderError``."""
     from huggingface_hub import HfApi
-    from huggingface_hub.constants import ENDPOINT
 
-    name, _, revision = reference.partition("@")
-    try:
-        return list(HfApi().list_repo_files(name, revision=revision or None))
-    except Exception as error:  # the library's, its HTTP client's and the system's share no base
-        kind = type(error).__name__
-        raise ModelFolderError(
-            f"model {reference!r} is no local folder, and {ENDPOINT} does not list its files"
-            f" ({kind}: {one_line(error)}){GIVE_A_FOLDER}"
-        ) from error
+    return list(_from_hub(reference, HfApi().list_repo_files))
 
 
 def cached_snapshot(reference: str, error: ModelFolderError) -> Path:
     """The repository as it lies in the local cache; raises ``error`` where it does not."""
     from huggingface_hub import snapshot_download
 
-    name, _, revision = reference.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
-    except Exception:  # as above
+        return Path(_from_hub(reference, partial(snapshot_download, local_files_only=True)))
+    except ModelFolderError:
         raise error from error.__cause__
 
 
 PIECES: Final = 1024
 PIECE_BYTES: Final = 1024
 MAX_HEADER_BYTES: Final = 100 << 20
-_DIGITS: Final = 32
 
 # What does not change a token: who made the file, with what, and how it is to be loaded.
 _BESIDE_THE_POINT: Final = frozenset(
@@ -393,7 +362,7 @@ def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
     kept = {name: value for name, value in config.items() if name not in _BESIDE_THE_POINT}
     digest.update(json.dumps([vocabulary, kept], sort_keys=True).encode())
     _add_tensors(digest, folder)
-    return digest.hexdigest()[:_DIGITS]
+    return digest.hexdigest()[:_FINGERPRINT_DIGITS]
 
 
 def adapter_fingerprint(folder: Path) -> str:
@@ -402,7 +371,7 @@ def adapter_fingerprint(folder: Path) -> str:
     config.pop("base_model_name_or_path", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     _add_tensors(digest, folder)
-    return digest.hexdigest()[:_DIGITS]
+    return digest.hexdigest()[:_FINGERPRINT_DIGITS]
 
 
 def _add_tensors(digest: hashlib._Hash, folder: Path) -> None:
@@ -421,7 +390,7 @@ def _add_tensors(digest: hashlib._Hash, folder: Path) -> None:
 
 def text_fingerprint(text: str) -> str:
     """32 hex digits for a model that a line of text describes, such as the toy."""
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:_FINGERPRINT_DIGITS]
 
 
 def cache_folder() -> Path:

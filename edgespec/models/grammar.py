@@ -72,10 +72,6 @@ class GrammarReader:
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(self, constraint: Constraint) -> Constraint:
-        """``read``."""
-        return self.read(constraint)
-
     def get_ready(self) -> None:
         """Do all that the first constraint would have to wait for. Takes a while, in which the
         library keeps every other thread of this process waiting (of a vocabulary of 151,936 words
@@ -93,7 +89,7 @@ class GrammarReader:
         """Whether the library is installed."""
         return find_spec("llguidance") is not None
 
-    def read(self, constraint: Constraint) -> Constraint:
+    def __call__(self, constraint: Constraint) -> Constraint:
         """The same constraint, with its ``matcher``. Takes a while: not for an event loop. Raises
         ``ConstraintError`` saying what is wrong with it, or that the library is missing."""
         if not self.available:

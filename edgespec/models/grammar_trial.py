@@ -109,24 +109,22 @@ def _main(most_bytes: int) -> None:
     ..., "bounds": ...}``, with ``_READ`` and, as JSON, what is wrong."""
     import resource  # where there are limits to set
 
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     asked = json.loads(sys.stdin.buffer.read())
-    tokenizer = _tokenizer(asked["vocabulary"])
+    known = asked["vocabulary"]
+    tokenizer = LLTokenizer(
+        "byte" if known is None else TokenizerWrapper(bytes_and_special(**known))
+    )
     sys.stdout.buffer.write(_READ)
     sys.stdout.flush()
     # The limit counts from the start of a process.
     limit = math.ceil(time.process_time()) + _CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
     sys.stdout.write(json.dumps(_tried(asked, tokenizer)))
-
-
-def _tokenizer(known: dict[str, Any] | None) -> Any:
-    """Of the arguments of ``bytes_and_special``; None: of 256 bytes."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    return LLTokenizer("byte" if known is None else TokenizerWrapper(bytes_and_special(**known)))
 
 
 class Words:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from edgespec.core.protocol.checks import is_unicode
+from edgespec.models.folders import read_json
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -35,9 +36,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 Message = Mapping[str, Any]
 """At least ``role``; the rest is what the template reads."""
 
-_TOKENS = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-)
+_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
@@ -68,7 +67,10 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. ``variables`` are further ones of the template, such as
         ``enable_thinking``. Raises ``ChatTemplateError``, also where it names one of ours."""
-        check_messages(messages)
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise ChatTemplateError(
+                f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
+            )
         for name in variables or ():
             if name in _OURS:
                 raise ChatTemplateError(f"{name!r} is no variable to be set for a chat template")
@@ -118,16 +120,6 @@ class ChatTokenizer(Protocol):
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """The model's template, the one for tools if it has such; None: it has none."""
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt of a conversation; it writes the special tokens itself, so ``encode`` adds
-        none. Raises ``TokenizerError``."""
-
     def special_id(self, text: str) -> int | None:
         """The id of the special token written so; None: there is none, or text shows it."""
 
@@ -135,12 +127,23 @@ class ChatTokenizer(Protocol):
         """What one token stands for by itself: perhaps a part of a character."""
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raises ``ChatTemplateError`` for none, or too many."""
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise ChatTemplateError(
-            f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
-        )
+def render_chat(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
+    """The prompt of a conversation by the model's own template, which writes the special tokens
+    itself: ``encode`` adds none. Raises ``TokenizerError`` where there is none, or it refuses."""
+    if (template := tokenizer.chat_template()) is None:
+        raise TokenizerError("tokenizer_config.json: there is no chat_template")
+    return template.render(messages)
+
+
+def prompt_encoder(tokenizer: ChatTokenizer, *, chat: bool) -> Callable[[str], list[int]]:
+    """From a prompt to its tokens; ``chat``: as the message of a user."""
+
+    def encode(text: str) -> list[int]:
+        if chat:
+            text = render_chat(tokenizer, [{"role": "user", "content": text}])
+        return tokenizer.encode(text, add_special_tokens=not chat)
+
+    return encode
 
 
 def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
@@ -162,21 +165,11 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Ch
                 sources[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{path}: not readable: {error}") from error
-    tokens = _special_texts(config)
+    # A token is its text, or an object with the text in it.
+    given = {name: config.get(name) for name in _TOKENS}
+    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in given.items()}
+    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
-
-
-def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and the like, as far as there are any; a token is its text or an object with
-    the text in it."""
-    texts: dict[str, str] = {}
-    for name in _TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            texts[name] = value
-    return texts
 
 
 def _environment(now: Callable[[], datetime]) -> Any:
@@ -198,21 +191,9 @@ def _environment(now: Callable[[], datetime]) -> Any:
     def raise_exception(message: str) -> None:
         raise ChatTemplateError(f"the chat template refuses the messages: {message}")
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
+    def tojson(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
         """Without jinja2's HTML escaping, which would change the prompt."""
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
@@ -286,7 +267,8 @@ class TextTokenizer:
             if token.special
         )
         self._folder = folder
-        self._config = _read_config(folder / "tokenizer_config.json")
+        config = folder / "tokenizer_config.json"
+        self._config = read_json(config) if config.is_file() else {}
 
     @property
     def vocabulary_size(self) -> int:
@@ -307,59 +289,29 @@ class TextTokenizer:
         """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
         what ``decode`` shows of both behind what it shows of the prompt. A character that the
         prompt leaves unfinished is emitted when the text finishes it."""
-        stream = TextStream(self._tokenizer, self._token_bytes, self.special_ids)
+        stream = TextStream(self._tokenizer, self.token_bytes, self.special_ids)
         own = [token for token in prompt if token not in self.special_ids]
         stream.push(own[-_MOST_UNFINISHED:])
         return stream
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self.chat_template() is not None
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """The model's own template, or the one it has for tools; None: it has none."""
         found = self._templates
         return (found.get(TOOL_USE) if tools else None) or found.get(DEFAULT)
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of ``messages`` ({"role", "content"}) by the model's own template, which
-        writes the special tokens itself: ``encode`` adds none.
-
-        Raises ``TokenizerError`` when there is none or it refuses the messages.
-        """
-        check_messages(messages)
-        template = self.chat_template(tools=tools is not None)
-        if template is None:
-            raise TokenizerError(
-                f"{self._folder / 'tokenizer_config.json'}: there is no chat_template"
-            )
-        return template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
-        )
-
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written so: one that no decoded text shows."""
         found = self._tokenizer.token_to_id(text)
         return int(found) if found in self.special_ids else None
 
-    def token_bytes(self, token: int) -> bytes:
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
         """What one token stands for by itself: perhaps a part of a character."""
-        return self._token_bytes(token)
+        return TokenBytes(self._tokenizer)
 
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
         return read_chat_templates(self._folder, self._config)
-
-    @cached_property
-    def _token_bytes(self) -> TokenBytes:
-        return TokenBytes(self._tokenizer)
 
 
 class TextStream:
@@ -395,15 +347,3 @@ class TextStream:
             shown = str(self._tokenizer.decode([token])).encode()
             written = written[len(written) - len(shown) :] if written.endswith(shown) else written
         return self._characters.decode(written)
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}, not an object")
-    return value

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from edgespec.core.ports import ModelInfo
 from edgespec.core.toy_model import ToyModel
-from edgespec.models.tokenizer import ChatTemplate, Message
+from edgespec.models.tokenizer import ChatTemplate
 
 TOY = "toy"
 TOY_CONTEXT_LENGTH = 4096
@@ -30,8 +29,6 @@ class ToyTokenizer:
     A character outside the alphabet becomes a space.
     """
 
-    has_chat_template = True
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}
         return [ids.get(letter, _OTHER) for letter in text if letter != "\0"]
@@ -45,15 +42,6 @@ class ToyTokenizer:
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """Of the toy: contents and spaces."""
         return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        return " ".join(message["content"] for message in messages) + " "
 
     def special_id(self, text: str) -> int | None:
         return None

@@ -72,7 +72,11 @@ class Recording:
             execute(
                 "REPLACE INTO texts VALUES (NULL, ?, ?, ?, ?)", digest, vocabulary, start, tokens
             )
-            while _used_bytes(execute) > self._most_bytes:
+            names = ("page_size", "page_count", "freelist_count")
+            while True:
+                size, count, free = (int(execute(f"PRAGMA {n}").fetchone()[0]) for n in names)
+                if size * (count - free) <= self._most_bytes:
+                    break
                 execute("DELETE FROM texts WHERE id = (SELECT min(id) FROM texts)")
 
     @contextmanager
@@ -118,9 +122,3 @@ def read_recording(path: Path, vocabulary: str) -> list[RecordedText]:
             return [RecordedText(array("i", tokens), start) for tokens, start in rows]
     except sqlite3.Error as error:
         raise RecordingError(f"{path}: {error}") from error
-
-
-def _used_bytes(execute: Execute) -> int:
-    names = ("page_size", "page_count", "freelist_count")
-    size, count, free = (int(execute(f"PRAGMA {name}").fetchone()[0]) for name in names)
-    return size * (count - free)

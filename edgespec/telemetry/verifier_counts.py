@@ -247,6 +247,13 @@ def log_stream(record: StreamRecord) -> None:
     """Say at level INFO how the stream went; see ``StreamMeter``."""
     if not _LOG.isEnabledFor(logging.INFO):
         return
+    ttft_s, tpot_s = record.ttft_s, record.tpot_s
+    words = [f"{record.tokens} tokens, {record.accepted} of {record.nodes} drafted ones accepted"]
+    if ttft_s is not None:
+        words.append(f"first after {ttft_s * 1e3:.0f} ms")
+    if tpot_s is not None:
+        words.append(f"then {tpot_s * 1e3:.1f} ms a token")
+    whose = f"key {record.credential} at {record.peer}" if record.credential else record.peer
     fields = {
         "event": "stream",
         "reason": record.reason,
@@ -256,51 +263,28 @@ def log_stream(record: StreamRecord) -> None:
         "tokens": record.tokens,
         "accepted": record.accepted,
         "nodes": record.nodes,
-        "ttft_s": _rounded(record.ttft_s),
-        "tpot_s": _rounded(record.tpot_s),
-        "duration_s": _rounded(record.ended_at - record.opened_at),
+        "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+        "tpot_s": None if tpot_s is None else round(tpot_s, 6),
+        "duration_s": round(record.ended_at - record.opened_at, 6),
         "key": record.credential,
         "peer": record.peer,
     }
+    outcome = f"{'ended' if record.opened else 'refused'} ({record.reason}): {', '.join(words)}"
     extra = {"request_id": record.request_id, "fields": fields}
-    _LOG.info("%s", _in_words(record), extra=extra)
-
-
-def _in_words(record: StreamRecord) -> str:
-    words = [f"{record.tokens} tokens, {record.accepted} of {record.nodes} drafted ones accepted"]
-    if (ttft_s := record.ttft_s) is not None:
-        words.append(f"first after {ttft_s * 1e3:.0f} ms")
-    if (tpot_s := record.tpot_s) is not None:
-        words.append(f"then {tpot_s * 1e3:.1f} ms a token")
-    whose = f"key {record.credential} at {record.peer}" if record.credential else record.peer
-    outcome = "ended" if record.opened else "refused"
-    return f"stream of {whose} {outcome} ({record.reason}): {', '.join(words)}"
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
-
-
-_UPLINK: tuple[type[m.Message], ...] = (m.Open, m.Draft, m.Received, m.Cancel)
-_DOWNLINK: tuple[type[m.Message], ...] = (m.Opened, m.Commit, m.Fault)
-
-
-_names = {kind: kind.__name__.lower() for kind in (*_UPLINK, *_DOWNLINK)}
-
-
-def _zeros(kinds: Sequence[type[m.Message]]) -> dict[str, int]:
-    return dict.fromkeys(map(_names.__getitem__, kinds), 0)
+    _LOG.info("stream of %s %s", whose, outcome, extra=extra)
 
 
 class TrafficCounts:
     """Messages and their payload bytes by kind."""
 
     def __init__(self) -> None:
-        self.received_messages, self.received_bytes = _zeros(_UPLINK), _zeros(_UPLINK)
-        self.sent_messages, self.sent_bytes = _zeros(_DOWNLINK), _zeros(_DOWNLINK)
+        up, down = ("open", "draft", "received", "cancel"), ("opened", "commit", "fault")
+        self.received_messages, self.received_bytes = dict.fromkeys(up, 0), dict.fromkeys(up, 0)
+        self.sent_messages, self.sent_bytes = dict.fromkeys(down, 0), dict.fromkeys(down, 0)
 
     def count(self, message: m.Message, payload_bytes: int) -> None:
-        kind, messages, sizes = _names[type(message)], self.sent_messages, self.sent_bytes
+        kind = type(message).__name__.lower()
+        messages, sizes = self.sent_messages, self.sent_bytes
         if kind in self.received_messages:
             messages, sizes = self.received_messages, self.received_bytes
         messages[kind] += 1

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -217,7 +217,9 @@ class Distillation:
         while True:
             self._check()
             if int(LOOKS * share) > self._looked:
-                self._keep_if_best(self._look())
+                self.acceptance = self._look()
+                if self.acceptance > self.best_score:
+                    self.best_score, self._best = self.acceptance, self._weights()
                 self._looked = int(LOOKS * share)
             if share >= 1.0:
                 break
@@ -336,11 +338,6 @@ class Distillation:
         shares = self._choosing.acceptance(self._draft).values()
         return fmean(chain.from_iterable(shares))
 
-    def _keep_if_best(self, score: float) -> None:
-        self.acceptance = score
-        if score > self.best_score:
-            self.best_score, self._best = score, self._weights()
-
     def _learning_rate(self) -> float:
         size = sum(weight.numel() for weight in self._masters)
         by_size = LARGEST_RATE * min(1.0, math.sqrt(OF_SIZE / size))
@@ -456,16 +453,15 @@ def write_checkpoint(draft: Any, source: Path, folder: Path, length: int) -> Non
 # --- is it better? -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(NamedTuple):
     """A mean over texts with its 95 % interval."""
 
     mean: float
     interval: Interval
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Judged:
-        return cls(fmean(values), mean_interval(values))
+
+def judged(values: Sequence[float]) -> Judged:
+    return Judged(fmean(values), mean_interval(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,9 +483,9 @@ class Verdict:
             for heat in before
         }
         return cls(
-            {heat: Judged.of(values) for heat, values in before.items()},
-            {heat: Judged.of(values) for heat, values in after.items()},
-            {heat: Judged.of(values) for heat, values in gains.items()},
-            Judged.of([fmean(values) for values in zip(*gains.values(), strict=True)]),
+            {heat: judged(values) for heat, values in before.items()},
+            {heat: judged(values) for heat, values in after.items()},
+            {heat: judged(values) for heat, values in gains.items()},
+            judged([fmean(values) for values in zip(*gains.values(), strict=True)]),
             len(next(iter(gains.values()))),
         )

@@ -30,7 +30,7 @@ import ssl
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -124,9 +124,10 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """All keys, by name."""
+    """All keys, by name. A file has to say which there are, if only ``keys: {}``: what an editor
+    or a full disk has just cut off would else revoke all keys."""
 
-    keys: Mapping[str, KeyEntry] = field(default_factory=dict)
+    keys: Mapping[str, KeyEntry]
 
     def __post_init__(self) -> None:
         for name in self.keys:
@@ -141,13 +142,6 @@ class KeyFile:
             digest = bytes.fromhex(limits.pop("sha256"))
             found[name] = (digest, Credential(name, **limits))
         return KeyRing(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _WrittenKeys(KeyFile):
-    """Keys of a file that says which there are, if only ``keys: {}``."""
-
-    keys: Mapping[str, KeyEntry]
 
 
 def check_key_name(name: str) -> None:
@@ -165,13 +159,9 @@ def new_key() -> tuple[str, str]:
     return key, digest(key).hex()
 
 
-def load_keys(path: Path, *, written: bool = False) -> KeyFile:
-    """The keys in a file. Raises ``ConfigError`` naming the file, the key and what is wrong.
-
-    ``written``: an empty file is wrong as well. A verifier that runs asks for it: what an editor
-    or a full disk has just cut off would else revoke all keys.
-    """
-    return load_config(_WrittenKeys if written else KeyFile, path)
+def load_keys(path: Path) -> KeyFile:
+    """The keys in a file. Raises ``ConfigError`` naming the file, the key and what is wrong."""
+    return load_config(KeyFile, path)
 
 
 def save_keys(path: Path, keys: KeyFile) -> None:
@@ -244,7 +234,7 @@ class ServerAccess:
 
     def reload(self) -> Reloaded:
         """Read all files again. Raises ``ConfigError``; then nothing has changed."""
-        ring, identity = self._read_ring(written=True), self._read_identity()
+        ring, identity = self._read_ring(), self._read_identity()
         changes, replaced = KeyChanges(), False
         if ring is not None and self._ring is not None:
             changes, self._ring = self._ring.changes(ring), ring
@@ -260,11 +250,11 @@ class ServerAccess:
         self._told = identity
         return identity.configuration()
 
-    def _read_ring(self, *, written: bool = False) -> KeyRing | None:
+    def _read_ring(self) -> KeyRing | None:
         if (path := self._keys_path) is None:
             return None
         check_file_permissions(path, secret=False)
-        return load_keys(path, written=written).ring()
+        return load_keys(path).ring()
 
     def _read_identity(self) -> ServerIdentity | None:
         tls = self._tls
@@ -386,36 +376,31 @@ class ServerIdentity:
 def load_server_identity(
     certificate: Path, key: Path, client_ca: Path | None, now: datetime
 ) -> ServerIdentity:
-    shown = _read(certificate)
-    certificates = _certificates(certificate, shown)
-    for one in certificates:
-        _check_dates(certificate, one, now)
+    shown, certificates = _certificates(certificate, now)
     secret = _read(key)
     _check_key(key, secret, certificate, certificates[0])
-    trusted = None
-    if client_ca is not None:
-        trusted = _read(client_ca)
-        for one in _certificates(client_ca, trusted):
-            _check_dates(client_ca, one, now)
+    trusted = None if client_ca is None else _certificates(client_ca, now)[0]
     expires = min(one.not_valid_after_utc for one in certificates)
     return ServerIdentity(shown, secret, trusted, expires)
 
 
-def _certificates(path: Path, pem: bytes) -> Sequence[Certificate]:
+def _certificates(path: Path, now: datetime) -> tuple[bytes, Sequence[Certificate]]:
+    """What a file holds, and the certificates in it, all of which are valid now."""
     from cryptography import x509
 
+    pem = _read(path)
     try:
-        return x509.load_pem_x509_certificates(pem)
+        found = x509.load_pem_x509_certificates(pem)
     except ValueError as error:
         raise ConfigError(f"{path}: holds no PEM certificate that can be read: {error}") from None
-
-
-def _check_dates(path: Path, certificate: Certificate, now: datetime) -> None:
-    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if now > ends:
-        raise ConfigError(f"{path}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC")
-    if now < begins:
-        raise ConfigError(f"{path}: the certificate is not valid before {begins:%Y-%m-%d %H:%M}")
+    for one in found:
+        begins, ends = one.not_valid_before_utc, one.not_valid_after_utc
+        if now > ends:
+            raise ConfigError(f"{path}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC")
+        if now < begins:
+            why = f"the certificate is not valid before {begins:%Y-%m-%d %H:%M}"
+            raise ConfigError(f"{path}: {why}")
+    return pem, found
 
 
 def _check_key(path: Path, pem: bytes, of: Path, certificate: Certificate) -> None:

@@ -39,6 +39,10 @@ _MAX_NAMES: Final = 100
 _BACKDATED: Final = timedelta(minutes=5)
 _LABEL: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_UNUSED: Final = (
+    *("content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "encipher_only", "decipher_only"),
+)
 Files = tuple[Path, Path]
 """Certificate and private key."""
 
@@ -49,12 +53,9 @@ class CertificateError(ValueError):
 
 def make_ca(folder: Path) -> Files:
     """``ca.pem`` and ``ca.key``. Raises ``CertificateError``, ``OSError``."""
-    files = _free(folder, CA_NAME)
-    key = ec.generate_private_key(ec.SECP256R1())
+    files, key = _free(folder, CA_NAME), ec.generate_private_key(ec.SECP256R1())
     subject = _name("edgespec CA")
-    builder = _builder(subject, subject, key.public_key(), CA_DAYS)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    builder = _builder(subject, subject, key.public_key(), CA_DAYS, ca=True)
     _write(files, builder.sign(key, hashes.SHA256()), key)
     return files
 
@@ -65,16 +66,14 @@ def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> F
     if not 1 <= len(names) <= _MAX_NAMES:
         raise CertificateError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
     alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
-    purpose = ExtendedKeyUsageOID.SERVER_AUTH
     shown = names[0][:_MAX_NAME_LENGTH]  # for people; what counts stands in the alternatives
-    return _signed(folder, out, shown, purpose, alternatives)
+    return _signed(folder, out, shown, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
 
 
 def make_device(folder: Path, name: str) -> Files:
     """A device's certificate, signed by the folder's CA; the files are named like the device.
     Raises ``CertificateError``, ``OSError``."""
-    purpose = ExtendedKeyUsageOID.CLIENT_AUTH
-    return _signed(folder, name, name, purpose, None)
+    return _signed(folder, name, name, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
 def _signed(
@@ -82,7 +81,7 @@ def _signed(
     stem: str,
     name: str,
     purpose: x509.ObjectIdentifier,
-    alternatives: x509.SubjectAlternativeName | None,
+    *alternatives: x509.SubjectAlternativeName,
 ) -> Files:
     if stem == CA_NAME:
         raise CertificateError(f"the name {stem!r} is the CA's own")
@@ -95,42 +94,30 @@ def _signed(
             f" {ca.not_valid_after_utc:%Y-%m-%d}: make a new one in another folder"
         )
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(_name(name), ca.subject, key.public_key(), LEAF_DAYS)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
-    builder = builder.add_extension(
-        x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
-    )
-    if alternatives is not None:
-        builder = builder.add_extension(alternatives, critical=False)
+    builder = _builder(_name(name), ca.subject, key.public_key(), LEAF_DAYS, ca=False)
+    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    for one in (x509.ExtendedKeyUsage([purpose]), signer, *alternatives):
+        builder = builder.add_extension(one, critical=False)
     _write(files, builder.sign(ca_key, hashes.SHA256()), key)
     return files
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int, *, ca: bool
 ) -> x509.CertificateBuilder:
+    """``ca``: it signs certificates, and nothing else."""
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(now - _BACKDATED)
     builder = builder.not_valid_after(now + timedelta(days=days))
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+    builder = builder.add_extension(
+        x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True
     )
+    unused = dict.fromkeys(_UNUSED, False)
+    usage = x509.KeyUsage(digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, **unused)
+    builder = builder.add_extension(usage, critical=True)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 
 def _name(text: str) -> x509.Name:

@@ -76,10 +76,6 @@ class GrpcTransport:
 
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` naming the address and the reason."""
-        with self._under_way():
-            return await self._connect()
-
-    async def _connect(self) -> DeviceStream:
         method: Any = self._open_channel().stream_stream(f"/{codec.SERVICE}/Speculate", None, None)
         metadata = self._metadata
         if conversation := self._conversation():
@@ -87,8 +83,9 @@ class GrpcTransport:
         call = method(metadata=metadata)
         try:
             # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
-            async with asyncio.timeout(self._connect_timeout_s):
-                await call.wait_for_connection()
+            with self._under_way():
+                async with asyncio.timeout(self._connect_timeout_s):
+                    await call.wait_for_connection()
         except TimeoutError:
             call.cancel()
             raise self._timed_out("connect") from None

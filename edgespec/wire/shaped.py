@@ -88,15 +88,12 @@ class ThreadPacer:
 
 
 def _wake(future: asyncio.Future[None]) -> None:
-    try:
-        future.get_loop().call_soon_threadsafe(_set, future)
-    except RuntimeError:
-        return  # its loop has been closed: nobody waits
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
 
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+    with suppress(RuntimeError):  # its loop has been closed: nobody waits
+        future.get_loop().call_soon_threadsafe(wake)
 
 
 class Pipe(Generic[_T]):
@@ -272,23 +269,19 @@ class _ShapedStream:
 
     async def pump_up(self) -> None:
         try:
-            await self._carry_up()
-            await self._up.wait(await self._closing)
-        finally:
-            await self._inner.close()
-
-    async def _carry_up(self) -> None:
-        try:
             while True:
                 arrival_s, message = await self._going_up.get()
                 await self._up.wait(arrival_s)
                 await self._inner.send(message)
-        except LinkError as error:
-            self._going_up.end(str(error), retryable=error.retryable, drop=True)
-        except ProtocolViolation as violation:  # the inner transport's bounds are narrower
-            self._going_up.end(str(violation), retryable=False, drop=True)
-            self._coming_down.end(str(violation), retryable=False)
-            self._close_at(self._up.arrival(0))
+        except (LinkError, ProtocolViolation) as error:
+            retryable = isinstance(error, LinkError) and error.retryable
+            self._going_up.end(str(error), retryable=retryable, drop=True)
+            if isinstance(error, ProtocolViolation):  # the inner transport's bounds are narrower
+                self._coming_down.end(str(error), retryable=False)
+                self._close_at(self._up.arrival(0))
+            await self._up.wait(await self._closing)
+        finally:
+            await self._inner.close()
 
     async def pump_down(self) -> None:
         try:

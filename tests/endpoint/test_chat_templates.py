@@ -110,9 +110,10 @@ def test_half_a_surrogate_pair_is_no_prompt(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     config = {"chat_template": "{{ tools[0].a }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = TextTokenizer(tmp_path)
+    found = TextTokenizer(tmp_path).chat_template()
+    assert found is not None
     with pytest.raises(TokenizerError, match="half of a surrogate pair"):
-        tokenizer.render_chat([USER], tools=[{"a": "\ud800"}])
+        found.render([USER], tools=[{"a": "\ud800"}])
     template = ChatTemplate("{{ messages[0].content }}")
     with pytest.raises(ChatTemplateError, match="half of a surrogate pair"):
         template.render([{"role": "user", "content": "\ud800"}])

@@ -13,6 +13,7 @@ import pytest_asyncio
 from edgespec.api import connect
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.endpoint.requests import seed_of
+from edgespec.models.tokenizer import render_chat
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import Live, over_nobody, over_toy
 from tests.present import present
@@ -45,7 +46,7 @@ def said(prompt: str, **sampling: Any) -> str:
 
 def chatted(**sampling: Any) -> str:
     return TEXT.decode(
-        toy_text(TEXT.encode(TEXT.render_chat(MESSAGES)), SamplingParams(**sampling))
+        toy_text(TEXT.encode(render_chat(TEXT, MESSAGES)), SamplingParams(**sampling))
     )
 
 
@@ -102,7 +103,7 @@ async def test_logprobs_are_the_agents(served: Live, client: Any) -> None:
     async with connect(served.address, draft="toy") as agent:
         params = SamplingParams(max_tokens=12)
         async for chunk in agent.generate(
-            TEXT.encode(TEXT.render_chat(MESSAGES)), params, logprobs=3
+            TEXT.encode(render_chat(TEXT, MESSAGES)), params, logprobs=3
         ):
             scores += list(zip(chunk.tokens, chunk.logprobs, strict=True))
     asked: Any = {"model": "toy", "messages": MESSAGES, "max_tokens": 12}

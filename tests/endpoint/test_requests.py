@@ -104,7 +104,7 @@ async def outcome(work: Coroutine[Any, Any, Answer]) -> Answer | ApiError:
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_what_asks_for_nothing_passes_and_what_asks_is_named(name: str) -> None:
-    for value in (None, *NEUTRAL[name]):
+    for value in (None, NEUTRAL[name]):
         chat_request({"messages": MESSAGES, name: value}, SamplingParams(), 8)
     with pytest.raises(ApiError, match="not supported") as caught:
         completion_request({"prompt": "a", name: "something"}, SamplingParams(), 8)

@@ -426,7 +426,7 @@ def test_what_is_forced_is_what_the_reader_reads(
     tools = [tool("feed"), WASH_NOTHING]
     constraint = forced_call(template, tools, lambda text: None, one=one)
     for seed in range(3):
-        text = random_text(READER.read(constraint), seed)
+        text = random_text(READER(constraint), seed)
         reader = ToolReader(form, ["feed", "wash"])
         found = [*reader.push(text), *reader.flush()]
         calls = [call for call in found if isinstance(call, ToolCall)]
@@ -439,7 +439,7 @@ def test_what_is_forced_is_what_the_reader_reads(
 def test_a_mark_that_is_a_token_is_asked_for_by_its_id() -> None:
     ids = {"<tool_call>": 7, "</tool_call>": 9}
     constraint = forced_call("<tool_call>", [WASH_NOTHING], ids.get, one=True)
-    matcher = present(READER.read(constraint).matcher)
+    matcher = present(READER(constraint).matcher)
     begun = matcher()
     assert begun.mask()[0] == 1 << 7
     assert begun.consume((LETTERS.index("<"),)) == 0

@@ -3,16 +3,15 @@ with an agent and a verifier that hold its texts to grammars."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from edgespec.core.protocol.messages import Limits
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent
 from edgespec.device.drafters.toy import ToyDrafter, toy_info
 from edgespec.models.grammar import GrammarReader, letters_tokenizer
-from edgespec.models.tokenizer import ChatTemplate, Message
+from edgespec.models.tokenizer import ChatTemplate
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.token_grammars import EOS
@@ -53,15 +52,6 @@ class LettersTokenizer:
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         return self._template
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        return self._template.render(messages, tools=tools, variables=variables)
-
     def special_id(self, text: str) -> int | None:
         return None
 
@@ -72,16 +62,15 @@ class LettersTokenizer:
 @asynccontextmanager
 async def pair(reads: GrammarReader | None, drafts: GrammarReader | None) -> AsyncIterator[Agent]:
     """An agent and a verifier of letters; either with a library or without."""
-    read = None if reads is None else reads.read
     target = ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary)
-    verifier = Verifier(target, Limits(), read_constraint=read)
+    verifier = Verifier(target, Limits(), read_constraint=reads)
     transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
     one = Agent(
         transport,
         ToyDrafter(MODEL.perturbed(0.2)),
         LettersTokenizer().encode,
         LettersTokenizer().stream,
-        read_constraint=None if drafts is None else drafts.read,
+        read_constraint=drafts,
     )
     try:
         yield one

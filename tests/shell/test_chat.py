@@ -151,7 +151,10 @@ class SlowAgent:
 
 
 class Text:
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
+    def chat_template(self) -> Text:
+        return self
+
+    def render(self, messages: list[dict[str, str]]) -> str:
         if messages[-1]["content"] == "a long text":
             press()
         return "a" * len(messages)
@@ -219,11 +222,11 @@ def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
     errors = [GenerationError("gave up on the verifier", None)] * 2
 
     async def away_twice(
-        agent: Any, prompt: Any, sampling: Any, shown: Any, *_: Any, **__: Any
+        agent: Any, prompt: Any, sampling: Any, view: Any, progress: Any, **_: Any
     ) -> None:
         if errors:
             raise errors.pop()
-        shown.parts.append("word")
+        progress.parts.append("word")
 
     monkeypatch.setattr("edgespec.cli.device.stream", away_twice)
     found = talk(runner, SlowAgent(), "", "a question", "", "", "", "two")
@@ -312,20 +315,12 @@ def test_a_file_that_is_missing_or_endless_is_not_read(tmp_path: Path) -> None:
             read_record(path)
 
 
-def test_what_was_typed_is_found_again_bounded_and_by_its_owner_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_typed_is_found_again_and_by_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "chat_history"
     entries = [f"message {number}\nof two lines" for number in range(50)]
     for entry in entries:
         TypedHistory(path).store_string(entry)
     assert list(FileHistory(str(path)).load_history_strings())[::-1] == entries
-    assert path.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(chat_terminal, "_MOST_HISTORY_BYTES", path.stat().st_size - 1)
-    TypedHistory(path)
-    found = list(FileHistory(str(path)).load_history_strings())[::-1]
-    assert 20 <= len(found) <= 25
-    assert found == entries[-len(found) :]
     assert path.stat().st_mode & 0o777 == 0o600
     full = TypedHistory(Path("/dev/full"))
     full.append_string("one")

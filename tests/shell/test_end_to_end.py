@@ -258,7 +258,9 @@ def test_a_ctrl_c_while_a_sync_caller_waits_is_a_ctrl_c(monkeypatch: pytest.Monk
         assert slow.asked.wait(60.0)
         raise KeyboardInterrupt
 
-    with edgespec.SyncAgent.of(Agent(slow, None, text.encode, text.stream)) as agent:
+    found = Agent(slow, None, text.encode, text.stream)
+    monkeypatch.setattr("edgespec.api.connect", lambda address: found)
+    with edgespec.SyncAgent() as agent:
         monkeypatch.setattr(Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(iter(agent.generate(STORY, PARAMS)))

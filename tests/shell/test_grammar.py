@@ -122,7 +122,7 @@ def mostly(expected: list[int], size: int) -> Callable[[Sequence[int], random.Ra
 def test_every_text_fits_its_schema_and_drafts_change_nothing(
     wanted: Any, seed: int, greedy: bool
 ) -> None:
-    constraint = READER.read(schema(wanted))
+    constraint = READER(schema(wanted))
     law = SamplingParams(max_tokens=400) if greedy else replace(SAMPLED, seed=seed)
     params = replace(law, constraint=constraint)
     alone = ConstrainedText(constraint, (EOS,))
@@ -183,7 +183,7 @@ def test_a_model_with_words_and_padding_is_held_to_a_schema(tiny: tuple[TorchTar
         "additionalProperties": False,
     }
     reader = GrammarReader((folder / "tokenizer.json").read_text, tries=False)
-    params = replace(SAMPLED, constraint=reader.read(schema(wanted)))
+    params = replace(SAMPLED, constraint=reader(schema(wanted)))
     expected = drafted_text(target, [5, 6], params, lambda *_: 9, 0)
     written = b"".join(map(TokenBytes(words), expected[:-1]))
     assert fits(json.loads(written), wanted)
@@ -201,13 +201,13 @@ ENDLESS = schema({"allOf": [{"type": "string", "pattern": f".*a{n}.*"} for n in 
 def test_what_cannot_be_read_is_refused_by_name(kind: str, text: str, why: str) -> None:
     text = re.sub(r"@(.)\*(\d+)", lambda found: found[1] * int(found[2]), text)
     with pytest.raises(ConstraintError, match=why):
-        READER.read(Constraint(ConstraintKind(kind), text))
+        READER(Constraint(ConstraintKind(kind), text))
 
 
 def test_a_grammar_of_llama_cpp_is_as_good_as_one_of_lark() -> None:
     gbnf, lark = 'root ::= "a" rest\nrest ::= [b-c]*', 'start: "a" REST\nREST: /[b-c]*/'
     one, other = (
-        ConstrainedText(READER.read(Constraint(ConstraintKind.GRAMMAR, text)), (EOS,))
+        ConstrainedText(READER(Constraint(ConstraintKind.GRAMMAR, text)), (EOS,))
         for text in (gbnf, lark)
     )
     for text in ("", "a", "ab", "acb"):
@@ -277,13 +277,13 @@ def one_pid(reader: GrammarReader) -> int:
 
 def test_each_grammar_has_a_process_that_ends_with_it(trying: GrammarReader) -> None:
     for easy in EASY[:4]:
-        assert trying.read(easy).matcher is not None
+        assert trying(easy).matcher is not None
     with pytest.raises(ConstraintError, match="Invalid type: objekt"):
-        trying.read(schema({"type": "objekt"}))
+        trying(schema({"type": "objekt"}))
     assert not present(trying.trials).pids
     trying.close()
     with pytest.raises(ConstraintError, match="this side is stopping"):
-        trying.read(EASY[5])
+        trying(EASY[5])
 
 
 def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarReader) -> None:
@@ -291,11 +291,11 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
     others are. It says when its process is killed, as the kernel does to who takes all memory."""
     with ThreadPoolExecutor(1) as threads:
         for killed, easy_ones in ((True, EASY[:4]), (False, EASY[4:8])):
-            endless = threads.submit(trying.read, ENDLESS)
+            endless = threads.submit(trying, ENDLESS)
             until_busy(pid := one_pid(trying))
             os.kill(pid, signal.SIGSTOP)
             for easy in easy_ones:
-                assert trying.read(easy).matcher is not None
+                assert trying(easy).matcher is not None
             assert not endless.done()
             if killed:
                 os.kill(pid, signal.SIGKILL)
@@ -309,9 +309,9 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
 def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
     """By its processor time; without the process of its own, this never ends."""
     with pytest.raises(ConstraintError, match=TOO_MUCH):
-        trying.read(ENDLESS)
+        trying(ENDLESS)
     assert not present(trying.trials).pids
-    assert trying.read(schema({"type": "object"})).matcher is not None
+    assert trying(schema({"type": "object"})).matcher is not None
 
 
 KILLED = """
@@ -320,7 +320,7 @@ from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 reader = GrammarReader(lambda: letters_tokenizer("ab", 1))
 endless = Constraint(ConstraintKind.JSON_SCHEMA, sys.argv[1])
-threading.Thread(target=reader.read, args=(endless,), daemon=True).start()
+threading.Thread(target=reader, args=(endless,), daemon=True).start()
 while not reader.trials.pids:
     threading.Event().wait(0.01)
 print(*reader.trials.pids, flush=True)
@@ -349,9 +349,9 @@ def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: 
     known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder()
     number, token = next(iter(known.items()))
     for text in (f'start: "a" <[{number}]>', f'start: "a" {token.content}'):
-        assert reader.read(Constraint(ConstraintKind.GRAMMAR, text)).matcher is not None
+        assert reader(Constraint(ConstraintKind.GRAMMAR, text)).matcher is not None
     with pytest.raises(ConstraintError, match="nobody"):
-        reader.read(Constraint(ConstraintKind.GRAMMAR, "start: <|nobody|>"))
+        reader(Constraint(ConstraintKind.GRAMMAR, "start: <|nobody|>"))
     reader.close()
 
 
@@ -397,7 +397,7 @@ async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None
     verifier = Verifier(
         ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary),
         Limits(),
-        read_constraint=READER.read,
+        read_constraint=READER,
     )
     transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
     stream = await transport.connect()

@@ -470,7 +470,7 @@ async def test_a_bug_while_a_request_is_answered_leaves_none_either(
 ) -> None:
     async with over_toy() as live:
         monkeypatch.setattr(live.endpoint.agent, "_session", _breaks)
-        monkeypatch.setattr(live.endpoint.tokenizer, "render_chat", _breaks)
+        monkeypatch.setattr(live.endpoint.tokenizer, "chat_template", _breaks)
         for asked in (ASKED[0], ASKED[9]):
             path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
             assert (await ask(live, path, asked)).status == 500
