@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
@@ -85,9 +86,7 @@ class LentDrafter:
         """Nothing: the owner closes it."""
 
 
-# --- rows: one an arm, RTT and repeat; then one an arm and RTT -----------------------------------
-
-Row = dict[str, object]
+Row = dict[str, Any]
 Traffic = Mapping[str, float]
 """A ``TrafficMeter``'s totals."""
 KEYS = ("arm", "rtt_ms", "repeat")
@@ -201,9 +200,7 @@ def _by_text(group: Sequence[Row]) -> dict[int, float]:
     """The mean TPOT in ms over the repeats, by the number of the prompt, of those that have one."""
     found: dict[int, list[float]] = {}
     for row in group:
-        tpots_ms = row["tpots_ms"]
-        assert isinstance(tpots_ms, list)
-        for number, tpot_ms in enumerate(tpots_ms):
+        for number, tpot_ms in enumerate(row["tpots_ms"]):
             if tpot_ms is not None:
                 found.setdefault(number, []).append(tpot_ms)
     return {number: fmean(values) for number, values in found.items()}

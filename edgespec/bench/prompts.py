@@ -43,10 +43,8 @@ BUILT_IN = {"short": DEFAULT_PROMPTS, "long": _built_in("long")}
 
 
 def read_prompts(path: Path) -> Iterator[BenchPrompt]:
-    """The prompts of a file, in order, read as they are asked for; named ``file:line``.
-
-    Raises ``PromptError``.
-    """
+    """The prompts of a file, in order, read as they are asked for; named ``file:line``. Raises
+    ``PromptError``."""
     found = 0
     try:
         with path.open(encoding="utf-8") as lines:
@@ -115,10 +113,8 @@ def choose_workload(
     room: int,
     eos_token_ids: Iterable[int],
 ) -> Workload:
-    """The first ``limit`` prompts of at most ``room`` tokens.
-
-    Raises ``ValueError`` when there is none.
-    """
+    """The first ``limit`` prompts of at most ``room`` tokens. Raises ``ValueError`` when there is
+    none."""
     names: list[str] = []
     chosen: list[tuple[int, ...]] = []
     too_long = 0

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich import box
@@ -66,9 +67,9 @@ def document(
     gamma_costs: Mapping[int, GammaCost],
     *,
     interrupted: bool,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The whole result, ready for JSON; ``vanilla_sweep`` is what chose ``vanilla_gamma``."""
-    result: dict[str, object] = {
+    result: dict[str, Any] = {
         "command": shlex.join(argv),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
@@ -102,12 +103,9 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
     """One line an RTT and arm: TPOT and speed as means over the texts with intervals of 95 %, the
-    others as medians over the repeats.
-
-    ``server ms`` is time of the verifier a token, its own draft steps included, ``wasted`` nodes a
-    token, ``B up`` bytes a drafted token, ``B down`` bytes a committed one, ``differ`` the
-    mismatches.
-    """
+    others as medians over the repeats. ``server ms`` is time of the verifier a token, its own draft
+    steps included, ``wasted`` nodes a token, ``B up`` bytes a drafted token, ``B down`` bytes a
+    committed one, ``differ`` the mismatches."""
     title = f"time per token by round-trip time ({settings.timing})"
     table = Table(title=title, title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("RTT ms", justify="right", no_wrap=True)
@@ -126,18 +124,14 @@ def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
     return table
 
 
-def footer(content: Mapping[str, object]) -> Iterator[str]:
+def footer(content: Mapping[str, Any]) -> Iterator[str]:
     """Lines below the table: set-up, machine, versions, command."""
     settings, machine, versions = content["settings"], content["machine"], content["versions"]
-    assert isinstance(settings, dict)
-    assert isinstance(machine, dict)
-    assert isinstance(versions, dict)
     if settings["vanilla_gamma"]:
         gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
         yield f"draft length of vanilla: {gammas}"
     yield from _beside(content["beside"])
     if own := content.get("server_drafts"):
-        assert isinstance(own, dict)
         step_ms = own["model_us"] / 1e3 / max(1, own["model_steps"])
         right = f"{own['model_accepted']} of {own['model_nodes']}"
         yield f"the server's own drafts: {right} right, {step_ms:.2f} ms a step"
@@ -161,9 +155,8 @@ def footer(content: Mapping[str, object]) -> Iterator[str]:
     yield f"command: {content['command']}"
 
 
-def _beside(ratios: object) -> Iterator[str]:
+def _beside(ratios: Sequence[Row]) -> Iterator[str]:
     """A line an end: the time per token of ``both`` over that of the end alone, at each RTT."""
-    assert isinstance(ratios, list)
     for end in dict.fromkeys(row["to"] for row in ratios):
         values = [
             f"{_between(row, 'ratio', 2)} at {row['rtt_ms']:g} ms"
@@ -173,10 +166,9 @@ def _beside(ratios: object) -> Iterator[str]:
         yield f"time per token, both over {end}: {', '.join(values)}"
 
 
-def _late(pass_ms: float, summary: object) -> str | None:
+def _late(pass_ms: float, summary: Sequence[Row]) -> str | None:
     """A line where plain streaming was slower than the emulated passes: the machine's own time is
     in all rows then, and hides a part of what drafts save."""
-    assert isinstance(summary, list)
     plain = [row for row in summary if row["arm"] == Arm.TARGET_ONLY.value]
     slowest = max(numbers(plain, "tpot_ms_mean"), default=0.0)
     if not pass_ms or slowest <= pass_ms * (1.0 + _LATE):
@@ -247,7 +239,6 @@ def _between(row: Row, name: str, digits: int) -> str:
         if name not in interval:
             return "-"
         interval = interval[name]
-    assert isinstance(interval, list)
     low, high = interval
     return f"{_number(row[name], digits)} ({low:.{digits}f}-{high:.{digits}f})"
 

@@ -13,18 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from edgespec.bench import measurement as measured
 from edgespec.bench.arms import Arm, arm_settings
-from edgespec.bench.measurement import (
-    GAMMAS,
-    PROMPT_COUNT,
-    Cell,
-    GammaCost,
-    Measurement,
-    Row,
-    best_gamma_at,
-    gamma_cost,
-    measure,
-)
 from edgespec.bench.prompts import Workload
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
@@ -133,9 +123,6 @@ def _distinct(what: str, names: Sequence[str]) -> None:
         raise ValueError(f"{what} names {', '.join(twice)} more than once")
 
 
-# --- the run --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Station:
     """An agent on a link of its own, and that link's meter."""
@@ -161,16 +148,14 @@ class Progress(Protocol):
         """``count`` of the requests were made."""
 
 
-_Finished = tuple[Measurement, Counter[str]]
+_Finished = tuple[measured.Measurement, Counter[str]]
 """Of one prompt on one arm, with its traffic."""
 
 
 class BenchRunner:
-    """``run`` once; ``rows`` holds what is complete at any time, also after a cancellation.
-
-    Raises ``GenerationError`` when the verifier refuses or is lost: a bench does not go on with
-    holes in it.
-    """
+    """``run`` once; ``rows`` holds what is complete at any time, also after a cancellation. Raises
+    ``GenerationError`` when the verifier refuses or is lost: a bench does not go on with holes in
+    it."""
 
     def __init__(
         self,
@@ -179,10 +164,10 @@ class BenchRunner:
         open_station: OpenStation,
         progress: Progress,
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[measured.Row] = []
         self.vanilla_gammas: dict[float, int] = {}
         """Chosen draft length of stop-and-wait by RTT in ms."""
-        self.gamma_costs: dict[int, GammaCost] = {}
+        self.gamma_costs: dict[int, measured.GammaCost] = {}
         self._settings, self._workload = settings, workload
         self._open_station, self._progress = open_station, progress
         self._sampling = settings.sampling
@@ -191,7 +176,11 @@ class BenchRunner:
 
     async def run(self) -> None:
         settings, prompts = self._settings, len(self._workload.prompts)
-        sweep = len(GAMMAS) * min(PROMPT_COUNT, prompts) if Arm.VANILLA in settings.arms else 0
+        sweep = (
+            len(measured.GAMMAS) * min(measured.PROMPT_COUNT, prompts)
+            if Arm.VANILLA in settings.arms
+            else 0
+        )
         cells = len(settings.arms) * len(settings.rtts_ms)
         self._progress.expect(prompts + sweep + cells * (1 + settings.repeats * prompts))
         await self._collect_references()
@@ -212,8 +201,6 @@ class BenchRunner:
             for station in stations.values():
                 await station.agent.close()
 
-    # --- before ----------------------------------------------------------------------------
-
     async def _collect_references(self) -> None:
         self._progress.say("reference: target-only, no link")
         arm = Arm.TARGET_ONLY
@@ -227,27 +214,25 @@ class BenchRunner:
 
     async def _choose_gammas(self) -> None:
         self._progress.say("vanilla: which draft length is best")
-        for gamma in GAMMAS:
+        for gamma in measured.GAMMAS:
             station = self._open_station(Arm.VANILLA, arm_options(Arm.VANILLA, gamma), 0.0)
             measurements = []
             async with station.agent as agent:
-                for prompt in self._workload.prompts[:PROMPT_COUNT]:
+                for prompt in self._workload.prompts[: measured.PROMPT_COUNT]:
                     measurements.append(await self._measure(agent, prompt))
                     self._progress.done(f"vanilla, draft length {gamma}")
-            if (cost := gamma_cost(measurements)) is not None:
+            if (cost := measured.gamma_cost(measurements)) is not None:
                 self.gamma_costs[gamma] = cost
         for rtt_ms in self._settings.rtts_ms:
-            best = best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
-            self.vanilla_gammas[rtt_ms] = best or GAMMAS[0]
+            best = measured.best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
+            self.vanilla_gammas[rtt_ms] = best or measured.GAMMAS[0]
 
     async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:
         """Connect the channel, touch the models: not counted."""
         tokens = min(WARM_UP_TOKENS, self._settings.max_tokens)
         sampling, prompt = replace(self._sampling, max_tokens=tokens), self._workload.prompts[0]
-        await measure(station.agent, prompt, sampling, self._workload.eos_token_ids)
+        await measured.measure(station.agent, prompt, sampling, self._workload.eos_token_ids)
         self._progress.done(f"warm-up, {arm.value} at {rtt_ms:g} ms")
-
-    # --- the cells of one RTT and repeat ---------------------------------------------------
 
     async def _run_cells(self, stations: Mapping[Arm, Station], rtt_ms: float, repeat: int) -> None:
         self._progress.say(f"repeat {repeat + 1} of {self._settings.repeats}, RTT {rtt_ms:g} ms")
@@ -266,8 +251,8 @@ class BenchRunner:
             for arm in self._settings.arms if finished else ():
                 measurements, traffic = zip(*(one[arm] for one in finished), strict=True)
                 told = (measurements, self.references[: len(finished)])
-                cell = Cell(arm, rtt_ms, repeat, *told, sum(traffic, Counter[str]()))
+                cell = measured.Cell(arm, rtt_ms, repeat, *told, sum(traffic, Counter[str]()))
                 self.rows.append(cell.row())
 
-    async def _measure(self, agent: Agent, prompt: Sequence[int]) -> Measurement:
-        return await measure(agent, prompt, self._sampling, self._workload.eos_token_ids)
+    async def _measure(self, agent: Agent, prompt: Sequence[int]) -> measured.Measurement:
+        return await measured.measure(agent, prompt, self._sampling, self._workload.eos_token_ids)

@@ -93,11 +93,9 @@ class Place(NamedTuple):
 
 
 def compared(p: Law, q: Law) -> Place:
-    """The target's law p and the draft's q, [V] each.
-
-    With tokens by p / q, the largest first, max(p_y / p_x, q_y / q_x) is the first for all y up to
-    x and the second behind it, so running sums give ``expected``.
-    """
+    """The target's law p and the draft's q, [V] each. With tokens by p / q, the largest first,
+    max(p_y / p_x, q_y / q_x) is the first for all y up to x and the second behind it, so running
+    sums give ``expected``."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(p > 0.0, p / q, 0.0)
     order = np.argsort(-ratios, kind="stable")
@@ -120,9 +118,6 @@ def compared(p: Law, q: Law) -> Place:
 def _behind(values: Law) -> Law:
     """The sum of what stands behind each of ``values``."""
     return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
-
-
-# --- along the texts ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +166,6 @@ class TheoryRecorder:
         finally:
             self._target.close(request.key)
         return rows
-
-
-# --- what it comes to ---------------------------------------------------------------------------
 
 
 def chain_tokens(behind_miss: float, behind_hit: float, gamma: int) -> float:
@@ -274,9 +266,6 @@ def _impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
                 f"impossible: {what} {low:.3f} to {high:.3f} more often than {than}: that is a bug"
                 " of the sampling or of this comparison"
             )
-
-
-# --- to read ------------------------------------------------------------------------------------
 
 
 def theory_table(found: Mapping[str, Any]) -> Table:

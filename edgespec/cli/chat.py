@@ -21,17 +21,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from edgespec import __version__
+from edgespec.cli import chat_terminal as terminal
 from edgespec.cli import device
-from edgespec.cli.chat_terminal import (
-    FRAME_S,
-    PROMPT,
-    CtrlC,
-    MarkdownView,
-    TerminalEditor,
-    is_drawable,
-    silent_keyboard,
-    status_line,
-)
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, from_config, option
 from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
@@ -39,15 +30,9 @@ from edgespec.config.common import SetupError
 from edgespec.config.files import read_text, replace_file, user_folder
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import is_unicode, one_line, printable
+from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer
-from edgespec.device.build import (
-    PromptTokenizer,
-    build_agent,
-    load_tokenizer,
-    tokenizer_reference,
-    with_port,
-)
 from edgespec.device.status import StatusSource
 from edgespec.models.tokenizer import render_chat
 
@@ -179,9 +164,6 @@ class KeptFile:
             self._replaces = None
 
 
-# --- the chat ----------------------------------------------------------------------------------
-
-
 def parse(line: str) -> tuple[str, str]:
     """A command and what stood behind it. Raises ``ConversationError`` saying what would be one."""
     word, _, argument = line.strip().partition(" ")
@@ -208,7 +190,7 @@ class Conversation:
     """The turns so far, and the loop that adds to them."""
 
     agent: Agent
-    tokenizer: PromptTokenizer
+    tokenizer: build.PromptTokenizer
     config: AgentConfig
     runner: asyncio.Runner
     info: ModelInfo
@@ -217,7 +199,7 @@ class Conversation:
     record: Record
     kept: KeptFile | None = None
     """Where the conversation is kept; None: nowhere."""
-    ask: Callable[[], str] = lambda: input(PROMPT)
+    ask: Callable[[], str] = lambda: input(terminal.PROMPT)
     """The next message. Raises ``EOFError`` at the end, ``KeyboardInterrupt`` for a Ctrl-C."""
     name: str = ""
     """Of the model that was asked for in the chat; empty: as the agent is configured."""
@@ -226,7 +208,7 @@ class Conversation:
     last: device.Progress | None = None
     unanswered: str = ""
     """The message that got no reply; an empty line sends it again."""
-    _ctrl_c: CtrlC = field(default_factory=CtrlC)
+    _ctrl_c: terminal.CtrlC = field(default_factory=terminal.CtrlC)
     _warned: bool = False
 
     def run(self) -> None:
@@ -256,8 +238,6 @@ class Conversation:
         if line or self.unanswered:
             self._turn((line[1:] if line.startswith("//") else line) or self.unanswered)
         return True
-
-    # --- commands --------------------------------------------------------------------------
 
     def _command(self, line: str) -> bool:
         """Whether to go on."""
@@ -352,8 +332,6 @@ class Conversation:
             f" {totals.reconnects} reconnects\n{verdict[drafting.worth]}: {drafting.why}"
         )
 
-    # --- turns -----------------------------------------------------------------------------
-
     def _turn(self, line: str) -> None:
         """One message and its reply; a turn that fails leaves the conversation as it was, and keeps
         the message for an empty line."""
@@ -388,11 +366,11 @@ class Conversation:
         if (stats := self.agent.stats) is not None:  # of this reply, as /stats says it
             drafting = replace(status.drafting, acceptance=stats.counters.acceptance)
             status = replace(status, drafting=drafting)
-        return status_line(status, width, 1.0 / last_s if last_s else None)
+        return terminal.status_line(status, width, 1.0 / last_s if last_s else None)
 
     async def _reply(self, prompt: Sequence[int], progress: device.Progress) -> None:
         self._ctrl_c.task = asyncio.current_task()
-        view = MarkdownView(self.line) if self.drawn else device.TextView(color=False)
+        view = terminal.MarkdownView(self.line) if self.drawn else device.TextView(color=False)
         ticking = asyncio.create_task(_tick(view))
         try:
             await device.stream(
@@ -417,8 +395,8 @@ class Conversation:
 
 async def _tick(view: device.View) -> None:
     """The line of numbers goes on while no token comes."""
-    while isinstance(view, MarkdownView):
-        await asyncio.sleep(2 * FRAME_S)
+    while isinstance(view, terminal.MarkdownView):
+        await asyncio.sleep(2 * terminal.FRAME_S)
         view.tick()
 
 
@@ -429,8 +407,6 @@ def _file(argument: str) -> Path:
     except RuntimeError as error:
         raise ConversationError(f"{argument}: the system knows no such home folder") from error
 
-
-# --- the command -------------------------------------------------------------------------------
 
 _CONTINUE = option("Go on with the last one", "--continue", panel="The conversation")
 _NO_HISTORY = option(
@@ -476,9 +452,11 @@ def chat(
             if record.model and record.model != info.name:
                 say(f"(it was with {one_line(record.model)})")
         with stoppable():
-            agent = build_agent(settings, tracer=tracer, say=say)
+            agent = build.build_agent(settings, tracer=tracer, say=say)
         try:
-            status = StatusSource(agent, tuple(map(with_port, settings.verifiers)), __version__)
+            status = StatusSource(
+                agent, tuple(map(build.with_port, settings.verifiers)), __version__
+            )
             talk = Conversation(agent, text, settings, runner, info, status, record, kept)
             _at_keyboard(talk)
         finally:
@@ -487,20 +465,20 @@ def chat(
 
 def _at_keyboard(talk: Conversation) -> None:
     """Talk, with an editor where there is a terminal that can be drawn on."""
-    if not is_drawable():
+    if not terminal.is_drawable():
         talk.run()
         return
     talk.drawn = device.use_color()
     history = state_folder() / "chat_history" if talk.kept is not None else None
     commands = {name: more == "FILE" for name, (more, _) in COMMANDS.items()}
-    talk.ask = TerminalEditor(talk.runner, talk.line, history, commands).ask
-    with silent_keyboard():
+    talk.ask = terminal.TerminalEditor(talk.runner, talk.line, history, commands).ask
+    with terminal.silent_keyboard():
         talk.run()
 
 
-def _chat_tokenizer(settings: AgentConfig) -> PromptTokenizer:
+def _chat_tokenizer(settings: AgentConfig) -> build.PromptTokenizer:
     """Raises ``SetupError`` for one that does not know how its model chats."""
-    text = load_tokenizer(reference := tokenizer_reference(settings))
+    text = build.load_tokenizer(reference := build.tokenizer_reference(settings))
     if text.chat_template() is None:
         why = f"the tokenizer of {reference!r} has no chat template"
         raise SetupError(f"{why}; use `edgespec generate`")

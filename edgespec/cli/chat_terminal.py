@@ -62,11 +62,9 @@ class TypedHistory(FileHistory):
 
 class TerminalEditor:
     """Several lines, a history, completion of ``commands`` (by name, and whether a file stands
-    behind it), and a line of numbers below.
-
-    It runs in the agent's own event loop, so the link is kept up while somebody types. ``status``
-    makes the line below for a width in columns; ``history`` None keeps nothing on disk.
-    """
+    behind it), and a line of numbers below. It runs in the agent's own event loop, so the link is
+    kept up while somebody types. ``status`` makes the line below for a width in columns;
+    ``history`` None keeps nothing on disk."""
 
     def __init__(
         self,

@@ -125,8 +125,6 @@ def _shown(value: object) -> str:
     return "/".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
-# --- certificates ----------------------------------------------------------------------------
-
 Folder = Annotated[Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are")]
 
 certs = _group(

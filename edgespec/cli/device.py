@@ -26,15 +26,9 @@ from edgespec.core.protocol.checks import printable
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, VerifierInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.relaxed_rules import full_name
+from edgespec.device import build
 from edgespec.device.agent import Agent, Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
-from edgespec.device.build import (
-    ask_verifiers,
-    tokenizer_reference,
-    vocabulary_of,
-    with_model_sampling,
-    with_port,
-)
 from edgespec.device.prober import Answer
 from edgespec.models.folders import BUNDLED
 
@@ -268,7 +262,7 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     if len(config.verifiers) > 1:
         config, info = await _choose(config)
         return await with_tokenizer(config, info, say), info
-    ((address, answer),) = (await ask_verifiers(config)).items()
+    ((address, answer),) = (await build.ask_verifiers(config)).items()
     if answer.info is None:
         raise SetupError(no_verifier(address, answer.error or LinkError("")))
     if why := _misfit(config, answer.info, f"the verifier at {address}"):
@@ -280,7 +274,7 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     """Those that fit come first, as the association ranks them, then those that did not answer and
     may come back."""
-    answers = await ask_verifiers(config, timed=True)
+    answers = await build.ask_verifiers(config, timed=True)
     fits: dict[str, Answer] = {}
     left_out: dict[str, str] = {}
     for address, answer in answers.items():
@@ -328,8 +322,8 @@ def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
         return f"unknown model {config.model!r}: {who} serves {known}"
     if borrows_tokenizer(config):
         return None  # it will have the verifier's
-    reference = tokenizer_reference(config)
-    own = vocabulary_of(reference)
+    reference = build.tokenizer_reference(config)
+    own = build.vocabulary_of(reference)
     if own != info.vocabulary:
         return (
             f"the tokenizer of {reference!r} (vocabulary {own}) is not that of the"
@@ -351,7 +345,7 @@ def for_trying(config: AgentConfig, info: ModelInfo) -> AgentConfig:
         return config
     if sys.stderr.isatty():
         say("bundled is a toy pair made for trying: see how it works, not what it says")
-    return replace(config, sampling=with_model_sampling(config.sampling, BUNDLED))
+    return replace(config, sampling=build.with_model_sampling(config.sampling, BUNDLED))
 
 
 def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:
@@ -367,9 +361,10 @@ def no_verifier(address: str, error: LinkError) -> str:
     """The message for a verifier that is not there, or that does not let us in."""
     if isinstance(error, UntrustedPeerError) or not error.retryable:
         return str(error)
-    host, _, port = with_port(address).rpartition(":")
+    host, _, port = build.with_port(address).rpartition(":")
     option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
-    what = f"no verifier answers at {with_port(address)}\n  start one:   edgespec verifier{option}"
+    what = f"no verifier answers at {build.with_port(address)}"
+    what += f"\n  start one:   edgespec verifier{option}"
     if _UNRESOLVED.search(str(error)):
         what = f"no machine is known by the name {host!r}"
     return f"{what}\n  or say where it is: --verifier HOST:PORT, or EDGESPEC_VERIFIER\n  ({error})"

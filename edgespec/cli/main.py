@@ -42,11 +42,9 @@ COMMANDS = {
 
 
 def start(app: Callable[[], object]) -> NoReturn:
-    """Run ``app`` and exit with its code, whatever state the standard streams are in.
-
-    A stream that was closed is one that reads and writes nothing. An argument or variable that is
-    not UTF-8 is wrong usage. A reader that has gone ends the command with exit code 1, silently.
-    """
+    """Run ``app`` and exit with its code, whatever state the standard streams are in. A stream that
+    was closed is one that reads and writes nothing. An argument or variable that is not UTF-8 is
+    wrong usage. A reader that has gone ends the command with exit code 1, silently."""
     code: str | int | None = 0
     try:
         _answer_ctrl_c(signal.default_int_handler)

@@ -112,8 +112,6 @@ VARIABLES: Mapping[type[Any], Mapping[str, str]] = {
 _SEPARATORS = {"verifier": None, "draft.corpus": os.pathsep}
 """Between the values of such a variable that holds several; None is white space."""
 
-# --- those of every command that has a configuration -----------------------------------------
-
 
 def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any:
     """An option of a command, as typer reads it; ``text`` is its help. Without ``names`` it is
@@ -141,11 +139,9 @@ def from_config(
     kind: type[_Config], *flags: Flag, explains: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first argument, a ``kind``, comes from a file, the environment and options.
-
     The other parameters of the command are options of its own, as typer reads them. Errors of the
     configuration and of the command are told as ``running.reported`` tells them. ``explains``: it
-    has ``--help-all``.
-    """
+    has ``--help-all``."""
     keys = documented_keys(kind)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -253,9 +249,6 @@ def read_value(key: Key | None, text: str, source: str) -> object:
     except yaml.YAMLError:
         raise ConfigError(f"{source}: {text!r} is not readable as YAML") from None
     return NULL if value is None else value
-
-
-# --- what every key is for ---------------------------------------------------------------------
 
 
 def documented_keys(kind: type[Any]) -> dict[str, Key]:

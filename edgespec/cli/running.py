@@ -38,11 +38,9 @@ class Interrupted(BaseException):
 
 
 def say(text: str) -> None:
-    """Print one line for the user on stderr, beside the output proper.
-
-    Where it cannot be written, on a full disk or behind a reader that is gone, it is lost: what it
-    tells of, the drain of a verifier, say, goes on.
-    """
+    """Print one line for the user on stderr, beside the output proper. Where it cannot be written,
+    on a full disk or behind a reader that is gone, it is lost: what it tells of, the drain of a
+    verifier, say, goes on."""
     for handler in logging.root.handlers:
         if isinstance(handler.formatter, JsonFormatter):  # then all of stderr is for machines
             record = logging.LogRecord(__name__, logging.INFO, "", 0, text, None, None)
@@ -54,10 +52,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Errors that users can cause become one clear message and an exit code in this block.
-
-    At log level debug the traceback is shown as well.
-    """
+    """Errors that users can cause become one clear message and an exit code in this block. At log
+    level debug the traceback is shown as well."""
     try:
         yield
     except Interrupted as stopped:

@@ -20,17 +20,9 @@ from edgespec.config.common import SetupError, is_loopback, joined, needs, own_n
 from edgespec.core.device.memory import MIB
 from edgespec.core.ports import LinkError
 from edgespec.core.protocol.messages import RunAhead
+from edgespec.device import build
 from edgespec.device.agent import Agent
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
-from edgespec.device.build import (
-    PromptTokenizer,
-    build_agent,
-    connect,
-    load_tokenizer,
-    tokenizer_reference,
-    with_model_sampling,
-    with_port,
-)
 from edgespec.device.prober import VerifierWatch
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
@@ -57,11 +49,11 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
         if borrows_tokenizer(config):
             config = await _with_lent_tokenizer(config)
         with running.stoppable():  # one on the Hub is fetched
-            text = load_tokenizer(tokenizer_reference(config))
+            text = build.load_tokenizer(build.tokenizer_reference(config))
         watch = await _look(config)
         try:
             with running.stoppable():
-                agent = build_agent(config, tracer=tracer, say=running.say)
+                agent = build.build_agent(config, tracer=tracer, say=running.say)
             async with agent:
                 await _serve(config, key, agent, text, watch, listener)
         finally:
@@ -72,7 +64,7 @@ async def _serve(
     config: AgentConfig,
     key: str,
     agent: Agent,
-    text: PromptTokenizer,
+    text: build.PromptTokenizer,
     watch: VerifierWatch,
     listener: Any,
 ) -> None:
@@ -82,9 +74,9 @@ async def _serve(
 
     sampling = config.sampling
     if config.endpoint.model_sampling:
-        sampling = with_model_sampling(sampling, tokenizer_reference(config))
+        sampling = build.with_model_sampling(sampling, build.tokenizer_reference(config))
     endpoint = Endpoint(agent, text, watch, config.endpoint, sampling, key=key)
-    status = StatusSource(agent, tuple(map(with_port, config.verifiers)), __version__, watch)
+    status = StatusSource(agent, tuple(map(build.with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
     stop = running.Stopping()
     numbers = running.on_stopping_signals(stop.ask)
@@ -113,9 +105,9 @@ async def _serve(
 async def _look(config: AgentConfig) -> VerifierWatch:
     """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
     access = device_access(config)
-    addresses = [with_port(one) for one in config.verifiers]
+    addresses = [build.with_port(one) for one in config.verifiers]
     watch = VerifierWatch(
-        {one: connect(one, access=access) for one in addresses},
+        {one: build.connect(one, access=access) for one in addresses},
         lambda info: misfit(config, info, "the verifier"),
     )
     try:

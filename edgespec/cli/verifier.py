@@ -395,11 +395,9 @@ _READY = re.compile(r"ready on (\S+):(\d+): (.*)")
 @contextlib.asynccontextmanager
 async def verifier_process(options: Sequence[str]) -> AsyncIterator[tuple[str, str]]:
     """Start ``edgespec verifier`` on a free port; yields its address and what it says it serves.
-
     The process is ended with the block, whatever ends that, and with this process, even if that is
     killed: it reads a pipe that only this process holds open. Raises ``SetupError`` with the
-    child's own words when it does not come up.
-    """
+    child's own words when it does not come up."""
     command = [sys.executable, "-m", "edgespec", "verifier", WITH_PARENT, "--port", "0", *options]
     with tempfile.TemporaryFile() as words:
         process = await asyncio.create_subprocess_exec(

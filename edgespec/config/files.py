@@ -18,13 +18,11 @@ _PERMISSIONS = 0o777
 def replace_file(
     path: Path, content: bytes | str, mode: int = PRIVATE, *, keeps_owner: bool = False
 ) -> None:
-    """Put ``content`` at ``path``, with these permissions, in one step; text as UTF-8.
-
-    What was there stays until then, and on the disk until the new content is there. Raises
-    ``OSError``, and ``UnicodeEncodeError`` for text that has no UTF-8; then ``path`` is as it was,
-    and nothing is left beside it. ``keeps_owner``: a file that is there keeps its permissions, and
-    its owner and group where this process may give files away.
-    """
+    """Put ``content`` at ``path``, with these permissions, in one step; text as UTF-8. What was
+    there stays until then, and on the disk until the new content is there. Raises ``OSError``, and
+    ``UnicodeEncodeError`` for text that has no UTF-8; then ``path`` is as it was, and nothing is
+    left beside it. ``keeps_owner``: a file that is there keeps its permissions, and its owner and
+    group where this process may give files away."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:

@@ -45,10 +45,8 @@ def load_config(
     overrides_from: str = "command line",
 ) -> _Config:
     """``kind`` from the YAML file at ``path`` (None: defaults), with ``overrides`` on top.
-
     Overrides are dotted keys (``"link.rtt_ms"``); None leaves what the file says.
-    ``overrides_from`` is whom to blame for them. Raises ``ConfigError``.
-    """
+    ``overrides_from`` is whom to blame for them. Raises ``ConfigError``."""
     data = {} if path is None else _read(path)
     if path is not None:
         _build(kind, data, str(path), "")  # so that the file is blamed for its own mistakes
@@ -62,9 +60,6 @@ def dump_config(config: object) -> str:
     """YAML that ``load_config`` reads back to an equal object."""
     text: str = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
     return text
-
-
-# --- reading --------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -111,9 +106,6 @@ def _put(data: dict[str, Any], keys: list[str], value: object) -> None:
         section = data.get(key)
         data = data.setdefault(key, {}) if section is None else section
     data[keys[-1]] = value
-
-
-# --- plain data to objects ------------------------------------------------------------------
 
 
 def _build(kind: type[_Config], data: object, source: str, place: str) -> _Config:

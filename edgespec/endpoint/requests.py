@@ -270,9 +270,6 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     return conversation_named(json.dumps(["chat", begins]))
 
 
-# --- sampling --------------------------------------------------------------------------------
-
-
 def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     given: dict[str, Any] = {}
     for name in _SAMPLED:
@@ -352,9 +349,6 @@ def _schema(fields: Fields) -> str | None:
         name = "response_format.json_schema.schema"
         raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-
-
-# --- prompts, messages, tools ----------------------------------------------------------------
 
 
 def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:

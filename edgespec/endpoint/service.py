@@ -356,8 +356,6 @@ class ServedModels:
         return served.name
 
 
-# --- all of it ------------------------------------------------------------------------------------
-
 AnyEnvelope = ChoicesEnvelope | ResponseEnvelope
 MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
 

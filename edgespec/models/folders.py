@@ -108,12 +108,9 @@ class Role(Enum):
 
 
 def resolve_model(reference: str, role: Role) -> Path:
-    """The local folder of ``reference``, downloaded when it is a Hub id.
-
-    ``HF_HOME``, ``HF_HUB_OFFLINE`` and the Hub's token settings are respected; nothing but
-    weights and tokenizer files is fetched and no code in a repository is ever run. Raises
-    ``ModelFolderError``.
-    """
+    """The local folder of ``reference``, downloaded when it is a Hub id. ``HF_HOME``,
+    ``HF_HUB_OFFLINE`` and the Hub's token settings are respected; nothing but weights and tokenizer
+    files is fetched and no code in a repository is ever run. Raises ``ModelFolderError``."""
     if reference == BUNDLED:
         return _bundled(role)
     if reference.startswith(f"{BUNDLED}:"):
@@ -136,10 +133,8 @@ def resolve_model(reference: str, role: Role) -> Path:
 
 
 def check_folder(folder: Path, role: Role) -> None:
-    """Raises ``ModelFolderError`` naming the first file that is missing or wrong.
-
-    A target needs safetensors; a draft needs the exported graph and its manifest.
-    """
+    """Raises ``ModelFolderError`` naming the first file that is missing or wrong. A target needs
+    safetensors; a draft needs the exported graph and its manifest."""
     _check_texts(folder, MODEL_TYPES if role is Role.TARGET else DRAFT_MODEL_TYPES)
     if role is Role.DRAFT:
         for name in (DRAFT_MANIFEST, DRAFT_MODEL):
@@ -168,11 +163,9 @@ def _check_texts(folder: Path, model_types: Sequence[str]) -> None:
 
 
 def model_info(folder: Path) -> ModelInfo:
-    """What the folder says: of a draft folder its manifest, else config and tokenizer.
-
-    The tokenizer of a draft folder must still be the one that the draft was exported with.
-    Raises ``ModelFolderError``, naming the file.
-    """
+    """What the folder says: of a draft folder its manifest, else config and tokenizer. The
+    tokenizer of a draft folder must still be the one that the draft was exported with. Raises
+    ``ModelFolderError``, naming the file."""
     if (folder / DRAFT_MANIFEST).is_file():
         return _info_of_draft(folder / DRAFT_MANIFEST)
     config = read_config(folder)

@@ -101,9 +101,6 @@ class GrammarTrials:
         return process
 
 
-# --- in the process -------------------------------------------------------------------------
-
-
 def _main(most_bytes: int) -> None:
     """Answer what stands on standard input: a JSON object ``{"vocabulary": ... or null, "grammar":
     ..., "bounds": ...}``, with ``_READ`` and, as JSON, what is wrong."""

@@ -24,10 +24,8 @@ def toy_info() -> ModelInfo:
 
 
 class ToyTokenizer:
-    """The methods of ``TextTokenizer`` that agents and the command line use.
-
-    A character outside the alphabet becomes a space.
-    """
+    """The methods of ``TextTokenizer`` that agents and the command line use. A character outside
+    the alphabet becomes a space."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}

@@ -98,11 +98,9 @@ class NoTrace:
 
 class TraceFile:
     """Writes the trace to ``path``, replacing it. A context manager; buffered until ``close``.
-
     ``hidden`` says what stands for tokens; None: they do. Only opening raises ``OSError``. When a
     write fails, or a line cannot be made, the trace ends there: the file keeps what was written
-    until then.
-    """
+    until then."""
 
     def __init__(self, path: Path, hidden: HiddenTokens | None = None) -> None:
         self._path, self._hidden = path, hidden
@@ -167,8 +165,6 @@ def _plain(value: Any, hidden: HiddenTokens | None) -> Any:
         return {str(key): _plain(item, hidden) for key, item in value.items()}
     return value if isinstance(value, int | float | str | bool | None) else str(value)
 
-
-# --- dataclasses to what JSON holds, and back by the types of their fields ----------------------
 
 _T = TypeVar("_T")
 

@@ -138,8 +138,6 @@ class StreamMeter:
         """A stream was ended with this code before a generation began on it."""
         self.rejected[code.value] += 1
 
-    # --- streams ---------------------------------------------------------------------------
-
     def _open(self, event: ee.StreamOpened, actions: Sequence[ee.EngineAction], now: float) -> None:
         peer = event.peer.removeprefix("ipv4:").removeprefix("ipv6:")
         record = StreamRecord(event.request, now, peer, event.credential.name)
@@ -175,8 +173,6 @@ class StreamMeter:
                 length, at = sent.popleft()
                 if length == message.position:
                     self.rtt_s.add(now - at)
-
-    # --- passes ----------------------------------------------------------------------------
 
     def _start(self, batch: ee.RunBatch, now: float) -> None:
         self._pass_at = now

@@ -112,9 +112,6 @@ LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Ten
 """``selective`` takes the rows of ``most_to_gain`` alone."""
 
 
-# --- the loop ------------------------------------------------------------------------------------
-
-
 def load_model(folder: Path, *, exact: bool) -> Any:
     """The model in ``folder``, on a GPU if there is one; ``exact``: in float32, as on every CPU.
     Raises ``ValueError`` or ``OSError`` naming the folder."""
@@ -164,10 +161,8 @@ class Progress:
 
 class Distillation:
     """``draft`` learns from ``target`` and ends with the weights that were best on ``choosing``.
-
     ``pieces`` are prompts, or texts as they are (``recorded``). ``check`` is called where a stop
-    loses nothing, and may raise; ``state`` then has all that ``restore`` needs.
-    """
+    loses nothing, and may raise; ``state`` then has all that ``restore`` needs."""
 
     def __init__(
         self,
@@ -238,8 +233,6 @@ class Distillation:
         save()
         if self._best:
             self._draft.load_state_dict(self._best)
-
-    # --- what a step needs ---------------------------------------------------------------------
 
     def _learn(self, share: float) -> float:
         """One step on the texts that were used least; the mean loss of a token."""
@@ -322,8 +315,6 @@ class Distillation:
         found = heat[(number + passes) % len(heat)]
         return found if found or passes < len(heat) else max(heat)
 
-    # --- weights -------------------------------------------------------------------------------
-
     def _place(self) -> None:
         """The model computes with rounded weights."""
         with torch.no_grad():
@@ -364,8 +355,6 @@ class Distillation:
         self._best, self.best_score = {}, self._look()
         self._optimizer = self._new_optimizer()
         self._place()
-
-    # --- what a stopped run goes on from -------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """All that changes, in types that ``torch.load`` reads without running code."""
@@ -448,9 +437,6 @@ def write_checkpoint(draft: Any, source: Path, folder: Path, length: int) -> Non
     for name in COPIED_FILES:
         if name != "config.json" and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-# --- is it better? -------------------------------------------------------------------------------
 
 
 class Judged(NamedTuple):

@@ -55,12 +55,10 @@ _LOG = logging.getLogger(__name__)
 
 def check_file_permissions(path: Path, *, secret: bool) -> None:
     """Raises ``ConfigError`` for a file that others can write, and warns, once, of a ``secret`` one
-    that others can read. A file that is not there is for its reader to tell of.
-
-    "Others" is everybody who is neither the owner nor in the group, for a container's secrets are
-    mounted for a group (0440, 0640), and many users have a group of their own (umask 002). A link
-    is judged by the file behind it. Windows says nothing of others in a mode.
-    """
+    that others can read. A file that is not there is for its reader to tell of. "Others" is
+    everybody who is neither the owner nor in the group, for a container's secrets are mounted for a
+    group (0440, 0640), and many users have a group of their own (umask 002). A link is judged by
+    the file behind it. Windows says nothing of others in a mode."""
     try:
         found = os.stat(path).st_mode
     except OSError:
@@ -172,9 +170,6 @@ def save_keys(path: Path, keys: KeyFile) -> None:
         replace_file(path, _HEAD + dump_config(keys), keeps_owner=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-
-
-# --- the verifier's side -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,8 +452,6 @@ def _read(path: Path) -> bytes:
         why = f"{error.strerror or error}; `edgespec certs` makes certificates and their keys"
         raise ConfigError(f"{path}: {why}") from None
 
-
-# --- a handshake that failed -----------------------------------------------------------------
 
 _NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")
 _NEVER_CONNECTED = "failed to connect to all addresses"

@@ -138,9 +138,6 @@ def _alternative(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
 def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     certificate_path, key_path = folder / f"{CA_NAME}.pem", folder / f"{CA_NAME}.key"
     for path in (certificate_path, key_path):

@@ -40,11 +40,9 @@ _LINGER_S: Final = 1.0
 
 class GrpcTransport:
     """Streams to the verifier at ``address`` ("host:port" or "unix:path"). Raises ``ConfigError``
-    where others could read the key of ``access`` on its way there.
-
-    ``connect_timeout_s`` bounds connect and info, each. ``conversation`` is asked at each connect
-    for the hash that a proxy may choose a replica by; empty for none.
-    """
+    where others could read the key of ``access`` on its way there. ``connect_timeout_s`` bounds
+    connect and info, each. ``conversation`` is asked at each connect for the hash that a proxy may
+    choose a replica by; empty for none."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ def test_speeds_are_of_means_over_the_texts() -> None:
     assert (plain["tpot_ms_mean"], ours["tpot_ms_mean"]) == (30.0, 20.0)
     assert (plain["speedup"], ours["speedup"]) == (pytest.approx(1.0), pytest.approx(1.5))
     assert ours["interval"] == {"tpot_ms_mean": [10.0, 30.0], "speedup": [40 / 30, 2.0]}
-    assert plain["interval"]["speedup"] == [1.0, 1.0]  # type: ignore[index]
+    assert plain["interval"]["speedup"] == [1.0, 1.0]
     (alone,) = measurement.summarise([row(Arm.EDGESPEC, 0, 10.0)])
     assert (alone["speedup"], alone["interval"]) == (None, {"tpot_ms_mean": [10.0, 10.0]})
     (nothing,) = measurement.summarise([row(Arm.EDGESPEC, 0, None)])
