@@ -25,18 +25,12 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
 from edgespec.device.verifier_pool import VerifierRoute
-from edgespec.telemetry.agent_status import (
-    MAX_EVENTS,
-    AgentTotals,
-    EventKind,
-    TimelineEvent,
-    VerifierState,
-)
+from edgespec.telemetry import agent_status as st
 from edgespec.telemetry.trace import NoTrace, Tracer
 
 _COUNTED: Final = tuple(
     {field.name for field in fields(ev.DraftCounters)}
-    & {field.name for field in fields(AgentTotals)}
+    & {field.name for field in fields(st.AgentTotals)}
 )
 _MAX_WHY: Final = 200
 FOLD_S: Final = 0.01
@@ -48,7 +42,7 @@ RATE_S: Final = 5.0
 class Reach:
     """How the link stands: the state, since when (on the agent's clock), and why."""
 
-    state: VerifierState
+    state: st.VerifierState
     since: float
     why: str = ""
 
@@ -64,10 +58,10 @@ class Activity:
         """The generation started last."""
         self.last_drafted: GenerationNotes | None = None
         """The one that ended last of those whose drafts were judged."""
-        self.reach = Reach(VerifierState.UNKNOWN, self.began_at)
+        self.reach = Reach(st.VerifierState.UNKNOWN, self.began_at)
         self.last_event = 0
-        self._events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
-        self._open: dict[EventKind, tuple[float, TimelineEvent]] = {}
+        self._events: deque[st.TimelineEvent] = deque(maxlen=st.MAX_EVENTS)
+        self._open: dict[st.EventKind, tuple[float, st.TimelineEvent]] = {}
         """The entry of each kind that takes in further events, and until when."""
         self._ended: dict[str, int] = {}
         self._begun = 0
@@ -83,7 +77,7 @@ class Activity:
             self.running[notes.number] = self.last = notes
         return notes
 
-    def events_after(self, number: int) -> tuple[tuple[TimelineEvent, ...], int]:
+    def events_after(self, number: int) -> tuple[tuple[st.TimelineEvent, ...], int]:
         """Those noted behind the event of that number, as far as the ring still holds them, and how
         many it does not hold any more."""
         with self.lock:
@@ -102,18 +96,18 @@ class Activity:
             for event in reversed(self._events):
                 if event.at_s < now - RATE_S:
                     break
-                if event.kind is EventKind.COMMIT:
+                if event.kind is st.EventKind.COMMIT:
                     count, first_at = count + event.count, event.at_s
         return count / max(now - first_at, 1.0)
 
-    def totals(self) -> AgentTotals:
+    def totals(self) -> st.AgentTotals:
         """All counts, those of running generations as they stand."""
         with self.lock:
             found = dict(self._ended)
             running = tuple(self.running.values())
         for notes in running:
             _add(found, notes.counted())
-        return AgentTotals(**{"generations": self._begun, **found})
+        return st.AgentTotals(**{"generations": self._begun, **found})
 
     # --- for the notes ---------------------------------------------------------------------
 
@@ -121,7 +115,7 @@ class Activity:
         self,
         at_s: float,
         generation: int,
-        kind: EventKind,
+        kind: st.EventKind,
         count: int = 0,
         accepted: int = 0,
         served: int = 0,
@@ -129,9 +123,9 @@ class Activity:
     ) -> None:
         with self.lock:
             until_s, entry = self._open.get(kind, (at_s, None))
-            if entry is None or at_s >= until_s or kind is EventKind.LINK:
+            if entry is None or at_s >= until_s or kind is st.EventKind.LINK:
                 self.last_event += 1
-                entry = TimelineEvent(self.last_event, at_s, generation, kind, events=0)
+                entry = st.TimelineEvent(self.last_event, at_s, generation, kind, events=0)
                 self._events.append(entry)
                 self._open[kind] = (at_s + FOLD_S, entry)
             entry.took_s = max(took_s, entry.took_s + at_s - entry.at_s)
@@ -142,7 +136,7 @@ class Activity:
             entry.served += served
             entry.events += 1
 
-    def reached(self, state: VerifierState, at_s: float, why: str = "") -> None:
+    def reached(self, state: st.VerifierState, at_s: float, why: str = "") -> None:
         """The link is in this state; it keeps its time while that does not change."""
         if self.reach.state is not state:
             self.reach = Reach(state, at_s, one_line(why)[:_MAX_WHY])
@@ -155,8 +149,8 @@ class Activity:
             if notes.session.counters.tried:
                 self.last_drafted = notes
             idle = not self.running
-        if idle and self.reach.state is VerifierState.SERVING:
-            self.reached(VerifierState.READY, time.monotonic())
+        if idle and self.reach.state is st.VerifierState.SERVING:
+            self.reached(st.VerifierState.READY, time.monotonic())
 
 
 class GenerationNotes:
@@ -212,18 +206,18 @@ class GenerationNotes:
             case ev.StepDone(candidates):
                 began, self._step_at = self._step_at, None
                 took_s = 0.0 if began is None else at_s - began
-                note(at_s, self.number, EventKind.DRAFT, len(candidates), took_s=took_s)
+                note(at_s, self.number, st.EventKind.DRAFT, len(candidates), took_s=took_s)
             case ev.Transmit(message):
                 if isinstance(message, Draft) and message.tokens:
-                    note(at_s, self.number, EventKind.SEND, len(message.tokens))
+                    note(at_s, self.number, st.EventKind.SEND, len(message.tokens))
             case Commit():
                 if item.verify_us:
                     took_s = item.verify_us / 1e6
-                    note(at_s, self.number, EventKind.PASS, item.rows, took_s=took_s)
+                    note(at_s, self.number, st.EventKind.PASS, item.rows, took_s=took_s)
                 if count := len(item.tokens):
                     # Of a pass, the last token is the target's own.
                     served = max(0, count - item.accepted - 1) if item.verify_us else 0
-                    note(at_s, self.number, EventKind.COMMIT, count, item.accepted, served)
+                    note(at_s, self.number, st.EventKind.COMMIT, count, item.accepted, served)
             case ev.Deliver():
                 self._delivered(at_s, len(item.tokens))
             case ev.Finish(reason):
@@ -238,13 +232,13 @@ class GenerationNotes:
         match item:
             case ev.Connect():
                 # It stays away until it answers, and serves on while another generation runs there.
-                if reach in (VerifierState.UNKNOWN, VerifierState.READY):
-                    activity.reached(VerifierState.CONNECTING, at_s)
+                if reach in (st.VerifierState.UNKNOWN, st.VerifierState.READY):
+                    activity.reached(st.VerifierState.CONNECTING, at_s)
             case ev.Connected():
-                activity.note(at_s, self.number, EventKind.LINK, 1)
+                activity.note(at_s, self.number, st.EventKind.LINK, 1)
             case Opened(model=model):
                 self.model = model
-                activity.reached(VerifierState.SERVING, at_s)
+                activity.reached(st.VerifierState.SERVING, at_s)
             case ev.LinkDown(why):
                 self._lost(at_s, why)
             case Fault(code, message):
@@ -255,12 +249,12 @@ class GenerationNotes:
         self.last_token_at = at_s
         if self.first_token_at is None:
             self.first_token_at, self.first_count = at_s, count
-        if self._activity.reach.state is not VerifierState.SERVING:  # another text lost its link
-            self._activity.reached(VerifierState.SERVING, at_s)
+        if self._activity.reach.state is not st.VerifierState.SERVING:  # another text lost its link
+            self._activity.reached(st.VerifierState.SERVING, at_s)
 
     def _lost(self, at_s: float, why: str) -> None:
-        self._activity.note(at_s, self.number, EventKind.LINK, 0)
-        self._activity.reached(VerifierState.AWAY, at_s, why)
+        self._activity.note(at_s, self.number, st.EventKind.LINK, 0)
+        self._activity.reached(st.VerifierState.AWAY, at_s, why)
 
 
 _NOTED: Final = frozenset(

@@ -20,15 +20,7 @@ from edgespec.core.protocol.checks import one_line
 from edgespec.device.activity import GenerationNotes
 from edgespec.device.prober import VerifierWatch
 from edgespec.device.verifier_pool import VerifierPool
-from edgespec.telemetry.agent_status import (
-    MAX_GENERATIONS,
-    AgentStatus,
-    DraftingStatus,
-    GenerationStatus,
-    MemoryStatus,
-    VerifierState,
-    VerifierStatus,
-)
+from edgespec.telemetry import agent_status as st
 from edgespec.telemetry.process_memory import resident_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_WHY: Final = 200
 _MAX_VERIFIERS: Final = 64
-_THERE: Final = (VerifierState.READY, VerifierState.SERVING)
+_THERE: Final = (st.VerifierState.READY, st.VerifierState.SERVING)
 
 
 class StatusSource:
@@ -53,23 +45,23 @@ class StatusSource:
     ) -> None:
         self._agent, self._addresses, self._version = agent, addresses, version
         self._watch = watch
-        self._since: dict[str, tuple[VerifierState, float]] = {}
+        self._since: dict[str, tuple[st.VerifierState, float]] = {}
 
-    def snapshot(self, after: int = 0) -> AgentStatus:
+    def snapshot(self, after: int = 0) -> st.AgentStatus:
         """The status now, with the events behind the one numbered ``after``. Any thread may ask."""
         agent, activity = self._agent, self._agent.activity
         now = time.monotonic()
         with activity.lock:
             running = tuple(activity.running.values())
         events, lost = activity.events_after(after)
-        return AgentStatus(
+        return st.AgentStatus(
             version=self._version,
             clock_s=now,
             uptime_s=now - activity.began_at,
             running=len(running),
             tokens_per_s=activity.tokens_per_s(now),
             verifiers=self._verifiers(running, now),
-            generations=tuple(self._generation(one, now) for one in running[-MAX_GENERATIONS:]),
+            generations=tuple(self._generation(one, now) for one in running[-st.MAX_GENERATIONS :]),
             totals=activity.totals(),
             drafting=self._drafting(running),
             memory=self._memory(),
@@ -89,7 +81,7 @@ class StatusSource:
 
     def _verifiers(
         self, running: tuple[GenerationNotes, ...], now: float
-    ) -> tuple[VerifierStatus, ...]:
+    ) -> tuple[st.VerifierStatus, ...]:
         pool, watch = self._agent.transport, self._watch
         asked = {one.address: one for one in (() if watch is None else watch.statuses)}
         if isinstance(pool, VerifierPool):
@@ -99,11 +91,11 @@ class StatusSource:
         return tuple(self._timed(one, now) for one in found[:_MAX_VERIFIERS])
 
     def _only(
-        self, running: tuple[GenerationNotes, ...], asked: Mapping[str, VerifierStatus]
-    ) -> VerifierStatus:
+        self, running: tuple[GenerationNotes, ...], asked: Mapping[str, st.VerifierStatus]
+    ) -> st.VerifierStatus:
         """The one verifier: what the link says while a generation runs, else what it answered."""
         address = self._addresses[0] if self._addresses else ""
-        reach, status = self._agent.activity.reach, asked.get(address, VerifierStatus(address))
+        reach, status = self._agent.activity.reach, asked.get(address, st.VerifierStatus(address))
         if running or self._watch is None or self._watch.looked_at <= reach.since:
             status = replace(status, state=reach.state, why=reach.why)
         return self._measured(status, running)
@@ -112,28 +104,28 @@ class StatusSource:
         self,
         pool: VerifierPool,
         running: tuple[GenerationNotes, ...],
-        asked: Mapping[str, VerifierStatus],
-    ) -> list[VerifierStatus]:
+        asked: Mapping[str, st.VerifierStatus],
+    ) -> list[st.VerifierStatus]:
         serving = {one.verifier for one in running if one.session.state is STREAMING}
         found = []
         for candidate in tuple(pool.failover.candidates.listed.values()):
             address, info = candidate.address, candidate.info
             # One of several behind a name ("NAME (ADDRESS)") is asked by that name.
             status = asked.get(address) or asked.get(address.partition(" ")[0])
-            status = replace(status or VerifierStatus(address), address=address)
-            if info is not None and status.state is VerifierState.UNKNOWN:
-                status = replace(status.told(info), state=VerifierState.READY)
+            status = replace(status or st.VerifierStatus(address), address=address)
+            if info is not None and status.state is st.VerifierState.UNKNOWN:
+                status = replace(status.told(info), state=st.VerifierState.READY)
             status = replace(status, rtt_s=candidate.rtt_s or status.rtt_s)
             if address in serving:
-                status = self._measured(replace(status, state=VerifierState.SERVING), running)
+                status = self._measured(replace(status, state=st.VerifierState.SERVING), running)
             elif candidate.breaker.state is not CLOSED:
-                status = replace(status, state=VerifierState.AWAY, why=candidate.error)
+                status = replace(status, state=st.VerifierState.AWAY, why=candidate.error)
             found.append(status)
-        return found or [asked.get(one, VerifierStatus(one)) for one in self._addresses]
+        return found or [asked.get(one, st.VerifierStatus(one)) for one in self._addresses]
 
     def _measured(
-        self, status: VerifierStatus, running: tuple[GenerationNotes, ...]
-    ) -> VerifierStatus:
+        self, status: st.VerifierStatus, running: tuple[GenerationNotes, ...]
+    ) -> st.VerifierStatus:
         """With the times that the last generation measured, which are those under load."""
         last = running[-1] if running else self._agent.activity.last
         if last is None:
@@ -142,22 +134,22 @@ class StatusSource:
         rtt_s, pass_s = estimates.rtt_s.get(0.0), estimates.pass_s.get(0.0)
         return replace(status, rtt_s=rtt_s or status.rtt_s, pass_s=pass_s or status.pass_s)
 
-    def _timed(self, status: VerifierStatus, now: float) -> VerifierStatus:
+    def _timed(self, status: st.VerifierStatus, now: float) -> st.VerifierStatus:
         """With the time for which it has been in its state, as far as anybody looked."""
         reach, is_there = self._agent.activity.reach, status.state in _THERE
-        kind = VerifierState.READY if is_there else status.state
+        kind = st.VerifierState.READY if is_there else status.state
         state, since = self._since.get(status.address, (None, now))
         if state is not kind:
             since = reach.since if status.state is reach.state else now
         self._since[status.address] = (kind, since)
         return replace(status, since_s=max(0.0, now - since))
 
-    def _generation(self, notes: GenerationNotes, now: float) -> GenerationStatus:
+    def _generation(self, notes: GenerationNotes, now: float) -> st.GenerationStatus:
         session, counters = notes.session, notes.session.counters
         first_at, tokens = notes.first_token_at, counters.committed
         later, took_s = tokens - notes.first_count, notes.last_token_at - (first_at or 0.0)
         known = first_at is not None and later > 0 and took_s > 0.0
-        return GenerationStatus(
+        return st.GenerationStatus(
             number=notes.number,
             link=session.state.value,
             verifier=notes.verifier or (self._addresses[0] if self._addresses else ""),
@@ -176,10 +168,10 @@ class StatusSource:
             rule=session.request.rule,
         )
 
-    def _drafting(self, running: tuple[GenerationNotes, ...]) -> DraftingStatus:
+    def _drafting(self, running: tuple[GenerationNotes, ...]) -> st.DraftingStatus:
         agent, activity = self._agent, self._agent.activity
         if agent.drafter is None:
-            return DraftingStatus(False, "this agent has no draft model: it only streams")
+            return st.DraftingStatus(False, "this agent has no draft model: it only streams")
         drafts = [one for one in running if one.session.drafting]
         notes = drafts[-1] if drafts else activity.last_drafted or activity.last
         session = None if notes is None else notes.session
@@ -197,13 +189,13 @@ class StatusSource:
             return replace(found, worth=False, why=why)
         return found
 
-    def _memory(self) -> MemoryStatus:
+    def _memory(self) -> st.MemoryStatus:
         try:
             resident = resident_bytes()
         except Exception:  # whatever a system says about itself, or does not
             resident = 0
         budget, window, width = self._memory_parts()
-        return MemoryStatus(resident, budget, window, width, resting=window == 0)
+        return st.MemoryStatus(resident, budget, window, width, resting=window == 0)
 
     def _memory_parts(self) -> tuple[int | None, int | None, int | None]:
         """Budget, window and width of a guarded drafter, however it is wrapped."""
@@ -222,10 +214,10 @@ def draft_worth(
     price: RowPrice,
     estimates: DraftEstimates | None,
     counters: DraftCounters | None,
-) -> DraftingStatus:
+) -> st.DraftingStatus:
     """What the policy makes of the price and of what the last generation measured; ``estimates``
     and ``counters`` are None before the first."""
-    found = DraftingStatus(
+    found = st.DraftingStatus(
         None,
         "nothing was drafted yet",
         acceptance=None if counters is None else counters.acceptance,
@@ -249,7 +241,7 @@ def draft_worth(
     return replace(found, worth=True, why=_paying(found, price))
 
 
-def _paying(found: DraftingStatus, price: RowPrice) -> str:
+def _paying(found: st.DraftingStatus, price: RowPrice) -> str:
     why = f"{found.acceptance:.0%} of the draft's first choices were right"
     why += f", and a chance of {price.least_chance:.2f} would pay" if price.least_chance else ""
     if found.tokens_per_pass is not None:

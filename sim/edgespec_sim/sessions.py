@@ -8,67 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from edgespec.core.device.events import (
-    Connect,
-    Connected,
-    Deliver,
-    Disconnect,
-    DraftAction,
-    DraftEvent,
-    Fail,
-    Finish,
-    LinkDown,
-    Start,
-    StartStep,
-    StepDone,
-    Tick,
-    TokenKind,
-    Transmit,
-)
+from edgespec.core.device import events as ev
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import CapacityError, Drafter, TargetModel
-from edgespec.core.protocol.messages import (
-    EXACT_RULE,
-    Cancel,
-    Commit,
-    Downlink,
-    Draft,
-    Fault,
-    Message,
-    Open,
-    Opened,
-    Received,
-    Uplink,
-)
+from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest, TokenScore
+from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import (
-    BatchDone,
-    BatchFailed,
-    CloseSequence,
-    CloseStream,
-    DraftsDone,
-    DraftsFailed,
-    EngineAction,
-    EngineEvent,
-    GiveUp,
-    KeepNodes,
-    OpenSequence,
-    Poll,
-    ProbeDone,
-    ReportDraftsOff,
-    ReportFailure,
-    RunBatch,
-    RunDrafts,
-    RunProbe,
-    SendTo,
-    SequenceFailed,
-    StreamLost,
-    StreamMessage,
-    StreamOpened,
-)
 from edgespec.core.verifier.own_drafts import DraftRound
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
@@ -93,19 +41,19 @@ _LIMITS_BYTES = 28
 _VARINT = tuple(max(1, (bits + 6) // 7) for bits in range(65))
 
 
-def message_bytes(message: Message) -> int:
+def message_bytes(message: m.Message) -> int:
     """Payload of one message, before any framing."""
     match message:
-        case Draft():
+        case m.Draft():
             return _wrapped(_draft_bytes(message))
-        case Commit():
+        case m.Commit():
             return _wrapped(_commit_bytes(message))
-        case Received(position, echo):
+        case m.Received(position, echo):
             return _wrapped(_number(position) + _number(echo))
-        case Cancel():
+        case m.Cancel():
             return _wrapped(0)
-        case Open():
-            rule = "" if message.rule == EXACT_RULE else message.rule
+        case m.Open():
+            rule = "" if message.rule == m.EXACT_RULE else message.rule
             texts = message.session_id, message.model, message.vocabulary, rule
             text_bytes = sum(2 + len(text.encode()) for text in texts if text)
             tokens = _packed(message.prompt) + _packed(message.committed)
@@ -115,14 +63,14 @@ def message_bytes(message: Message) -> int:
             secret_bytes += 0 if constraint is None else 8 + len(constraint.text.encode())
             rest = 8 + _SAMPLING_BYTES + 3 * bool(message.logprobs)
             return _wrapped(rest + text_bytes + secret_bytes + tokens)
-        case Opened(_, model, position, fingerprint):
+        case m.Opened(_, model, position, fingerprint):
             text_bytes = sum(2 + len(text.encode()) for text in (model, fingerprint))
             return _wrapped(_LIMITS_BYTES + text_bytes + _number(position))
-        case Fault(_, text):
+        case m.Fault(_, text):
             return _wrapped(14 + len(text.encode()))
 
 
-def _draft_bytes(draft: Draft) -> int:
+def _draft_bytes(draft: m.Draft) -> int:
     size = _number(draft.first_node_id) + _packed(draft.tokens)
     # A parent travels as the distance back to it, 0 for the root; those of a chain are left out.
     numbered = enumerate(draft.parents, draft.first_node_id)
@@ -135,7 +83,7 @@ def _draft_bytes(draft: Draft) -> int:
     return size
 
 
-def _commit_bytes(commit: Commit) -> int:
+def _commit_bytes(commit: m.Commit) -> int:
     numbers = (
         commit.position,
         commit.accepted,
@@ -218,14 +166,14 @@ class Stream:
         self._watch, self._radio = watch, radio
         self.up_bytes = self.down_bytes = 0
         self.open = True
-        self.to_verifier: Callable[[Uplink], None] = lambda message: None
-        self.to_device: Callable[[Downlink], None] = lambda message: None
+        self.to_verifier: Callable[[m.Uplink], None] = lambda message: None
+        self.to_device: Callable[[m.Downlink], None] = lambda message: None
         self.lost_at_verifier: Callable[[], None] = lambda: None
         self.lost_at_device: Callable[[str], None] = lambda why: None
 
-    def send_up(self, message: Uplink) -> None:
+    def send_up(self, message: m.Uplink) -> None:
         size_bytes = message_bytes(message)
-        if not isinstance(message, Open):
+        if not isinstance(message, m.Open):
             self.up_bytes += size_bytes
         if self._radio is not None:
             self._radio.packet(self._queue.now, up_bytes=size_bytes + FRAMING_BYTES)
@@ -233,21 +181,21 @@ class Stream:
             self._watch.up.sent(message, self._queue.now, size_bytes)
         self._up.send(size_bytes, lambda: self._arrive_up(message))
 
-    def send_down(self, message: Downlink) -> None:
+    def send_down(self, message: m.Downlink) -> None:
         size_bytes = message_bytes(message)
-        if isinstance(message, Commit):
+        if isinstance(message, m.Commit):
             self.down_bytes += size_bytes
         if self._watch is not None:
             self._watch.sent_down(message, self._queue.now, size_bytes)
         self._down.send(size_bytes, lambda: self._arrive_down(message))
 
-    def _arrive_up(self, message: Uplink) -> None:
+    def _arrive_up(self, message: m.Uplink) -> None:
         if self._watch is not None:
             self._watch.up.arrived(message, self._queue.now)
         if self.open:
             self.to_verifier(message)
 
-    def _arrive_down(self, message: Downlink) -> None:
+    def _arrive_down(self, message: m.Downlink) -> None:
         if self._watch is not None:
             self._watch.arrived_down(message, self._queue.now)
         if self._radio is not None:
@@ -296,9 +244,9 @@ class Delivery:
     """What the user of the device saw."""
 
     tokens: list[int] = field(default_factory=list)
-    kinds: list[TokenKind] = field(default_factory=list)
+    kinds: list[ev.TokenKind] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    ended: Finish | Fail | None = None
+    ended: ev.Finish | ev.Fail | None = None
 
 
 class SimulatedDevice:
@@ -330,9 +278,9 @@ class SimulatedDevice:
         drafter.begin(len(request.prompt), request.sampling)
 
     def start(self) -> None:
-        self.handle(Start())
+        self.handle(ev.Start())
 
-    def handle(self, event: DraftEvent) -> None:
+    def handle(self, event: ev.DraftEvent) -> None:
         actions = self.session.handle(event, self._queue.now)
         if self._tracer is not None:
             self._trace(self._tracer, event, actions)
@@ -350,43 +298,45 @@ class SimulatedDevice:
         self._tick_at_s = math.inf
         deadline = self.session.link.deadline
         if deadline is not None and deadline <= self._queue.now:
-            self.handle(Tick())
+            self.handle(ev.Tick())
         else:
             self._schedule_tick()
 
-    def _trace(self, tracer: Tracer, event: DraftEvent, actions: tuple[DraftAction, ...]) -> None:
+    def _trace(
+        self, tracer: Tracer, event: ev.DraftEvent, actions: tuple[ev.DraftAction, ...]
+    ) -> None:
         now, key = self._queue.now, self.session.request.session_id
         tracer.record(now, "device", key, "event", event)
         for action in actions:
             tracer.record(now, "device", key, "action", action)
-            if isinstance(action, Finish | Fail):
+            if isinstance(action, ev.Finish | ev.Fail):
                 tracer.record(now, "device", key, "event", self.session.counters)
 
-    def _do(self, action: DraftAction) -> None:
+    def _do(self, action: ev.DraftAction) -> None:
         match action:  # without names for its fields, which would take thrice as long
-            case Transmit():
+            case ev.Transmit():
                 if self.stream is not None:
                     self.stream.send_up(action.message)
-            case StartStep():
+            case ev.StartStep():
                 keep, feed = action.keep_length, action.feed
-                done = StepDone(self._drafter.step(keep, feed, action.width))
+                done = ev.StepDone(self._drafter.step(keep, feed, action.width))
                 step_s = self._step_s(keep, len(feed))
                 self.drafting_s += step_s
                 self._queue.after(step_s, lambda: self.handle(done))
-            case Deliver():
+            case ev.Deliver():
                 delivery, tokens = self.delivery, action.tokens
                 prompt_length = len(self.session.request.prompt)
                 assert action.position == prompt_length + len(delivery.tokens)
                 delivery.tokens += tokens
                 delivery.kinds += action.kinds
                 delivery.times_s += [self._queue.now] * len(tokens)
-            case Connect():
+            case ev.Connect():
                 self._open_stream()
-            case Disconnect():
+            case ev.Disconnect():
                 if self.stream is not None:
                     self.stream.close_from_device()
                     self.stream = None
-            case Finish() | Fail():
+            case ev.Finish() | ev.Fail():
                 self.delivery.ended = action
                 self._on_end()
             case _:
@@ -395,14 +345,14 @@ class SimulatedDevice:
     def _open_stream(self) -> None:
         opened = self._connect()
         if opened is None:
-            self._queue.after(0.0, lambda: self.handle(LinkDown("no verifier there")))
+            self._queue.after(0.0, lambda: self.handle(ev.LinkDown("no verifier there")))
             return
         stream, setup_s = opened
 
         def lost(why: str) -> None:
             if self.stream is stream:
                 self.stream = None
-                self.handle(LinkDown(why))
+                self.handle(ev.LinkDown(why))
 
         self.stream = stream
         stream.to_device = self.handle
@@ -410,7 +360,7 @@ class SimulatedDevice:
 
         def ready() -> None:
             if self.stream is stream:
-                self.handle(Connected())
+                self.handle(ev.Connected())
 
         self._queue.after(setup_s, ready)
 
@@ -516,14 +466,14 @@ class SimulatedVerifier:
         number = self._count
         self._streams[number] = stream
 
-        def receive(message: Uplink) -> None:
-            if isinstance(message, Open):
-                self._handle(StreamOpened(number, message, credential=credential))
+        def receive(message: m.Uplink) -> None:
+            if isinstance(message, m.Open):
+                self._handle(ee.StreamOpened(number, message, credential=credential))
             else:
-                self._handle(StreamMessage(number, message))
+                self._handle(ee.StreamMessage(number, message))
 
         stream.to_verifier = receive
-        stream.lost_at_verifier = lambda: self._handle(StreamLost(number))
+        stream.lost_at_verifier = lambda: self._handle(ee.StreamLost(number))
 
     def stop(self, device_notice_s: float = 0.0) -> None:
         """The process is gone: every stream breaks, nothing more is committed."""
@@ -536,7 +486,7 @@ class SimulatedVerifier:
         self._streams.clear()
         self._stopped = True
 
-    def _handle(self, event: EngineEvent) -> None:
+    def _handle(self, event: ee.EngineEvent) -> None:
         if self._stopped:
             return
         actions = self.engine.handle(event, self._queue.now)
@@ -556,45 +506,47 @@ class SimulatedVerifier:
         self._poll_at_s = math.inf
         deadline = self.engine.deadline
         if deadline is not None and deadline <= self._queue.now:
-            self._handle(Poll())
+            self._handle(ee.Poll())
         else:
             self._schedule_poll()
 
-    def _trace(self, tracer: Tracer, event: EngineEvent, actions: tuple[EngineAction, ...]) -> None:
+    def _trace(
+        self, tracer: Tracer, event: ee.EngineEvent, actions: tuple[ee.EngineAction, ...]
+    ) -> None:
         tracer.record(self._queue.now, "verifier", self.name, "event", event)
         for action in actions:
             tracer.record(self._queue.now, "verifier", self.name, "action", action)
 
-    def _do(self, action: EngineAction) -> None:
+    def _do(self, action: ee.EngineAction) -> None:
         match action:  # as a device's
-            case SendTo():
+            case ee.SendTo():
                 self._streams[action.stream].send_down(action.message)
-            case KeepNodes():
+            case ee.KeepNodes():
                 key, nodes = action.key, action.nodes
                 self._attempt(key, lambda: self._target.keep(key, nodes))
-            case CloseStream(number):
+            case ee.CloseStream(number):
                 self._streams.pop(number).close_from_verifier()
-            case OpenSequence(key, prompt_length, sampling, text):
+            case ee.OpenSequence(key, prompt_length, sampling, text):
                 self._failed.discard(key)
                 self._attempt(key, lambda: self._target.open(key, prompt_length, sampling, text))
                 if self._drafter is not None:
                     self._drafter.open(key, prompt_length, sampling, text)
-            case CloseSequence(key):
+            case ee.CloseSequence(key):
                 self._attempt(key, lambda: self._target.close(key))
                 if self._drafter is not None:
                     self._drafter.close(key)
-            case RunBatch(requests):
+            case ee.RunBatch(requests):
                 self._run(requests)
-            case RunDrafts():
+            case ee.RunDrafts():
                 self._draft(action)
-            case RunProbe(request):
+            case ee.RunProbe(request):
                 self._probe(request)
-            case ReportFailure(key, details, _):
+            case ee.ReportFailure(key, details, _):
                 _LOG.warning("%s: session %s failed: %s", self.name, key, details)
-            case ReportDraftsOff(why):
+            case ee.ReportDraftsOff(why):
                 _LOG.warning("%s: the verifier's own drafts are off: %s", self.name, why)
                 self._drafter = None
-            case GiveUp(why):
+            case ee.GiveUp(why):
                 _LOG.error("%s: %s", self.name, why)
                 self.gave_up = why
             case _:
@@ -605,30 +557,30 @@ class SimulatedVerifier:
         try:
             work()
         except Exception as error:
-            failed = SequenceFailed(key, str(error), full=isinstance(error, CapacityError))
+            failed = ee.SequenceFailed(key, str(error), full=isinstance(error, CapacityError))
             self._failed.add(key)
             self._queue.after(0.0, lambda: self._handle(failed))
 
     def _run(self, requests: tuple[PassRequest, ...]) -> None:
         failed, self._failed = self._failed, set()
-        outcome: BatchDone | BatchFailed
+        outcome: ee.BatchDone | ee.BatchFailed
         try:
             batch = requests
             if failed:
                 batch = tuple(request for request in requests if request.key not in failed)
-            outcome = BatchDone(tuple(self._target.forward(batch)))
+            outcome = ee.BatchDone(tuple(self._target.forward(batch)))
         except CapacityError as error:
-            outcome = BatchFailed(str(error), full=True)
+            outcome = ee.BatchFailed(str(error), full=True)
         except Exception as error:
             if isinstance(error, AssertionError):
                 raise
-            outcome = BatchFailed(f"{type(error).__name__}: {error}")
+            outcome = ee.BatchFailed(f"{type(error).__name__}: {error}")
         self._compute.run(requests, lambda: self._handle(outcome))
 
-    def _draft(self, action: RunDrafts) -> None:
+    def _draft(self, action: ee.RunDrafts) -> None:
         drafter, drafting, round_s = self._drafter, DraftRound(action), 0.0
         assert drafter is not None
-        outcome: DraftsDone | DraftsFailed
+        outcome: ee.DraftsDone | ee.DraftsFailed
         try:
             while batch := drafting.next_step():
                 guesses = drafter.step(batch)
@@ -639,7 +591,7 @@ class SimulatedVerifier:
         except Exception as error:
             if isinstance(error, AssertionError):
                 raise
-            outcome = DraftsFailed(f"{type(error).__name__}: {error}")
+            outcome = ee.DraftsFailed(f"{type(error).__name__}: {error}")
         keys = [start.step.key for start in action.starts]
         self._compute.draft(keys, round_s, lambda: self._handle(outcome))
 
@@ -651,4 +603,4 @@ class SimulatedVerifier:
             self._target.close(request.key)
         except Exception as error:
             why = str(error)
-        self._queue.after(0.0, lambda: self._handle(ProbeDone(why)))
+        self._queue.after(0.0, lambda: self._handle(ee.ProbeDone(why)))

@@ -21,19 +21,8 @@ from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from torch.nn import functional as F
 
+from edgespec_uara import methods
 from edgespec_uara.cost import CostModel, PaperCost, Weights, objective, uniform, weighted
-from edgespec_uara.methods import (
-    FEATURES,
-    PAIR_ACTIONS,
-    SERVER_ACTIONS,
-    USED_SPAN,
-    WEIGHT_SPAN,
-    Steps,
-    action_weights,
-    best_gain,
-    pair_features,
-    two_phase_matching,
-)
 from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 
 # --- actor and critic over any number of servers and devices -----------------------------------
@@ -64,9 +53,9 @@ class Actions:
 class Actor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = _two_layers(FEATURES, WIDTH)
-        self.pair = _two_layers(2 * WIDTH + 1, 2 * PAIR_ACTIONS)
-        self.server = _two_layers(WIDTH + 1, 2 * SERVER_ACTIONS)
+        self.embed = _two_layers(methods.FEATURES, WIDTH)
+        self.pair = _two_layers(2 * WIDTH + 1, 2 * methods.PAIR_ACTIONS)
+        self.server = _two_layers(WIDTH + 1, 2 * methods.SERVER_ACTIONS)
 
     def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Means and log deviations before squashing: of pairs (E, M, 4), of servers (E, 2)."""
@@ -85,9 +74,9 @@ class Actor(nn.Module):
     def weights(self, features: Floats) -> Weights:
         """The most likely ones, of features (M, E, F)."""
         pairs, servers = self.heads(torch.from_numpy(features).transpose(0, 1).float())
-        likely = torch.tanh(pairs[..., :PAIR_ACTIONS]).transpose(0, 1)
-        own = torch.tanh(servers[:, :SERVER_ACTIONS])
-        return action_weights(likely.double().numpy(), own.double().numpy())
+        likely = torch.tanh(pairs[..., : methods.PAIR_ACTIONS]).transpose(0, 1)
+        own = torch.tanh(servers[:, : methods.SERVER_ACTIONS])
+        return methods.action_weights(likely.double().numpy(), own.double().numpy())
 
 
 def _squashed(head: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +97,8 @@ class Critic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = _two_layers(FEATURES + PAIR_ACTIONS, WIDTH)
-        self.server = _two_layers(WIDTH + 1 + SERVER_ACTIONS, WIDTH)
+        self.embed = _two_layers(methods.FEATURES + methods.PAIR_ACTIONS, WIDTH)
+        self.server = _two_layers(WIDTH + 1 + methods.SERVER_ACTIONS, WIDTH)
         self.value = _two_layers(2 * WIDTH, 1)
 
     def forward(self, features: Tensor, pairs: Tensor, servers: Tensor) -> Tensor:
@@ -124,8 +113,8 @@ class Critic(nn.Module):
 def _log_shares(pairs: Tensor, servers: Tensor) -> Tensor:
     """(E, M, 2): logarithms of the shares over even ones. The softmax is the world's, not a thing
     to be learned: actions that give the same shares must have the same value."""
-    shares = F.log_softmax(WEIGHT_SPAN * pairs, dim=1) + math.log(pairs.shape[1])
-    used = USED_SPAN * (servers - 1.0)
+    shares = F.log_softmax(methods.WEIGHT_SPAN * pairs, dim=1) + math.log(pairs.shape[1])
+    used = methods.USED_SPAN * (servers - 1.0)
     return shares + torch.cat([used, torch.zeros_like(used)], dim=1)[:, None]
 
 
@@ -289,16 +278,18 @@ class PaperRollout:
 
     def _features(self, world: UaraWorld) -> Tensor:
         """(E, M, F): what the policy reads."""
-        seen = pair_features(self._cost.terms(world.snapshot)).transpose(1, 0, 2)
+        seen = methods.pair_features(self._cost.terms(world.snapshot)).transpose(1, 0, 2)
         return torch.from_numpy(np.clip(seen, -_LIMIT, _LIMIT).astype(np.float32))
 
     def _play(self, world: UaraWorld, actions: Actions, dice: np.random.Generator) -> float:
         """The reward of one slot."""
         terms = self._cost.terms(world.snapshot)
         pairs, servers = (one.double().numpy() for one in (actions.pairs, actions.servers))
-        weights = action_weights(pairs.transpose(1, 0, 2), servers)
-        start = best_gain(world.snapshot.gains)
-        decision = weighted(weights, two_phase_matching(terms, weights, start, Steps.SWAPS))
+        weights = methods.action_weights(pairs.transpose(1, 0, 2), servers)
+        start = methods.best_gain(world.snapshot.gains)
+        decision = weighted(
+            weights, methods.two_phase_matching(terms, weights, start, methods.Steps.SWAPS)
+        )
         chance = dice.integers(terms.servers, size=terms.devices)
         world.advance(decision.association)
         return objective(terms, uniform(terms, chance)) / objective(terms, decision)

@@ -28,28 +28,21 @@ from edgespec_sim.replication import Interval, quantile_interval, student
 from edgespec_sim.report.document import Document, Figure, write_page
 from edgespec_sim.report.plots import axis, layout
 from edgespec_sim.report.tables import table as html_table
+from edgespec_uara import cost as costs
 from edgespec_uara import methods
-from edgespec_uara.cost import (
-    CorrectedCost,
-    CostModel,
-    Decision,
-    PaperCost,
-    Terms,
-    delays,
-    device_costs,
-    printed_delays,
-)
 from edgespec_uara.methods import MAX_COMPUTE, PAPER_BASELINES, Method, Situation
 from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 
 PAPER_GAIN = 0.237
 """Mean saving of end-to-end latency over its three baselines (abstract); its greatest is 28.0 %."""
 _SEED_STEP = 7919
-COSTS: Mapping[str, CostModel] = {cost.name: cost for cost in (PaperCost(), CorrectedCost())}
-MEASURES: Mapping[str, Callable[[Terms, Decision], Floats]] = {
-    "delay": delays,
-    "printed": printed_delays,
-    "cost": device_costs,
+COSTS: Mapping[str, costs.CostModel] = {
+    cost.name: cost for cost in (costs.PaperCost(), costs.CorrectedCost())
+}
+MEASURES: Mapping[str, Callable[[costs.Terms, costs.Decision], Floats]] = {
+    "delay": costs.delays,
+    "printed": costs.printed_delays,
+    "cost": costs.device_costs,
 }
 
 

@@ -31,30 +31,10 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgespec.core.ports import (
-    PREFILL_CHUNK,
-    Cancelled,
-    Candidate,
-    ModelInfo,
-    StepCancelledError,
-    never_cancelled,
-)
+from edgespec.core import ports
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.decoder_graph import (
-    CPU,
-    CacheTensor,
-    DecoderGraph,
-    HeadHint,
-    Placement,
-    Role,
-    load_session,
-    placement,
-    ports,
-    read_graph,
-    usual_threads,
-    weights_bytes,
-)
+from edgespec.device.drafters import decoder_graph as dg
 from edgespec.device.drafters.kv_buffers import (
     PROBED_ROWS,
     Buffer,
@@ -73,7 +53,7 @@ from edgespec.device.drafters.manifest import (
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
 
-CHUNK = PREFILL_CHUNK
+CHUNK = ports.PREFILL_CHUNK
 # Past this, positions and masks are longer than most models' contexts; as of our own drafts.
 DEFAULT_CONTEXT_LIMIT = 16_384
 
@@ -92,8 +72,8 @@ class GraphDrafter:
         self,
         path: Path,
         session: ort.InferenceSession,
-        graph: DecoderGraph,
-        info: ModelInfo,
+        graph: dg.DecoderGraph,
+        info: ports.ModelInfo,
         *,
         capacity: int,
         proposable: int,
@@ -107,7 +87,7 @@ class GraphDrafter:
         self._chunks = True
         """May several tokens be fed behind a cache, or one at a time only?"""
         self._store_kind: type[KvBuffers] | type[ReslicedCache] = KvBuffers
-        self.weights_bytes = weights_bytes(path)
+        self.weights_bytes = dg.weights_bytes(path)
         """Of the file and its external data."""
         self._run_options: ort.RunOptions | None = None
         moving = not any(cache.dtype == "int8" for cache in graph.caches)
@@ -116,9 +96,9 @@ class GraphDrafter:
         """Of each cache tensor, found when a text first outgrows the window; None: of values."""
 
     @property
-    def placement(self) -> Placement | None:
+    def placement(self) -> dg.Placement | None:
         """What of the graph runs where, if that is known and not the CPU alone."""
-        return None if self._session is None else placement(self._session)
+        return None if self._session is None else dg.placement(self._session)
 
     @property
     def logits(self) -> Row:
@@ -162,8 +142,8 @@ class GraphDrafter:
         keep_length: int,
         feed: Sequence[int],
         width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
+        cancelled: ports.Cancelled = ports.never_cancelled,
+    ) -> tuple[ports.Candidate, ...]:
         if self._session is None:
             raise ValueError("the drafter is closed")
         position = self._cache.advance(keep_length, feed)
@@ -175,7 +155,7 @@ class GraphDrafter:
             first, end = window.held, position - window.skipped
             while (start := window.held) < end:
                 if cancelled():
-                    raise StepCancelledError(
+                    raise ports.StepCancelledError(
                         f"cancelled with {start - first} of {end - first} tokens fed"
                     )
                 count = self._chunk if self._chunks or not start else 1
@@ -194,7 +174,7 @@ class GraphDrafter:
         self._store.close()
         give_back()
 
-    def cached_rows(self, length: int) -> Iterator[tuple[CacheTensor, Buffer]]:
+    def cached_rows(self, length: int) -> Iterator[tuple[dg.CacheTensor, Buffer]]:
         """Layer by layer keys and values: the first ``length`` rows, [heads, length, head size]."""
         return self._store.rows(length)
 
@@ -239,27 +219,32 @@ class GraphDrafter:
         self._binding = self._session.io_binding()
         self._store = self._store_kind(self._graph.caches, self._capacity)
         roles = self._graph.roles
-        self._ids = np.zeros((1, CHUNK), dtype=roles[Role.IDS].dtype)
+        self._ids = np.zeros((1, CHUNK), dtype=roles[dg.Role.IDS].dtype)
         self._bound_count = 0
-        mask = roles.get(Role.MASK)
+        mask = roles.get(dg.Role.MASK)
         self._ones = np.ones(self._capacity, dtype=mask.dtype) if mask else None
         self._counted = {
             role: np.arange(self._capacity, dtype=roles[role].dtype)
-            for role in (Role.POSITIONS, Role.CACHE_POSITIONS)
+            for role in (dg.Role.POSITIONS, dg.Role.CACHE_POSITIONS)
             if role in roles
         }
         self._cached: NDArray[Any] | None = None
         self._lengths: list[tuple[NDArray[Any], int]] = []
         """Numbers that say how much is cached, and by how many they are less than the length."""
-        for role in roles.keys() & {Role.CACHED, Role.ROWS, Role.LAST_INDEX, Role.LENGTH}:
+        for role in roles.keys() & {
+            dg.Role.CACHED,
+            dg.Role.ROWS,
+            dg.Role.LAST_INDEX,
+            dg.Role.LENGTH,
+        }:
             number = np.ones((1,) * len(roles[role].shape), dtype=roles[role].dtype)
             self._bind_input(role, number, number.shape)
-            if role is Role.CACHED:
+            if role is dg.Role.CACHED:
                 self._cached = number
-            elif role is Role.ROWS:
+            elif role is dg.Role.ROWS:
                 self._one_wanted = number  # kept: it is bound by its address
             else:
-                self._lengths.append((number, int(role is Role.LAST_INDEX)))
+                self._lengths.append((number, int(role is dg.Role.LAST_INDEX)))
         self._row: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
         self._one_row = self._graph.one_row
         if self._one_row:
@@ -274,12 +259,12 @@ class GraphDrafter:
         self._store.truncate(cached)
         self._ids[0, :count] = tokens
         if count != self._bound_count:
-            self._bind_input(Role.IDS, self._ids, (1, count))
+            self._bind_input(dg.Role.IDS, self._ids, (1, count))
             self._bound_count = count
         if self._ones is not None:
-            self._bind_input(Role.MASK, self._ones, (1, length))
+            self._bind_input(dg.Role.MASK, self._ones, (1, length))
         for role, array in self._counted.items():
-            shape = (1, count) if role is Role.POSITIONS else (count,)
+            shape = (1, count) if role is dg.Role.POSITIONS else (count,)
             self._bind_input(role, array[cached:], shape)
         if self._cached is not None:
             self._cached.fill(cached > 0)
@@ -298,7 +283,7 @@ class GraphDrafter:
         self._row[:] = rows[-1]
         return rows
 
-    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         """Behind the text in the cache. ``logits`` lose what the constraint forbids; without a
         token that it allows there are no guesses."""
         cache, logits = self._cache, self._row
@@ -312,7 +297,7 @@ class GraphDrafter:
                 return ()
         return best_candidates(logits, cache.sampling, position, width, cache.counts, self._work)
 
-    def _bind_input(self, role: Role, array: NDArray[Any], shape: tuple[int, ...]) -> None:
+    def _bind_input(self, role: dg.Role, array: NDArray[Any], shape: tuple[int, ...]) -> None:
         name = self._graph.roles[role].name
         self._binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
@@ -332,7 +317,7 @@ def runtime_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _limited(info: ModelInfo, context_length: int, usual: int) -> ModelInfo:
+def _limited(info: ports.ModelInfo, context_length: int, usual: int) -> ports.ModelInfo:
     if not 0 <= context_length <= info.context_length:
         raise ValueError(
             f"context_length is {context_length}, but must be in [0, {info.context_length}]"
@@ -362,7 +347,7 @@ class OnnxDrafter(GraphDrafter):
         context_length: int = 0,
         window: int = 0,
         chunk: int = CHUNK,
-        providers: Sequence[str] = CPU,
+        providers: Sequence[str] = dg.CPU,
     ) -> None:
         self.manifest = manifest = read_manifest(folder)
         info = _limited(manifest.model, context_length, MAX_CONTEXT_LENGTH)
@@ -374,9 +359,9 @@ class OnnxDrafter(GraphDrafter):
             info = replace(info, context_length=MAX_CONTEXT_LENGTH)
         path = folder / MODEL_FILE
         two_from = _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0)
-        threads = threads or usual_threads(weights_bytes(path), two_from)
-        session = load_session(path, threads, providers)
-        graph = read_graph(path, ports(session.get_inputs()), ports(session.get_outputs()))
+        threads = threads or dg.usual_threads(dg.weights_bytes(path), two_from)
+        session = dg.load_session(path, threads, providers)
+        graph = dg.read_graph(path, dg.ports(session.get_inputs()), dg.ports(session.get_outputs()))
         _check_manifest(path, graph, manifest)
         super().__init__(
             path,
@@ -390,7 +375,7 @@ class OnnxDrafter(GraphDrafter):
         self._lay_out()
 
 
-def _check_manifest(path: Path, graph: DecoderGraph, manifest: DraftManifest) -> None:
+def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: DraftManifest) -> None:
     """Before any buffer is sized by it."""
     cache = graph.caches[0]
     for name, found, said in (
@@ -487,18 +472,20 @@ class ForeignDrafter(GraphDrafter):
     def __init__(
         self,
         path: Path,
-        info: ModelInfo,
+        info: ports.ModelInfo,
         *,
-        hint: HeadHint | None = None,
+        hint: dg.HeadHint | None = None,
         threads: int = 0,
         context_length: int = 0,
         window: int = 0,
         token_count: int = 0,
-        providers: Sequence[str] = CPU,
+        providers: Sequence[str] = dg.CPU,
     ) -> None:
-        session = load_session(path, threads or usual_threads(weights_bytes(path)), providers)
-        inputs, outputs = ports(session.get_inputs()), ports(session.get_outputs())
-        self.graph = graph = read_graph(path, inputs, outputs, hint)
+        session = dg.load_session(
+            path, threads or dg.usual_threads(dg.weights_bytes(path)), providers
+        )
+        inputs, outputs = dg.ports(session.get_inputs()), dg.ports(session.get_outputs())
+        self.graph = graph = dg.read_graph(path, inputs, outputs, hint)
         limited = _limited(info, context_length, DEFAULT_CONTEXT_LIMIT)
         bounded("window", window, 0, limited.context_length)
         capacity = max(window or limited.context_length, _CHECKED_LENGTH)

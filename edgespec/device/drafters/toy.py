@@ -8,14 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from edgespec.core.ports import (
-    Cancelled,
-    Candidate,
-    Drafter,
-    ModelInfo,
-    StepCancelledError,
-    never_cancelled,
-)
+from edgespec.core import ports
 from edgespec.core.protocol.sampling import SamplingParams, gumbel, masked, noise_bits, warp
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.token_cache import TokenCache, twin_of
@@ -27,7 +20,7 @@ class SilentDrafter:
     """``Drafter`` without a model, which never has a guess; the session may have some of its own,
     from the text."""
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ports.ModelInfo) -> None:
         self._cache, self.info = TokenCache(info), info
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
@@ -38,16 +31,16 @@ class SilentDrafter:
         keep_length: int,
         feed: Sequence[int],
         width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
+        cancelled: ports.Cancelled = ports.never_cancelled,
+    ) -> tuple[ports.Candidate, ...]:
         if cancelled():
-            raise StepCancelledError("the step was cancelled before it began")
+            raise ports.StepCancelledError("the step was cancelled before it began")
         return self._guesses(self._cache.advance(keep_length, feed), width)
 
     def close(self) -> None:
         self._cache.forget(0)
 
-    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         return ()
 
 
@@ -58,7 +51,7 @@ class ToyDrafter(SilentDrafter):
     outside a truncated support. ``step`` raises ``ValueError`` when the cache contract is broken.
     """
 
-    def __init__(self, model: ToyModel, info: ModelInfo | None = None) -> None:
+    def __init__(self, model: ToyModel, info: ports.ModelInfo | None = None) -> None:
         super().__init__(info or toy_info(model))
         self._model = model
         if self.info.vocabulary_size != model.vocabulary_size:
@@ -71,7 +64,7 @@ class ToyDrafter(SilentDrafter):
         """Another sequence (``ports.Twinned``)."""
         return ToyDrafter(self._model, self.info)
 
-    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         cache, params = self._cache, self._cache.sampling
         logits = masked(self._model.logits(cache.tokens), cache.mask())
         if max(logits) == -math.inf:
@@ -91,7 +84,7 @@ class ToyDrafter(SilentDrafter):
 
 def best_of(
     scores: Sequence[float], params: SamplingParams, position: int, width: int
-) -> tuple[Candidate, ...]:
+) -> tuple[ports.Candidate, ...]:
     """The scalar form of ``arrays.best_candidates`` over already warped scores.
 
     Only tokens with a finite score: fewer than ``width`` come back when truncation left fewer.
@@ -107,14 +100,15 @@ def best_of(
         seed = params.seed
         ranked = [(s + gumbel(noise_bits(seed, position, t)), -t) for s, t in inside]
     return tuple(
-        Candidate(-token, scores[-token] - log_total) for _, token in heapq.nlargest(width, ranked)
+        ports.Candidate(-token, scores[-token] - log_total)
+        for _, token in heapq.nlargest(width, ranked)
     )
 
 
-def toy_info(model: ToyModel) -> ModelInfo:
+def toy_info(model: ToyModel) -> ports.ModelInfo:
     """What a toy drafter or target over ``model`` says of itself; perturbation does not count."""
     eos = () if model.eos_token is None else (model.eos_token,)
-    return ModelInfo(
+    return ports.ModelInfo(
         name="toy",
         vocabulary=f"toy-{model.vocabulary_size}",
         vocabulary_size=model.vocabulary_size,
@@ -127,14 +121,14 @@ class RandomDrafter(SilentDrafter):
     """``Drafter`` of uniformly random ids, a pure function of (seed, position): the guard against
     acceptance rates that are tautologies. Its acceptance is about ``width / V``."""
 
-    def __init__(self, info: ModelInfo, seed: int = 0) -> None:
+    def __init__(self, info: ports.ModelInfo, seed: int = 0) -> None:
         super().__init__(info)
         self._seed = seed
 
-    def _guesses(self, position: int, width: int) -> tuple[Candidate, ...]:
+    def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         logprob = -math.log(self.info.vocabulary_size)
         ids = random_ids(self._seed, position, self.info.vocabulary_size, width)
-        return tuple(Candidate(token, logprob) for token in ids)
+        return tuple(ports.Candidate(token, logprob) for token in ids)
 
 
 def random_ids(seed: int, position: int, vocabulary_size: int, count: int) -> list[int]:
@@ -157,7 +151,7 @@ class PacedDrafter:
 
     def __init__(
         self,
-        inner: Drafter,
+        inner: ports.Drafter,
         step_ms: float,
         sleep: Callable[[float], None],
         clock: Callable[[], float],
@@ -175,12 +169,14 @@ class PacedDrafter:
         keep_length: int,
         feed: Sequence[int],
         width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
+        cancelled: ports.Cancelled = ports.never_cancelled,
+    ) -> tuple[ports.Candidate, ...]:
         due_s = self._clock() + self._step_ms / 1e3
         candidates = self.inner.step(keep_length, feed, width, cancelled)
         while (remaining_s := due_s - self._clock()) > 0:
             if cancelled():
-                raise StepCancelledError(f"cancelled {remaining_s:.3f} s before its emulated end")
+                raise ports.StepCancelledError(
+                    f"cancelled {remaining_s:.3f} s before its emulated end"
+                )
             self._sleep(min(remaining_s, NAP_S))
         return candidates

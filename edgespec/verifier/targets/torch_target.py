@@ -28,6 +28,7 @@ from edgespec.sampling.tensors import (
     score_nodes,
     score_passes,
 )
+from edgespec.verifier.targets import kv_pool
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import (
     CanonicalModeError,
@@ -36,17 +37,6 @@ from edgespec.verifier.targets.canonical_mode import (
     head_shape,
     run_self_test,
     tree_logits,
-)
-from edgespec.verifier.targets.kv_pool import (
-    BLOCK_SIZE,
-    KvPool,
-    PoolBudget,
-    check_budget,
-    largest_pass,
-    measured_rows,
-    memory_figures,
-    pool_tokens,
-    starting_tokens,
 )
 from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
@@ -92,7 +82,7 @@ class TorchTarget:
         model_threads: int | None = None,
         quantize: str = "",
         packed: bool = True,
-        pool_budget: PoolBudget | None = None,
+        pool_budget: kv_pool.PoolBudget | None = None,
     ) -> None:
         if max_sessions < 1:
             raise ValueError(f"max_sessions is {max_sessions}, but must be >= 1")
@@ -119,8 +109,8 @@ class TorchTarget:
             f"{weights}-{number_format}" if weights else "",
         )
         if pool_budget is not None:
-            check_budget(pool_budget, loaded.device)
-            max_cached_tokens = starting_tokens(pool_budget, loaded.device)
+            kv_pool.check_budget(pool_budget, loaded.device)
+            max_cached_tokens = kv_pool.starting_tokens(pool_budget, loaded.device)
         self._pool = _pool(loaded, max_cached_tokens)
         self._counts = TextCountsCache(max_sessions)
         self._constrained = ConstrainedRows(self.info)
@@ -148,7 +138,7 @@ class TorchTarget:
 
     @property
     def cache(self) -> CacheShape:
-        return CacheShape(self._pool.block_count, BLOCK_SIZE)
+        return CacheShape(self._pool.block_count, kv_pool.BLOCK_SIZE)
 
     @property
     def canonical(self) -> bool:
@@ -213,14 +203,14 @@ class TorchTarget:
         """Where logits depend on the schedule, in words; empty: nowhere. Only between sessions."""
         return run_self_test(self._pool, self._run, self.info.vocabulary_size)
 
-    def _size_pool(self, loaded: LoadedModel, budget: PoolBudget) -> None:
-        rows = measured_rows(budget.rows, loaded.device)
-        batch = largest_pass(rows, self.info.vocabulary_size)
+    def _size_pool(self, loaded: LoadedModel, budget: kv_pool.PoolBudget) -> None:
+        rows = kv_pool.measured_rows(budget.rows, loaded.device)
+        batch = kv_pool.largest_pass(rows, self.info.vocabulary_size)
         sampling = SamplingParams(temperature=1.0, top_p=0.9)
         for request in batch:
             self._pool.open(request.key, 1, sampling)
         try:
-            figures = memory_figures(
+            figures = kv_pool.memory_figures(
                 budget,
                 lambda: self.forward(batch),
                 token_bytes=self._pool.token_bytes,
@@ -232,8 +222,8 @@ class TorchTarget:
         finally:
             for request in batch:
                 self._pool.close(request.key)
-        longest = -(-self.info.context_length // BLOCK_SIZE) * BLOCK_SIZE
-        tokens = pool_tokens(budget, figures, self._max_sessions * longest)
+        longest = -(-self.info.context_length // kv_pool.BLOCK_SIZE) * kv_pool.BLOCK_SIZE
+        tokens = kv_pool.pool_tokens(budget, figures, self._max_sessions * longest)
         self._pool = _pool(loaded, tokens)
         logger.info("%d cached tokens: %s", tokens, figures)
         self._notes.append(
@@ -363,8 +353,8 @@ class TorchTarget:
         return SampleBlock(request.key, params, positions, before, masks)
 
 
-def _pool(loaded: LoadedModel, max_cached_tokens: int) -> KvPool:
-    return KvPool(
+def _pool(loaded: LoadedModel, max_cached_tokens: int) -> kv_pool.KvPool:
+    return kv_pool.KvPool(
         loaded.layer_count, loaded.key_width, max_cached_tokens, loaded.dtype, loaded.device
     )
 

@@ -18,24 +18,9 @@ from edgespec.core.ports import (
     PassRequest,
     PassResult,
 )
+from edgespec.core.protocol import sampling as laws
+from edgespec.core.protocol import work
 from edgespec.core.protocol.checks import bounded
-from edgespec.core.protocol.sampling import (
-    MASK_32,
-    SamplingParams,
-    choose,
-    masked,
-    noise_bits,
-    warp,
-)
-from edgespec.core.protocol.work import (
-    CacheShape,
-    Candidate,
-    DraftStep,
-    NodeScore,
-    TokenScore,
-    score_node,
-    score_token,
-)
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.pass_requests import (
     ConstrainedRows,
@@ -55,7 +40,7 @@ class ToyMemory:
     slots at every pass, so a block that was given away too early shows as a mark that is not there.
     """
 
-    def __init__(self, cache: CacheShape) -> None:
+    def __init__(self, cache: work.CacheShape) -> None:
         self._block_count, self._block_tokens = cache.block_count, cache.block_tokens
         self._slots = array("q", [_EMPTY]) * ((cache.block_count + 1) * cache.block_tokens)
         self._tables: dict[str, tuple[int, ...]] = {}
@@ -160,7 +145,7 @@ class ToyTarget:
         context_length: int = 4096,
         max_sessions: int = 1024,
         max_cached_tokens: int = 1 << 20,
-        cache: CacheShape | None = None,
+        cache: work.CacheShape | None = None,
     ) -> None:
         self.model = model or ToyModel()
         self.passes = 0
@@ -176,7 +161,7 @@ class ToyTarget:
         self._constrained = ConstrainedRows(self.info)
 
     def open(
-        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+        self, key: str, prompt_length: int, sampling: laws.SamplingParams, text: Sequence[int] = ()
     ) -> None:
         check_opening(key, prompt_length, self._sequences, self._max_sessions, self.info)
         self._constrained.open(key, sampling)
@@ -258,13 +243,15 @@ class ToyTarget:
             masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
         rows = zip(((), *paths), masks, strict=True)
         targets = tuple([self._sample(sequence, path, mask) for path, mask in rows])
-        scores: list[TokenScore] = []
+        scores: list[work.TokenScore] = []
         if request.logprobs:
             scores = [
-                score_token(self.model.logits(self._tail(sequence, path)), token, request.logprobs)
+                work.score_token(
+                    self.model.logits(self._tail(sequence, path)), token, request.logprobs
+                )
                 for path, token in zip(((), *paths), targets, strict=True)
             ]
-        nodes_scored: list[NodeScore] = []
+        nodes_scored: list[work.NodeScore] = []
         if request.node_scores:
             nodes_scored = [
                 self._score_node(sequence, path, masks[1 + parent])
@@ -274,11 +261,13 @@ class ToyTarget:
 
     def _score_node(
         self, sequence: SequenceText, path: tuple[int, ...], mask: bytes | None
-    ) -> NodeScore:
+    ) -> work.NodeScore:
         """Of the last token of ``path``, given the others."""
         logits = self.model.logits(self._tail(sequence, path[:-1]))
-        law = warp(masked(logits, mask), sequence.sampling, *self._said(sequence, path[:-1]))
-        return score_node(law, logits, path[-1])
+        law = laws.warp(
+            laws.masked(logits, mask), sequence.sampling, *self._said(sequence, path[:-1])
+        )
+        return work.score_node(law, logits, path[-1])
 
     def _tail(self, sequence: SequenceText, path: tuple[int, ...]) -> list[int]:
         """What the model looks at: no copy of a long text."""
@@ -289,7 +278,7 @@ class ToyTarget:
         tail = self._tail(sequence, path)
         length = sequence.first + len(sequence.tokens) + len(path)
         prompt, output = self._said(sequence, path)
-        return choose(self.model.logits(tail), sequence.sampling, length, prompt, output, mask)
+        return laws.choose(self.model.logits(tail), sequence.sampling, length, prompt, output, mask)
 
     def _said(
         self, sequence: SequenceText, path: tuple[int, ...]
@@ -322,12 +311,12 @@ class ToyServerDrafter:
         self._constrained = ConstrainedRows(info)
 
     def open(
-        self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
+        self, key: str, prompt_length: int, sampling: laws.SamplingParams, text: Sequence[int] = ()
     ) -> None:
         self._constrained.open(key, sampling)
         self._sequences[key] = SequenceText(prompt_length, sampling)
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+    def step(self, batch: Sequence[work.DraftStep]) -> list[work.Candidate | None]:
         return [self._step(step) for step in batch]
 
     def close(self, key: str) -> None:
@@ -338,7 +327,7 @@ class ToyServerDrafter:
         """The tokens in the cache of ``key``, for tests."""
         return tuple(self._sequences[key].tokens)
 
-    def _step(self, step: DraftStep) -> Candidate | None:
+    def _step(self, step: work.DraftStep) -> work.Candidate | None:
         sequence, length = self._sequences.get(step.key), step.keep_length + len(step.feed)
         if sequence is None:
             return None
@@ -361,14 +350,14 @@ class ToyServerDrafter:
                 return None
         logits = self._model.logits(tokens)
         prompt = tokens[: sequence.prompt_length]
-        token = choose(logits, sequence.sampling, length, prompt, output, mask)
-        logprob = score_token(logits, token, 1).logprob
-        return Candidate(self._perhaps_another(token, sequence.sampling.seed, length), logprob)
+        token = laws.choose(logits, sequence.sampling, length, prompt, output, mask)
+        logprob = work.score_token(logits, token, 1).logprob
+        return work.Candidate(self._perhaps_another(token, sequence.sampling.seed, length), logprob)
 
     def _perhaps_another(self, token: int, seed: int, position: int) -> int:
         # The complement of the session's seed: whether it is right does not follow its noise.
-        bits = noise_bits(~seed, position, token)
-        if bits < self._acceptance * (MASK_32 + 1):
+        bits = laws.noise_bits(~seed, position, token)
+        if bits < self._acceptance * (laws.MASK_32 + 1):
             return token
         size = self.info.vocabulary_size
         return (token + 1 + bits % (size - 1)) % size

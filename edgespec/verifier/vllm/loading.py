@@ -15,13 +15,7 @@ from edgespec.config.common import SetupError
 from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.messages import MAX_ADAPTERS
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits
-from edgespec.models.folders import (
-    Role,
-    adapter_fingerprint,
-    model_info,
-    resolve_model,
-    weights_fingerprint,
-)
+from edgespec.models import folders
 from edgespec.verifier.vllm.target import Adapter, VllmTarget
 
 # A flag of vLLM's server and not of its engine, so it is read here.
@@ -56,7 +50,7 @@ def _adapter(value: str) -> Adapter:
         if not (folder / file).is_file():
             raise ValueError(f"{FLAG} is {value!r}, but {folder / file} is not there")
     try:
-        return Adapter(name, folder, adapter_fingerprint(folder))
+        return Adapter(name, folder, folders.adapter_fingerprint(folder))
     except (OSError, ValueError) as error:
         raise ValueError(f"{FLAG} is {value!r}, but {folder} is no adapter: {error}") from error
 
@@ -240,9 +234,9 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     version = check_install()
     refuse_our_flags(config.engine_flags)
     adapters, flags = split_adapters(config.engine_flags, name)
-    folder = resolve_model(config.model, Role.TARGET)
-    info = model_info(folder)
-    weights = weights_fingerprint(folder, info.vocabulary)
+    folder = folders.resolve_model(config.model, folders.Role.TARGET)
+    info = folders.model_info(folder)
+    weights = folders.weights_fingerprint(folder, info.vocabulary)
     _quiet(config.log_level)
     from edgespec.verifier.vllm.core import VllmCore
 

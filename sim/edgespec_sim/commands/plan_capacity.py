@@ -32,19 +32,7 @@ from edgespec.config import ConfigError
 from edgespec_sim.commands.play import Task, Workers, default_processes
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import LOSSY
-from edgespec_sim.scenario.sections import (
-    MAX_DEVICES,
-    ArrivalKind,
-    ArrivalsSection,
-    AtDevice,
-    CostSection,
-    DeviceSection,
-    Scenario,
-    SloSection,
-    TokensFrom,
-    load_scenario,
-    scenario_path,
-)
+from edgespec_sim.scenario import sections
 from edgespec_sim.scenario.verifiers import MODELS, Operation, law_of, measured
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.meters import RequestRecord
@@ -123,7 +111,7 @@ def sessions_that_fit(model_name: str, gpu_name: str, tokens: float) -> int:
 # --- the question ---------------------------------------------------------------------------
 
 
-def mean_tokens(section: DeviceSection) -> float:
+def mean_tokens(section: sections.DeviceSection) -> float:
     """Of an answer: the log-normal spread leaves the median where it is and moves the mean."""
     load = section.workload
     return load.output_tokens * math.sqrt(1.0 + load.length_spread**2)
@@ -145,9 +133,9 @@ class CapacityQuestion:
     """How many verifiers, and which arm, keep ``slo`` for the users of ``scenario``, or for
     ``rate`` requests a second of theirs? Raises ``ValueError`` for what cannot be answered."""
 
-    scenario: Scenario
+    scenario: sections.Scenario
     """One kind of verifier; its ``count`` does not matter."""
-    slo: SloSection
+    slo: sections.SloSection
     arms: tuple[Arm, ...]
     folder: Path
     rate: float | None = None
@@ -162,10 +150,10 @@ class CapacityQuestion:
             raise ValueError(f"verifiers are {kinds}, but a plan of capacity takes one kind")
         if scenario.radio is not None:
             raise ValueError("the scenario has a radio, but a plan of capacity takes wired links")
-        if scenario.tokens.source is TokensFrom.TAPE:
+        if scenario.tokens.source is sections.TokensFrom.TAPE:
             raise ValueError("tokens.source is tape, but a plan needs process or toy")
         if self.rate is not None:
-            ArrivalsSection(rate=self.rate)
+            sections.ArrivalsSection(rate=self.rate)
 
     @property
     def kind(self) -> str:
@@ -191,7 +179,7 @@ class CapacityQuestion:
             1, min(MOST_VERIFIERS, math.ceil(max(self.scenario.device_count, 4.0 * self.active)))
         )
 
-    def world(self, number: int, sessions: float, session_seconds: float) -> Scenario:
+    def world(self, number: int, sessions: float, session_seconds: float) -> sections.Scenario:
         """As many of ``number`` verifiers as hold so many sessions, with their part of the load and
         near the long run from the start, for so many seconds of sessions."""
         scenario, arrivals = self.scenario, None
@@ -201,10 +189,14 @@ class CapacityQuestion:
         if self.rate is None:
             count = max(1, round(self.scenario.device_count * part))
         else:
-            arrivals = ArrivalsSection(ArrivalKind.POISSON, self.rate * part, at=AtDevice.FREE)
+            arrivals = sections.ArrivalsSection(
+                sections.ArrivalKind.POISSON, self.rate * part, at=sections.AtDevice.FREE
+            )
             count = math.ceil(self.rate * part * _DEVICES_A_RATE) + _LEAST_DEVICES
-        if count > MAX_DEVICES:
-            raise ValueError(f"a world of {count} devices is asked for, the limit is {MAX_DEVICES}")
+        if count > sections.MAX_DEVICES:
+            raise ValueError(
+                f"a world of {count} devices is asked for, the limit is {sections.MAX_DEVICES}"
+            )
         weights = {name: float(section.count) for name, section in scenario.devices.items()}
         cycle_s = self.cycle_s
         low, high = (cycles * cycle_s for cycles in _CYCLES)
@@ -266,7 +258,10 @@ class Observed:
 
 
 def judged(
-    slo: SloSection, number: int, scenario: Scenario, outcomes: Sequence[WorldOutcome]
+    slo: sections.SloSection,
+    number: int,
+    scenario: sections.Scenario,
+    outcomes: Sequence[WorldOutcome],
 ) -> Observed:
     """What worlds of ``scenario``, which stands for so many verifiers, say of the objectives."""
     groups = clusters(scenario, outcomes)
@@ -437,7 +432,7 @@ class Planner:
             mine = self._worlds[search.arm, number]
             search.observed[number] = judged(question.slo, number, worlds[number], mine)
 
-    def _job(self, arm: Arm, world: Scenario, seed: int) -> Job:
+    def _job(self, arm: Arm, world: sections.Scenario, seed: int) -> Job:
         return Job(replace(world, arms=(arm,)), arm, 0, seed, self._question.folder, checks=False)
 
     @property
@@ -557,9 +552,9 @@ def capacity(
             arms = tuple(arm for arm in _ARMS if drafting or not arm.on_server)
             question = CapacityQuestion(
                 asked,
-                SloSection(ttft_p95, tpot_p95),
+                sections.SloSection(ttft_p95, tpot_p95),
                 asked.arms if "arms" in given else arms,
-                scenario_path(scenario).parent,
+                sections.scenario_path(scenario).parent,
                 rate,
             )
             if (rate is None) == (users is None):
@@ -589,9 +584,9 @@ def capacity(
 
 def scenario_for(
     name: str, settings: dict[str, object], users: int | None, model: str, gpu: str
-) -> Scenario:
+) -> sections.Scenario:
     """The scenario with the users and the verifier that were asked for."""
-    loaded = load_scenario(name, settings)
+    loaded = sections.load_scenario(name, settings)
     devices = dict(loaded.devices)
     if users is not None:
         counts = dealt({group: float(one.count) for group, one in devices.items()}, users)
@@ -602,7 +597,7 @@ def scenario_for(
         for one in devices.values()
     ]
     most = sessions_that_fit(model, gpu, max(lengths))
-    passes = CostSection(roofline=f"{model}@{gpu}")
+    passes = sections.CostSection(roofline=f"{model}@{gpu}")
     verifiers = {
         kind: replace(
             one,

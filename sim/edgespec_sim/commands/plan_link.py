@@ -18,14 +18,7 @@ import typer
 
 from edgespec.bench.arms import Arm
 from edgespec.cli.running import reported
-from edgespec_sim.commands.play import (
-    Ask,
-    Point,
-    default_processes,
-    play_seeds,
-    show,
-    summary_of,
-)
+from edgespec_sim.commands import play
 from edgespec_sim.replication import Total, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
@@ -164,12 +157,12 @@ def link(
     with reported():
         settings = link_settings(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
         scenario = load_scenario(SCENARIO, settings)
-        ask = Ask(1, _COUNT, seconds=_SECONDS)
-        point = Point("link", scenario, scenario_path(SCENARIO).parent)
-        play_seeds([point], ask, default_processes(), quiet=as_json)
+        ask = play.Ask(1, _COUNT, seconds=_SECONDS)
+        point = play.Point("link", scenario, scenario_path(SCENARIO).parent)
+        play.play_seeds([point], ask, play.default_processes(), quiet=as_json)
         worlds = {arm: [o for one, o in point.outcomes if one is arm] for arm in scenario.arms}
         totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
-        summary = summary_of(point, ask)
+        summary = play.summary_of(point, ask)
         found = advise(summary, totals, draft_ms, pass_ms)
     sets = " ".join(f"--set {key}={value:.12g}" for key, value in settings.items())
     same = f"edgespec-sim run {SCENARIO} {sets}"
@@ -181,7 +174,7 @@ def link(
 
 
 def _show(summary: RunSummary, found: LinkAdvice) -> None:
-    show(summary)
+    play.show(summary)
     flags = FLAGS[found.take]
     typer.echo(f"take: {found.take.value}\n{found.reason}")
     typer.echo(f"flags: {flags}" if flags else "flags: none, it is the default")

@@ -17,21 +17,7 @@ from rich.table import Table
 from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
-from edgespec_sim.commands.play import (
-    SECONDS,
-    Ask,
-    Point,
-    SeedOption,
-    SeedsOption,
-    SettingsOption,
-    TimeOption,
-    default_processes,
-    output,
-    play_seeds,
-    show,
-    simulate,
-    summary_of,
-)
+from edgespec_sim.commands import play
 from edgespec_sim.links.formats import read_trace, write_plain
 from edgespec_sim.links.generators import KINDS, generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, rtt_line
@@ -47,14 +33,14 @@ def run(
     scenario: Annotated[
         str, typer.Argument(help="A YAML file, or the name of a bundled scenario (see `list`)")
     ],
-    seed: SeedOption = None,
-    seeds: SeedsOption = None,
-    max_seconds: TimeOption = SECONDS,
+    seed: play.SeedOption = None,
+    seeds: play.SeedsOption = None,
+    max_seconds: play.TimeOption = play.SECONDS,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write summary.json, trace.jsonl and report.html there"),
     ] = None,
-    settings: SettingsOption = None,
+    settings: play.SettingsOption = None,
 ) -> None:
     """Play a scenario with every arm and compare them.
 
@@ -82,11 +68,11 @@ def run(
             out.mkdir(parents=True, exist_ok=True)
         started_s = time.monotonic()
         trace = None if out is None else out / TRACE
-        ask = Ask.of(seed, seeds, max_seconds)
-        summary = simulate(loaded, ask, path.parent, default_processes(), trace)
+        ask = play.Ask.of(seed, seeds, max_seconds)
+        summary = play.simulate(loaded, ask, path.parent, play.default_processes(), trace)
         took_s = time.monotonic() - started_s
         virtual_s = loaded.duration_s * len(loaded.arms) * summary.seeds
-        show(summary)
+        play.show(summary)
         times = virtual_s / took_s
         say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({times:.1f} times real time)")
         if out is not None:
@@ -107,12 +93,12 @@ def list_scenarios() -> None:
             table.add_row(
                 name, f"{scenario.device_count:,}", str(verifiers), scenario.about.strip()
             )
-        output().print(table)
+        play.output().print(table)
 
 
 def scenario(
     name: Annotated[str, typer.Argument(help="A YAML file, or the name of a bundled scenario")],
-    settings: SettingsOption = None,
+    settings: play.SettingsOption = None,
 ) -> None:
     """Check a scenario and print every key of it, defaults too, as YAML.
 
@@ -181,7 +167,7 @@ def trace(
     """
     with reported():
         found = _load(file)
-        console = output()
+        console = play.output()
         console.print(_statistics(found))
         console.print(rtt_line(found, width=min(console.width, 120) - 2))
         if out is not None:
@@ -235,7 +221,7 @@ class GridPoint:
 
     varied: dict[str, Any]
     scenario: Scenario
-    ask: Ask
+    ask: play.Ask
     folder: Path
     """Where its summary goes."""
 
@@ -263,9 +249,9 @@ def sweep(
         typer.Option(metavar="KEY=V1,V2,...", help="A key and its values; repeat for a grid"),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Points, sweep.html and sweep.csv")],
-    seeds: SeedsOption = None,
-    max_seconds: TimeOption = SECONDS,
-    settings: SettingsOption = None,
+    seeds: play.SeedsOption = None,
+    max_seconds: play.TimeOption = play.SECONDS,
+    settings: play.SettingsOption = None,
 ) -> None:
     """Play a scenario over a grid of settings; run it again to go on where it stopped.
 
@@ -276,7 +262,7 @@ def sweep(
     """
     with reported():
         folder = scenario_path(scenario).parent
-        ask = Ask.of(None, seeds, max_seconds)
+        ask = play.Ask.of(None, seeds, max_seconds)
         grid = _grid(scenario, vary, ask, read_settings(settings or ()), out)
         finished = {index: done for index, one in enumerate(grid) if (done := one.done())}
         if finished:
@@ -290,11 +276,11 @@ def sweep(
         (out / "sweep.csv").write_text(sweep_csv(pairs), encoding="utf-8", newline="")
         for written in ("sweep.html", "sweep.csv"):
             say(f"wrote {out / written}")
-        show(pairs[-1][1])
+        play.show(pairs[-1][1])
 
 
 def _grid(
-    name: str, vary: Sequence[str], ask: Ask, settings: dict[str, object], out: Path
+    name: str, vary: Sequence[str], ask: play.Ask, settings: dict[str, object], out: Path
 ) -> list[GridPoint]:
     grid: list[tuple[str, list[Any]]] = []
     for item in vary:
@@ -318,16 +304,18 @@ def _play(grid: Sequence[GridPoint], missing: Sequence[int], folder: Path) -> di
     if not missing:
         return {}
     ask = grid[missing[0]].ask
-    points = {index: Point(grid[index].name, grid[index].scenario, folder) for index in missing}
+    points = {
+        index: play.Point(grid[index].name, grid[index].scenario, folder) for index in missing
+    }
     summaries: dict[int, RunSummary] = {}
 
-    def finish(done: Point) -> None:
+    def finish(done: play.Point) -> None:
         (index,) = (index for index, point in points.items() if point is done)
-        summaries[index] = summary = summary_of(done, ask)
+        summaries[index] = summary = play.summary_of(done, ask)
         done.outcomes.clear()
         _write(grid[index], summary)
 
-    play_seeds(list(points.values()), ask, default_processes(), finish)
+    play.play_seeds(list(points.values()), ask, play.default_processes(), finish)
     return summaries
 
 

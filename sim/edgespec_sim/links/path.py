@@ -14,15 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from edgespec.core.link_model import (
-    CapacitySchedule,
-    DelaySchedule,
-    LinkModel,
-    LinkSettings,
-    LossSchedule,
-    OutageSchedule,
-    SharedQueue,
-)
+from edgespec.core import link_model as lm
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import NetworkTrace
 
@@ -140,12 +132,12 @@ MAX_SHARE: Final = 0.95
 _MEMORY: Final = 20.0
 
 
-class LoadedQueue(SharedQueue):
+class LoadedQueue(lm.SharedQueue):
     """A ``SharedQueue`` of which cross traffic takes ``share`` of the capacity, in the mean."""
 
     def __init__(
         self,
-        bits_per_s: float | CapacitySchedule,
+        bits_per_s: float | lm.CapacitySchedule,
         share: float,
         *,
         packet_bytes: int = PACKET_BYTES,
@@ -200,12 +192,12 @@ class LoadedQueue(SharedQueue):
 class TraceLinks:
     """The schedules of a trace; ``pair`` makes links from them."""
 
-    up_delay: DelaySchedule
-    down_delay: DelaySchedule
-    loss: LossSchedule | None
-    outages: OutageSchedule | None
-    up_capacity: CapacitySchedule | None
-    down_capacity: CapacitySchedule | None
+    up_delay: lm.DelaySchedule
+    down_delay: lm.DelaySchedule
+    loss: lm.LossSchedule | None
+    outages: lm.OutageSchedule | None
+    up_capacity: lm.CapacitySchedule | None
+    down_capacity: lm.CapacitySchedule | None
 
     @classmethod
     def of(cls, trace: NetworkTrace) -> TraceLinks:
@@ -213,24 +205,26 @@ class TraceLinks:
         if loss is not None:
             loss = tuple(1.0 - math.sqrt(1.0 - both) for both in loss)
         return cls(
-            up_delay=DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
-            down_delay=DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
-            loss=LossSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
-            outages=OutageSchedule(trace.outages_s, trace.duration_s) if trace.outages_s else None,
+            up_delay=lm.DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
+            down_delay=lm.DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
+            loss=lm.LossSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
+            outages=lm.OutageSchedule(trace.outages_s, trace.duration_s)
+            if trace.outages_s
+            else None,
             up_capacity=_capacity(trace, trace.up_bits_per_s),
             down_capacity=_capacity(trace, trace.down_bits_per_s),
         )
 
     def queues(
-        self, offset_s: float = 0.0, others: tuple[SharedQueue, SharedQueue] | None = None
-    ) -> tuple[SharedQueue, SharedQueue]:
+        self, offset_s: float = 0.0, others: tuple[lm.SharedQueue, lm.SharedQueue] | None = None
+    ) -> tuple[lm.SharedQueue, lm.SharedQueue]:
         """Up and down, of the trace's capacity; that of ``others``, or without limit, where it was
         not measured."""
         capacities = (self.up_capacity, self.down_capacity)
         up, down = (
-            other if capacity is None else SharedQueue(capacity, offset_s=offset_s)
+            other if capacity is None else lm.SharedQueue(capacity, offset_s=offset_s)
             for capacity, other in zip(
-                capacities, others or (SharedQueue(), SharedQueue()), strict=True
+                capacities, others or (lm.SharedQueue(), lm.SharedQueue()), strict=True
             )
         )
         return up, down
@@ -242,14 +236,14 @@ class TraceLinks:
         seed: int = 0,
         overhead_bytes: int = 0,
         outages_s: tuple[tuple[float, float], ...] = (),
-        queues: tuple[SharedQueue, SharedQueue] | None = None,
-    ) -> tuple[LinkModel, LinkModel]:
+        queues: tuple[lm.SharedQueue, lm.SharedQueue] | None = None,
+    ) -> tuple[lm.LinkModel, lm.LinkModel]:
         """Up and down; at time 0 they are ``offset_s`` into the trace. ``queues`` None: queues of
         their own with the trace's capacity; else those, which others may share. ``outages_s`` come
         on top of the trace's, once, on the links' clock."""
         up_queue, down_queue = queues or self.queues(offset_s)
         up, down = (
-            LinkSettings(
+            lm.LinkSettings(
                 overhead_bytes=overhead_bytes,
                 outages_s=outages_s,
                 schedule=delay,
@@ -260,7 +254,7 @@ class TraceLinks:
             )
             for delay, link_seed in ((self.up_delay, 2 * seed), (self.down_delay, 2 * seed + 1))
         )
-        return LinkModel(up, up_queue), LinkModel(down, down_queue)
+        return lm.LinkModel(up, up_queue), lm.LinkModel(down, down_queue)
 
 
 def _steps(
@@ -271,7 +265,7 @@ def _steps(
     return tuple((time_s, value * scale) for time_s, value in rows if time_s < trace.duration_s)
 
 
-def _capacity(trace: NetworkTrace, column: tuple[float, ...] | None) -> CapacitySchedule | None:
+def _capacity(trace: NetworkTrace, column: tuple[float, ...] | None) -> lm.CapacitySchedule | None:
     if column is None:
         return None
-    return CapacitySchedule(_steps(trace, column), trace.duration_s)
+    return lm.CapacitySchedule(_steps(trace, column), trace.duration_s)

@@ -18,14 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec_sim.run_summary import (
-    QUANTILES,
-    ArmSummary,
-    GroupSummary,
-    RequestRow,
-    RunSummary,
-    Spread,
-)
+from edgespec_sim import run_summary as rs
 
 # --- how the pages look, and the few lines of script that draw their plots ---------------------
 # Colours are variables, so that the plots can read those of the scheme in force.
@@ -237,7 +230,7 @@ def _library() -> str:
 Cell = str | int | float | bool | None
 
 
-def arms_csv(run: RunSummary) -> str:
+def arms_csv(run: rs.RunSummary) -> str:
     """Arms, and below each its groups; ``group`` is empty for the whole arm."""
     rows = []
     for arm in run.arms:
@@ -247,10 +240,10 @@ def arms_csv(run: RunSummary) -> str:
     return csv_text(rows)
 
 
-def requests_csv(run: RunSummary) -> str:
+def requests_csv(run: rs.RunSummary) -> str:
     """The requests that were kept, of all arms."""
     rows = [{"arm": arm.arm, **asdict(row)} for arm in run.arms for row in arm.rows]
-    return csv_text(rows, ("arm", *(field.name for field in fields(RequestRow))))
+    return csv_text(rows, ("arm", *(field.name for field in fields(rs.RequestRow))))
 
 
 def csv_text(rows: Sequence[Mapping[str, Cell]], header: Sequence[str] = ()) -> str:
@@ -263,7 +256,7 @@ def csv_text(rows: Sequence[Mapping[str, Cell]], header: Sequence[str] = ()) -> 
     return out.getvalue()
 
 
-def arm_cells(arm: ArmSummary) -> dict[str, Cell]:
+def arm_cells(arm: rs.ArmSummary) -> dict[str, Cell]:
     busy = [one.utilisation for one in arm.verifiers]
     return {
         "arm": arm.arm,
@@ -275,7 +268,7 @@ def arm_cells(arm: ArmSummary) -> dict[str, Cell]:
     }
 
 
-def group_cells(group: GroupSummary) -> dict[str, Cell]:
+def group_cells(group: rs.GroupSummary) -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
     for field in fields(group):
         value = getattr(group, field.name)
@@ -286,8 +279,8 @@ def group_cells(group: GroupSummary) -> dict[str, Cell]:
     return cells
 
 
-def _spread_cells(name: str, spread: Spread | None) -> dict[str, Cell]:
-    names = [f"{name}_mean", *(f"{name}_p{round(100 * share)}" for share in QUANTILES)]
+def _spread_cells(name: str, spread: rs.Spread | None) -> dict[str, Cell]:
+    names = [f"{name}_mean", *(f"{name}_p{round(100 * share)}" for share in rs.QUANTILES)]
     if spread is None:
         return dict.fromkeys(names)
     return dict(zip(names, (spread.mean, *spread.quantiles), strict=True))

@@ -14,15 +14,8 @@ from typing import Final
 
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.messages import FinishReason
+from edgespec_sim import run_summary as rs
 from edgespec_sim.report.timeline import DEVICE, Line, sized
-from edgespec_sim.run_summary import (
-    ArmSummary,
-    GroupSummary,
-    RequestRow,
-    RunSummary,
-    VerifierSummary,
-    spread_of,
-)
 from edgespec_sim.sessions import message_bytes
 
 # --- what one device session's lines add up to, request by request -----------------------------
@@ -168,7 +161,9 @@ _DevicesOf = dict[str, DeviceTally]
 _VerifiersOf = dict[str, VerifierTally]
 
 
-def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = False) -> RunSummary:
+def summarise(
+    lines: Iterable[Line], name: str = "run", *, simulated: bool = False
+) -> rs.RunSummary:
     """``name`` is that of the run and of its arm. Raises ``ValueError`` for a trace without a
     request."""
     devices: _DevicesOf = defaultdict(DeviceTally)
@@ -195,7 +190,7 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
         for key, one in requests[:MAX_ROWS]
     )
     notes = () if verifiers else (_NO_VERIFIER,)
-    arm = ArmSummary(
+    arm = rs.ArmSummary(
         arm=name,
         label="as traced",
         all=whole,
@@ -203,7 +198,7 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
         verifiers=tuple(_load(of, tally, duration_s) for of, tally in verifiers.items()),
         rows=rows,
     )
-    return RunSummary(
+    return rs.RunSummary(
         name=name,
         about="Summed up from the trace of a run.",
         tokens_from="the trace",
@@ -215,7 +210,7 @@ def summarise(lines: Iterable[Line], name: str = "run", *, simulated: bool = Fal
     )
 
 
-def _whole(requests: Sequence[Request], duration_s: float) -> GroupSummary:
+def _whole(requests: Sequence[Request], duration_s: float) -> rs.GroupSummary:
     done = [one for one in requests if not one.failed]
 
     def total(of: Callable[[DraftCounters], int]) -> int:
@@ -223,13 +218,13 @@ def _whole(requests: Sequence[Request], duration_s: float) -> GroupSummary:
 
     tokens, committed = sum(one.tokens for one in requests), total(lambda one: one.committed)
     tried = total(lambda one: one.tried)
-    return GroupSummary(
+    return rs.GroupSummary(
         requests=len(done),
         failed=len(requests) - len(done),
         tokens=tokens,
-        ttft_s=spread_of([one.ttft_s for one in done if one.ttft_s is not None]),
-        tpot_s=spread_of([one.tpot_s for one in done if one.tpot_s is not None]),
-        itl_s=spread_of([gap for one in requests for gap in one.gaps_s]),
+        ttft_s=rs.spread_of([one.ttft_s for one in done if one.ttft_s is not None]),
+        tpot_s=rs.spread_of([one.tpot_s for one in done if one.tpot_s is not None]),
+        itl_s=rs.spread_of([gap for one in requests for gap in one.gaps_s]),
         tokens_per_second=_per(tokens, duration_s),
         tokens_per_pass=_per(committed, total(lambda one: one.passes)),
         acceptance=total(lambda one: one.hits) / tried if tried else None,
@@ -240,8 +235,8 @@ def _whole(requests: Sequence[Request], duration_s: float) -> GroupSummary:
     )
 
 
-def _row(device: str, verifier: str, one: Request, zero_s: float) -> RequestRow:
-    return RequestRow(
+def _row(device: str, verifier: str, one: Request, zero_s: float) -> rs.RequestRow:
+    return rs.RequestRow(
         device=device,
         verifier=verifier,
         started_s=one.started_s - zero_s,
@@ -254,14 +249,14 @@ def _row(device: str, verifier: str, one: Request, zero_s: float) -> RequestRow:
     )
 
 
-def _load(name: str, tally: VerifierTally, duration_s: float) -> VerifierSummary:
-    return VerifierSummary(
+def _load(name: str, tally: VerifierTally, duration_s: float) -> rs.VerifierSummary:
+    return rs.VerifierSummary(
         name=name or "verifier",
         utilisation=_per(sum(end_s - start_s for start_s, end_s in tally.busy), duration_s),
         passes=tally.passes,
         rows_per_pass=_per(tally.rows, tally.passes),
         sessions_per_pass=_per(tally.sessions_in_passes, tally.passes),
-        queue_s=spread_of(tally.queues_s),
+        queue_s=rs.spread_of(tally.queues_s),
     )
 
 

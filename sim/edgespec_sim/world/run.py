@@ -21,38 +21,13 @@ from edgespec.config.loading import dump_config
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
 from edgespec.telemetry.trace import Tracer
-from edgespec_sim.replication import (
-    Interval,
-    quantile_interval,
-    ratio_interval,
-    share_interval,
-    speedup,
-)
-from edgespec_sim.run_summary import (
-    LOSSY,
-    ArmSummary,
-    Attainment,
-    LinkLoad,
-    RunSummary,
-    VerifierSummary,
-)
-from edgespec_sim.scenario.sections import (
-    DeviceSection,
-    Scenario,
-    SloSection,
-    TokensFrom,
-    VerifierSection,
-)
+from edgespec_sim import replication
+from edgespec_sim import run_summary as rs
+from edgespec_sim.scenario import sections
 from edgespec_sim.scenario.verifiers import measured
+from edgespec_sim.token_sources import source as sources
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.token_sources.relaxed_rule import LossySource
-from edgespec_sim.token_sources.source import (
-    ProcessSource,
-    TapeSource,
-    TokenSource,
-    ToySource,
-    tape_named,
-)
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
 from edgespec_sim.world.meters import Meters, RequestRecord, pace
 from edgespec_sim.world.site import Surrounding
@@ -61,7 +36,7 @@ from edgespec_sim.world.site import Surrounding
 # where times and energies come from, and what was relaxed.
 
 
-def notes_of(scenario: Scenario) -> tuple[str, ...]:
+def notes_of(scenario: sections.Scenario) -> tuple[str, ...]:
     """Where times and energies come from."""
     notes = [
         f"Draft steps of {name}: {measured(section.draft)}."
@@ -85,7 +60,7 @@ def notes_of(scenario: Scenario) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _energy_note(name: str, section: DeviceSection) -> str:
+def _energy_note(name: str, section: sections.DeviceSection) -> str:
     if section.radio_power and section.draft_w:
         return (
             f"Energy of {name}: {section.draft_w:g} W assumed while drafting, and the published"
@@ -96,7 +71,7 @@ def _energy_note(name: str, section: DeviceSection) -> str:
     return f"Energy of {name}: not reported, as the scenario has no {missing} for it."
 
 
-def _power_note(name: str, section: VerifierSection) -> str:
+def _power_note(name: str, section: sections.VerifierSection) -> str:
     idle_w, busy_w = section.power_idle_w, section.power_busy_w
     if idle_w is None:
         return f"Energy of {name}: {busy_w:g} W while a pass runs, at most; idle time is not known."
@@ -106,12 +81,14 @@ def _power_note(name: str, section: VerifierSection) -> str:
     )
 
 
-def is_lossy(scenario: Scenario, arm: Arm) -> bool:
+def is_lossy(scenario: sections.Scenario, arm: Arm) -> bool:
     """Whether its output may differ from the target's own."""
     return scenario.tokens.lossy_threshold is not None and arm.drafts
 
 
-def losses_of(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> tuple[str, ...]:
+def losses_of(
+    scenario: sections.Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]
+) -> tuple[str, ...]:
     """One note an arm whose output is not the target's own."""
     notes = []
     for arm in scenario.arms:
@@ -120,8 +97,8 @@ def losses_of(scenario: Scenario, outcomes: Sequence[tuple[Arm, WorldOutcome]]) 
             changed, tokens = (sum(column) for column in zip(*counts, strict=True))
             share = changed / tokens if tokens else 0.0
             notes.append(
-                f"{LOSSY}: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g} of"
-                f" the best token's probability on; {share:.1%} of its tokens are"
+                f"{rs.LOSSY}: {arm.value} tolerates drafts from {scenario.tokens.lossy_threshold:g}"
+                f" of the best token's probability on; {share:.1%} of its tokens are"
                 " not the target's."
             )
     return tuple(notes)
@@ -145,8 +122,8 @@ Records = Sequence[RequestRecord]
 
 
 def attainment(
-    scenario: Scenario, outcomes: Sequence[WorldOutcome], seeds: int
-) -> Attainment | None:
+    scenario: sections.Scenario, outcomes: Sequence[WorldOutcome], seeds: int
+) -> rs.Attainment | None:
     """Of one arm, whose worlds these are; None where neither objectives nor arrivals are given."""
     slo = scenario.slo
     if scenario.arrivals is None and not slo.given:
@@ -154,10 +131,10 @@ def attainment(
     groups = clusters(scenario, outcomes)
     judged = [[one for one in group if is_judged(one, scenario)] for group in groups]
     good = [(sum(attains(one, slo) for one in group), len(group)) for group in judged]
-    share, ends = share_interval(good)
+    share, ends = replication.share_interval(good)
     ttft = p95(groups, lambda one: one.ttft_s)
     tpot = p95(groups, lambda one: one.tpot_s)
-    return Attainment(
+    return rs.Attainment(
         asked=sum(map(len, judged)),
         share=0.0 if math.isnan(share) else share,
         share_interval=ends,
@@ -169,7 +146,7 @@ def attainment(
     )
 
 
-def clusters(scenario: Scenario, outcomes: Sequence[WorldOutcome]) -> list[Records]:
+def clusters(scenario: sections.Scenario, outcomes: Sequence[WorldOutcome]) -> list[Records]:
     """The requests that count, world by world, or stretch by stretch."""
     parts = math.ceil(_CLUSTERS / len(outcomes))
     found: list[Records] = []
@@ -187,22 +164,22 @@ def p95(
 ) -> tuple[float, float, float] | None:
     """With its interval, of the requests that have one."""
     known = [[v for one in group if (v := value(one)) is not None] for group in groups]
-    return quantile_interval(known, P95)
+    return replication.quantile_interval(known, P95)
 
 
-def is_judged(one: RequestRecord, scenario: Scenario) -> bool:
+def is_judged(one: RequestRecord, scenario: sections.Scenario) -> bool:
     """Whether it ended, or had time to."""
     return one.complete or bool(one.failed) or scenario.longest_drain_s > 0.0
 
 
-def attains(one: RequestRecord, slo: SloSection) -> bool:
+def attains(one: RequestRecord, slo: sections.SloSection) -> bool:
     """It ended well and kept to each objective; a single token has no TPOT to miss with."""
     if not one.complete or one.failed or one.ttft_s is None:
         return False
     return one.ttft_s <= slo.ttft_s and (one.tpot_s is None or one.tpot_s <= slo.tpot_s)
 
 
-def service_notes(scenario: Scenario, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
+def service_notes(scenario: sections.Scenario, arms: Sequence[rs.ArmSummary]) -> tuple[str, ...]:
     """What a reader has to know of load and window."""
     notes = []
     if scenario.arrivals is not None:
@@ -241,7 +218,7 @@ _TOY = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)
 class Job:
     """One arm of one shard."""
 
-    scenario: Scenario
+    scenario: sections.Scenario
     arm: Arm
     shard: int
     seed: int
@@ -250,7 +227,7 @@ class Job:
     """Watch every message, where the world is small enough for that."""
 
 
-def jobs_of(scenario: Scenario, seed: int, folder: Path) -> tuple[Job, ...]:
+def jobs_of(scenario: sections.Scenario, seed: int, folder: Path) -> tuple[Job, ...]:
     return tuple(
         Job(scenario, arm, shard, seed, folder)
         for arm in scenario.arms
@@ -273,7 +250,7 @@ def play(
         gc.set_threshold(*usual)
 
 
-def check(scenario: Scenario, folder: Path) -> None:
+def check(scenario: sections.Scenario, folder: Path) -> None:
     """Raise whatever ``play`` would refuse the scenario for: a world is built as it would be
     played, and thrown away, of an arm with drafts and of one without, for each end, as arms differ
     in nothing else that can be refused. ``TraceError``, ``TapeError``, ``ProfileError``,
@@ -296,20 +273,20 @@ def _world(job: Job, tracer: Tracer | None) -> World:
 
 
 def token_source(
-    scenario: Scenario, seed: int, folder: Path, *, lossy: bool = False
-) -> TokenSource:
+    scenario: sections.Scenario, seed: int, folder: Path, *, lossy: bool = False
+) -> sources.TokenSource:
     """``lossy``: with the scenario's relaxed rule, where it has one."""
     tokens = scenario.tokens
     match tokens.source:
-        case TokensFrom.TAPE:
-            return TapeSource(tape_named(tokens.tape, folder), seed)
-        case TokensFrom.PROCESS:
-            return ProcessSource(_process_law(tokens.tape, folder, tokens.acceptance), seed)
-        case TokensFrom.TOY:
+        case sections.TokensFrom.TAPE:
+            return sources.TapeSource(sources.tape_named(tokens.tape, folder), seed)
+        case sections.TokensFrom.PROCESS:
+            return sources.ProcessSource(_process_law(tokens.tape, folder, tokens.acceptance), seed)
+        case sections.TokensFrom.TOY:
             sampling = SamplingParams(temperature=tokens.temperature, seed=seed)
             if lossy and tokens.lossy_threshold is not None:
                 return LossySource(_TOY, tokens.noise, sampling, tokens.lossy_threshold)
-            return ToySource(_TOY, tokens.noise, sampling)
+            return sources.ToySource(_TOY, tokens.noise, sampling)
         case _:
             assert_never(tokens.source)
 
@@ -317,18 +294,18 @@ def token_source(
 @lru_cache(maxsize=16)
 def _process_law(tape: str, folder: Path, acceptance: float | None) -> AcceptanceLaw:
     """Fitting takes a second, and every arm asks."""
-    law = fit(tape_named(tape, folder))
+    law = fit(sources.tape_named(tape, folder))
     return law if acceptance is None else law.at(acceptance)
 
 
 def summarise(
-    scenario: Scenario,
+    scenario: sections.Scenario,
     seeds: Sequence[int],
     folder: Path,
     outcomes: Sequence[tuple[Arm, WorldOutcome]],
     environment: dict[str, str] | None = None,
     notes: tuple[str, ...] = (),
-) -> RunSummary:
+) -> rs.RunSummary:
     """``outcomes`` of all jobs, in the order of ``jobs_of``, seed after seed; they are used up.
     ``notes`` come first."""
     losses = losses_of(scenario, outcomes)
@@ -348,7 +325,7 @@ def summarise(
                 attainment=attained[arm],
             )
         )
-    return RunSummary(
+    return rs.RunSummary(
         name=scenario.name,
         about=scenario.about.strip(),
         tokens_from=token_source(scenario, seeds[0], folder).about,
@@ -363,7 +340,7 @@ def summarise(
     )
 
 
-_Speedup = tuple[float | None, Interval | None]
+_Speedup = tuple[float | None, replication.Interval | None]
 
 
 def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]]) -> dict[Arm, _Speedup]:
@@ -372,7 +349,7 @@ def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]]) -> dict[Arm, _Speedu
     base = totals.get(Arm.TARGET_ONLY)
     if base is None:
         return {}
-    found = {arm: speedup(base, mine) for arm, mine in totals.items()}
+    found = {arm: replication.speedup(base, mine) for arm, mine in totals.items()}
     value = found[Arm.TARGET_ONLY][0]
     return {**found, Arm.TARGET_ONLY: (value, None)}
 
@@ -392,8 +369,8 @@ def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
 
 
 def _arm_summary(
-    scenario: Scenario, arm: Arm, outcomes: Sequence[WorldOutcome], seeds: int
-) -> ArmSummary:
+    scenario: sections.Scenario, arm: Arm, outcomes: Sequence[WorldOutcome], seeds: int
+) -> rs.ArmSummary:
     shards = len(outcomes) // seeds
     each = [outcomes[first : first + shards] for first in range(0, len(outcomes), shards)]
     of_seeds = []
@@ -403,16 +380,16 @@ def _arm_summary(
             meters.merge(outcome.meters)
         of_seeds.append(meters)
     paces = pace(of_seeds)
-    tpot = ratio_interval([(one.tpot.seconds, one.tpot.requests) for one in of_seeds])
+    tpot = replication.ratio_interval([(one.tpot.seconds, one.tpot.requests) for one in of_seeds])
     verifiers = tuple(one for outcome in each[0] for one in outcome.verifiers)
     meters = of_seeds[0]
     for other in of_seeds[1:]:
         meters.pool(other)
     if seeds > 1:
         verifiers = _pooled_verifiers([one for o in outcomes for one in o.verifiers], meters, seeds)
-    return ArmSummary(
+    return rs.ArmSummary(
         arm=arm.value,
-        label=f"{LABELS[arm]}, {LOSSY}" if is_lossy(scenario, arm) else LABELS[arm],
+        label=f"{LABELS[arm]}, {rs.LOSSY}" if is_lossy(scenario, arm) else LABELS[arm],
         lossy=is_lossy(scenario, arm),
         all=meters.whole(),
         groups=meters.groups(),
@@ -424,20 +401,20 @@ def _arm_summary(
     )
 
 
-def _pooled_links(found: Sequence[tuple[LinkLoad, ...]]) -> tuple[LinkLoad, ...]:
+def _pooled_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad, ...]:
     """The means over worlds."""
-    by_name: dict[str, list[LinkLoad]] = {}
+    by_name: dict[str, list[rs.LinkLoad]] = {}
     for one in (one for same in found for one in same):
         by_name.setdefault(one.name, []).append(one)
     return tuple(
-        LinkLoad(name, fmean(one.up for one in same), fmean(one.down for one in same))
+        rs.LinkLoad(name, fmean(one.up for one in same), fmean(one.down for one in same))
         for name, same in by_name.items()
     )
 
 
 def _pooled_verifiers(
-    found: Sequence[VerifierSummary], meters: Meters, seeds: int
-) -> tuple[VerifierSummary, ...]:
+    found: Sequence[rs.VerifierSummary], meters: Meters, seeds: int
+) -> tuple[rs.VerifierSummary, ...]:
     """One a name, as ``found`` lists them seed after seed and shard after shard: loads are means
     over the seeds, passes are all of them."""
     count = len(found) // seeds
@@ -447,7 +424,7 @@ def _pooled_verifiers(
         passes = sum(one.passes for one in same)
         name = same[0].name
         pooled.append(
-            VerifierSummary(
+            rs.VerifierSummary(
                 name=name,
                 utilisation=sum(one.utilisation for one in same) / seeds,
                 passes=passes,
