@@ -215,22 +215,18 @@ class Stream:
         """The device lets go: what it sent before still arrives, then the verifier hears of it."""
         self.to_device = lambda message: None
         self.lost_at_device = lambda why: None
-        self._up.send(0, self._end_at_verifier)
+        self._up.send(0, lambda: self._end(self.lost_at_verifier))
 
     def close_from_verifier(self) -> None:
         self.to_verifier = lambda message: None
         self.lost_at_verifier = lambda: None
-        self._down.send(0, self._end_at_device)
+        why = "the verifier closed the stream"
+        self._down.send(0, lambda: self._end(lambda: self.lost_at_device(why)))
 
-    def _end_at_verifier(self) -> None:
+    def _end(self, tell: Callable[[], None]) -> None:
         if self.open:
             self.open = False
-            self.lost_at_verifier()
-
-    def _end_at_device(self) -> None:
-        if self.open:
-            self.open = False
-            self.lost_at_device("the verifier closed the stream")
+            tell()
 
 
 StepTime = Callable[[int, int], float]

@@ -25,7 +25,7 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import NetworkTrace
 from edgespec_sim.links.path import Handover, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
-from edgespec_sim.links.tcp import LEAST_TIMEOUT_S, RoundTrips, TcpConnection, TcpPath
+from edgespec_sim.links.tcp import LEAST_TIMEOUT_S, RoundTrips, TcpConnection
 from edgespec_sim.scenario.sections import DeviceSection, LinkSection, Scenario, WorkloadSection
 from edgespec_sim.world.run import Job, play
 
@@ -183,18 +183,6 @@ def test_packets_played_late_wait_as_those_with_an_event_each() -> None:
             queue.take(found[0], found[0] + queue.serialisation_s(found[0], 500), 500)
 
 
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        (lambda: LoadedQueue(RATE, 0.99), r"share is 0.99, but must be in \[0, 0.95\]"),
-        (lambda: LoadedQueue(RATE, 0.5, packet_bytes=0), "packet_bytes is 0"),
-    ],
-)
-def test_cross_traffic_out_of_range_is_named(build: Callable[[], object], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        build()
-
-
 ONE_WAY_S = 0.01
 RTT_S = 2 * ONE_WAY_S
 # Headers aside, of a message that fills a packet of its own.
@@ -295,9 +283,7 @@ def test_packets_that_leave_at_one_instant_left_one_after_the_other() -> None:
 MESSAGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40_000)), max_size=25)
 
 
-def _send_and_log(
-    queue: EventQueue, path: TcpPath, size: int, log: list[tuple[float, float]]
-) -> None:
+def _send_and_log(queue: EventQueue, path: Path, size: int, log: list[tuple[float, float]]) -> None:
     sent_s = queue.now
     path.send(size, lambda: log.append((sent_s, queue.now)))
 

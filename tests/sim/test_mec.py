@@ -107,25 +107,24 @@ def test_other_cells_are_noise_for_as_long_as_they_send(monkeypatch: pytest.Monk
     """Device 1 sends in cell 1 for an eighth of a step; cell 0 hears it the step after."""
     gains = [[1e-12, 1e-15], [2e-12, 1e-9]]
     queue, network = air(monkeypatch, gains)
-    quiet = network.signal(0, 0)
+    quiet = network.bits_per_s(0, 0)
     up, down = network.hop(1, 1)
     size_bytes = round(STEP_S / 8 * 1e6 * radio_network.MOST_BITS_PER_HZ / 8) - sc.FRAMING_BYTES
     up.arrival(queue.now, size_bytes)
     queue.run(1.5 * STEP_S)
-    noisy = network.signal(0, 0)
+    noisy = network.bits_per_s(0, 0)
     expected = rate(DEVICE_W, 1e-12, radio_network.STATION_NOISE_DB, DEVICE_W * 2e-12 / 8)
-    assert noisy.up_bits_per_s == pytest.approx(expected, rel=1e-3)
-    assert noisy.down_bits_per_s == quiet.down_bits_per_s
+    assert noisy == (pytest.approx(expected, rel=1e-3), quiet[1])
     # Its own signal is no noise to it, wherever it goes next; and a step later all is quiet.
-    assert network.signal(1, 0).up_bits_per_s == pytest.approx(
+    assert network.bits_per_s(1, 0)[0] == pytest.approx(
         rate(DEVICE_W, 2e-12, radio_network.STATION_NOISE_DB)
     )
     queue.run(2.5 * STEP_S)
-    assert network.signal(0, 0) == quiet
+    assert network.bits_per_s(0, 0) == quiet
     down.arrival(queue.now, size_bytes)
     queue.run(3.5 * STEP_S)
     heard = rate(STATION_W, 1e-12, radio_network.DEVICE_NOISE_DB, STATION_W * 1e-15 / 8)
-    assert network.signal(0, 0).down_bits_per_s == pytest.approx(heard, rel=1e-3)
+    assert network.bits_per_s(0, 0)[1] == pytest.approx(heard, rel=1e-3)
 
 
 @pytest.mark.parametrize("arm", list(Arm))

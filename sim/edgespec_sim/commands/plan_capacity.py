@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -111,12 +111,6 @@ def sessions_that_fit(model_name: str, gpu_name: str, tokens: float) -> int:
 # --- the question ---------------------------------------------------------------------------
 
 
-def mean_tokens(section: sections.DeviceSection) -> float:
-    """Of an answer: the log-normal spread leaves the median where it is and moves the mean."""
-    load = section.workload
-    return load.output_tokens * math.sqrt(1.0 + load.length_spread**2)
-
-
 def dealt(weights: dict[str, float], size: int) -> dict[str, int]:
     """``size`` devices in the proportion of ``weights`` (largest remainders), empty groups out."""
     total = sum(weights.values())
@@ -161,8 +155,12 @@ class CapacityQuestion:
 
     @property
     def cycle_s(self) -> float:
-        """About what a request takes, only to choose how long to look: 20 ms a token or so."""
-        return 0.5 + 0.02 * max(map(mean_tokens, self.scenario.devices.values()))
+        """About what a request takes, only to choose how long to look: 20 ms a token or so. The
+        log-normal spread of a length leaves its median where it is and moves its mean."""
+        loads = [one.workload for one in self.scenario.devices.values()]
+        return 0.5 + 0.02 * max(
+            one.output_tokens * math.sqrt(1.0 + one.length_spread**2) for one in loads
+        )
 
     @property
     def active(self) -> float:
@@ -356,8 +354,7 @@ class Search:
         if self.never:
             return []
         near = [one for one in (self.candidate, self.candidate - 1) if one >= 1]
-        new = [one for one in near if one not in self.observed]
-        return new or [one for one in near if not self.observed[one].meets.decided]
+        return self.unplayed[::-1] or [one for one in near if not self.observed[one].meets.decided]
 
     @property
     def unplayed(self) -> list[int]:
@@ -623,8 +620,13 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
     for search in planner.searches:
         for number, one in sorted(search.observed.items()):
             taken = search is best and number == search.candidate
-            cells = _row(_named(question, search.arm), one, price)
-            table.add_row(*cells, style="bold" if taken else None)
+            part = "" if one.played == number else f" at {one.played} of them"
+            table.add_row(
+                *(_named(question, search.arm), str(number)),
+                *(_triple(one.ttft_p95_s, 0), _triple(one.tpot_p95_s, 1)),
+                *(f"{one.utilisation:.0%}", f"{number * price:.2f}", f"{one.requests}{part}"),
+                style="bold" if taken else None,
+            )
     console.print(table)
     console.print("all by events; in brackets: 95 % intervals", style="dim")
     for search in planner.searches:
@@ -669,19 +671,6 @@ def _named(question: CapacityQuestion, arm: Arm) -> str:
     return f"{arm.value} {LOSSY}" if is_lossy(question.scenario, arm) else arm.value
 
 
-def _row(name: str, one: Observed, price: float) -> tuple[str, ...]:
-    part = "" if one.played == one.verifiers else f" at {one.played} of them"
-    return (
-        name,
-        str(one.verifiers),
-        _triple(one.ttft_p95_s, 0),
-        _triple(one.tpot_p95_s, 1),
-        f"{one.utilisation:.0%}",
-        f"{one.verifiers * price:.2f}",
-        f"{one.requests}{part}",
-    )
-
-
 def _triple(found: Triple, digits: int) -> str:
     value, low, high = ("never" if math.isinf(one) else f"{1e3 * one:.{digits}f}" for one in found)
     return f"{value} ({low}-{high})"
@@ -718,18 +707,8 @@ def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, 
 
 
 def _plain_observed(one: Observed) -> dict[str, Any]:
-    return {
-        "verifiers": one.verifiers,
-        "played": one.played,
-        "seeds": one.seeds,
-        "requests": one.requests,
-        "unfinished": one.unfinished,
-        "ttft_p95_ms": [_milliseconds(end) for end in one.ttft_p95_s],
-        "tpot_p95_ms": [_milliseconds(end) for end in one.tpot_p95_s],
-        "utilisation": round(one.utilisation, 4),
-        "meets": one.meets.value,
-    }
-
-
-def _milliseconds(time_s: float) -> float | None:
-    return None if math.isinf(time_s) else round(1e3 * time_s, 3)
+    plain = asdict(one) | {"utilisation": round(one.utilisation, 4), "meets": one.meets.value}
+    for name in ("ttft_p95", "tpot_p95"):
+        ends_s = plain.pop(f"{name}_s")
+        plain[f"{name}_ms"] = [None if math.isinf(s) else round(1e3 * s, 3) for s in ends_s]
+    return plain

@@ -15,15 +15,14 @@ arrives before it was sent is an error.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import typer
@@ -46,8 +45,8 @@ from edgespec.device import build
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.telemetry.trace import TraceFile
 from edgespec_sim.cost_profile import CostProfile, ProfileError, TimeLaw, constant
+from edgespec_sim.report.timeline import Line, read_lines
 
-Line = Mapping[str, Any]
 QUANTILES = 21
 
 # The slowest hundredth is the machine's doing (other programs, paging), not the operation's.
@@ -80,21 +79,6 @@ class Samples:
     turnarounds: list[Sample] = field(default_factory=list)
     connects: list[float] = field(default_factory=list)
     """From wanting a stream to the verifier's having its first message."""
-
-
-def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a trace. Raises ``ProfileError`` naming file and line."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, text in enumerate(lines, start=1):
-                try:
-                    line = json.loads(text)
-                    float(line["at_s"]), line["kind"], line["name"], line["session"]
-                except (KeyError, TypeError, ValueError) as error:
-                    raise ProfileError(f"{path}:{number}: not a line of a trace") from error
-                yield line
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path}: not readable: {error}") from error
 
 
 def samples_of(device: Iterable[Line], verifier: Iterable[Line]) -> Samples:
@@ -234,7 +218,10 @@ def fit_law(samples: Sequence[Sample]) -> TimeLaw:
         plain = [without_context_s(one) - session_s * (one.sessions - 1) for one in group]
         table.append((rows, max(0.0, median(plain)), len(group)))
     law = TimeLaw(_increasing(table), context_s, session_s=session_s)
-    ratios = [_ratio(sample, law) for sample in samples]
+    ratios = [
+        one.seconds / expected_s if (expected_s := _expected_s(one, law)) else 1.0
+        for one in samples
+    ]
     highest = _quantiles(ratios, 100)[_CLIP_PERCENT]
     spread = _quantiles([min(ratio, highest) for ratio in ratios], QUANTILES - 1)
     return replace(law, spread=tuple(round(float(ratio), 5) for ratio in spread))
@@ -345,11 +332,6 @@ def _expected_s(sample: Sample, law: TimeLaw) -> float:
     return law.seconds(sample.rows, sample.context_length, sessions=sample.sessions)
 
 
-def _ratio(sample: Sample, law: TimeLaw) -> float:
-    expected_s = _expected_s(sample, law)
-    return sample.seconds / expected_s if expected_s else 1.0
-
-
 # --- the workloads whose traces a profile is fitted to -----------------------------------------
 # they visit what a deployment does.
 # Steps and passes of every size that comes up: plain streaming (one row a pass), drafts of
@@ -444,34 +426,23 @@ async def _play(
     agents += [open_agent(_PLAIN, drafts=False) for _ in range(workload.beside)]
     # The end token would make lengths a matter of the text.
     sampling = SamplingParams(max_tokens=workload.tokens, ignore_eos=True)
+
+    async def generate(number: int, agent: Agent) -> None:
+        start = 11 * (7 * repeat + number) % len(text)  # another beginning for each
+        prompt = tuple(islice(cycle(text), start, start + workload.prompt_length))
+        async for _ in agent.generate(prompt, sampling):
+            pass
+
     try:
-        await asyncio.gather(
-            *(
-                _generate(agent, _prompt(text, 7 * repeat + number, workload), sampling)
-                for number, agent in enumerate(agents)
-            )
-        )
+        await asyncio.gather(*(generate(*numbered) for numbered in enumerate(agents)))
     finally:
         for agent in agents:
             await agent.close()
 
 
-async def _generate(agent: Agent, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-    async for _ in agent.generate(prompt, sampling):
-        pass
-
-
-def _prompt(text: Sequence[int], number: int, workload: Workload) -> tuple[int, ...]:
-    """Another beginning for each number."""
-    start = 11 * number % len(text)
-    return tuple(islice(cycle(text), start, start + workload.prompt_length))
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 DEVICE_TRACE, VERIFIER_TRACE = "device.jsonl", "verifier.jsonl"
-
-
 _OUT = option("Where the profile goes", "--out", "-o", metavar="FILE")
 _MODEL_HERE = option("Target, as of a verifier", envvar="EDGESPEC_MODEL")
 _DRAFT_HERE = option("Draft, as of a device", envvar="EDGESPEC_DRAFT")
@@ -536,8 +507,8 @@ async def _measure_costs(
 
 
 def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) -> None:
-    """Fit, write and show. Raises ``ProfileError``, ``OSError``."""
-    samples = samples_of(read_lines(device), read_lines(verifier))
+    """Fit, write and show. Raises ``ValueError``, ``OSError``."""
+    samples = samples_of(read_lines([device]), read_lines([verifier]))
     found = fit_profile(samples, name, report.origin())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(found.to_json(), encoding="utf-8")

@@ -44,8 +44,6 @@ class ManyHops:
     """A path over links one after the other, at least one, and ``fixed_s`` behind the last."""
 
     def __init__(self, queue: EventQueue, links: Sequence[Link], fixed_s: float = 0.0) -> None:
-        if not links:
-            raise ValueError("a path has 0 links, but at least 1 goes")
         self._queue, self._links, self._fixed_s = queue, tuple(links), fixed_s
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
@@ -74,8 +72,6 @@ class Handover:
     """A path that begins as ``path``; ``change`` attaches it to another."""
 
     def __init__(self, queue: EventQueue, path: Path, gap_s: float) -> None:
-        if not 0.0 <= gap_s < math.inf:
-            raise ValueError(f"gap_s is {gap_s}, but must be finite and not negative")
         self._queue, self._path, self._gap_s = queue, path, gap_s
         self._up_from_s = 0.0
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
@@ -93,7 +89,9 @@ class Handover:
         def arrive() -> None:
             assert cell[0] is None, "a path delivered a message twice"
             cell[0] = deliver
-            self._release()
+            while self._order and (first := self._order[0][0]) is not None:
+                self._order.popleft()
+                first()
 
         if self._waiting or self._up_from_s > self._queue.now:
             if not self._waiting:
@@ -110,11 +108,6 @@ class Handover:
         for size_bytes, arrive in waiting:
             self._path.send(size_bytes, arrive)
 
-    def _release(self) -> None:
-        while self._order and (deliver := self._order[0][0]) is not None:
-            self._order.popleft()
-            deliver()
-
 
 # --- a shared queue that others load too -------------------------------------------------------
 # Poisson packets, without an event a packet.
@@ -128,7 +121,6 @@ class Handover:
 
 
 PACKET_BYTES: Final = 1400
-MAX_SHARE: Final = 0.95
 _MEMORY: Final = 20.0
 
 
@@ -145,10 +137,6 @@ class LoadedQueue(lm.SharedQueue):
         offset_s: float = 0.0,
     ) -> None:
         super().__init__(bits_per_s, offset_s=offset_s)
-        if not 0.0 <= share <= MAX_SHARE:
-            raise ValueError(f"share is {share}, but must be in [0, {MAX_SHARE}]")
-        if packet_bytes < 1:
-            raise ValueError(f"packet_bytes is {packet_bytes}, but must be at least 1")
         self._share = share
         self._packet_bytes = packet_bytes
         self._chance = random.Random(seed)

@@ -115,7 +115,7 @@ class TcpReceiver:
         self._behind: list[tuple[int, int]] = []
         self._last: tuple[int, int] | None = None
         self._duplicate = False
-        self._conversing = False
+        self.conversing = False
         self._last_data_s = -math.inf
         self._waiting = 0
         """Packets not yet answered."""
@@ -125,28 +125,28 @@ class TcpReceiver:
         self._last_data_s = now_s
         if end <= self.upto:
             self._duplicate = True
-            return self._at_once()
+            self.conversing = False
+            return True
         if start > self.upto:
             self._duplicate = any(a <= start and end <= b for a, b in self._behind)
             self._add(start, end)
-            return self._at_once()
+            self.conversing = False
+            return True
         self.upto = end
         if self._behind:
             while self._behind and self._behind[0][0] <= self.upto:
                 self.upto = max(self.upto, self._behind.pop(0)[1])
-            return self._at_once()
+            self.conversing = False
+            return True
         self._waiting += 1
-        if not self._conversing or self._waiting > 1 or end - start >= SEGMENT_BYTES:
+        if not self.conversing or self._waiting > 1 or end - start >= SEGMENT_BYTES:
             return True
         self.timer_s = now_s + ticks_s(_DELAY_S)
         return False
 
     def sent_data(self, now_s: float) -> None:
         if now_s - self._last_data_s < _DELAY_S:
-            self._conversing = True
-
-    def timer_ran(self) -> None:
-        self._conversing = False
+            self.conversing = True
 
     def answer(self) -> Acknowledgement:
         """For a packet that leaves now."""
@@ -157,10 +157,6 @@ class TcpReceiver:
             ranges.remove(self._last)
             ranges.insert(0, self._last)
         return Acknowledgement(self.upto, tuple(ranges[:_REPORTED]), duplicate)
-
-    def _at_once(self) -> bool:
-        self._conversing = False
-        return True
 
     def _add(self, start: int, end: int) -> None:
         joined = []
@@ -339,7 +335,9 @@ class TcpSender:
             return self._transmit(now_s)
         self._end_probe(ack, advanced=advanced)
         if self._state is not _State.OPEN and self._first >= self._recover_at:
-            self._end_recovery()
+            if self._state is _State.RECOVERY:
+                self.window.end_reduction()
+            self._state = _State.OPEN
         reducing = self._state is _State.RECOVERY
         if self._find_losses(now_s) and self._state is _State.OPEN:
             self._begin_recovery()
@@ -437,11 +435,6 @@ class TcpSender:
         self._state, self._recover_at = _State.RECOVERY, self._next
         self._probe_end = None
         self.window.begin_reduction()
-
-    def _end_recovery(self) -> None:
-        if self._state is _State.RECOVERY:
-            self.window.end_reduction()
-        self._state = _State.OPEN
 
     # --- timers ----------------------------------------------------------------------------
 
@@ -587,21 +580,11 @@ class TcpConnection:
         self.device = _End(queue, up, delays_s[0], message_s)
         self.verifier = _End(queue, down, delays_s[1], message_s)
         self.device.peer, self.verifier.peer = self.verifier, self.device
-        self.up, self.down = TcpPath(self.device), TcpPath(self.verifier)
-
-
-class TcpPath:
-    """One direction of a connection, as a ``Path``."""
-
-    def __init__(self, end: _End) -> None:
-        self._end = end
-
-    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self._end.write(size_bytes + MESSAGE_BYTES, deliver)
+        self.up, self.down = self.device, self.verifier
 
 
 class _End:
-    """One end: what it writes goes over ``links`` to its peer."""
+    """One end, and the ``Path`` from it over ``links`` to its peer."""
 
     peer: _End
 
@@ -617,10 +600,10 @@ class _End:
         """Under way from here: the byte behind each, and what delivers it."""
         self._wake_s = math.inf
 
-    def write(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self._written += size_bytes
+    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
+        self._written += size_bytes + MESSAGE_BYTES
         self._messages.append((self._written, deliver))
-        self._send(self.sender.write(self._queue.now, size_bytes))
+        self._send(self.sender.write(self._queue.now, size_bytes + MESSAGE_BYTES))
 
     def _send(self, ranges: Sequence[tuple[int, int]]) -> None:
         for start, end in ranges:
@@ -676,7 +659,7 @@ class _End:
             return  # an earlier one was wanted meanwhile
         self._wake_s = math.inf
         if self.receiver.timer_s <= now_s:
-            self.receiver.timer_ran()
+            self.receiver.conversing = False
             self._packet(0, 0)
         if self.sender.timer_s <= now_s:
             self._send(self.sender.timer_ran(now_s))

@@ -5,18 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from html import escape
+from statistics import fmean
 from typing import Final
 
 from edgespec.bench.arms import Arm
-from edgespec_sim.run_summary import (
-    QUANTILES,
-    ArmSummary,
-    GroupSummary,
-    RunSummary,
-    Spread,
-)
+from edgespec_sim.run_summary import QUANTILES, ArmSummary, GroupSummary, RunSummary, Spread
 
 MISSING: Final = "–"
 _NAME_MAX: Final = 28
@@ -126,33 +120,50 @@ def table(
     )
 
 
-_TIMES = ("TTFT p50 ms", "TPOT mean ms", "p50 ms", "p95 ms", "p99 ms")
-_WORK = ("tokens / pass", "acceptance", "wasted / token", "bytes up", "bytes down")
+_Columns = dict[str, Callable[[GroupSummary], str]]
+_TIMES: Final[_Columns] = {
+    "TTFT p50 ms": lambda group: _ms(group.ttft_s, _MEDIAN),
+    "TPOT mean ms": lambda group: milliseconds(group.tpot_s and group.tpot_s.mean),
+    "p50 ms": lambda group: _ms(group.tpot_s, _MEDIAN),
+    "p95 ms": lambda group: _ms(group.tpot_s, _P95),
+    "p99 ms": lambda group: _ms(group.tpot_s, _P99),
+}
+_WORK: Final[_Columns] = {
+    "tokens / pass": lambda group: number(group.tokens_per_pass),
+    "acceptance": lambda group: percent(group.acceptance),
+    "wasted / token": lambda group: number(group.wasted_per_token),
+    "bytes up": lambda group: number(group.up_bytes_per_token),
+    "bytes down": lambda group: number(group.down_bytes_per_token),
+}
+_ENERGIES: Final[dict[str, Callable[[ArmSummary], float | None]]] = {
+    "device J": lambda arm: arm.all.energy_j_per_token,
+    # While passes ran; then while verifiers were powered and none did, those that served nobody
+    # too.
+    "GPU J, at most": lambda arm: _a_token(arm, [one.energy_j for one in arm.verifiers]),
+    "GPU idle J": lambda arm: _a_token(arm, [one.idle_j for one in arm.verifiers]),
+}
 
 
 def arm_columns(run: RunSummary) -> dict[str, Callable[[ArmSummary], str]]:
     """What a table of arms can say, by column; of energy, what anything is known of."""
-    columns: dict[str, Callable[[ArmSummary], str]] = {
-        name: partial(_cell, _times, index) for index, name in enumerate(_TIMES)
-    }
-    columns["speed-up"] = speedup
-    columns |= {name: partial(_cell, _work, index) for index, name in enumerate(_WORK)}
-    energies = {"device J": device_j, "GPU J, at most": verifiers_j, "GPU idle J": verifiers_idle_j}
-    for name, of in energies.items():
+
+    def whole(of: Callable[[GroupSummary], str]) -> Callable[[ArmSummary], str]:
+        return lambda arm: of(arm.all)
+
+    def joules(of: Callable[[ArmSummary], float | None]) -> Callable[[ArmSummary], str]:
+        return lambda arm: number(of(arm))
+
+    columns = {name: whole(of) for name, of in _TIMES.items()} | {"speed-up": speedup}
+    columns |= {name: whole(of) for name, of in _WORK.items()}
+    for name, of in _ENERGIES.items():
         if any(of(arm) is not None for arm in run.arms):
-            columns[name] = partial(_number_of, of)
-    columns["GPU busy"] = lambda arm: percent(_mean_utilisation(arm))
+            columns[name] = joules(of)
+    columns["GPU busy"] = lambda arm: percent(
+        fmean(one.utilisation for one in arm.verifiers) if arm.verifiers else None
+    )
     columns["tokens/s"] = lambda arm: number(arm.all.tokens_per_second)
     columns["differ"] = lambda arm: count(arm.all.mismatches)
     return columns
-
-
-def _cell(of: Callable[[GroupSummary], tuple[str, ...]], index: int, arm: ArmSummary) -> str:
-    return of(arm.all)[index]
-
-
-def _number_of(of: Callable[[ArmSummary], float | None], arm: ArmSummary) -> str:
-    return number(of(arm))
 
 
 def arms_table(run: RunSummary) -> str:
@@ -166,21 +177,6 @@ def arms_table(run: RunSummary) -> str:
     return table(caption, ("arm", *columns), rows, [is_ours(arm.arm) for arm in run.arms])
 
 
-def device_j(arm: ArmSummary) -> float | None:
-    """A token; None where a part is not known."""
-    return arm.all.energy_j_per_token
-
-
-def verifiers_j(arm: ArmSummary) -> float | None:
-    """A token, while passes ran."""
-    return _a_token(arm, [one.energy_j for one in arm.verifiers])
-
-
-def verifiers_idle_j(arm: ArmSummary) -> float | None:
-    """A token, while verifiers were powered and no pass ran: those that served nobody, too."""
-    return _a_token(arm, [one.idle_j for one in arm.verifiers])
-
-
 def _a_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
     if not arm.all.tokens or not known or None in known:
         return None
@@ -192,39 +188,12 @@ def _named(arm: ArmSummary) -> str:
     return f"{arm.name}{ours}\n{arm.label}"
 
 
-def _times(group: GroupSummary) -> tuple[str, ...]:
-    ttft, tpot = group.ttft_s, group.tpot_s
-    return (
-        _ms(ttft, _MEDIAN),
-        milliseconds(None if tpot is None else tpot.mean),
-        _ms(tpot, _MEDIAN),
-        _ms(tpot, _P95),
-        _ms(tpot, _P99),
-    )
-
-
 def _ms(spread: Spread | None, quantile: int) -> str:
     return milliseconds(None if spread is None else spread.quantiles[quantile])
 
 
-def _work(group: GroupSummary) -> tuple[str, ...]:
-    return (
-        number(group.tokens_per_pass),
-        percent(group.acceptance),
-        number(group.wasted_per_token),
-        number(group.up_bytes_per_token),
-        number(group.down_bytes_per_token),
-    )
-
-
-def _mean_utilisation(arm: ArmSummary) -> float | None:
-    if not arm.verifiers:
-        return None
-    return sum(one.utilisation for one in arm.verifiers) / len(arm.verifiers)
-
-
 def requests_ended_table(run: RunSummary) -> str:
-    columns: dict[str, Callable[[GroupSummary], str]] = {
+    columns: _Columns = {
         "completed": lambda group: count(group.requests),
         "failed": lambda group: count(group.failed),
         "reconnects": lambda group: count(group.reconnects),
@@ -256,21 +225,16 @@ def groups_table(run: RunSummary) -> str:
         for arm in run.arms:
             if (group := arm.groups.get(name)) is not None:
                 ended = (count(group.requests), count(group.failed))
-                rows.append((name, arm.name, *ended, *_times(group), *_work(group)))
+                cells = [of(group) for of in (_TIMES | _WORK).values()]
+                rows.append((name, arm.name, *ended, *cells))
                 ours.append(is_ours(arm.arm))
     return table("Groups of devices.", header, rows, ours, texts=(1,)) if rows else ""
 
 
 def verifiers_table(run: RunSummary) -> str:
     """Empty when no verifier was seen. The busiest of each arm come first."""
-    header: tuple[str, ...] = (
-        "verifier",
-        "arm",
-        "busy",
-        "passes",
-        "rows / pass",
-        "sessions / pass",
-    )
+    header = ("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass")
+    header += ("queue p50 ms", "queue p95 ms")
     rows, ours, left = [], [], 0
     for arm in run.arms:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
@@ -288,9 +252,7 @@ def verifiers_table(run: RunSummary) -> str:
         "Verifiers; the queue is from a draft's arrival to its pass, so there is none without "
         f"drafts.{more}"
     )
-    return (
-        table(caption, (*header, "queue p50 ms", "queue p95 ms"), rows, ours, (1,)) if rows else ""
-    )
+    return table(caption, header, rows, ours, (1,)) if rows else ""
 
 
 DRAFTS_HEADER: Final = (

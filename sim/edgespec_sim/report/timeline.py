@@ -39,10 +39,17 @@ from edgespec.core.protocol.messages import Commit, Draft, Received
 Line = dict[str, Any]
 DEVICE: Final = "device"
 VERIFIER: Final = "verifier"
-_COMMIT_NUMBERS: Final = (
-    *("accepted", "stale", "queue_us", "verify_us"),
-    *("rows", "echo", "held_us"),
-)
+_SIZED: Final[dict[str, tuple[type[Draft | Received | Commit], tuple[str, ...]]]] = {
+    "Draft": (Draft, ("first_node_id", "parents", "tokens", "base_position", "base_hash")),
+    "Received": (Received, ("position", "echo")),
+    "Commit": (
+        Commit,
+        (
+            *("position", "tokens", "accepted", "stale", "queue_us"),
+            *("verify_us", "rows", "echo", "held_us"),
+        ),
+    ),
+}
 _FARTHEST_S: Final = 1e12
 _KEYS: Final = ("at_s", "side", "session", "kind", "name")
 
@@ -90,25 +97,8 @@ def sized(message: Line) -> Draft | Received | Commit | None:
     """A message as its core class, to be sized; None for those that travel once a stream, whose
     size says more about the prompt than about the way of decoding. A commit's reason to finish is
     left out."""
-    match message["name"]:
-        case "Draft":
-            return Draft(
-                message["first_node_id"],
-                tuple(message["parents"]),
-                tuple(message["tokens"]),
-                message["base_position"],
-                message["base_hash"],
-            )
-        case "Received":
-            return Received(message["position"], message["echo"])
-        case "Commit":
-            return Commit(
-                message["position"],
-                tuple(message["tokens"]),
-                *(message[key] for key in _COMMIT_NUMBERS),
-            )
-        case _:
-            return None
+    kind, names = _SIZED.get(message["name"], (None, ()))
+    return None if kind is None else kind(**{name: message[name] for name in names})
 
 
 # --- the parts of a timeline, and how spans that overlap share a lane --------------------------
@@ -547,7 +537,7 @@ def _named(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     numbers = _numbers(timeline)
     for row, span in rows_apart(timeline.spans):
-        start_us, end_us = _microseconds(span)
+        start_us = round(span.start_s * 1e6)
         yield {
             "name": span.name,
             "cat": span.lane.value,
@@ -555,7 +545,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "pid": numbers[span.session],
             "tid": _thread(span.lane, row),
             "ts": start_us,
-            "dur": end_us - start_us,
+            "dur": round(span.end_s * 1e6) - start_us,
             "args": span.args,
         }
     for mark in timeline.marks:
@@ -577,7 +567,3 @@ def _numbers(timeline: Timeline) -> dict[str, int]:
 
 def _thread(lane: Lane, row: int) -> int:
     return 1 + _LANES[lane] * _ROWS_MAX + min(row, _ROWS_MAX - 1)
-
-
-def _microseconds(span: Span) -> tuple[int, int]:
-    return round(span.start_s * 1e6), round(span.end_s * 1e6)

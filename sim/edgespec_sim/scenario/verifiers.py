@@ -6,12 +6,11 @@ import math
 import statistics
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
 from edgespec.core.protocol.checks import Section, check_limits, limited
-from edgespec_sim.cost_profile import CostProfile, TimeLaw, read_profile
+from edgespec_sim.cost_profile import TimeLaw, read_profile
 from edgespec_sim.links.network_trace import file_named
 
 # --- watts -------------------------------------------------------------------------------------
@@ -70,9 +69,6 @@ class RadioPower:
         idle_s = gap_s - connected_s - tail_s
         return self.connected_w * connected_s + self.tail_w * tail_s + self.idle_w * idle_s
 
-    def wakes_after(self, gap_s: float) -> bool:
-        return gap_s > self.connected_s + self.tail_s
-
 
 RADIOS: Final = {
     # Promotion 0.26 s at 1.21 W; connected at 1.2 W (its "beta") until 0.1 s without a packet;
@@ -96,7 +92,7 @@ class RadioMeter:
     def packet(self, now_s: float, up_bytes: int = 0, down_bytes: int = 0) -> None:
         self._settle(now_s)
         power, before_s = self._power, self._packet_s
-        if before_s is None or power.wakes_after(now_s - before_s):
+        if before_s is None or now_s - before_s > power.connected_s + power.tail_s:
             self._taken_j += power.promotion_s * power.promotion_w
         self._taken_j += 8 * (power.up_j_per_bit * up_bytes + power.down_j_per_bit * down_bytes)
         self._packet_s = now_s
@@ -134,7 +130,7 @@ class CostSection:
     jitter: float = limited(0.0, 0.0, 2.0)
     """Relative standard deviation, log-normal."""
     profile: str = ""
-    """A file of ``edgespec profile``, or the name of a bundled one."""
+    """A file of ``edgespec profile``."""
     roofline: str = ""
     """MODEL@MACHINE: computed from data sheets, not measured."""
 
@@ -315,7 +311,7 @@ def law_of(section: CostSection, operation: Operation, folder: Path, share: floa
     """``folder`` is where relative file names start, ``share`` that of the layers a node holds.
     Raises ``ProfileError`` or ``ValueError``."""
     if section.profile:
-        profile = profile_named(section.profile, folder)
+        profile = read_profile(file_named(section.profile, folder))
         law = profile.draft_step if operation is Operation.DRAFT_STEP else profile.target_pass
         law = _scaled(law, share)
     elif section.roofline:
@@ -326,12 +322,6 @@ def law_of(section: CostSection, operation: Operation, folder: Path, share: floa
         table = ((1.0, first_s), (2.0, first_s + row_s)) if row_s else ((1.0, first_s),)
         law = TimeLaw(table, share * section.context_us / 1e6)
     return replace(law, spread=_log_normal(section.jitter)) if section.jitter else law
-
-
-def profile_named(name: str, folder: Path) -> CostProfile:
-    """A bundled profile by its name, or a file. Raises ``ProfileError``."""
-    bundled = files("edgespec_sim") / "data" / "profiles" / f"{name}.json"
-    return read_profile(Path(str(bundled)) if bundled.is_file() else file_named(name, folder))
 
 
 def measured(section: CostSection) -> str:

@@ -183,10 +183,6 @@ class _Reading:
             return self.advance(self.length, feed[missing:])
         return 0
 
-    @property
-    def on_script(self) -> bool:
-        return self.off_at == _NEVER
-
 
 class _Played(_Reading):
     """A sequence of a target, with the tree of its last pass until that is kept or dropped."""
@@ -249,7 +245,7 @@ class ScriptedTarget:
             raise ScriptError(f"sequence {key!r} is not open")
         played = self._sequences[key]
         index = played.advance(request.cache_length, request.feed)
-        if not played.on_script:
+        if played.off_at != _NEVER:
             raise ScriptError(f"{key!r}: committed tokens are not the target's own")
         played.nodes, played.parents = nodes, request.parents
         if not request.sample:

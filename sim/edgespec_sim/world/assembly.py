@@ -7,9 +7,7 @@ the others. Worlds with several shards are played one by one and added up.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,10 +16,7 @@ from edgespec.core.association.policies import ranked
 from edgespec.core.protocol.messages import Limits
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.run_summary import (
-    LinkLoad,
-    VerifierSummary,
-)
+from edgespec_sim.run_summary import LinkLoad, VerifierSummary
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Stream
@@ -162,13 +157,12 @@ class World:
         """``progress`` hears of virtual time now and then. Raises ``ConservationError``."""
         self._start()
         duration_s = self.scenario.duration_s
-        with _seldom_collected():
-            for step in range(1, _MAX_PROGRESS_STEPS + 1):
-                now_s = duration_s * step / _MAX_PROGRESS_STEPS
-                self.meters.events += self.queue.run(now_s)
-                progress(now_s)
-            self._after, links = self._counters(), self.network.loads()
-            self._drain()
+        for step in range(1, _MAX_PROGRESS_STEPS + 1):
+            now_s = duration_s * step / _MAX_PROGRESS_STEPS
+            self.meters.events += self.queue.run(now_s)
+            progress(now_s)
+        self._after, links = self._counters(), self.network.loads()
+        self._drain()
         for user in self.users:
             user.finish()
         if self.reception is not None:
@@ -207,16 +201,13 @@ class World:
         """Under the same load, until the requests that count have ended, or for so long."""
         drain_s = self.scenario.longest_drain_s
         for step in range(1, _DRAIN_STEPS + 1):
-            if not drain_s or not self._counted_under_way():
+            waiting = self.reception.waiting if self.reception is not None else []
+            begun_s = [user.asked_s for user in self.users if user.device is not None]
+            asked_s = [*begun_s, *(arrival.at_s for arrival in waiting)]
+            if not drain_s or not any(map(self.counts, asked_s)):
                 return
             until_s = self.scenario.duration_s + drain_s * step / _DRAIN_STEPS
             self.meters.events += self.queue.run(until_s)
-
-    def _counted_under_way(self) -> bool:
-        waiting = self.reception.waiting if self.reception is not None else []
-        return any(
-            user.device is not None and self.counts(user.asked_s) for user in self.users
-        ) or any(self.counts(arrival.at_s) for arrival in waiting)
 
     def _count_waiting(self, reception: Reception) -> None:
         """Requests that no device has begun are unfinished like those under way."""
@@ -257,18 +248,6 @@ class World:
         site, hardware = self.sites[index]
         busy_s = self._after[index].busy_s - self._before[index].busy_s
         return Powered(site.section, hardware, busy_s, self.scenario.window_s)
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Finished sessions leave few cycles of references, but a search for them looks at every object
-    and drives the sessions out of the processor's cache: a tenth of the time of 10,000 devices."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def without_server_drafts(scenario: Scenario) -> Scenario:

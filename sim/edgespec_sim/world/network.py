@@ -188,9 +188,12 @@ class LinkInstances:
 
     def _make_queues(self, key: int) -> Queues:
         section, seed = self.section, number_of(f"{self._seed}/queue/{key}")
+        up, down = section.up_mbps * 1e6, section.down_mbps * 1e6
         queues = (
-            _queue(section.up_mbps * 1e6, section.cross_up, seed),
-            _queue(section.down_mbps * 1e6, section.cross_down, seed + 1),
+            LoadedQueue(up, section.cross_up, seed=seed) if section.cross_up else SharedQueue(up),
+            LoadedQueue(down, section.cross_down, seed=seed + 1)
+            if section.cross_down
+            else SharedQueue(down),
         )
         return self._traced.queues(self._offset_s(key), queues) if self._traced else queues
 
@@ -221,10 +224,6 @@ class LinkInstances:
         return LinkLoad(name, up, down)
 
 
-def _queue(bits_per_s: float, share: float, seed: int) -> SharedQueue:
-    return LoadedQueue(bits_per_s, share, seed=seed) if share else SharedQueue(bits_per_s)
-
-
 # --- which device is connected to which verifier, and what ends a connection -------------------
 # A device connects once to a verifier; later streams share the connection and pay nothing for it.
 # Where packets are lost that is one TCP connection, played packet by packet. A handover that
@@ -245,12 +244,11 @@ class Connections:
         """Of devices whose handovers break streams."""
         self._schedule(queue)
 
-    def known(self, number: int, verifier: str) -> bool:
-        return (number, verifier) in self._connected
-
-    def note(self, number: int, verifier: str) -> None:
-        """The device has a connection to that verifier now."""
+    def meet(self, number: int, verifier: str) -> bool:
+        """The device has a connection to that verifier from now on; whether it had one before."""
+        known = (number, verifier) in self._connected
         self._connected.add((number, verifier))
+        return known
 
     def tcp(self, number: int, verifier: str, make: Callable[[], TcpConnection]) -> TcpConnection:
         """The device's connection; it is made where there is none."""
@@ -328,8 +326,8 @@ class Network:
         """Paths up and down for one stream of device ``number``, and what connecting takes: a round
         trip for the first, and nothing for those that share the connection later."""
         self._streams += 1
-        connect_s = self.connecting_s(group, number, verifier)
-        self.connections.note(number, verifier)
+        known = self.connections.meet(number, verifier)
+        connect_s = 0.0 if known else self.view(group, number, verifier).rtt_s
         names = self.names(group, verifier)
         if any(self._links[name].lossy for name in names):
             connect = partial(self._make_connection, number, verifier, names)
@@ -339,12 +337,6 @@ class Network:
         make = partial(self._paths, group, number, verifier, self._streams)
         up, down = make() if self.cells is None else self.cells.ride(number, make)
         return up, down, connect_s
-
-    def connecting_s(self, group: str, number: int, verifier: str) -> float:
-        """What the device's next stream to that verifier would take to connect."""
-        if self.connections.known(number, verifier):
-            return 0.0
-        return self.view(group, number, verifier).rtt_s
 
     def loads(self) -> tuple[LinkLoad, ...]:
         duration_s = self._scenario.duration_s
@@ -379,11 +371,11 @@ class Network:
         if self.cells is not None:
             station = self.cells.of(number)
             backhaul_rtt_s = self.cells.backhaul_rtt_s(number, verifier)
-        signal = self._radio.signal(number, station)
+        up, down = self._radio.bits_per_s(number, station)
         return LinkView(
             view.rtt_s + self._access_s + backhaul_rtt_s,
-            min(view.up_bits_per_s, signal.up_bits_per_s),
-            min(view.down_bits_per_s, signal.down_bits_per_s),
+            min(view.up_bits_per_s, up),
+            min(view.down_bits_per_s, down),
         )
 
     def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:

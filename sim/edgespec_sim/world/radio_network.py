@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -99,16 +98,13 @@ class UmiGains:
         """Positions of shape (n, 2); ``gone_m`` is how far each device moved since last time."""
         gaps = devices_m[:, None, :] - stations_m[None, :, :]
         distance_m = np.hypot(gaps[..., 0], gaps[..., 1])
-        self._redraw_luck(gone_m)
+        redrawn = self._rng.random(self._shape) > np.exp(-gone_m / LOS_STATE_M)[:, None]
+        self._luck = np.where(redrawn, self._rng.random(self._shape), self._luck)
         sight = self._luck < los_probability(distance_m)
         shadowing_db = self._shadowing_db(sight, gone_m)
         loss_db = path_loss_db(distance_m, sight) + shadowing_db
         gains: Floats = 10.0 ** (-loss_db / 10.0) * self._fading(sight)
         return gains
-
-    def _redraw_luck(self, gone_m: Floats) -> None:
-        redrawn = self._rng.random(self._shape) > np.exp(-gone_m / LOS_STATE_M)[:, None]
-        self._luck = np.where(redrawn, self._rng.random(self._shape), self._luck)
 
     def _shadowing_db(self, sight: Flags, gone_m: Floats) -> Floats:
         reach_m = np.where(sight, LOS_SHADOWING_M, NLOS_SHADOWING_M)
@@ -145,15 +141,12 @@ class RandomWaypoint:
         side_m: float,
         speed_m_s: tuple[float, float],
     ) -> None:
-        low, high = speed_m_s
-        if not 0 < low <= high:
-            raise ValueError(f"speeds {speed_m_s} m/s: wanted 0 < lowest <= highest")
         self._rng = rng
         self._side_m = side_m
         self._speeds = speed_m_s
         self.positions_m: Floats = rng.uniform(0.0, side_m, (devices, 2))
         self._goals_m: Floats = rng.uniform(0.0, side_m, (devices, 2))
-        self._speed_m_s: Floats = rng.uniform(low, high, devices)
+        self._speed_m_s: Floats = rng.uniform(*speed_m_s, devices)
 
     def advance(self, seconds: float) -> Floats:
         """Move everyone; returns the way each has gone, in metres, shape (devices,)."""
@@ -230,14 +223,6 @@ _STEP_S = 1.0
 _TICKS_PER_S = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """Of one device at one station, now."""
-
-    up_bits_per_s: float
-    down_bits_per_s: float
-
-
 class RadioNetwork:
     def __init__(
         self,
@@ -287,12 +272,10 @@ class RadioNetwork:
             _Air(down, partial(self._receive_s, device, station), stretch),
         )
 
-    def signal(self, device: int, station: int) -> Signal:
-        share = 1.0 - self._section.load
-        return Signal(
-            share * float(self._up[device, station]),
-            share * float(self._down[device, station]),
-        )
+    def bits_per_s(self, device: int, station: int) -> tuple[float, float]:
+        """Up and down, of one device at one station, now."""
+        share, place = 1.0 - self._section.load, (device, station)
+        return share * float(self._up[place]), share * float(self._down[place])
 
     def loads(self, names: Sequence[str], duration_s: float) -> list[LinkLoad]:
         """Of the air of each station, in their order: others' part of the airtime comes first."""
@@ -327,8 +310,8 @@ class RadioNetwork:
 
     def _advance(self) -> None:
         section = self._section
-        gone_m = self._walk.advance(_STEP_S) if section.speed_m_per_s else np.zeros(0)
-        changes = self._step(gone_m if gone_m.size else np.zeros(len(self.serving)))
+        still_m = np.zeros(len(self.serving))
+        changes = self._step(self._walk.advance(_STEP_S) if section.speed_m_per_s else still_m)
         self._queue.after(_STEP_S, self._advance)
         for change in changes:
             self.on_change(change)
@@ -337,11 +320,8 @@ class RadioNetwork:
         handover = self._section.handover
         if handover is None:
             return []
-        changes: list[Change] = []
-        if self._attachment is None:
-            self._attachment = Attachment(gains)
-        else:
-            changes = self._attachment.measure(gains)
+        before, self._attachment = self._attachment, self._attachment or Attachment(gains)
+        changes = [] if before is None else before.measure(gains)
         self.serving = self._attachment.cells
         return changes
 
@@ -361,7 +341,10 @@ class RadioNetwork:
         down_w = station_w * (heard.sum(axis=1, keepdims=True) - heard)
         up = device_w * gains / (up_noise_w + up_w)
         down = station_w * gains / (down_noise_w + down_w)
-        self._up, self._down = (band_hz * _bits_per_hz(snr) for snr in (up, down))
+        self._up, self._down = (
+            band_hz * np.clip(np.log2(1.0 + snr), LEAST_BITS_PER_HZ, MOST_BITS_PER_HZ)
+            for snr in (up, down)
+        )
         self._device_s[:] = 0.0
         self._station_s[:] = 0.0
         return changes
@@ -406,11 +389,6 @@ def _uplink_noise(gains: Floats, serving: Floats, sends: Floats, load: float) ->
             heard[station] = 0.0
             others += load * heard
     return ours + others
-
-
-def _bits_per_hz(snr: Floats) -> Floats:
-    bits: Floats = np.clip(np.log2(1.0 + snr), LEAST_BITS_PER_HZ, MOST_BITS_PER_HZ)
-    return bits
 
 
 def _watts(dbm: float) -> float:

@@ -12,9 +12,9 @@ import bisect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from edgespec.bench.arms import Arm, arm_settings
+from edgespec.bench.arms import arm_settings
 from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import named_policy
@@ -22,7 +22,7 @@ from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
-from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, never_cancelled
+from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
 from edgespec.core.protocol.messages import Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.guarded import GuardedDrafter
@@ -30,18 +30,17 @@ from edgespec.device.drafters.token_cache import DraftWindow
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.sections import (
-    ConditionSection,
-    ConditionsSection,
-    Scenario,
-)
+from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Request
 from edgespec_sim.world.arrivals import Arrival, drawn_length
-from edgespec_sim.world.meters import Meters, RequestRecord, Walked
-from edgespec_sim.world.site import Site, Surrounding
+from edgespec_sim.world.meters import RequestRecord, Walked
+from edgespec_sim.world.site import Site
+
+if TYPE_CHECKING:
+    from edgespec_sim.world.assembly import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +66,17 @@ class WindowedDrafter:
         """Of the last step: tokens that it fed, and rows that it found."""
         self._inner, self._row_bytes, self._on_restricted = inner, row_bytes, on_restricted
         self._window, self._width = DraftWindow(window, moving=True), width
-        self._touched = 0
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._inner.info
-
-    @property
-    def held_tokens(self) -> int:
-        return self._touched
-
-    @property
-    def held_bytes(self) -> int:
-        """What the rows that are held take."""
-        return self._touched * self._row_bytes
+        self.info, self.close = inner.info, inner.close
+        self.held_tokens = 0
 
     def growth_bytes(self, length: int) -> int:
-        rows = min(length, self._window.size) - self._touched
+        rows = min(length, self._window.size) - self.held_tokens
         return max(0, rows) * self._row_bytes
 
     def restrict(self, window: int, width: int) -> None:
         self._window.resize(window)
         self._width = width if window else 0
-        self._touched = min(self._touched, window)
+        self.held_tokens = min(self.held_tokens, window)
         self._on_restricted(window, width)
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
@@ -113,11 +100,8 @@ class WindowedDrafter:
         rows = length - self._window.skipped
         self.kept, self.fed = self._window.held, rows - self._window.held
         self._window.held = rows
-        self._touched = max(self._touched, self._window.held)
+        self.held_tokens = max(self.held_tokens, self._window.held)
         return found[: self._width]
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 _MIB, _KIB = 1 << 20, 1 << 10
@@ -129,10 +113,7 @@ class ConditionCourse:
     def __init__(self, rows: Sequence[ConditionSection]) -> None:
         self._rows = tuple(_carried(rows))
         self._times_s = [row.at_s for row in self._rows]
-
-    @property
-    def most_slowdown(self) -> float:
-        return max(row.slowdown or 1.0 for row in self._rows)
+        self.most_slowdown = max(row.slowdown or 1.0 for row in self._rows)
 
     def resident_bytes(self, now_s: float) -> int:
         return int((self._at(now_s).resident_mib or 0.0) * _MIB)
@@ -172,14 +153,9 @@ class Governors:
         if section.budget_mib is not None:
             self.drafter = self._guarded(section, int(section.budget_mib * _MIB), drafter)
 
-    def begin(
-        self,
-        device: SimulatedDevice,
-        tracer: Tracer | None,
-    ) -> None:
-        """A request starts now on ``device``; its changes are counted from here on."""
-        self.walked = Walked()
-        self._tracer, self._key = tracer, device.session.request.session_id
+    def begin(self, key: str, tracer: Tracer | None) -> None:
+        """The request of this session starts now; its changes are counted from here on."""
+        self.walked, self._tracer, self._key = Walked(), tracer, key
 
     def ended(self) -> Walked:
         """What was done since ``begin``."""
@@ -202,18 +178,15 @@ class Governors:
         return GuardedDrafter(
             rows,
             guard,
-            lambda: self._course.resident_bytes(self._queue.now) + rows.held_bytes,
+            lambda: self._course.resident_bytes(self._queue.now) + rows.held_tokens * row_bytes,
             lambda: self._queue.now,
         )
 
     def _restricted(self, window: int, width: int) -> None:
-        now = Restriction(window, width)
-        less = (now.window, now.width) < (self._standing.window, self._standing.width)
-        self._standing = now
-        if less:
-            self.walked.tightened += 1
-        else:
-            self.walked.loosened += 1
+        less = (window, width) < (self._standing.window, self._standing.width)
+        self._standing = Restriction(window, width)
+        self.walked.tightened += less
+        self.walked.loosened += not less
         if self._tracer is not None:
             line = DraftRestricted(window, width)
             self._tracer.record(self._queue.now, "device", self._key, "event", line)
@@ -226,34 +199,13 @@ _DRAFT_CONTEXT = 65_536
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 
 
-class AnyWorld(Protocol):
-    """What a user needs of the world."""
-
-    scenario: Scenario
-    arm: Arm
-    surrounding: Surrounding
-    queue: EventQueue
-    meters: Meters
-    eos_token_ids: tuple[int, ...]
-
-    def choose(self, user: User) -> Site: ...
-
-    def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
-        """A stream and its set-up time; None while the site is down."""
-
-    def tracer(self, user: User) -> Tracer | None: ...
-
-    def counts(self, asked_s: float) -> bool:
-        """Whether a request that is asked at that time counts."""
-
-
 class User:
     """``start`` once, or ``serve`` what comes; ``finish`` when the world ends, to count what is
     under way. ``on_free`` hears, in an open loop, that the next request may come."""
 
     def __init__(
         self,
-        world: AnyWorld,
+        world: World,
         group: str,
         name: str,
         number: int,
@@ -374,14 +326,12 @@ class User:
             self._ended,
         )
         if governors is not None:
-            governors.begin(self.device, tracer)
+            governors.begin(key, tracer)
         self.device.start()
 
     def _step_s(self, kept: int, fed: int) -> float:
         chance = self._cost_dice.random() if self._cost_dice else 0.5
-        course, slowdown = self.course, 1.0
-        if course is not None:
-            slowdown = course.slowdown(self._queue.now)
+        slowdown = 1.0 if self.course is None else self.course.slowdown(self._queue.now)
         if self.governors is not None:
             kept, fed = self.governors.step_of(kept, fed)
             if not fed:
@@ -389,8 +339,7 @@ class User:
         return slowdown * self.step.seconds(fed, kept, chance)
 
     def _connect(self, site: Site, key: str) -> tuple[Stream, float] | None:
-        opened = self._world.connect(self, site, key)
-        if opened is not None:
+        if (opened := self._world.connect(self, site, key)) is not None:
             self._streams.append(opened[0])
         return opened
 
