@@ -17,14 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, assert_never
 
 from edgespec.core.association.policies import conversation_named, conversation_of
+from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
 from edgespec.core.device.commit_reader import largest_id
-from edgespec.core.device.estimates import (
-    DraftEstimates,
-    Learned,
-    LearnedByModel,
-    VerifierEstimates,
-)
 from edgespec.core.device.goodput_policy import named_policy, why_resting
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
@@ -196,7 +191,7 @@ class GenerationStats:
     never got, are not counted."""
 
     counters: ev.DraftCounters
-    estimates: DraftEstimates
+    estimates: es.DraftEstimates
     route: VerifierRoute | None = None
     """None where the agent knows one verifier only."""
     policy: DraftPolicy | None = None
@@ -239,7 +234,7 @@ class AgentOptions:
     """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
     draft_caches: int = DEFAULT_CACHES
     """Generations that are drafted for at once; those beyond are streamed."""
-    learned: Learned = field(default_factory=Learned, compare=False)
+    learned: es.Learned = field(default_factory=es.Learned, compare=False)
     """What earlier agents have learned on this machine with this draft."""
     text: TextTables | None = field(default=None, compare=False)
     """What the user's texts have said, where guesses come from them too."""
@@ -280,8 +275,8 @@ class Agent:
         """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Failures that the user has heard of."""
-        self.verifier = VerifierEstimates()
-        self._learned = LearnedByModel(self.options.model, self.options.learned)
+        self.verifier = es.VerifierEstimates()
+        self._learned = es.LearnedByModel(self.options.model, self.options.learned)
         self._drivers: set[SessionDriver] = set()
         """Of generations that run, and of those that ended whose tasks still do."""
 
@@ -311,13 +306,15 @@ class Agent:
         verifier refuses or cannot be reached any more.
         """
         await self._ready()
-        sampling = checked_sampling(sampling)
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            kind = type(sampling).__name__
+            raise TypeError(f"sampling is {kind}, but must be SamplingParams")
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         model = checked_model(model) or self.options.model
         rule = full_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_prompt(text, self._vocabulary_size)
-        sampling = await self._read(sampling)
+        sampling = await self._read(sampling or SamplingParams())
         drafter = self.drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
@@ -480,13 +477,6 @@ class Agent:
 
 
 # --- what a caller asks for is checked before anything of it leaves the device -----------------
-
-
-def checked_sampling(sampling: SamplingParams | None) -> SamplingParams:
-    """``sampling``, or the defaults. Raises ``TypeError``."""
-    if sampling is not None and not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
-    return sampling or SamplingParams()
 
 
 def checked_model(name: str) -> str:

@@ -58,8 +58,13 @@ class DrafterPool:
     def close(self) -> None:
         """Free the model. A step that runs is waited for, unless it hangs: then what it uses is
         freed when it comes back, or lost with the process, which may end without it."""
+
+        def close_all() -> None:
+            for drafter in reversed(self._drafters):
+                drafter.close()
+
         hangs = self._given_up is not None and not self._given_up.done()
-        if not self._thread.close(self._close_all, 0.0 if hangs else _CLOSING_S):
+        if not self._thread.close(close_all, 0.0 if hangs else _CLOSING_S):
             _log.warning("a draft step still runs; the draft's memory is freed when it ends")
 
     async def step(self, lease: DrafterLease, step: StartStep) -> StepDone | StepFailed:
@@ -124,10 +129,6 @@ class DrafterPool:
 
         with suppress(RuntimeError):  # closed
             self._thread.submit(put)
-
-    def _close_all(self) -> None:
-        for drafter in reversed(self._drafters):
-            drafter.close()
 
 
 class DrafterLease:

@@ -196,11 +196,7 @@ def exported_variant(folder: Path, config: dict[str, Any]) -> memory.DraftVarian
         table_bytes=int(table * _STORED_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
         layers=manifest.layers,
-        heads=whole["heads"],
-        kv_heads=manifest.kv_heads,
-        head_dim=manifest.head_dim,
-        hidden=whole["hidden"],
-        feed_forward=whole["feed_forward"],
+        **(whole | {"kv_heads": manifest.kv_heads, "head_dim": manifest.head_dim}),
         vocabulary_size=manifest.model.vocabulary_size,
         context_length=manifest.window or manifest.model.context_length,
     )
@@ -216,11 +212,11 @@ def source_variant(
     """
     shape = _shape(config)
     hidden, dim, layers = shape["hidden"], shape["head_dim"], int(config["num_hidden_layers"])
-    heads, kv_heads = shape["heads"], shape["kv_heads"]
     vocabulary = int(config["vocab_size"])
     positions = min(int(config["max_position_embeddings"]), _LONGEST_EXPORTED)
     context = min(int(config.get("trained_length") or positions), positions)
-    layer = hidden * dim * (2 * heads + 2 * kv_heads) + 3 * hidden * shape["feed_forward"]
+    heads = 2 * (shape["heads"] + shape["kv_heads"])
+    layer = hidden * dim * heads + 3 * hidden * shape["feed_forward"]
     tables = 1 if config.get("tie_word_embeddings", True) else 2
     per_weight = _STORED_PER_WEIGHT[bits]
     table = int(vocabulary * hidden * per_weight)
@@ -232,11 +228,7 @@ def source_variant(
         table_bytes=table,
         inline=False,
         layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=dim,
-        hidden=hidden,
-        feed_forward=shape["feed_forward"],
+        **shape,
         vocabulary_size=vocabulary,
         context_length=context,
     )

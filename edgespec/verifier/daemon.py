@@ -134,8 +134,7 @@ class TargetWorker:
             results = tuple(self._target.forward(batch)) if batch else ()
             return ee.BatchDone(results, time.perf_counter() - began_s)
 
-        self._last = done = loop.run_in_executor(self._thread, work)
-        return done
+        return self._begun(work)
 
     def draft(self, action: ee.RunDrafts) -> asyncio.Future[ee.DraftsDone]:
         """A round of the verifier's own draft model, whose sequences are open: every session in it
@@ -153,8 +152,7 @@ class TargetWorker:
                 drafting.take(guesses, time.perf_counter() - began_s)
             return drafting.done()
 
-        self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        return done
+        return self._begun(work)
 
     def drop_drafter(self) -> None:
         """No round follows, and the memory of the draft model is given back."""
@@ -170,6 +168,9 @@ class TargetWorker:
             finally:
                 self._target.close(request.key)
 
+        return self._begun(work)
+
+    def _begun(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         self._last = done = asyncio.get_running_loop().run_in_executor(self._thread, work)
         return done
 

@@ -22,12 +22,11 @@ from hypothesis import strategies as st
 from edgespec.core.link_model import (
     LEAST_TIMEOUT_S,
     CapacitySchedule,
-    DelaySchedule,
     LinkModel,
     LinkSettings,
-    LossSchedule,
     OutageSchedule,
     SharedQueue,
+    StepSchedule,
 )
 from tests.tables import tabled
 
@@ -36,7 +35,7 @@ TWICE = OutageSchedule(((1.0, 2.0), (4.0, 5.0)), period_s=10.0)
 SCHEDULES: dict[Any, Any] = {
     "twice": TWICE,
     "half": OutageSchedule(((1.0, 2.0),), period_s=2.0),
-    "late first": DelaySchedule(((0.0, 0.5), (1.0, 0.01))),
+    "late first": StepSchedule(((0.0, 0.5), (1.0, 0.01))),
 }
 
 
@@ -63,7 +62,7 @@ def test_links_that_share_a_queue(
 
 def test_a_schedule_steps_holds_its_ends_and_repeats() -> None:
     steps = ((1.0, 0.1), (2.0, 0.2))
-    once, again = DelaySchedule(steps), DelaySchedule(steps, period_s=3.0)
+    once, again = StepSchedule(steps), StepSchedule(steps, period_s=3.0)
     assert [once.at(t) for t in (0.0, 1.0, 1.9, 2.0, 99.0)] == [0.1, 0.1, 0.1, 0.2, 0.2]
     assert [again.at(t) for t in (2.5, 3.0, 4.5, 5.5)] == [0.2, 0.1, 0.1, 0.2]
     capacity = CapacitySchedule(((1.0, RATE), (2.0, RATE / 2)))
@@ -180,7 +179,7 @@ def test_no_queue_carries_more_than_its_capacity(
 
 
 def test_loss_follows_its_schedule() -> None:
-    schedule = LossSchedule(((0.0, 0.0), (60.0, 0.5)), period_s=120.0)
+    schedule = StepSchedule(((0.0, 0.0), (60.0, 0.5)), period_s=120.0)
     link = LinkModel(LinkSettings(loss=0.9, loss_schedule=schedule, seed=1))
     late = [link.arrival(30.0 * n, 100) > 30.0 * n for n in range(2000)]
     assert not any(one for n, one in enumerate(late) if n % 4 < 2)

@@ -320,11 +320,6 @@ KINDS: dict[str, Callable[..., object]] = {
     "constraint": partial(Constraint, ConstraintKind.REGEX),
     "rule": rule,
     "budget": parse_budget,
-    "queue": link_model.SharedQueue,
-    "link": link_model.LinkSettings,
-    "delays": link_model.DelaySchedule,
-    "capacity": link_model.CapacitySchedule,
-    "losses": link_model.LossSchedule,
     "outages": link_model.OutageSchedule,
     "open": open_request,
 }

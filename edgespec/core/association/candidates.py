@@ -256,15 +256,8 @@ class Candidates:
         ]
         return min(held_s) if held_s and min(held_s) > 0.0 else None
 
-    def due(self, now: float) -> list[Candidate]:
-        """Those whose breaker has been open for long enough to ask again."""
-        return [one for at, one in self._to_ask() if at <= now]
-
-    @property
-    def next_probe_at(self) -> float | None:
-        return min((at for at, _ in self._to_ask()), default=None)
-
-    def _to_ask(self) -> Iterator[tuple[float, Candidate]]:
+    def to_probe(self) -> Iterator[tuple[float, Candidate]]:
+        """Those whose breaker is open, and when to ask each of them again."""
         for one in self.listed.values():
             if (at := one.breaker.probe_at) is not None and not one.probing:
                 yield at, one

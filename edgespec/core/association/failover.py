@@ -69,14 +69,14 @@ class Failover:
         self.policy = policy
         self.candidates = Candidates(association, policy.breaker, seed)
         self.routes: dict[int, Route] = {}
-        self._ask_first = association.looks_at_answers
+        self._ask_first = association is Association.LOWEST_DELAY
 
     @property
     def deadline(self) -> float | None:
         """When to send ``Tick``; None: nothing is to be waited for."""
         if not self.routes:
             return None
-        times = [self.candidates.next_probe_at]
+        times: list[float | None] = [at for at, _ in self.candidates.to_probe()]
         for route in self.routes.values():
             times += [route.hedge_at, route.asking_until]
         return min((time for time in times if time is not None), default=None)
@@ -278,9 +278,10 @@ class Failover:
             if route.wanted and any(time is not None and time <= now for time in times):
                 actions += self._dial_next(route, now)
         if self.routes:
-            for candidate in self.candidates.due(now):
-                candidate.breaker.probing()
-                actions.append(_probe(candidate))
+            for at, candidate in tuple(self.candidates.to_probe()):
+                if at <= now:
+                    candidate.breaker.probing()
+                    actions.append(_probe(candidate))
         return actions
 
     def _on_probe(self, event: ev.ProbeAnswered | ev.ProbeFailed, now: float) -> Actions:

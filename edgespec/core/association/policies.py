@@ -28,11 +28,6 @@ class Association(Enum):
     LOWEST_DELAY = "lowest-delay"
     RENDEZVOUS = "rendezvous"
 
-    @property
-    def looks_at_answers(self) -> bool:
-        """Whether it wants to know what the verifiers say of themselves."""
-        return self is Association.LOWEST_DELAY
-
 
 @statically_frozen
 class VerifierView:

@@ -53,8 +53,9 @@ class PrefixSharing:
     def __init__(self, ledger: BlockLedger, owner_of: OwnerOf) -> None:
         self._ledger, self._owner_of = ledger, owner_of
         self._names: dict[str, BlockNames] = {}
-        self._filling: set[bytes] = set()
-        """Names of the blocks that the pass which is being formed will have filled."""
+        self.filling: set[bytes] = set()
+        """Names of the blocks that the pass which is being formed will have filled; to be cleared
+        before anybody joins it."""
 
     def enter(self, key: str, prefix: CommittedPrefix) -> int | None:
         """A session without cached rows takes hold of what is there for it; how many tokens that
@@ -82,21 +83,17 @@ class PrefixSharing:
     def waits(self, key: str, start: int, most: int) -> bool:
         """Whether a session that may feed ``most`` rows gets as far without feeding any."""
         names, size = self._names[key], self._ledger.block_tokens
-        if not self._filling or start + most >= names.prefix.length:
+        if not self.filling or start + most >= names.prefix.length:
             return False
         place = start // size
         stop = place
-        while stop < self._shareable(names) and names.name(stop) in self._filling:
+        while stop < self._shareable(names) and names.name(stop) in self.filling:
             stop += 1
         return stop > place and (stop + 1) * size > start + most
 
-    def new_pass(self) -> None:
-        """Nobody has joined the pass that is being formed."""
-        self._filling.clear()
-
     def joins(self, key: str, first: int, stop: int) -> None:
         """The pass being formed will fill the session's blocks ``first`` to ``stop - 1``."""
-        self._filling.update(map(self._names[key].name, range(first, stop)))
+        self.filling.update(map(self._names[key].name, range(first, stop)))
 
     def publish(self, key: str, length: int) -> None:
         """A pass went well, so the first ``length`` rows of the session are what they should be."""
@@ -169,7 +166,7 @@ class CacheKeeper:
             return 0
         if self._sharing is not None:
             if not spared:
-                self._sharing.new_pass()
+                self._sharing.filling.clear()
             decodes = session.prefix.length - session.cache_length == 1
             if not decodes and self._waits(self._sharing, session, most, now):
                 return 0
@@ -281,24 +278,18 @@ class CacheKeeper:
     def _victims(self, key: str, spared: Collection[str], now: float) -> list[str]:
         """Who may lose blocks to ``key``, in the order in which they do."""
         assert self.ledger is not None
-        gone: list[tuple[float, str]] = []
-        waiting: list[tuple[float, str]] = []
-        newer: list[str] = []
+        found: list[tuple[int, float, str]] = []  # of these kinds in turn, each in its order
         met = False
         holders = frozenset(self.ledger.holders)
-        for other_key, other in self.sessions.items():
+        for opened, (other_key, other) in enumerate(self.sessions.items()):
             if other_key == key:
                 met = True
             elif other_key not in holders or other_key in spared:
                 continue
             elif other.device.detached_at is not None:
-                gone.append((other.device.detached_at, other_key))
+                found.append((0, other.device.detached_at, other_key))
             elif other.device.unread_since is not None:
-                waiting.append((other.device.unread_since, other_key))
+                found.append((1, other.device.unread_since, other_key))
             elif met:
-                newer.append(other_key)
-        return [
-            *(victim for _, victim in sorted(gone)),
-            *(victim for _, victim in sorted(waiting)),
-            *reversed(newer),
-        ]
+                found.append((2, -opened, other_key))
+        return [victim for _, _, victim in sorted(found)]

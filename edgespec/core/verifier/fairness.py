@@ -114,7 +114,9 @@ class Fairness:
         """The keys by priority, else as they are; ``left_out``: of how many passes in a row."""
         if len({self._of(key).priority for key in keys}) < 2:
             return keys
-        return sorted(keys, key=lambda key: self._rank(key, left_out.get(key, 0)))
+        return sorted(
+            keys, key=lambda key: (left_out.get(key, 0) < AGE_PASSES, -self._of(key).priority)
+        )
 
     def prompts_in_turn(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """The prompts by priority, then by how many rows their credential was fed, else as they
@@ -186,9 +188,6 @@ class Fairness:
 
     def _of(self, key: str) -> Credential:
         return self._credential_of.get(key, ANYBODY)
-
-    def _rank(self, key: str, left_out: int) -> tuple[bool, int]:
-        return left_out < AGE_PASSES, -self._of(key).priority
 
     def _account(self, key: str, now: float) -> Account:
         credential = self._of(key)

@@ -44,15 +44,7 @@ class CacheGroup:
         self.budget_bytes = budget_bytes
         self.restriction: Restriction | None = None
         """The last one that the governor laid on; None: none yet."""
-        self._most = most
-
-    def add(self, member: Restrictable) -> None:
-        self.members.append(member)
-
-    def check_room(self) -> None:
-        """Raises ``MemoryError`` naming the bound when there are as many as may be."""
-        if len(self.members) >= self._most:
-            raise MemoryError(f"the memory budget was planned with {self._most} caches")
+        self.most = most
 
     @property
     def held_tokens(self) -> int:
@@ -91,10 +83,11 @@ class GuardedDrafter:
 
     def twin(self) -> GuardedDrafter:
         """Another cache under the same governor. Raises ``MemoryError`` when there is no room."""
-        self.caches.check_room()
+        if len(self.caches.members) >= self.caches.most:
+            raise MemoryError(f"the memory budget was planned with {self.caches.most} caches")
         inner = twin_of(self.inner)
         assert isinstance(inner, Restrictable)
-        self.caches.add(inner)
+        self.caches.members.append(inner)
         return GuardedDrafter(inner, self._governor, self._measure, self._clock, self.caches)
 
     def step(

@@ -42,11 +42,6 @@ COPIED_FILES = (
     "chat_template.jinja",
 )
 
-# Weights inside the graph's file stay in memory beside those that the kernels have repacked, also
-# after the session is closed; those of a file of their own are mapped. Small drafts are one file.
-MAX_SINGLE_FILE_BYTES = 4_000_000
-WEIGHTS_FILE = "model.onnx.data"
-
 # The rotary tables are stored: 128k positions would add 64 MB to a small draft.
 DEFAULT_CONTEXT_LIMIT = 16_384
 
@@ -74,7 +69,7 @@ def export_draft(
     same input gives the same bytes. Raises ``CheckpointError`` naming the file and the field,
     ``ValueError`` naming the value and the limit."""
     from edgespec.device.export.export_graph import build_graph, padded_head_dim
-    from edgespec.device.export.quantize import BLOCK_SIZE
+    from edgespec.device.export.quantize import BLOCK_SIZE, save_graph
 
     shape = read_shape(source)
     if info.vocabulary_size != shape.vocabulary_size:
@@ -102,7 +97,7 @@ def export_draft(
     model = build_graph(shape, Checkpoint(source), length, bits, progress)
     if kv_type is not KvType.FLOAT32:
         model = _with_kv_type(model, kv_type, target, manifest)
-    _save(model, target)
+    save_graph(model, target / MODEL_FILE)
     for name in COPIED_FILES:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
@@ -114,41 +109,24 @@ def _with_kv_type(
     model: onnx.ModelProto, kv_type: KvType, target: Path, manifest: DraftManifest
 ) -> onnx.ModelProto:
     """For int8 the draft is tried as it is first, in a folder inside ``target``."""
-    from edgespec.device.export.quantize import calibrated_scales, with_kv_type
+    from edgespec.device.export.quantize import calibrated_scales, save_graph, with_kv_type
 
     if kv_type is not KvType.INT8:
         return with_kv_type(model, kv_type)
+    import onnx
+
     from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".calibrate-", dir=target) as name:
         folder = Path(name)
-        _save(model, folder)
+        save_graph(model, folder / MODEL_FILE)
         write_manifest(folder, replace(manifest, kv_type=KvType.FLOAT32.value))
         drafter = OnnxDrafter(folder)
         scales = calibrated_scales(drafter)
         drafter.close()
-        if (folder / WEIGHTS_FILE).is_file():  # saving moved the weights there
-            import onnx
-
-            model = onnx.load_model(folder / MODEL_FILE)
+        model = onnx.load_model(folder / MODEL_FILE)  # saving may have moved the weights
     return with_kv_type(model, kv_type, scales)
-
-
-def _save(model: onnx.ModelProto, target: Path) -> None:
-    """Large weights go to a file of their own."""
-    import onnx
-
-    target.mkdir(parents=True, exist_ok=True)
-    (target / WEIGHTS_FILE).unlink(missing_ok=True)  # onnx appends to what it finds
-    weights_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    large = weights_bytes > MAX_SINGLE_FILE_BYTES
-    onnx.save_model(
-        model,
-        target / MODEL_FILE,
-        save_as_external_data=large,
-        location=WEIGHTS_FILE if large else None,
-    )
 
 
 WORK_PREFIX = ".edgespec-export-"

@@ -172,25 +172,6 @@ def pad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float3
     return padded.reshape(heads * size, *rest)
 
 
-def pad_inputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """Columns of a projection out of heads, [rows, heads * d], widened to [rows, heads * P]."""
-    return np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), head_dim).T)
-
-
-def pad_head_norm(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """The weight [d] of a norm over a head, widened to [P] and corrected for the mean over P."""
-    factor = math.sqrt(head_dim / padded_head_dim(head_dim))
-    return pad_outputs(weight, head_dim) * np.float32(factor)
-
-
-def pad_tables(
-    cos: NDArray[np.float32], sin: NDArray[np.float32], head_dim: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Rotary tables [positions, d / 2], widened to [positions, P / 2] by angles of zero."""
-    added = ((0, 0), (0, (padded_head_dim(head_dim) - head_dim) // 2))
-    return np.pad(cos, added, constant_values=1.0), np.pad(sin, added)
-
-
 BITS = (4, 8, 32)
 _OPSET = 21
 _IR_VERSION = 10
@@ -258,12 +239,14 @@ class _Builder:
         )
 
     def _rotations(self) -> None:
+        """[positions, d / 2], widened to [positions, P / 2] by angles of zero."""
         shape, dim = self._shape, self._source.head_dim
+        added = ((0, 0), (0, (shape.head_dim - dim) // 2))
         for suffix, rope in (("", shape.rope), (".local", shape.local_rope)):
             if rope:
-                cos, sin = pad_tables(*rope_tables(rope, dim, self._context_length), dim)
-                self._constant(f"cos{suffix}", cos)
-                self._constant(f"sin{suffix}", sin)
+                cos, sin = rope_tables(rope, dim, self._context_length)
+                self._constant(f"cos{suffix}", np.pad(cos, added, constant_values=1.0))
+                self._constant(f"sin{suffix}", np.pad(sin, added))
 
     # --- parts of the decoder ---------------------------------------------------------------
 
@@ -385,7 +368,9 @@ class _Builder:
     def _output_projection(self, name: str, attended: str) -> str:
         hidden, dim = self._shape.hidden, self._source.head_dim
         weight = self._read(f"{name}.weight", (hidden, self._shape.heads * dim))
-        product = self._product(name, attended, pad_inputs(weight, dim), self._bits)
+        # Columns are widened as rows are.
+        weight = np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), dim).T)
+        product = self._product(name, attended, weight, self._bits)
         return self._biased(name, product, hidden)
 
     def _head_norm(self, name: str, value: str, heads: int) -> str:
@@ -396,8 +381,8 @@ class _Builder:
         self._constant(f"{name}.join", np.array([0, 0, heads * dim], dtype=np.int64))
         split = self._node("Reshape", [value, f"{name}.split"], f"{name}.heads")
         source_dim = self._source.head_dim
-        weight = pad_head_norm(self._read(f"{name}.weight", (source_dim,)), source_dim)
-        self._constant(f"{name}.weight", weight)
+        weight = pad_outputs(self._read(f"{name}.weight", (source_dim,)), source_dim)
+        self._constant(f"{name}.weight", weight * np.float32(math.sqrt(source_dim / dim)))
         epsilon = self._shape.norm_epsilon * source_dim / dim
         normed = self._simple_norm(name, split, epsilon)
         return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")

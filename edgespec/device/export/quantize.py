@@ -128,13 +128,21 @@ def round_graph(path: Path, bits: int) -> int:
     model.graph.initializer.extend(kept)
     if not any(opset.domain == _CONTRIB for opset in model.opset_import):
         model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
+    save_graph(model, path)
+    return rounding.count
+
+
+def save_graph(model: onnx.ModelProto, path: Path) -> None:
+    """Large weights go to a file of their own: those inside the graph's file stay in memory beside
+    those that the kernels have repacked, also after the session is closed; those of a file of their
+    own are mapped. Small drafts are one file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f"{path.name}?data"):
-        old.unlink()
+        old.unlink()  # onnx appends to what it finds
     size = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     large = size > MAX_SINGLE_FILE_BYTES
     location = f"{path.name}.data" if large else None
     onnx.save_model(model, path, save_as_external_data=large, location=location)
-    return rounding.count
 
 
 @dataclass

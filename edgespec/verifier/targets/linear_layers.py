@@ -162,12 +162,15 @@ def _packable(model: Any) -> list[_Packable]:
     for name, part in model.named_modules():
         for parameter in part.parameters(recurse=False):
             readers[id(parameter)].append((name, part))
+    # A CPU without bfloat16 products spends its time elsewhere than on reading weights.
+    computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    formats = (torch.float32, torch.bfloat16) if computes else (torch.float32,)
     found = []
     for name, part in model.named_modules():
         if (
             type(part) is torch.nn.Linear
             and part.weight.device.type == "cpu"
-            and part.weight.dtype in _number_formats()
+            and part.weight.dtype in formats
             and part.weight.numel() >= LEAST_WEIGHTS
             and not _hooked(part)
         ):
@@ -177,12 +180,6 @@ def _packable(model: Any) -> list[_Packable]:
             elif len(others) == 1 and isinstance(others[0][1], torch.nn.Embedding):
                 found.append(_Packable(name, others[0][0]))
     return found
-
-
-def _number_formats() -> set[torch.dtype]:
-    """Those that are worth packing: a CPU without bfloat16 products spends its time elsewhere."""
-    computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return {torch.float32, torch.bfloat16} if computes else {torch.float32}
 
 
 def _hooked(part: torch.nn.Module) -> bool:

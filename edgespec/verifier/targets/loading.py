@@ -169,13 +169,6 @@ def prepare_format(path: str, config: Any, *, on_cpu: bool) -> str:
     return method
 
 
-def not_loaded(path: str, method: str, error: Exception) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{path}: the checkpoint is quantised as {method!r}, and transformers cannot load it on "
-        f"this machine: {error}"
-    )
-
-
 # Computed from the configuration; older exports stored it beside the weights.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _NAMED_TENSORS = 5
@@ -188,16 +181,17 @@ def check_types(path: str) -> None:
     """Raises ``UnsupportedModelError`` naming tensors of a folder that are not stored as real
     numbers, which a checkpoint without a quantisation of its own cannot mean; ``OSError``, or what
     safetensors raises for a file that it cannot read."""
-    others = sorted(
-        f"{name} ({kind})"
-        for file in _files(Path(path))
-        for name, kind in _types(file)
-        if kind not in _REAL_NUMBERS and not _DERIVED.search(name)
-    )
+    others = []
+    for file in _files(Path(path)):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # it is no mapping
+                kind = tensors.get_slice(name).get_dtype()
+                if kind not in _REAL_NUMBERS and not _DERIVED.search(name):
+                    others.append(f"{name} ({kind})")
     if others:
         raise UnsupportedModelError(
             f"{path}: {_count(others)} not stored as real numbers, though config.json names no"
-            f" quantization_config: {_some(others)}"
+            f" quantization_config: {_some(sorted(others))}"
         )
 
 
@@ -206,12 +200,6 @@ def _files(folder: Path) -> list[Path]:
         return [one for one in (folder / _WEIGHTS,) if one.is_file()]
     shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     return [folder / name for name in sorted(set(shards))]
-
-
-def _types(file: Path) -> Iterator[tuple[str, str]]:
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # it is no mapping
-            yield name, tensors.get_slice(name).get_dtype()
 
 
 def check_loading(path: str, info: dict[str, Any]) -> None:
@@ -225,7 +213,12 @@ def check_loading(path: str, info: dict[str, Any]) -> None:
     )
     faults = []
     if missing:
-        faults.append(f"{_count(missing)} missing: {_some(missing)}{_head_hint(missing)}")
+        hint = (
+            " (config.json says tie_word_embeddings: false, so the head is a tensor of its own)"
+            if "lm_head.weight" in missing
+            else ""
+        )
+        faults.append(f"{_count(missing)} missing: {_some(missing)}{hint}")
     if unexpected:
         faults.append(
             f"{_count(unexpected)} in the checkpoint for which the model has no place: "
@@ -263,12 +256,6 @@ def _count(names: list[str]) -> str:
 def _some(names: list[str]) -> str:
     more = len(names) - _NAMED_TENSORS
     return ", ".join(names[:_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
-
-
-def _head_hint(missing: list[str]) -> str:
-    if "lm_head.weight" not in missing:
-        return ""
-    return " (config.json says tie_word_embeddings: false, so the head is a tensor of its own)"
 
 
 def _shape(size: Iterable[int]) -> str:
@@ -371,7 +358,10 @@ def _read(
     except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
         if not method:
             raise
-        raise not_loaded(path, method, error) from error
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is quantised as {method!r}, and transformers cannot load it on"
+            f" this machine: {error}"
+        ) from error
     model, info = loaded
     check_loading(path, info)
     check_numbers(path, model)

@@ -145,7 +145,10 @@ def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> t
     count, cuts = len(flat), cut(len(flat), sizes)
     if missing := sum(cuts) - count:
         flat = functional.pad(flat, (0, 0, 0, missing))
-    pieces = [product(_aligned(piece)) for piece in flat.split(cuts)]
+    pieces = [
+        product(piece.clone() if piece.data_ptr() % ALIGNMENT_BYTES else piece)
+        for piece in flat.split(cuts)
+    ]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out[:count].view(*rows.shape[:-1], -1)
 
@@ -194,7 +197,3 @@ def _equal_numbers(weight: torch.Tensor) -> torch.Tensor:
     """Rows [4, inputs] to try with ``_cancelling_like`` weights, each of one number."""
     scales = torch.tensor([1.0, -2.0, 4.0, -0.5], dtype=weight.dtype, device=weight.device)
     return scales[:, None].expand(-1, weight.shape[1])
-
-
-def _aligned(piece: torch.Tensor) -> torch.Tensor:
-    return piece.clone() if piece.data_ptr() % ALIGNMENT_BYTES else piece

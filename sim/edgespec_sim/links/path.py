@@ -180,9 +180,9 @@ class LoadedQueue(lm.SharedQueue):
 class TraceLinks:
     """The schedules of a trace; ``pair`` makes links from them."""
 
-    up_delay: lm.DelaySchedule
-    down_delay: lm.DelaySchedule
-    loss: lm.LossSchedule | None
+    delay: lm.StepSchedule
+    """One way, half of the round trip."""
+    loss: lm.StepSchedule | None
     outages: lm.OutageSchedule | None
     up_capacity: lm.CapacitySchedule | None
     down_capacity: lm.CapacitySchedule | None
@@ -193,9 +193,8 @@ class TraceLinks:
         if loss is not None:
             loss = tuple(1.0 - math.sqrt(1.0 - both) for both in loss)
         return cls(
-            up_delay=lm.DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
-            down_delay=lm.DelaySchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
-            loss=lm.LossSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
+            delay=lm.StepSchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
+            loss=lm.StepSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
             outages=lm.OutageSchedule(trace.outages_s, trace.duration_s)
             if trace.outages_s
             else None,
@@ -234,13 +233,13 @@ class TraceLinks:
             lm.LinkSettings(
                 overhead_bytes=overhead_bytes,
                 outages_s=outages_s,
-                schedule=delay,
+                schedule=self.delay,
                 loss_schedule=self.loss,
                 outage_schedule=self.outages,
                 schedule_offset_s=offset_s,
                 seed=link_seed,
             )
-            for delay, link_seed in ((self.up_delay, 2 * seed), (self.down_delay, 2 * seed + 1))
+            for link_seed in (2 * seed, 2 * seed + 1)
         )
         return lm.LinkModel(up, up_queue), lm.LinkModel(down, down_queue)
 

@@ -123,7 +123,7 @@ def table(
 _Columns = dict[str, Callable[[GroupSummary], str]]
 _TIMES: Final[_Columns] = {
     "TTFT p50 ms": lambda group: _ms(group.ttft_s, _MEDIAN),
-    "TPOT mean ms": lambda group: milliseconds(group.tpot_s and group.tpot_s.mean),
+    "TPOT mean ms": lambda group: milliseconds(None if group.tpot_s is None else group.tpot_s.mean),
     "p50 ms": lambda group: _ms(group.tpot_s, _MEDIAN),
     "p95 ms": lambda group: _ms(group.tpot_s, _P95),
     "p99 ms": lambda group: _ms(group.tpot_s, _P99),
@@ -233,8 +233,10 @@ def groups_table(run: RunSummary) -> str:
 
 def verifiers_table(run: RunSummary) -> str:
     """Empty when no verifier was seen. The busiest of each arm come first."""
-    header = ("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass")
-    header += ("queue p50 ms", "queue p95 ms")
+    header = (
+        *("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass"),
+        *("queue p50 ms", "queue p95 ms"),
+    )
     rows, ours, left = [], [], 0
     for arm in run.arms:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)

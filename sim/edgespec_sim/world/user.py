@@ -12,9 +12,9 @@ import bisect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from edgespec.bench.arms import arm_settings
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.events import Fail
 from edgespec.core.device.goodput_policy import named_policy
@@ -30,17 +30,14 @@ from edgespec.device.drafters.token_cache import DraftWindow
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection
+from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection, Scenario
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Request
 from edgespec_sim.world.arrivals import Arrival, drawn_length
-from edgespec_sim.world.meters import RequestRecord, Walked
-from edgespec_sim.world.site import Site
-
-if TYPE_CHECKING:
-    from edgespec_sim.world.assembly import World
+from edgespec_sim.world.meters import Meters, RequestRecord, Walked
+from edgespec_sim.world.site import Site, Surrounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +196,34 @@ _DRAFT_CONTEXT = 65_536
 _RECONNECT = ReconnectPolicy(give_up_first_s=60.0, give_up_s=120.0)
 
 
+class AnyWorld(Protocol):
+    """What a user needs of the world."""
+
+    scenario: Scenario
+    arm: Arm
+    surrounding: Surrounding
+    queue: EventQueue
+    meters: Meters
+    eos_token_ids: tuple[int, ...]
+
+    def choose(self, user: User) -> Site: ...
+
+    def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
+        """A stream and its set-up time; None while the site is down."""
+
+    def tracer(self, user: User) -> Tracer | None: ...
+
+    def counts(self, asked_s: float) -> bool:
+        """Whether a request that is asked at that time counts."""
+
+
 class User:
     """``start`` once, or ``serve`` what comes; ``finish`` when the world ends, to count what is
     under way. ``on_free`` hears, in an open loop, that the next request may come."""
 
     def __init__(
         self,
-        world: World,
+        world: AnyWorld,
         group: str,
         name: str,
         number: int,

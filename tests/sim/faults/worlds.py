@@ -181,7 +181,7 @@ def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Draft
     return GuardedDrafter(
         rows,
         guard,
-        lambda: others(queue.now) + rows.held_bytes,
+        lambda: others(queue.now) + rows.held_tokens * _ROW_BYTES,
         lambda: queue.now * _CLOCK_RATE,
     )
 
