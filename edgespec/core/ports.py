@@ -42,8 +42,7 @@ class StepCancelledError(RuntimeError):
 class Drafter(Protocol):
     """A draft model with one sequence in its cache. Calls come one at a time, off the event loop.
 
-    The session tracks what is cached; the drafter only truncates and appends.
-    """
+    The session tracks what is cached; the drafter only truncates and appends."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -64,8 +63,7 @@ class Drafter(Protocol):
         drafter may have fewer guesses, or none: then nothing is drafted behind until a commit.
 
         A long feed asks ``cancelled`` before every ``PREFILL_CHUNK`` tokens and then raises
-        ``StepCancelledError``; what is cached behind ``keep_length`` tokens is lost.
-        """
+        ``StepCancelledError``; what is cached behind ``keep_length`` tokens is lost."""
 
     def close(self) -> None: ...
 
@@ -92,8 +90,7 @@ class TargetModel(Protocol):
 
     A pass writes the cache rows of ``feed`` and of the nodes, and no others: what lies before
     ``cache_length`` may be shared. The next request of that key keeps those it names. Calls come
-    one at a time, off the event loop.
-    """
+    one at a time, off the event loop."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -249,8 +246,7 @@ class VerifierStream(Protocol):
     """The verifier's end of one generation's stream.
 
     ``receive`` raises ``LinkError`` also when the device only sends no more; what is sent to it
-    then still arrives.
-    """
+    then still arrives."""
 
     @property
     def peer(self) -> str:

@@ -31,8 +31,7 @@ _FAR = 40.0
 class ToyModel:
     """A deterministic next-token law; equal fields mean equal logits in any process.
 
-    Raises ``ValueError`` naming the field, the value and the limit.
-    """
+    Raises ``ValueError`` naming the field, the value and the limit."""
 
     vocabulary_size: int = limited(32, 2, MAX_TOY_VOCABULARY)
     order: int = limited(2, 0, MAX_TOY_ORDER)
@@ -61,8 +60,7 @@ class ToyModel:
 
         The most likely token is the same in 94, 87, 79, 63 and 37 % of the contexts for a strength
         of 0.1, 0.2, 0.3, 0.5 and 1 (32 tokens, any sharpness); chance is 3 %. The end token's
-        place is not perturbed.
-        """
+        place is not perturbed."""
         return replace(self, noise_strength=strength, noise_seed=seed)
 
 

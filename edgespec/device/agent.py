@@ -177,8 +177,7 @@ class ReplyReader:
 class GenerationError(RuntimeError):
     """The generation could not be completed; ``code`` says why when the verifier refused it.
 
-    What was yielded before is valid: it is the beginning of the target's own text.
-    """
+    What was yielded before is valid: it is the beginning of the target's own text."""
 
     def __init__(self, message: str, code: m.FaultCode | None) -> None:
         super().__init__(message)
@@ -248,8 +247,7 @@ class Agent:
     ``encode`` turns a prompt into ids, ``decoder`` makes the detokenizer of a text that continues
     the given ids. ``read_constraint`` gives a constraint its matcher, or raises
     ``ConstraintError``; None: drafts know nothing of constraints, which the verifier keeps
-    all the same. Use as an async context manager, or call ``close``.
-    """
+    all the same. Use as an async context manager, or call ``close``."""
 
     def __init__(
         self,
@@ -303,12 +301,10 @@ class Agent:
         ``prompt`` is text or token ids. One longer than the draft's context is served without
         drafting. Raises ``TypeError`` or ``ValueError`` for a prompt that cannot be,
         ``ConstraintError`` for a constraint that cannot be kept, and ``GenerationError`` when the
-        verifier refuses or cannot be reached any more.
-        """
+        verifier refuses or cannot be reached any more."""
         await self._ready()
         if sampling is not None and not isinstance(sampling, SamplingParams):
-            kind = type(sampling).__name__
-            raise TypeError(f"sampling is {kind}, but must be SamplingParams")
+            raise TypeError(f"sampling is {type(sampling).__name__}, but must be SamplingParams")
         bounded("logprobs", logprobs, 0, MAX_LOGPROBS)
         model = checked_model(model) or self.options.model
         rule = full_name(rule or self.options.rule)

@@ -70,8 +70,7 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
     """The drafter of ``config.draft``, paced when it says so; None for ``none``.
 
     A Hugging Face folder is exported into the cache first; ``say`` hears of it. Raises
-    ``SetupError``, or ``ValueError`` naming the file or the setting.
-    """
+    ``SetupError``, or ``ValueError`` naming the file or the setting."""
     drafter = _drafter(config, say or (lambda text: None))
     if drafter is not None and config.draft.draft_ms:
         from edgespec.device.drafters.toy import PacedDrafter
@@ -142,8 +141,7 @@ def connect(
 
     Nothing is sent before the first use. A missing port means the default one. ``server_name`` is
     what its certificate has to name if ``access`` does not say, and not the host. Raises
-    ``ConfigError`` when ``access`` holds a key that others could read on its way there.
-    """
+    ``ConfigError`` when ``access`` holds a key that others could read on its way there."""
     transport = dial(address, access, server_name)
     if link is None or not link.shaped:
         return transport

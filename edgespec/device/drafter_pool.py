@@ -174,8 +174,7 @@ class DraftThread:
     """Runs what is submitted, one after the other; ends with ``close``, or with the process.
 
     The pools of ``concurrent.futures`` will not do: the interpreter joins their threads when it
-    ends, so a model that hangs would keep the process from ending, whatever the user presses.
-    """
+    ends, so a model that hangs would keep the process from ending, whatever the user presses."""
 
     def __init__(self, name: str) -> None:
         self._name = name

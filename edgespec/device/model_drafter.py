@@ -208,8 +208,7 @@ def source_variant(
     """What an export of a Hugging Face folder would be, from its config.json alone.
 
     Formula of what is stored: (layers * (hidden * (heads + 2 * kv_heads) * dim + heads * dim *
-    hidden + 3 * hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables.
-    """
+    hidden + 3 * hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables."""
     shape = _shape(config)
     hidden, dim, layers = shape["hidden"], shape["head_dim"], int(config["num_hidden_layers"])
     vocabulary = int(config["vocab_size"])
@@ -260,8 +259,7 @@ def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
 def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     """The drafter that ``draft.memory_budget`` leaves room for, with a guard on it.
 
-    Raises ``SetupError`` naming the smallest budget, ``ValueError`` naming the file.
-    """
+    Raises ``SetupError`` naming the smallest budget, ``ValueError`` naming the file."""
     with needs("onnxruntime", "edgespec[cpu]"):
         from edgespec.device.drafters.guarded import CacheGroup, GuardedDrafter
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter

@@ -130,8 +130,7 @@ Outcome = ev.Deliver | ev.Finish | ev.Fail
 class SessionDriver:
     """Runs ``session`` until it finishes or fails; iterate ``outcomes`` to follow it.
 
-    ``drafter`` None: the session must have been opened without drafting.
-    """
+    ``drafter`` None: the session must have been opened without drafting."""
 
     def __init__(
         self,

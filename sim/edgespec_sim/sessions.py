@@ -250,8 +250,7 @@ class SimulatedDevice:
 
     ``connect`` opens a stream (None: the verifier cannot be reached) that is usable after its
     set-up time. ``on_end`` hears when the session is over. A session draws with a drafter that
-    nothing else uses meanwhile.
-    """
+    nothing else uses meanwhile."""
 
     def __init__(
         self,

@@ -309,8 +309,7 @@ def bandwidth_shares(
     """Optimal shares of the listed pairs, where those of one group (0 to count - 1) share one band.
 
     Flat lists let a search price many what-ifs in one call. Returns the shares, one a pair, and
-    the price of bandwidth in each group.
-    """
+    the price of bandwidth in each group."""
     pairs = _Pairs(
         terms.power[devices], terms.draft[devices], terms.uplink[devices, servers], terms.balance
     )

@@ -216,8 +216,7 @@ def largest_id(vocabulary_size: int) -> int:
 
     It is one hundredth beyond the draft's own: checkpoints of one tokenizer pad their tables to
     different sizes (Qwen2.5: 151,936 rows at 0.5B and 152,064 at 7B), and a padding row is a token
-    like any other to the model that holds it.
-    """
+    like any other to the model that holds it."""
     return vocabulary_size + vocabulary_size // 100 - 1
 
 

@@ -155,8 +155,7 @@ def _in_time(behind: float, closer: float) -> int:
     Formula: the node of step 1 + j at p + j tokens behind the root comes when the verifier has
     decoded (arrival_s + j * step_s) / decoding_s, so j is the least with j * (1 - step_s /
     decoding_s) >= arrival_s / decoding_s - p: j * ``closer`` >= ``behind``. An arrival after 30 ms
-    beside 25 ms a token, steps of 10 ms and p = 0: j >= 1.2 / 0.6, so the third step.
-    """
+    beside 25 ms a token, steps of 10 ms and p = 0: j >= 1.2 / 0.6, so the third step."""
     behind -= _ROUNDING
     if behind <= 0.0:
         return 1
@@ -169,8 +168,7 @@ def _left_open(children: Sequence[Node]) -> float:
 
     Formula: 1 - s**3, with s the chance that one of them is right. It brings a token where they are
     wrong, 1 - s; and the next steps, say two, would else run behind what is wrong: (1 - s) * (1 +
-    s + s**2). Beside a guess that is right with 0.9 it is worth 0.27, beside one of 0.5 0.88.
-    """
+    s + s**2). Beside a guess that is right with 0.9 it is worth 0.27, beside one of 0.5 0.88."""
     named = 0.0
     for child in children:
         if child.rank != UNRANKED:

@@ -167,8 +167,7 @@ class DraftVariant:
         """Keys and values of a full window, in whole pages for each head of each buffer.
 
         Formula: 2 * layers * kv_heads * ceil(window * head_dim * bytes / 4096) * 4096. 28 layers of
-        8 heads of 128 float32 numbers and 1024 tokens: 448 * 128 pages, 224 MiB.
-        """
+        8 heads of 128 float32 numbers and 1024 tokens: 448 * 128 pages, 224 MiB."""
         pages = -(-window * self.head_dim * self.kv_type.bytes // PAGE_BYTES)
         return 2 * self.layers * self.kv_heads * pages * PAGE_BYTES
 
@@ -256,8 +255,7 @@ def _workspace_bytes(variant: DraftVariant, settings: DraftSettings) -> int:
 
     Formula: chunk * 4 * (3 * feed_forward + 2 * (heads + 2 * kv_heads) * head_dim + 4 * hidden)
     + threads * 256 KiB; float16 keys and values are widened again for each product: heads * chunk *
-    window * 6 more. A chunk of 64 with 3072, (16 + 16) * 128, 1024 and one thread: 5.5 MiB.
-    """
+    window * 6 more. A chunk of 64 with 3072, (16 + 16) * 128, 1024 and one thread: 5.5 MiB."""
     heads = (variant.heads + 2 * variant.kv_heads) * variant.head_dim
     row = 4 * (3 * variant.feed_forward + 2 * heads + 4 * variant.hidden)
     widened = variant.kv_type is KvType.FLOAT16
@@ -345,8 +343,7 @@ def plan_memory(variants: Sequence[DraftVariant], question: MemoryQuestion) -> M
     """The best plan within the budget: of several drafts, the first that fits, with as many caches
     as the question would have and the budget holds.
 
-    Raises ``MemoryPlanError`` naming the smallest budget that would do.
-    """
+    Raises ``MemoryPlanError`` naming the smallest budget that would do."""
     assert variants
     plan = next((one for one in _plans(variants, question) if one.fits), None)
     if plan is None:
@@ -447,8 +444,7 @@ class MemoryGuard:
 
     Rows given back count at once. When the process has stayed well below for a while, the guard
     goes back one rung. Whatever it does, the stream goes on: a draft that rests has no guesses.
-    ``full`` is what was planned; ``bytes_per_token`` is what a row of the cache takes.
-    """
+    ``full`` is what was planned; ``bytes_per_token`` is what a row of the cache takes."""
 
     def __init__(
         self,

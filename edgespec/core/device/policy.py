@@ -96,8 +96,7 @@ class DraftView:
         begins before the draft arrives commits a token, or more by its own drafts. With a round
         trip of 14 ms, steps of 8 ms and commits every 33 ms it is one token at first, and two from
         11 ms after the commit on. Where the verifier waits for drafts nothing is settled before
-        they come.
-        """
+        they come."""
         commit_s, length = self.decoding_s, self.tree.prefix.length
         return length if commit_s is None else length + math.ceil(self.arrival_s / commit_s)
 
@@ -198,8 +197,7 @@ def best_gamma(rate: float, step_s: float, round_s: float) -> int:
 
     Formula: (1 - rate**(gamma + 1)) / (1 - rate) tokens every gamma * step_s + round_s seconds
     (Leviathan et al. 2211.17192, section 3.3, with the round trip added). At a rate of 0.8, steps
-    of 10 ms and a round of 50 ms, gamma 4 gives 3.36 tokens in 90 ms and is the best.
-    """
+    of 10 ms and a round of 50 ms, gamma 4 gives 3.36 tokens in 90 ms and is the best."""
     speeds = {
         gamma: (1 - rate ** (gamma + 1)) / (gamma * step_s + round_s)
         for gamma in range(1, MAX_GAMMA + 1)
@@ -249,8 +247,7 @@ def _in_time_s(view: DraftView) -> float:
     commit begins k * period - rtt_s / 2 behind the moment when that commit came, and what is to
     be in it leaves rtt_s / 2 earlier: (-rtt_s - since_commit_s) modulo the period. With a round
     trip of 10 ms and a period of 25 ms, 15 ms are left when a commit comes, and 5 ms later 10.
-    It is 0 where passes do not follow one another at once: nobody knows when the next begins.
-    """
+    It is 0 where passes do not follow one another at once: nobody knows when the next begins."""
     estimates = view.estimates
     if view.since_commit_s is None or not estimates.rtt_s.count:
         return 0.0
@@ -272,8 +269,7 @@ class WindowedPolicy:
     to be right. So the verifier's price is compared with the chance that is left then: the product
     from ``DraftView.settled_position`` on. With first choices right at 0.8 and two passes to begin
     before a draft arrives, the fourth node of a chain has 0.8 * 0.8 = 0.64 in its pass, though it
-    has 0.41 now, and it pays where a row asks for 0.5.
-    """
+    has 0.41 now, and it pays where a row asks for 0.5."""
 
     width: int = 1
     window: int | None = None
@@ -330,8 +326,7 @@ class WindowedPolicy:
 
         Formula for the rows: they cost width * row_s, and save token_s when the node is reached and
         one of them is right, so the least chance is width * row_s / (hit_rate * token_s). Two rows
-        of 0.5 ms, right with 0.8 where a token takes 10 ms, need 2 * 0.5 / (0.8 * 10) = 0.125.
-        """
+        of 0.5 ms, right with 0.8 where a token takes 10 ms, need 2 * 0.5 / (0.8 * 10) = 0.125."""
         row_s = view.estimates.row_s.get()
         if row_s is None:
             return self.least_chance

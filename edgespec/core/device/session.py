@@ -354,8 +354,7 @@ class DraftCache:
     def feed(self, prefix: CommittedPrefix, path: list[int]) -> tuple[int, tuple[int, ...]]:
         """Make the cache hold ``prefix`` and then ``path``: (tokens to keep, tokens to append).
 
-        At least one token is appended, because its row of logits is what the step is for.
-        """
+        At least one token is appended, because its row of logits is what the step is for."""
         if self._agreed < prefix.length:
             self._catch_up(prefix)
         keep, length, cached = self._agreed, prefix.length, self._tokens

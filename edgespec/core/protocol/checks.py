@@ -11,8 +11,7 @@ from typing import Any, Final, TypeVar
 def bounded(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """The value lies in [low, high], or in (low, high] where ``open_low``.
 
-    Raises ``ValueError`` with the name, the value and the range; NaN lies in no range.
-    """
+    Raises ``ValueError`` with the name, the value and the range; NaN lies in no range."""
     inside = (low < value if open_low else low <= value) and value <= high
     if not inside:
         bracket = "(" if open_low else "["

@@ -30,8 +30,7 @@ class MovingAverage:
 
     Formula: mean += share * (sample - mean), with share = max(weight, 1 / count), so the first
     samples count equally and there is no start-up bias. With weight 0.15, ten samples of 20 ms and
-    then one of 40 ms give 20 + 0.15 * 20 = 23 ms.
-    """
+    then one of 40 ms give 20 + 0.15 * 20 = 23 ms."""
 
     weight: float = 0.15
     count: int = field(default=0, init=False)
@@ -147,8 +146,7 @@ class DecayedRate:
 
     Formula: (hits + prior * weight) / (trials + weight), where both lose a share 1 - ``memory`` at
     each trial. With a prior of 0.8 that counts for 4 trials, 2 hits in 4 give about
-    (2 + 3.2) / (4 + 4) = 0.65.
-    """
+    (2 + 3.2) / (4 + 4) = 0.65."""
 
     __slots__ = ("_hits", "_memory", "_trials", "_weight")
 
@@ -170,8 +168,7 @@ class AcceptanceEstimator:
 
     Formula: rate = (hits + prior * prior_weight) / (trials + prior_weight), where hits and trials
     lose a share 1 - ``memory`` at each position. With the prior of 0.7, worth 12 positions, 8 hits
-    in the first 8 positions give about (7.5 + 8.4) / (7.5 + 12) = 0.81.
-    """
+    in the first 8 positions give about (7.5 + 8.4) / (7.5 + 12) = 0.81."""
 
     prior: tuple[float, ...] = (0.7, 0.1, 0.04)
     prior_weight: float = 12.0

@@ -118,8 +118,7 @@ class Draft:
 
     Parent 0 is the end of the committed prefix at ``base_position``, whose rolling hash is
     ``base_hash``; both are 0 when no node hangs there. A draft without nodes says "no draft is
-    coming now: decode on".
-    """
+    coming now: decode on"."""
 
     first_node_id: int
     parents: tuple[int, ...]
@@ -158,8 +157,7 @@ class Commit:
     """The target's tokens for positions ``position`` .. ``position + len(tokens) - 1``.
 
     At most ``MAX_COMMIT_TOKENS``; one without tokens and without a finish says that the verifier
-    is still at work.
-    """
+    is still at work."""
 
     position: int
     tokens: tuple[int, ...]

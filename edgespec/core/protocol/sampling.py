@@ -80,8 +80,7 @@ def gumbel(bits: int) -> float:
     """Standard Gumbel variate from 32 bits, of which the upper 23 count.
 
     23 and not 24: (k + 0.5) * 2**-24 rounds to 1.0 in float32 for the largest k, and the noise
-    of that token would be infinite.
-    """
+    of that token would be infinite."""
     uniform = ((bits >> 9) + 0.5) * 2.0**-23
     return -math.log(-math.log(uniform))
 
@@ -102,8 +101,7 @@ _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 class SamplingParams:
     """What the text shall be like. Frozen: a session's output is a function of this object.
 
-    Raises ``ValueError`` naming the field, the value and the limit.
-    """
+    Raises ``ValueError`` naming the field, the value and the limit."""
 
     temperature: float = limited(0.0, 0.0, 100.0)
     """0 takes the likeliest token, more is freer. Logits are divided by it."""
@@ -247,8 +245,7 @@ class TokenCounts:
     """How often each token occurs in a prompt and in the output behind it, by id; what penalties
     ask for. A step pays for the tokens that came and went, not for the length of the text.
 
-    Ids outside ``[0, vocabulary_size)`` are left out: no penalty can reach them.
-    """
+    Ids outside ``[0, vocabulary_size)`` are left out: no penalty can reach them."""
 
     def __init__(self, vocabulary_size: int) -> None:
         self.occurs = bytearray(vocabulary_size)

@@ -33,8 +33,7 @@ def score_token(logits: Sequence[float], token: int, count: int) -> TokenScore:
     """The score of ``token`` with the ``count`` likeliest tokens.
 
     Worked number: of the logits (0, log 3) the second has the probability 3 / 4, so its score is
-    log 0.75 = -0.288, with a margin of log 3 = 1.099.
-    """
+    log 0.75 = -0.288, with a margin of log 3 = 1.099."""
     norm = _log_sum_exp(logits)
     order = sorted(range(len(logits)), key=lambda one: (-logits[one], one))
     top = tuple([(one, _bounded(logits[one] - norm)) for one in order[:count]])
@@ -57,8 +56,7 @@ class NodeScore:
     not the target's own (``core/verifier/relaxed_rules.py``).
 
     Probabilities are those that the text is drawn from: after constraint, bias, penalties,
-    temperature and truncation; a greedy text's are those of temperature 1.
-    """
+    temperature and truncation; a greedy text's are those of temperature 1."""
 
     logprob: float
     """Natural logarithm; minus infinity for a token that the session's sampling rules out."""
@@ -82,8 +80,7 @@ def score_node(law: Sequence[float], logits: Sequence[float], token: int) -> Nod
     of it under the constraint's mask.
 
     Worked number: of the laws (0, log 3) the first token has rank 1, the probability 1 / 4, a
-    margin of log 3 = 1.099 and, like the other one, an entropy of 0.562.
-    """
+    margin of log 3 = 1.099 and, like the other one, an entropy of 0.562."""
     norm = _log_sum_exp(law)
     logprobs = [logit - norm for logit in law]
     entropy = -math.fsum([math.exp(one) * one for one in logprobs if one > -math.inf])
@@ -134,8 +131,7 @@ class PassRequest:
     The cache holds positions 0 .. ``cache_length - 1``. ``feed`` are committed tokens at positions
     ``cache_length`` ..; ``tokens``/``parents`` are tree nodes behind the last fed token: node ``i``
     hangs on node ``parents[i] < i``, or on the last fed token for -1. A node of depth d (1 for
-    parent -1) has position ``cache_length + len(feed) - 1 + d``.
-    """
+    parent -1) has position ``cache_length + len(feed) - 1 + d``."""
 
     key: str
     cache_length: int

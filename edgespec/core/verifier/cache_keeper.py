@@ -157,8 +157,7 @@ class CacheKeeper:
 
         0 when not even its next committed token fits, or when a session of the pass computes what
         this one would. ``spared`` are the sessions of the pass so far, ``waiting`` is how many may
-        still join: a block is left to each. Others lose blocks only if there is no other way.
-        """
+        still join: a block is left to each. Others lose blocks only if there is no other way."""
         if self.ledger is None:
             return most
         session, ledger = self.sessions[key], self.ledger

@@ -104,8 +104,7 @@ class AutoRunAhead:
     The longest wait is a share of a pass: (hit rate - ``unsure``) / (``sure`` - ``unsure``), in
     [0, 1]. Waiting a whole pass costs nothing at a rate above 0.92 and 5 % of the speed at 0.8
     (virtual time, docs/measurements.md). Where others have a pass now, waiting costs that whole
-    pass, and what the device drafts meanwhile is there for the next one all the same.
-    """
+    pass, and what the device drafts meanwhile is there for the next one all the same."""
 
     unsure: float = 0.84
     sure: float = 0.94
@@ -277,8 +276,7 @@ class DraftInbox:
 
         A node can matter only if the target's token after it lies before ``end``, and is worth its
         row only if the product of the acceptance rates of the ranks on its path is at least
-        ``least_chance``. A parent is older and likelier than its children, so it is chosen too.
-        """
+        ``least_chance``. A parent is older and likelier than its children, so it is chosen too."""
         nodes = self.tree.nodes
         if not nodes or room <= 0:
             return []

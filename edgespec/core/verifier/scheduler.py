@@ -149,8 +149,7 @@ class PromptLoad:
     The lower median of the rows that came in the last ``SLOTS`` slots of ``SLOT_S``: what came in
     fewer than half of them is a burst and does not count. Of the credentials whose prompts come in
     a slot, none counts for more than all others together: who sends long prompts in a loop would
-    else make everybody's passes longer.
-    """
+    else make everybody's passes longer."""
 
     def __init__(self) -> None:
         self._slots: deque[int] = deque([0] * SLOTS, SLOTS)

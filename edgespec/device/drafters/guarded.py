@@ -61,8 +61,7 @@ class GuardedDrafter:
     """``inner`` with a ``governor`` on it; ``measure`` gives the process's resident bytes.
 
     ``caches``: those that share the governor, this drafter's among them. The governor is to know
-    that a row it takes away goes in each of them.
-    """
+    that a row it takes away goes in each of them."""
 
     def __init__(
         self,

@@ -52,8 +52,7 @@ class KvBuffers:
     mapping is given back on ``close`` alone.
 
     The capacity is rounded up to whole blocks of tokens, so that no page holds rows of two heads.
-    Raises ``MemoryError`` naming the size when the system has no address space for them.
-    """
+    Raises ``MemoryError`` naming the size when the system has no address space for them."""
 
     def __init__(self, tensors: Sequence[CacheTensor], capacity: int) -> None:
         self._tensors = tuple(tensors)

@@ -336,8 +336,7 @@ class OnnxDrafter(GraphDrafter):
     ``window`` bounds that memory too, but slides: any text is drafted for, by its last tokens
     (``DraftWindow``); 0: as many as the draft was trained on, by its manifest. ``chunk`` is
     how many tokens a long feed takes at a time. Raises ``DraftModelError`` naming the file for
-    a folder that cannot be used.
-    """
+    a folder that cannot be used."""
 
     def __init__(
         self,
@@ -463,8 +462,7 @@ class ForeignDrafter(GraphDrafter):
     helps where the graph leaves sizes of heads open. ``threads`` 0 chooses by size,
     ``context_length`` 0 means the model's own, at most 16384. ``window`` is as of ``OnnxDrafter``,
     0: none. ``token_count`` ids have a text, the others are never proposed; 0: all have. Raises
-    ``DraftModelError`` naming the file and what is wrong with the graph.
-    """
+    ``DraftModelError`` naming the file and what is wrong with the graph."""
 
     behaviour: Behaviour
     """How it is used, after trying."""

@@ -18,8 +18,7 @@ class TokenCache:
     """Ids of one sequence, with prompt and output told apart.
 
     ``counts`` are those of its tokens where the sampling has penalties, else None; ``constrained``
-    is where it stands in the grammar of a constraint that this device has read.
-    """
+    is where it stands in the grammar of a constraint that this device has read."""
 
     def __init__(self, info: ModelInfo) -> None:
         self.sampling = SamplingParams()
@@ -45,8 +44,7 @@ class TokenCache:
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate to ``keep_length``, append ``feed``, return the new length.
 
-        Raises ``ValueError`` naming the value and the limit.
-        """
+        Raises ``ValueError`` naming the value and the limit."""
         if not 0 <= keep_length <= len(self.tokens):
             raise ValueError(
                 f"keep_length is {keep_length}, but {len(self.tokens)} tokens are cached"
@@ -119,8 +117,7 @@ class DraftWindow:
     older than the window, and where more is fed than the window holds.
 
     Rows that are not ``moving`` have no sinks either: the second half of the window is fed again
-    when a text outgrows it, so a token costs one more token of prefill on average.
-    """
+    when a text outgrows it, so a token costs one more token of prefill on average."""
 
     def __init__(self, size: int, *, moving: bool = False) -> None:
         self.moving = moving

@@ -87,8 +87,7 @@ def best_of(
 ) -> tuple[ports.Candidate, ...]:
     """The scalar form of ``arrays.best_candidates`` over already warped scores.
 
-    Only tokens with a finite score: fewer than ``width`` come back when truncation left fewer.
-    """
+    Only tokens with a finite score: fewer than ``width`` come back when truncation left fewer."""
     if width < 1:
         raise ValueError(f"width is {width}, but must be at least 1")
     best = max(scores)
@@ -146,8 +145,7 @@ class PacedDrafter:
     """``Drafter`` whose steps take ``step_ms``, to emulate a device on a faster machine.
 
     The remainder is slept, not burnt; a step of ``inner`` that already took longer is not slowed
-    further.
-    """
+    further."""
 
     def __init__(
         self,

@@ -282,8 +282,7 @@ class FamilyWeights:
       the factor, and norms of the stream, which no factor changes, take an epsilon that is smaller
       by its square (``DecoderShape.stream_epsilon``).
     * A factor on branches (Granite) goes into their last matrix, a divisor of logits into the last
-      norm.
-    """
+      norm."""
 
     def __init__(self, checkpoint: Checkpoint, shape: DecoderShape) -> None:
         self._checkpoint, self._shape = checkpoint, shape

@@ -72,8 +72,7 @@ def rope_tables(
     et al. 2023, section 3).
 
     The product is taken in float32, as the reference implementation does: at long positions a
-    float64 product would differ from what the model was trained with.
-    """
+    float64 product would differ from what the model was trained with."""
     frequencies = _frequencies(rope, head_dim)
     angles = np.outer(np.arange(context_length, dtype=np.float32), frequencies)
     factor = np.float32(_yarn_sharpness(rope) if rope["rope_type"] == "yarn" else 1.0)
@@ -154,8 +153,7 @@ def padded_head_dim(head_dim: int) -> int:
     Rotation pairs entry i with entry i + P / 2, so each half is widened by itself: entry d / 2 + i
     moves to P / 2 + i. Three numbers would change with the size and are corrected: the attention's
     scale stays 1 / sqrt(d); a norm over the head (Qwen3) divides by the mean over P entries instead
-    of d, so its weight is multiplied by sqrt(d / P) and its epsilon by d / P.
-    """
+    of d, so its weight is multiplied by sqrt(d / P) and its epsilon by d / P."""
     return -(-head_dim // 16) * 16
 
 

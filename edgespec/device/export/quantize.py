@@ -55,8 +55,7 @@ class QuantizedMatrix:
 def quantize_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
     """Round ``weight`` [N, K] to nearest with fitted block scales; deterministic.
 
-    Raises ``ValueError`` when ``bits`` is not 4 or 8.
-    """
+    Raises ``ValueError`` when ``bits`` is not 4 or 8."""
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits}, but must be 4 or 8")
     rows, columns = weight.shape
@@ -76,8 +75,7 @@ def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDA
     """Integers (with zero point) and scales of blocks [R, B, 32] that lose least in squares.
 
     For fixed integers q the best scale is <w, q> / <q, q>, and the loss it leaves is
-    <w, w> - <w, q>**2 / <q, q>; so the largest second term wins.
-    """
+    <w, w> - <w, q>**2 / <q, q>; so the largest second term wins."""
     half = 1 << (bits - 1)
     peak = np.abs(values).max(axis=-1, keepdims=True)
     inverse_peak = np.divide(half, peak, out=np.zeros_like(peak), where=peak > 0)
@@ -262,8 +260,7 @@ def with_kv_type(model: onnx.ModelProto, kv_type: KvType, scales: Scales = ()) -
 
     Weights and activations stay as they are. With float16 the attention computes in that type,
     between two casts. With int8 it takes a static scale for each channel, one pair of ``scales`` a
-    layer, and needs an onnxruntime whose CPU attention takes such a cache (tried: 1.31).
-    """
+    layer, and needs an onnxruntime whose CPU attention takes such a cache (tried: 1.31)."""
     graph = model.graph
     attentions = [node for node in graph.node if node.op_type == _ATTENTION]
     for value in (*graph.input, *graph.output):

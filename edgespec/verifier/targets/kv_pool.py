@@ -300,8 +300,7 @@ class KvPool:
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         """Commit ``nodes`` (a path from the root) of the last pass and free the others.
 
-        Raises ``ValueError`` when they are not such a path.
-        """
+        Raises ``ValueError`` when they are not such a path."""
         sequence = self.sequence(key)
         if sequence.nodes or nodes:
             first = len(sequence.tokens)

@@ -61,8 +61,7 @@ class PackedDrafter:
 
     ``share_prefixes``: texts that begin alike use the same cached blocks; else only a sequence that
     has lost its own finds them again. ``window``: tokens that the model looks at, at most; None is
-    its context. Behind a window that holds none of the prompt a constrained text gets no guess.
-    """
+    its context. Behind a window that holds none of the prompt a constrained text gets no guess."""
 
     def __init__(
         self,

@@ -63,8 +63,7 @@ class TorchTarget:
     ``model_threads`` sets the count when given.
 
     Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
-    numbers, ``ValueError`` for a bad option.
-    """
+    numbers, ``ValueError`` for a bad option."""
 
     def __init__(
         self,

@@ -125,8 +125,7 @@ class KnownText:
     def answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
         """The result of ``request``, whose nodes are a chain; or the step that is missing for it.
 
-        Raises ``ValueError`` when the request does not fit the text, and ``UnknownScoresError``.
-        """
+        Raises ``ValueError`` when the request does not fit the text, and ``UnknownScoresError``."""
         end = request.cache_length + len(request.feed)
         self._check(request, end)
         if not request.sample:

@@ -71,8 +71,7 @@ def memory(
 
     [dim]edgespec plan memory --memory-budget 600MiB[/]
 
-    [dim]edgespec plan memory ./draft-small ./draft-large --memory-budget 25%[/]
-    """
+    [dim]edgespec plan memory ./draft-small ./draft-large --memory-budget 25%[/]"""
     with reported():
         references = drafts or [BUNDLED]
         try:

@@ -537,8 +537,7 @@ def capacity(
 
     Passes that `edgespec profile` measured are taken with --set
     verifiers.h200.pass_time.profile=FILE. An objective that no number of verifiers keeps is
-    answered with the term that forbids it.
-    """
+    answered with the term that forbids it."""
     with reported():
         began_s = time.monotonic()
         try:

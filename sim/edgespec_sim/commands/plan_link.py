@@ -152,8 +152,7 @@ def link(
     Seeds are played until every speed is known within 5 %, for half a minute at most. Jitter, loss
     and capacity of a link are keys of a scenario for `edgespec-sim run`.
 
-    [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]
-    """
+    [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]"""
     with reported():
         settings = link_settings(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
         scenario = load_scenario(SCENARIO, settings)

@@ -461,8 +461,7 @@ def profile(
     """Measure draft steps, target passes and messages, and write what they cost as a profile.
 
     Runs the real models over a real connection on this machine, under a minute for the bundled
-    pair. The simulator replays a profile on any number of devices, links and verifiers.
-    """
+    pair. The simulator replays a profile on any number of devices, links and verifiers."""
     with reported():
         if out.is_dir():
             raise ConfigError(f"out is {str(out)!r}, which is a folder, but must be a file")

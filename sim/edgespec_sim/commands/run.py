@@ -58,8 +58,7 @@ def run(
 
     edgespec-sim run replay --set links.network.trace=ride.ping.txt --set tokens.tape=mine.jsonl
 
-    edgespec-sim run single-device --set links.internet.rtt_ms=100 --set tokens.acceptance=0.6
-    """
+    edgespec-sim run single-device --set links.internet.rtt_ms=100 --set tokens.acceptance=0.6"""
     with reported():
         path = scenario_path(scenario)
         loaded = load_scenario(scenario, read_settings(settings or ()))
@@ -105,8 +104,7 @@ def scenario(
     What `run` would refuse is refused here, in the same words: names of traces, tapes, profiles and
     policies too.
 
-    edgespec-sim scenario household > mine.yaml
-    """
+    edgespec-sim scenario household > mine.yaml"""
     with reported():
         loaded = load_scenario(name, read_settings(settings or ()))
         check(loaded, scenario_path(name).parent)
@@ -135,8 +133,7 @@ def report(runs: Runs, out: Out = None) -> None:
 
     [dim]edgespec-sim report runs/household[/]
 
-    [dim]edgespec-sim report device.jsonl verifier.jsonl --out report[/]
-    """
+    [dim]edgespec-sim report device.jsonl verifier.jsonl --out report[/]"""
     with reported():
         for path in report_on(runs, out):
             size = path.stat().st_size
@@ -163,8 +160,7 @@ def trace(
 
     edgespec-sim trace ride.ping.txt --out ride.csv
 
-    edgespec-sim trace generate:starlink
-    """
+    edgespec-sim trace generate:starlink"""
     with reported():
         found = _load(file)
         console = play.output()
@@ -258,8 +254,7 @@ def sweep(
     Each point gets as many seeds as its speed-ups take to be known within 5 %; --max-seconds is for
     each of them.
 
-    edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt
-    """
+    edgespec-sim sweep single-device --vary links.internet.rtt_ms=2,20,50,100,200 --out runs/rtt"""
     with reported():
         folder = scenario_path(scenario).parent
         ask = play.Ask.of(None, seeds, max_seconds)

@@ -204,8 +204,7 @@ class Document:
 def write_page(path: Path, html: str) -> None:
     """Write a page, and the library that its figures need beside it.
 
-    Raises ``OSError``, and ``ReportError`` if there are figures and plotly is missing.
-    """
+    Raises ``OSError``, and ``ReportError`` if there are figures and plotly is missing."""
     if _SOURCE in html:
         library = _library()
         beside = path.parent / LIBRARY

@@ -215,8 +215,7 @@ def write_report(folder: Path, out: Path | None = None) -> list[Path]:
     """The files of the run in ``folder``, written to ``out`` or beside it; their paths.
 
     Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``, and
-    ``ResultInTheWay``.
-    """
+    ``ResultInTheWay``."""
     summary, trace = folder / SUMMARY, folder / TRACE
     if not summary.is_file() and not trace.is_file():
         raise RunNotFound(f"{folder}: holds neither {SUMMARY} nor {TRACE}")

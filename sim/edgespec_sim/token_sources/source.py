@@ -272,8 +272,7 @@ class ScriptedTarget:
 class ScriptedDrafter:
     """``ports.Drafter`` that guesses scripts at their ranks; it knows ranks below ``max_width``.
 
-    Raises ``ScriptError``.
-    """
+    Raises ``ScriptError``."""
 
     def __init__(self, info: ModelInfo, find: FindScript, max_width: int) -> None:
         self._info, self._find, self._max_width = info, find, max_width
