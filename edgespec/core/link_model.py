@@ -209,8 +209,7 @@ class SharedQueue:
         return start_s
 
     def take(self, start_s: float, end_s: float, size_bytes: int) -> None:
-        """Occupy a slot that ``first_free_s`` found for a message of that size; joined with a
-        neighbour it touches."""
+        """Occupy a slot that ``first_free_s`` found for that size; neighbours are joined."""
         if start_s == end_s:
             return
         busy = self._busy
@@ -237,8 +236,7 @@ _LOSS: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """One direction of a link. Times are on the clock of ``arrival``'s ``now_s``; nothing is below
-    0."""
+    """One direction of a link, on the clock of ``arrival``'s ``now_s``; nothing is below 0."""
 
     one_way_s: float = 0.0
     """Propagation; ignored when there is a ``schedule``."""

@@ -144,8 +144,7 @@ class ServerDrafter(Protocol):
     def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
         """One packed step: of each sequence the draft's own choice behind its feed, by the sampling
         law with the shared noise of that position. None where none is wanted, and where the
-        sequence has no room or failed: then its cache is empty, and the next step feeds it from
-        position 0."""
+        sequence has no room or failed: then its cache is empty, and it is fed anew."""
 
     def close(self, key: str) -> None:
         """Free the sequence; unknown keys are ignored."""
@@ -224,8 +223,7 @@ class LinkError(ConnectionError):
 
 
 class UntrustedPeerError(LinkError):
-    """Somebody answers, but no TLS connection comes about: the message says whose certificate is
-    not accepted, and why."""
+    """Somebody answers, but without TLS; the message says whose certificate fails, and why."""
 
 
 class DeviceStream(Protocol):
@@ -245,8 +243,7 @@ class DeviceStream(Protocol):
 class VerifierStream(Protocol):
     """The verifier's end of one generation's stream.
 
-    ``receive`` raises ``LinkError`` also when the device only sends no more; what is sent to it
-    then still arrives."""
+    ``receive`` raises ``LinkError`` also when the device only sends no more, but still reads."""
 
     @property
     def peer(self) -> str:

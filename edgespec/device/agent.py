@@ -134,8 +134,7 @@ class StopFinder:
 
 
 class ReplyReader:
-    """One generation's. ``position`` is where its output begins; ``counters`` are told of tokens
-    behind a stop string."""
+    """Of one generation, whose output begins at ``position``; ``counters`` lose what is cut off."""
 
     def __init__(
         self, decoder: TextDecoder, stops: Sequence[str], position: int, counters: ev.DraftCounters

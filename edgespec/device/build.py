@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 BUNDLED, NONE, RANDOM, LOOKUP = "bundled", "none", "random", "lookup"
 # Right in about four of five contexts, as a good draft is.
 _TOY_DRAFT_NOISE = 0.25
-# What a device sends is bounded by the verifier's context, which it learns later: the longest that
-# can be configured.
+# What a device sends is bounded by the verifier's context, at most the longest configurable.
 _MAX_CONTEXT_LENGTH = 1 << 20
 _MOST_LEADERS = 4096
 
@@ -193,8 +192,7 @@ def build_agent(
 
 def verifier_transport(config: AgentConfig) -> Transport | VerifierPool:
     """To the only verifier of ``config``, or to a pool of several, behind its emulated link. A name
-    counts as several: it may stand for them. Raises ``ConfigError`` where others could read the
-    key."""
+    may stand for several. Raises ``ConfigError`` where others could read the key."""
     access = device_access(config)
     addresses = tuple(map(with_port, config.verifiers))
     for address in addresses:

@@ -44,8 +44,7 @@ async def ask(
     timed: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
-    """Never raises. ``timed``: the round trip is that of a second question, since the first opens
-    the channel."""
+    """Never raises. ``timed``: a second question is timed, since the first opens the channel."""
     try:
         async with asyncio.timeout(within_s):
             if timed:

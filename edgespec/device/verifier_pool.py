@@ -120,8 +120,7 @@ class VerifierPool:
             future.set_exception(LinkError("the generation is over", retryable=False))
 
     def begins_with(self, route: int, model: m.ModelIdentity, address: str) -> None:
-        """A verifier greeted; say so if a text begins with another model than the one before that
-        asked for the same name."""
+        """A verifier greeted; say so if the name stands for another model than a text before."""
         known = self.failover.routes.get(route)
         if known is None or known.began is not None:
             return

@@ -137,8 +137,7 @@ class TargetWorker:
         return self._begun(work)
 
     def draft(self, action: ee.RunDrafts) -> asyncio.Future[ee.DraftsDone]:
-        """A round of the verifier's own draft model, whose sequences are open: every session in it
-        has had a pass."""
+        """A round of the verifier's own draft model; every session in it has had a pass."""
         drafter = self._drafter
         assert drafter is not None
 

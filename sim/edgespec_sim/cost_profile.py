@@ -84,8 +84,7 @@ def constant(seconds: float) -> TimeLaw:
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """One device, one verifier and what lies between them besides the link itself. Raises
-    ``ProfileError``."""
+    """A device, a verifier and what is between them but the link. Raises ``ProfileError``."""
 
     name: str
     draft_step: TimeLaw

@@ -96,8 +96,7 @@ class GroupSummary:
     verifier_j_per_token: float | None = None
     """Of the verifiers' passes, by rows in them; None where powers are not known."""
     verifier_idle_j_per_token: float | None = None
-    """Of verifiers that were powered and ran no pass, by what their passes took for these
-    requests; None as above."""
+    """Of idle powered verifiers, by what passes took for these requests; None as above."""
     guessed: int = 0
     """Nodes that devices sent, and how many were accepted."""
     accepted: int = 0

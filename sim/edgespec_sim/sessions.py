@@ -231,8 +231,7 @@ class Stream:
 
 StepTime = Callable[[int, int], float]
 
-"""Seconds of a draft step that keeps so many tokens in the cache and feeds so many, on whatever
-branches."""
+"""Seconds of a draft step that keeps so many tokens in the cache and feeds so many."""
 
 
 @dataclass(slots=True)
@@ -370,8 +369,7 @@ class Compute(Protocol):
         """Call ``done`` when a pass over these requests that starts now is over."""
 
     def draft(self, keys: Sequence[str], seconds: float, done: Callable[[], None]) -> None:
-        """Call ``done`` when draft steps of so many seconds for these sessions, which start now,
-        are over."""
+        """Call ``done`` when draft steps of so many seconds for them, which start now, are over."""
 
 
 class DraftedSequence:

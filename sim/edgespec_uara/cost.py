@@ -108,8 +108,7 @@ def delays(terms: Terms, decision: Decision) -> Floats:
 
 
 def printed_delays(terms: Terms, decision: Decision) -> Floats:
-    """(M,), milliseconds: the objective's first two terms, D_MD + D_ES, in which nothing waits for
-    the uplink."""
+    """(M,), milliseconds: the objective's D_MD + D_ES, in which nothing waits for the uplink."""
     devices, chosen = np.arange(terms.devices), decision.association
     waited: Floats = terms.delay[devices, chosen] + terms.work[devices, chosen] / decision.compute
     return waited

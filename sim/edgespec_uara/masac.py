@@ -149,9 +149,8 @@ FIRST_TEMPERATURE = 0.05
 
 
 class Learner:
-    """Networks and their optimisers; ``update`` makes one step of all of them. Seeds torch, for the
-    whole process, and has it use one thread: networks this small only lose by sharing work, and
-    sums keep their order."""
+    """Networks and their optimisers; ``update`` makes one step of all of them. Seeds torch for the
+    whole process, on one thread: so small networks lose by sharing, and sums keep their order."""
 
     def __init__(self, seed: int) -> None:
         torch.set_num_threads(1)
@@ -301,8 +300,7 @@ WARM_UP, UPDATES_PER_EPISODE = 10, 10
 
 
 def train(base: UaraSettings, seed: int, updates: int) -> Actor:
-    """After so many updates: the last actor, not the best, as nothing of the sweep may choose
-    it."""
+    """After so many updates: the last actor, not the best, which the sweep would choose."""
     learner, rollout = Learner(seed), PaperRollout(base, PaperCost(), seed)
     kept, rng = deque[Transition](maxlen=CAPACITY), np.random.default_rng(seed)
     for _ in range(WARM_UP):

@@ -271,8 +271,7 @@ def views_of(
     known: Sequence[tuple[str, VerifierInfo | None, int | None, float | None]],
 ) -> list[VerifierView]:
     """What they told, as an association sees it, by (address, info, sessions, round trip); None:
-    not known. The pass told is one under the load of late, so nothing is added for the sessions
-    there."""
+    not known. The pass told is one under the load of late: its sessions are in it already."""
     told = [sessions for _, _, sessions, _ in known if sessions is not None]
     usual_load = round(fmean(told)) if told else 0
     timed_s = [info.pass_us / 1e6 for _, info, _, _ in known if info and info.pass_us]

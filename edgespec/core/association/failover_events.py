@@ -156,21 +156,18 @@ class Use:
 
 @statically_frozen
 class Leave:
-    """The generation has no stream, or is to let go of the one it has. ``retryable`` False: no
-    verifier will do."""
+    """The generation has no stream, or has to let its own go. ``retryable`` False: none will do."""
 
     route: int
     why: str
     again_s: float | None = None
-    """0: another verifier can be tried at once; else not before so many seconds, None: it knows
-    best."""
+    """0: another verifier can be tried at once; not before so many seconds; None: it knows best."""
     retryable: bool = True
 
 
 @statically_frozen
 class Probe:
-    """Ask this verifier for its ``Info``; answer with ``ProbeAnswered`` or ``ProbeFailed``, within
-    seconds in any case."""
+    """Ask this verifier for its ``Info``; answer with ``ProbeAnswered`` or ``ProbeFailed``."""
 
     address: str
 

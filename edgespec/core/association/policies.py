@@ -82,8 +82,7 @@ _BYTES = 8
 
 
 def conversation_of(prompt: Sequence[int]) -> str:
-    """The conversation of a prompt (token ids) that nobody has named, as 16
-    hexadecimal digits."""
+    """The conversation of a prompt (token ids) that nobody has named, as 16 hexadecimal digits."""
     return _digest(b"tokens", ",".join(map(str, prompt[:BEGINNING_TOKENS])).encode())
 
 

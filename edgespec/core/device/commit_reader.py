@@ -59,8 +59,7 @@ class DraftOutbox:
         self._sent_through = max(islice(in_flight, limit), default=0)
 
     def take(self, limit: int) -> list[Draft]:
-        """Messages for the unsent alive nodes, oldest first, until ``limit`` are in flight; one a
-        run of consecutive ids."""
+        """Of unsent alive nodes, oldest first, until ``limit`` are in flight; one a run of ids."""
         nodes, unsent = self._tree.nodes, self.unsent
         waiting = list(islice(reversed(nodes.values()), unsent))[::-1]
         if (room := limit - (len(nodes) - unsent)) < unsent:
@@ -157,8 +156,7 @@ class CommitReader:
         return Received(length, length)
 
     def score(self, offered: Sequence[Node], token: int) -> Node | None:
-        """A position was decided, for which all of ``offered`` were guesses, one or more; the one
-        that was right."""
+        """A position was decided for which ``offered`` were guesses; the right one."""
         self.counters.tried += 1
         self.counters.hits += offered[0].token == token
         right, drafted = None, 0

@@ -75,8 +75,7 @@ class Learned:
     sampled: DraftChances = field(default_factory=DraftChances)
 
     def guesses(self, sampling: SamplingParams) -> DraftChances:
-        """Of texts like this one: noise that draft and target share changes what a probability
-        says."""
+        """Of texts like this one: shared noise changes what a probability says."""
         return self.sampled if sampling.temperature > 0.0 else self.greedy
 
 
@@ -126,8 +125,7 @@ class VerifierEstimates:
     """From one commit to the next, as they arrive."""
     commit_tokens: MovingAverage = field(default_factory=MovingAverage)
     own_tokens: MovingAverage = field(default_factory=MovingAverage)
-    """Of a commit, those that the verifier had without this device's drafts: one, and what it
-    guessed itself."""
+    """Of a commit, what the verifier had without this device: a token and its own guesses."""
 
     @property
     def averages(self) -> tuple[MovingAverage, ...]:

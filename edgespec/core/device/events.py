@@ -135,8 +135,7 @@ class Transmit:
 
 @statically_frozen
 class StartStep:
-    """Run the drafter with these arguments (``ports.Drafter.step``); answer with ``StepDone`` or
-    ``StepFailed``."""
+    """Run the drafter (``ports.Drafter.step``); answer with ``StepDone`` or ``StepFailed``."""
 
     keep_length: int
     feed: tuple[int, ...]

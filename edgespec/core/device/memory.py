@@ -159,8 +159,7 @@ class DraftVariant:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """2 * layers * kv_heads * head_dim numbers: 28 layers of 8 heads of 128 take 229,376 bytes
-        as float32."""
+        """2 * layers * kv_heads * head_dim numbers: 28 layers, 8 heads of 128 float32: 229,376."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_type.bytes
 
     def kv_bytes(self, window: int) -> int:

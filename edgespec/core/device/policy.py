@@ -103,8 +103,7 @@ class DraftView:
     @property
     def decoding_s(self) -> float | None:
         """A token's time of a verifier that decodes on without this device's drafts, and maybe with
-        drafts of its own: commit_s / own_tokens. None where it waits for them, or nothing is
-        known."""
+        drafts of its own: commit_s / own_tokens. None where it waits, or nothing is known."""
         commit_s = self.estimates.commit_s.get(0.0)
         if commit_s <= 0.0 or commit_s > _WAITS * self.pass_s:
             return None

@@ -143,8 +143,7 @@ class ConstrainedText:
         return found
 
     def mask(self) -> bytes | None:
-        """What may come behind the text that was followed last; None: it has no place in the
-        grammar, or has ended."""
+        """What may come behind the text followed last; None: it is not in the grammar, or ended."""
         return None if self._lost else self._mask()
 
     def masks(self, nodes: Sequence[int], parents: Sequence[int]) -> list[bytes | None]:

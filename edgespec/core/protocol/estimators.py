@@ -176,8 +176,7 @@ class AcceptanceEstimator:
     hits: list[float] = field(init=False)
     trials: list[float] = field(init=False)
     rates: list[float] = field(init=False)
-    """Of each rank that has a prior, and of all ranks behind them; asked for far more often than
-    changed."""
+    """Of each rank that has a prior, and of all ranks behind them; seldom changed."""
 
     def __post_init__(self) -> None:
         self.hits, self.trials = [0.0] * len(self.prior), [0.0] * len(self.prior)

@@ -108,8 +108,7 @@ class Open:
     """Who does not send it again cannot resume, end or replace the session. Kept out of reprs,
     traces and logs. Empty: the id alone is the proof."""
     logprobs: int = 0
-    """How many of the likeliest tokens to tell with each committed one, at most ``MAX_LOGPROBS``;
-    0: no scores at all."""
+    """How many likeliest tokens to tell with each one, up to ``MAX_LOGPROBS``; 0: no scores."""
 
 
 @statically_frozen
@@ -156,8 +155,7 @@ class Opened:
 class Commit:
     """The target's tokens for positions ``position`` .. ``position + len(tokens) - 1``.
 
-    At most ``MAX_COMMIT_TOKENS``; one without tokens and without a finish says that the verifier
-    is still at work."""
+    At most ``MAX_COMMIT_TOKENS``; without tokens and finish: the verifier is still at work."""
 
     position: int
     tokens: tuple[int, ...]
@@ -206,8 +204,7 @@ Message = Uplink | Downlink
 @statically_frozen
 class DraftTotals:
     """Since a verifier began: nodes that passes looked at and those of them that became tokens, by
-    who drafted them (devices, the verifier's own model, the text itself); and what the model's
-    steps took."""
+    who drafted them (devices, the verifier's model, the text); and what the model's steps took."""
 
     device_nodes: int = 0
     device_accepted: int = 0

@@ -170,8 +170,7 @@ def choose(
     output: Sequence[int] = (),
     mask: bytes | None = None,
 ) -> int:
-    """The token at ``position``, given its row of logits, all the tokens before it and the mask of
-    the constraint there."""
+    """The token at ``position`` by its logits, the tokens before it and the constraint's mask."""
     scores = warp(masked(logits, mask), params, prompt, output)
     if not params.greedy:
         scores = [

@@ -104,8 +104,7 @@ class SpeculationTree:
     def __init__(self, prefix: CommittedPrefix) -> None:
         self.prefix = prefix
         self.nodes: dict[int, Node] = {}
-        """Alive nodes by id, oldest (lowest id) first, so every parent before its children; the
-        tree alone changes them."""
+        """Alive nodes by id, oldest (lowest id) first: every parent before its children."""
         self.roots: list[Node] = []
         self.last_id = 0
         """The highest id that was taken. A stale node takes none: one that found no parent may come

@@ -54,8 +54,7 @@ class PrefixSharing:
         self._ledger, self._owner_of = ledger, owner_of
         self._names: dict[str, BlockNames] = {}
         self.filling: set[bytes] = set()
-        """Names of the blocks that the pass which is being formed will have filled; to be cleared
-        before anybody joins it."""
+        """Names of the blocks that the pass being formed will fill; cleared before it is formed."""
 
     def enter(self, key: str, prefix: CommittedPrefix) -> int | None:
         """A session without cached rows takes hold of what is there for it; how many tokens that
@@ -130,8 +129,7 @@ Sessions = Mapping[str, VerifySession]
 
 class CacheKeeper:
     """``sessions`` is the engine's own table, in the order of opening. ``ledger`` None: the target
-    has room for everything that the engine admits, and nothing is counted. ``owner_of`` None:
-    nobody shares."""
+    has room for all that is admitted, and nothing is counted. ``owner_of`` None: nobody shares."""
 
     def __init__(
         self, ledger: BlockLedger | None, sessions: Sessions, owner_of: OwnerOf | None = None
@@ -179,8 +177,7 @@ class CacheKeeper:
         return min(most, (ledger.held(key) + 1) * ledger.block_tokens - start)
 
     def reserve(self, key: str, length: int) -> tuple[int, ...]:
-        """The table of a session that has ``length`` rows in the pass; ``rows_for`` said that they
-        fit."""
+        """The table of a session with ``length`` rows in the pass, which fit by ``rows_for``."""
         if self.ledger is None:
             return ()
         fits = self.ledger.reserve(key, length)

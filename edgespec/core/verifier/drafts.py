@@ -341,8 +341,7 @@ class DraftInbox:
         )
 
     def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:
-        """A pass committed ``tokens``; ``hit``: whether the first was a node of it (None: it had
-        no nodes)."""
+        """A pass committed ``tokens``; ``hit``: was the first a node (None: it had none)?"""
         if hit is not None:
             self._hit_rate.add(hit)
         siblings = self.tree.roots

@@ -45,8 +45,7 @@ class EngineLimits:
     own_drafts: int = 0
     """As ``PassShape.own_drafts``."""
     rules: tuple[str, ...] = (EXACT_RULE,)
-    """Acceptance rules that devices may ask for, by name (any parameters) or with parameters
-    (these alone)."""
+    """Acceptance rules that devices may ask for, by name (any parameters) or with these alone."""
 
 
 # --- events ---------------------------------------------------------------------------------

@@ -65,8 +65,7 @@ class Account:
 
 
 class Fairness:
-    """``credential_of`` is the engine's own table, by session; sessions that are not in it belong
-    to ``ANYBODY``."""
+    """``credential_of`` is the engine's own table, by session; others belong to ``ANYBODY``."""
 
     def __init__(self, credential_of: Mapping[str, Credential]) -> None:
         self.wake_at: float | None = None

@@ -110,8 +110,7 @@ class RowPriceKeeper:
 
     @property
     def least_guess(self) -> float:
-        """The same for guesses of the verifier's own, which are made at any time: what has no price
-        is taken to be dear."""
+        """The same for guesses of the verifier's own: without a price rows are dear."""
         least = self.least_chance
         return max(least, UNPRICED_GUESS) if self._row_s is None else least
 

@@ -54,8 +54,7 @@ _ENTERED_PER_PASS: Final = 32
 
 @dataclass(slots=True, eq=False)
 class Proposal:
-    """Nodes as in ``PassRequest``: node i hangs on node ``parents[i]``, or on the end of the text
-    for -1."""
+    """Nodes as in ``PassRequest``: node i hangs on node ``parents[i]``; -1: on the text's end."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -125,8 +124,7 @@ class TextDrafts:
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What one source did for all sessions of a verifier: nodes that passes looked at, and those
-    that became tokens."""
+    """Of one source, for all sessions: nodes in passes, and those of them that became tokens."""
 
     nodes: int = 0
     accepted: int = 0
@@ -286,8 +284,7 @@ class ServedDrafts:
     def _add_text(
         self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
     ) -> None:
-        """Guesses from the text, where the device has drafted nothing when they are first asked
-        for."""
+        """Guesses from the text, where the device has drafted nothing when first asked."""
         if self.text is None:
             return
         if self._proposal is None:

@@ -112,8 +112,7 @@ class FairShares:
             account.level = min(self.limits.burst, account.level + amount)
 
     def wait_s(self, payer: str, now: float, cost: float = 0.0, grace: float = 0.0) -> float:
-        """Seconds until ``payer`` can pay ``cost`` out of its share and ``grace``; 0 for at
-        once."""
+        """Seconds until ``payer`` can pay ``cost`` out of its share and ``grace``."""
         self._turn(now)
         account = self._accounts.get(payer)
         if account is None:  # its share is not reckoned yet; it is no less than this
@@ -211,11 +210,9 @@ class UplinkLimits:
     messages_per_open: float = 8.0
     """What a new stream costs its payer."""
     share_per_commit: float = 0.5
-    """Messages that a commit adds to the share of its payer: devices acknowledge every eighth
-    token."""
+    """Messages that a commit adds to its payer's share: each eighth token is acknowledged."""
     share_per_hit: float = 4.0
-    """Instead, where a draft was right: devices gather their drafts to two to four messages a
-    pass."""
+    """Instead, where a draft was right: devices send two to four messages a pass."""
 
 
 class TokenBucket:

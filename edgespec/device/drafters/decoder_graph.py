@@ -359,8 +359,7 @@ class Placement:
 
 
 def placement(session: ort.InferenceSession) -> Placement | None:
-    """Of a session that has an accelerator; None: it has none, or an onnxruntime before 1.24, which
-    does not tell."""
+    """Of a session that has an accelerator; None: it has none, or onnxruntime is before 1.24."""
     first, look = session.get_providers()[0], "get_provider_graph_assignment_info"
     if first in CPU or not hasattr(session, look):
         return None

@@ -38,8 +38,7 @@ class DraftManifest:
     head_dim: int
     source: str = ""
     token_count: int = 0
-    """Ids below it have a text; those from it on pad the vocabulary and are never proposed. 0: not
-    known, so all may be."""
+    """Ids below it have a text; others are padding, never proposed. 0: all may be proposed."""
     kv_type: str = KvType.FLOAT32.value
     """Of a cached key or value."""
     trained_length: int = 0

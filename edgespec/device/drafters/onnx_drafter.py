@@ -65,8 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 class GraphDrafter:
-    """``Drafter`` over one session of onnxruntime. ``step`` raises ``ValueError`` for a broken
-    contract."""
+    """``Drafter`` over a session of onnxruntime; ``ValueError`` for a broken contract."""
 
     def __init__(
         self,
@@ -429,8 +428,7 @@ class Behaviour:
 def check_behaviour(
     decode_rows: Callable[[int, Sequence[int]], Row], vocabulary_size: int
 ) -> Behaviour:
-    """``decode_rows(keep, tokens)`` cuts the cache to ``keep`` tokens, feeds the others and returns
-    the logits, [rows, V]."""
+    """``decode_rows(keep, tokens)`` cuts the cache, feeds the tokens, returns logits [rows, V]."""
     a, b, c, d, *later = (token % vocabulary_size for token in (*_TOKENS, *_LATER))
     rows = decode_rows(0, (a, b, c, d))
     whole = rows[-1]

@@ -126,8 +126,7 @@ class DraftWindow:
 
     @property
     def block(self) -> int:
-        """How many rows leave at a time: it costs as much to move the others behind one as behind
-        many."""
+        """How many rows leave at a time: to move the others costs the same behind one or many."""
         return max(1, self.size // (8 if self.moving else 2))
 
     def resize(self, size: int) -> None:

@@ -17,8 +17,7 @@ DEFAULT_CONTEXT_LENGTH = 1 << 16
 
 
 class SilentDrafter:
-    """``Drafter`` without a model, which never has a guess; the session may have some of its own,
-    from the text."""
+    """``Drafter`` without a model or a guess; the session may have guesses from the text."""
 
     def __init__(self, info: ports.ModelInfo) -> None:
         self._cache, self.info = TokenCache(info), info

@@ -158,8 +158,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def pad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """Rows (or entries of a bias) of a projection into heads, [heads * d, ...], widened to
-    [heads * P, ...]."""
+    """Rows (or a bias) of a projection to heads, [heads * d, ...], widened to [heads * P, ...]."""
     size = padded_head_dim(head_dim)
     if size == head_dim:
         return weight
@@ -337,8 +336,7 @@ class _Builder:
         )
 
     def _joint_projection(self, name: str, normed: str, heads: Mapping[str, int]) -> str:
-        """The product with the projections into ``heads`` (name: how many), one behind the
-        other."""
+        """The product with the projections into ``heads`` (name: how many), all in one."""
         hidden, dim = self._shape.hidden, self._source.head_dim
         weights = [
             pad_outputs(self._read(f"{name}.{x}_proj.weight", (count * dim, hidden)), dim)

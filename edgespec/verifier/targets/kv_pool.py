@@ -36,8 +36,7 @@ from edgespec.verifier.targets.pass_requests import SequenceText
 
 BLOCK_SIZE = 16
 TOKENS_NEEDED = 160
-"""Of the self-test's longest schedule: the prompt and its siblings, in whole blocks, and the other
-session's first."""
+"""Of the self-test's longest schedule: prompt and siblings in whole blocks, and another session."""
 
 Blocks = npt.NDArray[np.int64]
 
@@ -107,13 +106,11 @@ class BlockTables:
         return self._host[rows, keys // BLOCK_SIZE] * BLOCK_SIZE + keys % BLOCK_SIZE
 
     def blocks_of(self, rows: Blocks, count: int) -> Blocks:
-        """[len(rows), count or fewer]: the first blocks of each row; of no meaning behind its
-        last."""
+        """[len(rows), count or fewer]: the first blocks of each row, and anything behind them."""
         return self._host[:, :count].take(rows, axis=0)
 
     def key_slots(self, rows: Blocks, count: int) -> KeySlots:
-        """[len(rows), count]: the slots of the first ``count`` keys, as of the last ``extend``; 0
-        behind a row's last key."""
+        """[len(rows), count]: slots of the first keys, as of the last ``extend``; 0 behind them."""
         return self._slots[:, :count].take(rows, axis=0)
 
     def _forget(self, row: int, first: int) -> None:
@@ -214,8 +211,7 @@ class KvPool:
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
-        """Start a sequence; it holds no block before its first pass. Raises ``ValueError`` when
-        the key is in use."""
+        """Start a sequence; it holds no block before its first pass. The key is not in use."""
         table = self.tables.take()
         self.sequences[key] = CachedSequence(prompt_length, sampling, text, table=table)
         if not is_plain(sampling):
@@ -316,8 +312,7 @@ class KvPool:
         return np.array([sequences[key].table for key in batch.keys])
 
     def cached_lengths(self, batch: PassBatch) -> Indices:
-        """[sessions]: tokens that the passes of each session have cached. Raises as ``sequence``
-        does."""
+        """[sessions]: tokens that passes have cached. Raises as ``sequence`` does."""
         try:
             found = [len(self.sequences[key].tokens) for key in batch.keys]
         except KeyError as error:
@@ -542,8 +537,7 @@ def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _resident_peak(run: Callable[[], object]) -> int:
-    """By how much the process grows while ``run`` runs, in bytes. Where the peak cannot be reset,
-    one of earlier counts."""
+    """Bytes by which the process grows while ``run`` runs, or by its earlier peak if that stays."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
     except OSError:

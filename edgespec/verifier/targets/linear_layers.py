@@ -37,8 +37,7 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 
 class PackedLinear(torch.nn.Module):
-    """``torch.nn.Linear`` with packed weights, on a CPU. ``tied_to`` is the name of the embedding
-    whose weights these are."""
+    """``torch.nn.Linear`` with packed weights, on a CPU; those of the embedding ``tied_to``."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, tied_to: str = ""

@@ -38,8 +38,7 @@ class DraftModel(TargetModel, Protocol):
     """What a draft model is served by."""
 
     def shift(self, key: str, first: int) -> None:
-        """The sequence, which was opened just now, begins at position ``first`` of its text, which
-        counts for the noise."""
+        """The sequence, just opened, begins at position ``first`` of its text, for the noise."""
 
 
 @dataclass(slots=True)

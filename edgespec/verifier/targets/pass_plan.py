@@ -169,8 +169,7 @@ class LayerStates:
 
 class AttentionLayout(Protocol):
     def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
-        """[rows, heads, head_dim] in the type of the query; what rows of padding hold is of no
-        meaning, but finite."""
+        """[rows, heads, head_dim] in the type of the query; rows of padding are finite."""
         ...
 
 
@@ -199,8 +198,7 @@ class PassPlan:
 def plan_pass(
     rows: BatchRows, backend: AttentionBackend, *, tiles: RowTiles | None = None
 ) -> PassPlan:
-    """The plan of a pass over ``rows``; with ``tiles`` in canonical mode, whose padding they
-    prescribe."""
+    """The plan of a pass over ``rows``; ``tiles`` prescribe the padding of canonical mode."""
     count, sampled = rows.row_count, sampled_rows(rows)
     padded, sampled_padded = count, len(sampled)
     if tiles is not None:

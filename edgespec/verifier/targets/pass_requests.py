@@ -127,8 +127,7 @@ class ConstrainedRows:
         self, key: str, output: Sequence[int], nodes: Sequence[int], parents: Sequence[int]
     ) -> list[bytes | None]:
         """The mask behind ``output``, the generated tokens so far, and behind each node of the tree
-        on it; None where no text gets. Raises ``ModelOutputError`` where the grammar cannot go
-        on, or never led there."""
+        on it; None where no text gets. Raises ``ModelOutputError`` where the grammar is lost."""
         text = self._texts[key]
         try:
             if (taken := text.follow(output)) < len(output):

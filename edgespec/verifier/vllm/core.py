@@ -311,8 +311,7 @@ def read_speculation(
 
 
 def refuse_method(method: str) -> None:
-    """Raises ``SetupError`` for a method of vLLM's that does not fit. ``deepseek_mtp`` and the like
-    are ``mtp``."""
+    """Raises ``SetupError`` for a method of vLLM's that does not fit. ``*_mtp`` are ``mtp``."""
     if method in METHODS or method.endswith("_mtp"):
         return
     why = REFUSED.get(method, "vLLM 0.32 does not have it")

@@ -56,8 +56,7 @@ def _adapter(value: str) -> Adapter:
 
 
 def served_adapters(model: ModelInfo, adapters: Iterable[Adapter]) -> tuple[ModelInfo, ...]:
-    """``model`` with each of them: another name, another fingerprint, so that nobody takes one for
-    the other."""
+    """``model`` with each of them, by another name and fingerprint, so that none is mistaken."""
     return tuple(
         replace(model, name=one.name, fingerprint=f"{one.fingerprint}-on-{model.fingerprint}")
         for one in adapters

@@ -65,8 +65,7 @@ class StepEngine(Protocol):
         sampling: SamplingParams,
         adapter: str = "",
     ) -> None:
-        """Begin a text, of the model with ``adapter`` if one is named. Nothing is computed of it
-        until a step wants it."""
+        """Begin a text, with ``adapter`` if one is named. Nothing is computed before a step."""
 
     def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
         """One step of these sessions and no others. A session may be left out of the result, or
@@ -86,8 +85,7 @@ NO_SCORE = TokenScore(0.0, 0.0, ())
 
 
 class UnknownScoresError(ValueError):
-    """Tokens are known without the scores that a pass asks for; the text has to be begun anew at
-    the end of the prefix."""
+    """Tokens are known without the scores asked for: the text begins anew at the prefix's end."""
 
 
 class KnownText:

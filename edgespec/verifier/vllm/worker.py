@@ -144,8 +144,7 @@ class RunnerSampling:
         return self._execute_model(scheduler_output, *rest, **named)
 
     def fits_in_drafter(self, metadata: Any) -> bool:
-        """As the runner's, which proposes zeros for all where one text comes near the end of the
-        context."""
+        """As the runner's, which proposes zeros for all where one text nears its context's end."""
         self._fits = bool(self._fits_in_drafter(metadata))
         return self._fits
 

@@ -54,8 +54,7 @@ _SMALL, _LARGE = (12.0, 60.0), (64.0, 600.0)
 """Sessions under way in a world, and seconds of sessions in its window."""
 Triple = tuple[float, float, float]
 Play = Callable[[str, Sequence[Job], float], list[WorldOutcome]]
-"""What is being done, the worlds, and until when; outcomes in their order. Raises
-``TimeoutError``."""
+"""What is done, worlds, until when; outcomes in their order. Raises ``TimeoutError``."""
 
 
 # --- what a GPU costs an hour and what it holds ------------------------------------------------
@@ -94,8 +93,7 @@ def model_and_gpu(named: str) -> tuple[str, str]:
 
 
 def sessions_that_fit(model_name: str, gpu_name: str, tokens: float) -> int:
-    """Sessions of so many cached tokens beside the weights. Raises ``ValueError`` where none
-    fits."""
+    """Sessions of so many cached tokens beside the weights; ``ValueError``: none fits."""
     gpu, model = GPUS[gpu_name], MODELS[model_name]
     weights = model.parameters * model.weight_bytes
     fit = int((_USABLE * gpu.memory_bytes - weights) / (model.context_bytes * tokens))
@@ -281,8 +279,7 @@ def judged(
 
 
 def _tpot_s(one: RequestRecord) -> float | None:
-    """So far, of a request that the world's end cut off; without end, of one that never got
-    there."""
+    """So far, of a request that the world's end cut off; infinite if it never got there."""
     if one.failed or (one.pace_s is None and not one.complete):
         return math.inf
     return one.pace_s

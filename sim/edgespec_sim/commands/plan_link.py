@@ -47,8 +47,7 @@ FLAGS: Final = {
 def link_settings(
     rtt_ms: float, draft_ms: float, pass_ms: float, acceptance: float, server_draft_ms: float = 0.0
 ) -> dict[str, float]:
-    """Keys of ``SCENARIO`` for one device on that link; ``server_draft_ms`` 0: its verifier does
-    not draft."""
+    """Keys of ``SCENARIO`` for one device on that link; ``server_draft_ms`` 0: only it drafts."""
     settings = {
         "links.internet.rtt_ms": rtt_ms,
         "devices.laptop.draft.ms": draft_ms,

@@ -383,8 +383,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A job, what to call it, and where its trace goes (None: nowhere); ``first``: that of its
-    first question."""
+    """A job, its name, and where its trace goes if anywhere; ``first``: its first question's."""
 
     name: str
     job: Job

@@ -205,8 +205,7 @@ class TraceLinks:
     def queues(
         self, offset_s: float = 0.0, others: tuple[lm.SharedQueue, lm.SharedQueue] | None = None
     ) -> tuple[lm.SharedQueue, lm.SharedQueue]:
-        """Up and down, of the trace's capacity; that of ``others``, or without limit, where it was
-        not measured."""
+        """Up and down, of the trace's capacity, or of ``others`` (None: no limit)."""
         capacities = (self.up_capacity, self.down_capacity)
         up, down = (
             other if capacity is None else lm.SharedQueue(capacity, offset_s=offset_s)

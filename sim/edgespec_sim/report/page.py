@@ -31,8 +31,7 @@ def render(
     timeline: Timeline | None = None,
     firsts: Mapping[str, Timeline] | None = None,
 ) -> str:
-    """One HTML file without outside references; ``firsts`` are the arms' timelines of the same
-    question."""
+    """An HTML file without outside references; ``firsts``: a question's timeline by arm."""
     kind = "simulated" if summary.simulated else "real"
     page = Document(f"{summary.marked_name or 'run'}: {kind} run")
     page.paragraph(asked(summary), "asked")
@@ -282,8 +281,7 @@ def _laid_out(traces: Sequence[Path], clocks: Clocks) -> Timeline:
 
 @contextmanager
 def _promised(traces: Sequence[Path]) -> Iterator[None]:
-    """Whatever a line that is not as it was written makes of those who read it is a
-    ``TraceLineError``."""
+    """Whatever a damaged line makes its readers raise is a ``TraceLineError``."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:

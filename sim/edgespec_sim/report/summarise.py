@@ -164,8 +164,7 @@ _VerifiersOf = dict[str, VerifierTally]
 def summarise(
     lines: Iterable[Line], name: str = "run", *, simulated: bool = False
 ) -> rs.RunSummary:
-    """``name`` is that of the run and of its arm. Raises ``ValueError`` for a trace without a
-    request."""
+    """``name``: of the run and its arm. Raises ``ValueError`` without a request."""
     devices: _DevicesOf = defaultdict(DeviceTally)
     verifiers: _VerifiersOf = defaultdict(VerifierTally)
     first_s, last_s = math.inf, -math.inf

@@ -137,8 +137,7 @@ _WORK: Final[_Columns] = {
 }
 _ENERGIES: Final[dict[str, Callable[[ArmSummary], float | None]]] = {
     "device J": lambda arm: arm.all.energy_j_per_token,
-    # While passes ran; then while verifiers were powered and none did, those that served nobody
-    # too.
+    # While passes ran; then while verifiers were powered and idle, even if they served nobody.
     "GPU J, at most": lambda arm: _a_token(arm, [one.energy_j for one in arm.verifiers]),
     "GPU idle J": lambda arm: _a_token(arm, [one.idle_j for one in arm.verifiers]),
 }
@@ -269,8 +268,7 @@ DRAFTS_HEADER: Final = (
 
 
 def drafts_rows(run: RunSummary) -> list[tuple[str, ...]]:
-    """Who guessed how much, and what a token took of the verifiers' machines; none where no
-    verifier drafted."""
+    """Who guessed how much, and what a token took of verifiers; none if none drafted."""
     if not any(arm.draft_ms_per_token for arm in run.arms):
         return []
     rows = []

@@ -187,8 +187,7 @@ class _SideSpans:
 
 
 class DeviceSpans(_SideSpans):
-    """Feed it one session's lines in order. Several generations under one name may follow each
-    other."""
+    """Feed it one session's lines in order; generations of one name may follow each other."""
 
     def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
         super().__init__(marks)
@@ -434,8 +433,7 @@ def _merged(
 def _offsets(
     sent: Mapping[CrossingKey, list[Crossing]], arrived: Mapping[CrossingKey, list[Crossing]]
 ) -> dict[str, float]:
-    """Seconds to add to the device's clock, by session. Only messages that were sent once and
-    arrived once are asked."""
+    """Seconds to add to the device's clock, by session, from messages sent and arrived once."""
     least: dict[tuple[str, Lane], float] = {}
     for key, ends in arrived.items():
         starts = sent.get(key, ())

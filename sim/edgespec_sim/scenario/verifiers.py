@@ -204,8 +204,7 @@ class VerifierSection:
     """Links behind the devices' own: the way to this verifier's site."""
     stages: StagesSection | None = None
     server_draft: ServerDraftSection | None = None
-    """null: the verifier does not draft, and the arms ``server-draft`` and ``both`` are not
-    played."""
+    """null: it does not draft, and the arms ``server-draft`` and ``both`` are not played."""
     max_sessions: int = limited(64, 1, MAX_DEVICES)
     max_rows_per_pass: int = limited(1024, 1, 1 << 20)
     gpu_power: str = ""

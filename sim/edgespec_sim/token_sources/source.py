@@ -148,8 +148,7 @@ class _Reading:
         """The first cached position that is not the script's."""
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
-        """Truncate, append; the index of the output's token that comes next, -1 within the
-        prompt."""
+        """Truncate, append; the index of the next token of the output, -1 within the prompt."""
         if not 0 <= keep_length <= self.length:
             raise ScriptError(f"{keep_length} tokens kept, but {self.length} are cached")
         if not feed:

@@ -47,8 +47,7 @@ _Recorded = tuple[float, int | None, int | None]
 
 
 def read_arrivals(path: Path) -> list[_Recorded]:
-    """In order of time, from the first one's. Raises ``TraceError`` that names file, line and what
-    is wrong."""
+    """In order of time, from the first one's. Raises ``TraceError`` naming file, line and fault."""
     found: list[_Recorded] = []
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
@@ -103,8 +102,7 @@ def _length(row: Mapping[str, str | None], name: str, where: str) -> int | None:
 
 
 def drawn_length(typical: int, spread: float, dice: random.Random) -> int:
-    """Log-normal around ``typical`` with this relative standard deviation; nothing is drawn where
-    all are alike."""
+    """Log-normal around ``typical`` with this relative deviation; without it nothing is drawn."""
     if spread == 0.0 or typical == 0:
         return typical
     sigma = math.sqrt(math.log1p(spread * spread))

@@ -77,8 +77,7 @@ class Way:
 
 
 class StreamWatch:
-    """Sees every message of one stream leave and arrive; ``up_s`` and ``down_s`` are what the ways
-    take at least."""
+    """Sees all messages of a stream leave and arrive, after ``up_s`` or ``down_s`` at least."""
 
     def __init__(
         self, session: FindSession, device: str, key: str, up_s: float, down_s: float

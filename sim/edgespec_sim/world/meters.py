@@ -69,9 +69,8 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Meters:
-    """Of one arm. Made to be merged: shards of a world add up. Records, gaps and
-    the pace are those of the requests that count; the pace ends at ``duration_s``, whatever ends
-    later."""
+    """Of one arm; shards of a world add up. Records, gaps and the pace are those of the requests
+    that count; the pace ends at ``duration_s``, whatever ends later."""
 
     duration_s: float
     window_s: float

@@ -83,8 +83,7 @@ def path_loss_db(distance_m: Floats, line_of_sight: Flags) -> Floats:
 
 
 class UmiGains:
-    """Linear power gains of shape (devices, stations), slot after slot. One object follows one set
-    of devices through time."""
+    """Linear power gains of shape (devices, stations), slot after slot, of one set of devices."""
 
     def __init__(self, rng: np.random.Generator, devices: int, stations: int) -> None:
         self._rng = rng
@@ -401,8 +400,7 @@ Paths = tuple[Path, Path]
 
 
 class Cells:
-    """``stations``: the number of each verifier's. ``changed`` hears of changes of cell, after the
-    paths have been changed."""
+    """``stations``: the number of each verifier's. ``changed`` hears of changes after paths."""
 
     def __init__(
         self,

@@ -303,8 +303,7 @@ def summarise(
     environment: dict[str, str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> rs.RunSummary:
-    """``outcomes`` of all jobs, in the order of ``jobs_of``, seed after seed; they are used up.
-    ``notes`` come first."""
+    """``outcomes`` of all jobs, in ``jobs_of``'s order, by seed, used up; ``notes`` first."""
     losses = losses_of(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
     speedups = _speedups(worlds)

@@ -427,8 +427,7 @@ class Powered:
 
 
 def charge(records: Sequence[RequestRecord], verifiers: Sequence[Powered]) -> None:
-    """Write into each record what it bears, of passes and of idle time, where that is known of all
-    verifiers."""
+    """Write into each record what it bears of passes and idle time, where all verifiers tell."""
     if any(one.busy_j is None for one in verifiers):
         return
     idle_known = all(one.idle_j is not None for one in verifiers)
