@@ -26,15 +26,7 @@ from edgespec.core.device.estimates import Learned, VerifierEstimates
 from edgespec.core.device.link_keeper import LinkKeeper, ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy, DraftView
 from edgespec.core.device.text_drafts import TextDrafts
-from edgespec.core.protocol.messages import (
-    Cancel,
-    Commit,
-    Fault,
-    Limits,
-    Open,
-    Opened,
-    RunAhead,
-)
+from edgespec.core.protocol.messages import Cancel, Commit, Fault, Limits, Open, Opened, RunAhead
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, SpeculationTree
 from edgespec.core.protocol.work import Candidate

@@ -11,13 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from edgespec.core.ports import (
-    CapacityError,
-    ModelInfo,
-    ModelOutputError,
-    PassRequest,
-    PassResult,
-)
+from edgespec.core.ports import CapacityError, ModelInfo, ModelOutputError, PassRequest, PassResult
 from edgespec.core.protocol import sampling as laws
 from edgespec.core.protocol import work
 from edgespec.core.protocol.checks import bounded

@@ -69,10 +69,7 @@ class LinkAdvice:
 
 
 def advise(
-    summary: RunSummary,
-    totals: Mapping[Arm, Sequence[Total]],
-    draft_ms: float,
-    pass_ms: float,
+    summary: RunSummary, totals: Mapping[Arm, Sequence[Total]], draft_ms: float, pass_ms: float
 ) -> LinkAdvice:
     """``totals``: of each arm, world by world."""
     arms = {Arm(arm.arm): arm for arm in summary.arms if arm.speedup is not None}

@@ -207,10 +207,7 @@ def fit_law(samples: Sequence[Sample]) -> TimeLaw:
         return sample.seconds - context_s * sample.context_length
 
     session_s = _slope_s(
-        samples,
-        lambda sample: (sample.rows,),
-        lambda sample: sample.sessions,
-        without_context_s,
+        samples, lambda sample: (sample.rows,), lambda sample: sample.sessions, without_context_s
     )
     table = []
     for group in _binned(samples):

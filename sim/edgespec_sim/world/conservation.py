@@ -126,9 +126,7 @@ class Conservation:
     def check_device(self, name: str, now_s: float, drafting_s: float, step_s: float) -> None:
         """``step_s``: how long the last draft step may go on behind the end."""
         require(
-            drafting_s <= now_s + step_s + SLACK_S,
-            now_s,
-            f"{name} drafted for {drafting_s:.3f} s",
+            drafting_s <= now_s + step_s + SLACK_S, now_s, f"{name} drafted for {drafting_s:.3f} s"
         )
 
     def check_end(self, now_s: float) -> None:

@@ -289,13 +289,7 @@ _HEADERS_BYTES = 60
 
 
 class Network:
-    def __init__(
-        self,
-        queue: EventQueue,
-        scenario: Scenario,
-        seed: str,
-        folder: FilePath,
-    ) -> None:
+    def __init__(self, queue: EventQueue, scenario: Scenario, seed: str, folder: FilePath) -> None:
         self._queue, self._scenario = queue, scenario
         self._stations = {
             scenario.verifier_name(kind, number): index

@@ -224,12 +224,7 @@ _TICKS_PER_S = 1e9
 
 class RadioNetwork:
     def __init__(
-        self,
-        queue: EventQueue,
-        section: RadioSection,
-        devices: int,
-        stations: int,
-        seed: str,
+        self, queue: EventQueue, section: RadioSection, devices: int, stations: int, seed: str
     ) -> None:
         self._queue, self._section = queue, section
         number = random.Random(seed).getrandbits(32)

@@ -232,9 +232,7 @@ def jobs_of(scenario: sections.Scenario, seed: int, folder: Path) -> tuple[Job, 
 
 
 def play(
-    job: Job,
-    tracer: Tracer | None = None,
-    progress: Callable[[float], None] = lambda now_s: None,
+    job: Job, tracer: Tracer | None = None, progress: Callable[[float], None] = lambda now_s: None
 ) -> WorldOutcome:
     """Raises ``ConservationError``, and what ``check`` raises."""
     # Finished sessions leave few cycles of references, but a search for them looks at every object
@@ -314,12 +312,7 @@ def summarise(
         summary = _arm_summary(scenario, arm, worlds[arm], len(seeds))
         ends = (interval.low, interval.high) if interval is not None else None
         arms.append(
-            replace(
-                summary,
-                speedup=value,
-                speedup_interval=ends,
-                attainment=attained[arm],
-            )
+            replace(summary, speedup=value, speedup_interval=ends, attainment=attained[arm])
         )
     return rs.RunSummary(
         name=scenario.name,

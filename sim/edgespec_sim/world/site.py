@@ -82,12 +82,7 @@ class Machine:
     change: passes that come later take it."""
 
     def __init__(
-        self,
-        queue: EventQueue,
-        law: TimeLaw,
-        seed: str,
-        *,
-        charges: bool = False,
+        self, queue: EventQueue, law: TimeLaw, seed: str, *, charges: bool = False
     ) -> None:
         """``charges``: note what its passes take for each session."""
         self.counters = SiteCounters()
@@ -316,11 +311,7 @@ class Stages:
             node.law = law
 
     def _on_node(
-        self,
-        index: int,
-        losses: int,
-        requests: tuple[PassRequest, ...],
-        done: Callable[[], None],
+        self, index: int, losses: int, requests: tuple[PassRequest, ...], done: Callable[[], None]
     ) -> None:
         if losses != self._losses:
             return
