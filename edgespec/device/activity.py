@@ -182,8 +182,9 @@ class GenerationNotes:
 
     @property
     def verifier(self) -> str:
-        """The address it uses; empty where there is one only."""
-        return "" if self._route is None else self._route.using
+        """The address it uses, or that of its last token; empty where there is one only."""
+        route = None if self._route is None else self._route.now
+        return "" if route is None else route.using or route.last or ""
 
     def ended(self) -> None:
         """No more will happen; a second call does nothing."""

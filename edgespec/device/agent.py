@@ -211,12 +211,12 @@ class GenerationStats:
     @property
     def verifiers(self) -> tuple[str, ...]:
         """The addresses that brought tokens, in order, each once; empty where only one is known."""
-        return () if self.route is None else self.route.served
+        return () if self.route is None else tuple(self.route.now.served)
 
     @property
     def failovers(self) -> int:
         """How often the text went on at another verifier."""
-        return 0 if self.route is None else self.route.failovers
+        return 0 if self.route is None else self.route.now.failovers
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,26 +257,12 @@ class VerifierRoute:
 
     def __init__(self, pool: VerifierPool, wanted: ev.Wanted) -> None:
         self._pool, self._wanted = pool, wanted
-        self._route = Route()
-
-    @property
-    def served(self) -> tuple[str, ...]:
-        """The addresses that brought tokens of this text so far."""
-        return tuple(self._route.served)
-
-    @property
-    def using(self) -> str:
-        """The address of the stream in use, or else of the last token; empty before the first."""
-        return self._route.using or self._route.last or ""
-
-    @property
-    def failovers(self) -> int:
-        """How often a token came from another address than the one before."""
-        return self._route.failovers
+        self.now = Route()
+        """What it uses and was given, so far."""
 
     async def connect(self) -> DeviceStream:
         stream = await self._pool.stream(self._wanted)
-        self._route = self._pool.failover.routes.get(self._wanted.route, self._route)
+        self.now = self._pool.failover.routes.get(self._wanted.route, self.now)
         return stream
 
     async def close(self) -> None:

@@ -235,11 +235,6 @@ def _spread(snapshot: Snapshot) -> Ints:
     return association
 
 
-def _one(snapshot: Snapshot) -> Ints:
-    """All devices to one server of the fastest class."""
-    return np.full(len(snapshot.tokens), snapshot.server_flops.argmax())
-
-
 def _best_heard(snapshot: Snapshot) -> Ints:
     """Each to that server of the fastest class which it hears best."""
     fastest = snapshot.server_flops == snapshot.server_flops.max()
@@ -248,14 +243,10 @@ def _best_heard(snapshot: Snapshot) -> Ints:
 
 MAX_COMPUTE: Mapping[str, Callable[[Snapshot], Ints]] = {
     "spread": _spread,
-    "one": _one,
+    "one": lambda snapshot: np.full(len(snapshot.tokens), snapshot.server_flops.argmax()),
     "best-heard": _best_heard,
 }
 """What the paper's baseline may mean: ours, then its words with two ways to break ties."""
-
-
-def _chance(s: Situation) -> Ints:
-    return s.rng.integers(s.terms.servers, size=s.terms.devices)
 
 
 def _swaps(s: Situation) -> Ints:
@@ -276,7 +267,7 @@ def every_method(max_compute: str) -> dict[str, Method]:
     """All of them, under that reading of max-compute."""
     reading = MAX_COMPUTE[max_compute]
     return {
-        "random": Method(_chance),
+        "random": Method(lambda s: s.rng.integers(s.terms.servers, size=s.terms.devices)),
         "max-SINR": Method(lambda s: best_gain(s.snapshot.gains)),
         "max-compute": Method(lambda s: reading(s.snapshot)),
         PAPERS_MATCHING: Method(_swaps),

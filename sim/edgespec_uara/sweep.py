@@ -222,7 +222,7 @@ def _slot(
         decision = method.share(terms, association)
         decision.check(terms.servers)
         yield name, float(MEASURES[choices.measured](terms, decision).mean())
-    (world.advance if first.speculates else world.advance_plain)(association)
+    world.advance(association, speculates=first.speculates)
 
 
 def saving(played: Sequence[Played], ours: str, over: Sequence[str], estimator: str) -> Interval:

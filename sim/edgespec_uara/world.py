@@ -193,17 +193,11 @@ class UaraWorld:
         )
         self.snapshot = self._draw(self._fixed(fixed), np.zeros(settings.devices))
 
-    def advance(self, association: Ints) -> Snapshot:
-        """The next slot, after this one's work went where ``association`` (M,) says."""
-        return self._advance(association, self.snapshot.verify_flop)
-
-    def advance_plain(self, association: Ints) -> Snapshot:
-        """Likewise, when servers decode without speculation: a token is computed once."""
-        return self._advance(association, self.snapshot.plain_flop)
-
-    def _advance(self, association: Ints, flop: Floats) -> Snapshot:
+    def advance(self, association: Ints, *, speculates: bool = True) -> Snapshot:
+        """The next slot, after this one's work went where ``association`` (M,) says; without
+        speculation servers compute a token once."""
         now = self.snapshot
-        work_s = flop / now.server_flops[association]
+        work_s = (now.verify_flop if speculates else now.plain_flop) / now.server_flops[association]
         served = np.bincount(association, work_s, now.settings.servers)
         backlog = now.queue_slots + served / self.settings.slot_s - 1.0
         gone_m = self._walk.advance(self.settings.slot_s)
@@ -213,7 +207,9 @@ class UaraWorld:
     def _fixed(self, rng: np.random.Generator) -> Snapshot:
         """What keeps for the life of the world."""
         settings = self.settings
-        phones, cards = rng.integers(len(DEVICE_FLOPS), size=settings.devices), self._cards(rng)
+        phones = rng.integers(len(DEVICE_FLOPS), size=settings.devices)
+        # As many of each class as can be, in random places.
+        cards = rng.permutation(np.arange(settings.servers) % len(SERVER_FLOPS))
         nothing = np.zeros(settings.devices)
         dbm = rng.uniform(*settings.transmit_dbm, settings.devices)
         return Snapshot(
@@ -237,10 +233,6 @@ class UaraWorld:
         count, side_m = self.settings.servers, self.settings.side_m
         drawn = rng.uniform(0.0, side_m, (count, 2))
         return drawn if self.settings.servers_at == "random" else grid_m(count, side_m)
-
-    def _cards(self, rng: np.random.Generator) -> Ints:
-        """As many of each class as can be, in random places."""
-        return rng.permutation(np.arange(self.settings.servers) % len(SERVER_FLOPS))
 
     def _draw(self, now: Snapshot, gone_m: Floats) -> Snapshot:
         kinds = self._tasks.integers(len(TASKS), size=self.settings.devices)

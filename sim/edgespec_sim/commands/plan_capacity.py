@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edgespec.bench.arms import Arm
-from edgespec.cli.options import read_settings
+from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError
 from edgespec_sim.commands.play import Task, Workers, default_processes
@@ -486,39 +486,24 @@ def _ms(time_s: float) -> str:
 # --- the command ----------------------------------------------------------------------------
 
 
+_TTFT = option("95 % of the requests begin within so long", metavar="MS")
+_TPOT = option("95 % take at most so long a token", metavar="MS")
+_GPU_HELP = "h200, h100, a100-80g or rtx-4090; passes are computed from data sheets"
+_GPU = option(_GPU_HELP, metavar="[MODEL@]GPU")
+_SCENARIO = option("Where users, links and drafts are taken from")
+_SETTINGS = option("Change a key of it", "--set", metavar="KEY=VALUE")
+
+
 def capacity(
-    users: Annotated[
-        int | None, typer.Option("--users", min=1, help="Who ask, read, think and ask again")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests a second instead, whoever asks them")
-    ] = None,
-    ttft_p95: Annotated[
-        float | None,
-        typer.Option("--ttft-p95", metavar="MS", help="95 % of the requests begin within so long"),
-    ] = None,
-    tpot_p95: Annotated[
-        float | None,
-        typer.Option("--tpot-p95", metavar="MS", help="95 % take at most so long a token"),
-    ] = None,
-    gpu: Annotated[
-        str,
-        typer.Option(
-            "--gpu",
-            metavar="[MODEL@]GPU",
-            help="h200, h100, a100-80g or rtx-4090; passes are computed from data sheets",
-        ),
-    ] = "h200",
-    scenario: Annotated[
-        str, typer.Option("--scenario", help="Where users, links and drafts are taken from")
-    ] = "laptop-floor",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of it")
-    ] = None,
-    max_seconds: Annotated[
-        float, typer.Option("--max-seconds", min=1.0, help="Play no events after so long")
-    ] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+    users: Annotated[int | None, option("Who ask, read, think and ask again", min=1)] = None,
+    rate: Annotated[float | None, option("Requests a second instead, whoever asks them")] = None,
+    ttft_p95: Annotated[float | None, _TTFT] = None,
+    tpot_p95: Annotated[float | None, _TPOT] = None,
+    gpu: Annotated[str, _GPU] = "h200",
+    scenario: Annotated[str, _SCENARIO] = "laptop-floor",
+    settings: Annotated[list[str] | None, _SETTINGS] = None,
+    max_seconds: Annotated[float, option("Play no events after so long", min=1.0)] = 60.0,
+    as_json: Annotated[bool, option("One JSON object on stdout", "--json")] = False,
 ) -> None:
     """Say how many verifiers keep objectives of service, with which arm, at what cost an hour.
 

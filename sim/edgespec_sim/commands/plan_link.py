@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from edgespec.bench.arms import Arm
+from edgespec.cli.options import option
 from edgespec.cli.running import reported
 from edgespec_sim.commands import play
 from edgespec_sim.replication import Total, speedup
@@ -125,22 +126,17 @@ def _why_not(arms: Mapping[Arm, ArmSummary], fastest: Arm, draft_ms: float, pass
 # --- the command ----------------------------------------------------------------------------
 
 
+_ACCEPTANCE = option("Share of first guesses that are right, 0.01 to 0.99")
+_SERVER_DRAFT = option("One step of the same draft on the server; 0: it does not draft")
+
+
 def link(
-    rtt_ms: Annotated[float, typer.Option("--rtt-ms", help="Round trip of the link")] = 50.0,
-    draft_ms: Annotated[float, typer.Option("--draft-ms", help="One draft step")] = 8.0,
-    pass_ms: Annotated[float, typer.Option("--pass-ms", help="One pass of the target")] = 25.0,
-    acceptance: Annotated[
-        float,
-        typer.Option("--acceptance", help="Share of first guesses that are right, 0.01 to 0.99"),
-    ] = 0.8,
-    server_draft_ms: Annotated[
-        float,
-        typer.Option(
-            "--server-draft-ms",
-            help="One step of the same draft on the server; 0: it does not draft",
-        ),
-    ] = 2.5,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout")] = False,
+    rtt_ms: Annotated[float, option("Round trip of the link")] = 50.0,
+    draft_ms: Annotated[float, option("One draft step")] = 8.0,
+    pass_ms: Annotated[float, option("One pass of the target")] = 25.0,
+    acceptance: Annotated[float, _ACCEPTANCE] = 0.8,
+    server_draft_ms: Annotated[float, _SERVER_DRAFT] = 2.5,
+    as_json: Annotated[bool, option("One JSON object on stdout", "--json")] = False,
 ) -> None:
     """Say where drafting pays on a link, on the device, the server, both or neither, and why.
 

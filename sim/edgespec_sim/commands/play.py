@@ -218,17 +218,13 @@ def simulate(
     """All arms on the seeds that ``ask`` wants; ``trace`` gets the first devices of one arm."""
     check(scenario, folder)
     if trace is not None:
-        _clear(trace.parent)
+        # What an earlier run with other arms left would be taken for ours.
+        for old in first_questions(trace.parent).values():
+            old.unlink()
+        first_question(trace.parent, "").parent.mkdir(parents=True, exist_ok=True)
     point = Point(scenario.name, scenario, folder, trace)
     play_seeds([point], ask, processes, quiet=quiet)
     return summary_of(point, ask)
-
-
-def _clear(out: Path) -> None:
-    """What an earlier run with other arms left would be taken for ours."""
-    for old in first_questions(out).values():
-        old.unlink()
-    first_question(out, "").parent.mkdir(parents=True, exist_ok=True)
 
 
 def summary_of(point: Point, ask: Ask) -> RunSummary:
@@ -453,18 +449,12 @@ class Workers:
         if self._lines_every_s < math.inf:
             self._say(self._done_s)
         if self._processes == 1 or (len(tasks) == 1 and self._pool is None):
-            yield from self._play_here(tasks, doing)
+            for index, task in enumerate(tasks):
+                self._bar.update(self._overall, description=doing or task.name)
+                yield index, _played(task, lambda now_s: self._completed(self._done_s + now_s))
+                self._done_s += task.job.scenario.duration_s
         else:
             yield from self._play_there(tasks)
-
-    def _play_here(self, tasks: Sequence[Task], doing: str) -> Iterator[tuple[int, WorldOutcome]]:
-        for index, task in enumerate(tasks):
-            self._bar.update(self._overall, description=doing or task.name)
-            yield index, _played(task, self._tell)
-            self._done_s += task.job.scenario.duration_s
-
-    def _tell(self, now_s: float) -> None:
-        self._completed(self._done_s + now_s)
 
     def _completed(self, virtual_s: float) -> None:
         """So far. Raises ``TimeoutError``."""

@@ -71,15 +71,15 @@ def answer(points: Points) -> str:
     if not ours:
         return told
     least, most = min(ours, key=lambda one: one[0]), max(ours, key=lambda one: one[0])
-    ends = [f"{speedup(arm)} at {_where(varied)}" for _, varied, arm in (least, most)]
+    ends = [
+        f"{speedup(arm)} at "
+        + (", ".join(f"{key} = {value}" for key, value in varied.items()) or "its one point")
+        for _, varied, arm in (least, most)
+    ]
     known = least[2].speedup_interval is not None and most[2].speedup_interval is not None
     sure = "95 % intervals" if known else "nobody knows how sure that is: play more seeds"
     lossy = " (LOSSY)" if least[2].lossy or most[2].lossy else ""
     return f"{told} Against target-only ours{lossy} goes from {ends[0]} to {ends[1]} ({sure})."
-
-
-def _where(varied: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} = {value}" for key, value in varied.items()) or "its one point"
 
 
 Varied = Mapping[str, Any]
@@ -122,7 +122,8 @@ def render_sweep(points: Points, title: str = "sweep") -> str:
     keys = list(points[0][0])
     lossy = "LOSSY: " if any(arm.lossy for _, run in points for arm in run.arms) else ""
     page = Document(f"{lossy}{title}: sweep")
-    asked = f"Asked: which way of decoding is fastest where, over {_over(keys)}?"
+    over = " and ".join(keys) or "its one point"
+    asked = f"Asked: which way of decoding is fastest where, over {over}?"
     page.paragraph(f"{points[0][1].about} {asked}".strip(), "asked")
     page.paragraph(answer(points), "headline")
     page.paragraph(_extent(points, keys), "facts")
@@ -169,10 +170,6 @@ def _extent(points: Points, keys: Sequence[str]) -> str:
         parts.append(f"{key}: {shown}")
     kind = "simulated in virtual time" if points[0][1].simulated else "measured"
     return " · ".join([f"{len(points):,} runs, {kind}", *parts])
-
-
-def _over(keys: Sequence[str]) -> str:
-    return " and ".join(keys) if keys else "its one point"
 
 
 def _panels(points: Points, keys: Sequence[str], metric: _Metric) -> list[Figure]:
