@@ -25,7 +25,7 @@ def resident_bytes() -> int:
 def trim_heap() -> None:
     """Give the system back what the C library's heap holds free, such as what reading a tokenizer
     took for a moment; nothing where the library is not glibc."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -30,8 +30,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from edgespec.device.export import quantize as qz
 from edgespec.device.export.checkpoint import Checkpoint, DecoderShape, FamilyWeights
-from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix, quantize_matrix
 
 
 def graph_signature(
@@ -172,8 +172,6 @@ def pad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float3
 BITS = (4, 8, 32)
 _OPSET = 21
 _IR_VERSION = 10
-_CONTRIB = "com.microsoft"
-
 # SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
 _CONTRIB_KINDS = (
     "GatherBlockQuantized",
@@ -182,7 +180,6 @@ _CONTRIB_KINDS = (
     "QuickGelu",
     "SkipSimplifiedLayerNormalization",
 )
-_INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 
 
 def build_graph(
@@ -230,7 +227,7 @@ class _Builder:
         graph = helper.make_graph(
             self._nodes, "edgespec_draft", inputs, outputs, self._initializers
         )
-        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_CONTRIB, 1)]
+        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(qz.CONTRIB, 1)]
         return helper.make_model(
             graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="edgespec"
         )
@@ -253,9 +250,9 @@ class _Builder:
         if self._bits == 32:
             self._constant(f"{name}.weight", weight)
             return self._node("Gather", [f"{name}.weight", "input_ids"], name)
-        matrix = quantize_matrix(weight, self._bits)
+        matrix = qz.quantize_matrix(weight, self._bits)
         self._quantized(name, matrix)
-        filled = matrix.scales.shape[1] * BLOCK_SIZE
+        filled = matrix.scales.shape[1] * qz.BLOCK_SIZE
         width = filled * self._bits // 8
         self._constant(f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64))
         table = self._node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
@@ -264,7 +261,7 @@ class _Builder:
             [table, "input_ids", f"{name}.scales"],
             name if filled == shape.hidden else f"{name}.filled",
             bits=self._bits,
-            block_size=BLOCK_SIZE,
+            block_size=qz.BLOCK_SIZE,
             gather_axis=0,
             quantize_axis=1,
         )
@@ -445,11 +442,11 @@ class _Builder:
         if bits == 32:
             self._constant(f"{name}.weight", np.ascontiguousarray(weight.T))
             return self._node("MatMul", [value, f"{name}.weight"], output or name)
-        self._quantized(name, quantize_matrix(weight, bits))
+        self._quantized(name, qz.quantize_matrix(weight, bits))
         rows, columns = weight.shape
         return self._block_product(name, value, (rows, columns), bits, output or name)
 
-    def _quantized(self, name: str, matrix: QuantizedMatrix) -> None:
+    def _quantized(self, name: str, matrix: qz.QuantizedMatrix) -> None:
         self._constant(f"{name}.packed", matrix.packed)
         self._constant(f"{name}.scales", matrix.scales)
 
@@ -463,8 +460,8 @@ class _Builder:
             N=size[0],
             K=size[1],
             bits=bits,
-            block_size=BLOCK_SIZE,
-            accuracy_level=_INT8_ACCUMULATION,
+            block_size=qz.BLOCK_SIZE,
+            accuracy_level=qz.INT8_ACCUMULATION,
         )
 
     # --- plumbing ---------------------------------------------------------------------------
@@ -486,7 +483,7 @@ class _Builder:
     ) -> str:
         """Append a node; its first output has its name."""
         outputs = list(outputs) or [name]
-        domain = _CONTRIB if kind in _CONTRIB_KINDS else ""
+        domain = qz.CONTRIB if kind in _CONTRIB_KINDS else ""
         node = helper.make_node(kind, list(inputs), outputs, name=name, domain=domain)
         node.attribute.extend(helper.make_attribute(key, attributes[key]) for key in attributes)
         self._nodes.append(node)

@@ -103,8 +103,8 @@ def _pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return integers[..., 0::2] | (integers[..., 1::2] << np.uint8(4))
 
 
-_CONTRIB = "com.microsoft"
-_INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
+CONTRIB = "com.microsoft"
+INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 MAX_SINGLE_FILE_BYTES = 4_000_000
 
 
@@ -124,8 +124,8 @@ def round_graph(path: Path, bits: int) -> int:
     kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
     del model.graph.initializer[:]
     model.graph.initializer.extend(kept)
-    if not any(opset.domain == _CONTRIB for opset in model.opset_import):
-        model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
+    if not any(opset.domain == CONTRIB for opset in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
     save_graph(model, path)
     return rounding.count
 
@@ -181,12 +181,12 @@ class _Rounding:
                 [node.input[0], packed, scales],
                 list(node.output),
                 name=node.name,
-                domain=_CONTRIB,
+                domain=CONTRIB,
                 N=rows,
                 K=columns,
                 bits=self.bits,
                 block_size=BLOCK_SIZE,
-                accuracy_level=_INT8_ACCUMULATION,
+                accuracy_level=INT8_ACCUMULATION,
             )
         ]
 
@@ -209,7 +209,7 @@ class _Rounding:
                 [table, node.input[1], scales],
                 list(node.output),
                 name=node.name,
-                domain=_CONTRIB,
+                domain=CONTRIB,
                 bits=self.bits,
                 block_size=BLOCK_SIZE,
                 gather_axis=0,

@@ -302,12 +302,10 @@ def load_model(
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
     model = _read(path, config, _dtype(dtype, where), where, quantize)
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None)
     return LoadedModel(
         model=model,
         layer_count=config.num_hidden_layers,
-        key_width=heads * (head_dim or config.hidden_size // config.num_attention_heads),
+        key_width=_key_width(config),
         vocabulary_size=config.vocab_size,
         context_length=served_length,
         eos_token_ids=_eos(model),
@@ -325,12 +323,16 @@ def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:
     loaded = _dtype(dtype, _device(device))
     element = stored if isinstance(loaded, str) else loaded
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DraftMemory(
         size * element.itemsize // stored.itemsize,
-        2 * config.num_hidden_layers * heads * head_dim * element.itemsize,
+        2 * config.num_hidden_layers * _key_width(config) * element.itemsize,
     )
+
+
+def _key_width(config: Any) -> int:
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(heads * head_dim)
 
 
 def _read(
