@@ -356,8 +356,7 @@ class LinkModel:
 
     def _chance(self, purpose: int) -> float:
         """Uniform in (0, 1)."""
-        bits = keyed_bits(self._key, self._message_count, purpose)
-        return (bits + 0.5) * 2.0**-32
+        return (keyed_bits(self._key, self._message_count, purpose) + 0.5) * 2.0**-32
 
     def _retransmission_s(
         self, wire_bytes: int, one_way_s: float, loss: float, gap_s: float

@@ -52,8 +52,7 @@ class ToyModel:
 
     def logits(self, context: Sequence[int]) -> list[float]:
         """``vocabulary_size`` logits of the token after ``context`` (of any length, even 0)."""
-        tail = tuple(context[max(0, len(context) - self.order) :])
-        return list(_row(self, tail))
+        return list(_row(self, tuple(context[max(0, len(context) - self.order) :])))
 
     def perturbed(self, strength: float, seed: int = 1) -> ToyModel:
         """A variant that agrees with this one most of the time when ``strength`` is small.

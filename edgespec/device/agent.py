@@ -166,8 +166,7 @@ class ReplyReader:
         """The last chunk: what was held back, and how the text ended."""
         rest = self._stops.push(self._decoder.flush()) + self._stops.flush()
         last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
-        finish = m.FinishReason.STOP if self._stops.found else reason
-        return Chunk(self._position, (), last, finish)
+        return Chunk(self._position, (), last, m.FinishReason.STOP if self._stops.found else reason)
 
 
 # --- the agent ------------------------------------------------------------------------------------

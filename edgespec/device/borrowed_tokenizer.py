@@ -105,8 +105,7 @@ def _try(folder: Path, info: ModelInfo) -> None:
     who = f"the tokenizer that the verifier of {info.name!r} sent"
     try:
         found = vocabulary_fingerprint(folder / TOKENIZER_JSON)
-        text = TextTokenizer(folder)
-        text.chat_template()
+        TextTokenizer(folder).chat_template()
     except ValueError as error:
         why = str(error).replace(f"{folder}/", "")
         raise LinkError(f"{who} cannot be used: {why}", retryable=False) from error

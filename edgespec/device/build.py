@@ -173,8 +173,7 @@ def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
         one_way_s=link.rtt_ms / 2e3, jitter_s=link.jitter_ms / 1e3, loss=link.loss, seed=link.seed
     )
     up = LinkModel(settings, SharedQueue(bits_per_s))
-    down = LinkModel(replace(settings, seed=link.seed + 1), SharedQueue(bits_per_s))
-    return up, down
+    return up, LinkModel(replace(settings, seed=link.seed + 1), SharedQueue(bits_per_s))
 
 
 def build_agent(

@@ -151,8 +151,7 @@ class VerifierPool:
     def _do(self, action: ev.FailoverAction) -> None:
         match action:
             case ev.Dial(number, address):
-                task = asyncio.create_task(self._dial(number, address))
-                self._dials[number, address] = task
+                self._dials[number, address] = asyncio.create_task(self._dial(number, address))
             case ev.Drop(number, address):
                 self._drop(number, address)
             case ev.Use(number, address):
@@ -165,8 +164,7 @@ class VerifierPool:
                     future.set_result(pooled)
             case ev.Leave(number, why, again_s, retryable):
                 self._none_found = again_s is None
-                error = LinkError(why, retryable=retryable, again_s=again_s)
-                self._leave(number, error)
+                self._leave(number, LinkError(why, retryable=retryable, again_s=again_s))
             case ev.Probe(address):
                 self._watch(self._probe(address))
             case _:
@@ -385,8 +383,7 @@ LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
 
 async def look_up(host: str, port: int) -> Sequence[str]:
     """By the system's resolver, in the order that it prefers."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 
 
@@ -437,8 +434,7 @@ class VerifierDirectory:
         await asyncio.gather(*(one.close() for one in transports.values()), *self._closing)
 
     def _close_gone(self, found: Collection[str]) -> None:
-        gone = [name for name in self._transports if name not in found]
-        for name in gone:
+        for name in [name for name in self._transports if name not in found]:
             if is_idle(self._transports[name]):
                 task = asyncio.create_task(self._transports.pop(name).close())
                 self._closing.add(task)

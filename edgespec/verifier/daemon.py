@@ -264,8 +264,7 @@ class ConstraintDesk:
     async def prepared(
         self, request: m.Open, peer: str, credential: Credential = ANYBODY
     ) -> m.Open | m.Fault:
-        constraint = request.sampling.constraint
-        if constraint is None or self._read is None:
+        if request.sampling.constraint is None or self._read is None:
             return request
         turns = self._turns_of(peer, credential.name)
         full = next((one for one in turns if one.users >= one.most), None)
@@ -656,8 +655,7 @@ class Verifier:
 
     def _on_probe_done(self, done: asyncio.Future[None]) -> None:
         error = done.exception()
-        why = None if error is None else f"{type(error).__name__}: {error}"
-        self._handle(ee.ProbeDone(why))
+        self._handle(ee.ProbeDone(None if error is None else f"{type(error).__name__}: {error}"))
 
     def _arm(self) -> None:
         """One timer, at the engine's deadline or before: deadlines move at every event, mostly

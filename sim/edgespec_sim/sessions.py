@@ -319,8 +319,7 @@ class SimulatedDevice:
                 self._queue.after(step_s, lambda: self.handle(done))
             case ev.Deliver():
                 delivery, tokens = self.delivery, action.tokens
-                prompt_length = len(self.session.request.prompt)
-                assert action.position == prompt_length + len(delivery.tokens)
+                assert action.position == len(self.session.request.prompt) + len(delivery.tokens)
                 delivery.tokens += tokens
                 delivery.kinds += action.kinds
                 delivery.times_s += [self._queue.now] * len(tokens)

@@ -147,8 +147,7 @@ class Failover:
 
     def _dial_next(self, route: Route, now: float) -> Actions:
         route.hedge_at = route.asking_until = None
-        avoid = {*route.tried, *route.unfit, *route.dialing}
-        address = self.candidates.choose(now, avoid, route)
+        address = self.candidates.choose(now, {*route.tried, *route.unfit, *route.dialing}, route)
         if address is None:
             return [] if route.dialing else [self._none_left(route, now)]
         if route.dialing and not self.candidates.fits(address, route):
@@ -170,8 +169,7 @@ class Failover:
         route.wanted, route.using, route.dialing, route.hedge_at = False, address, [], None
         route.progressed = route.suspects = False
         route.greeted = None
-        dropped = [ev.Drop(route.number, other) for other in losers]
-        return [ev.Use(route.number, address), *dropped]
+        return [ev.Use(route.number, address), *(ev.Drop(route.number, other) for other in losers)]
 
     def _none_left(self, route: Route, now: float) -> ev.Leave:
         """Nobody can be dialed now."""
@@ -249,8 +247,7 @@ class Failover:
         """The stream in use is gone. Another one can be tried at once while there is a verifier
         that is not known to be of no use."""
         left, route.using = route.using, None
-        avoid = {*route.tried, *route.unfit}
-        found = self.candidates.choose(now, avoid, route, closed_only=True)
+        found = self.candidates.choose(now, {*route.tried, *route.unfit}, route, closed_only=True)
         again = found == left and route.moved_at is not None and now - route.moved_at < _SOON_S
         if found is None or again:
             none = self._none_left(route, now)

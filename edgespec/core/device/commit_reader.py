@@ -204,8 +204,7 @@ class CommitReader:
             self._commit_at = now
             self.estimates.row_s.add(commit.rows, commit.verify_us / 1e6)
         if self._echo is not None and commit.echo == self._echo[0]:
-            rtt_s = now - self._echo[1] - commit.held_us / 1e6
-            self.estimates.rtt_s.add(max(0.0, rtt_s))
+            self.estimates.rtt_s.add(max(0.0, now - self._echo[1] - commit.held_us / 1e6))
             self._echo = None
 
 

@@ -377,8 +377,7 @@ def _plans(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Iterat
             for window in windows(question.most_window or min(USUAL_TEXT, kinds[0].context_length)):
                 for variant in kinds:
                     for chunk in CHUNKS:
-                        settings = DraftSettings(window, width, chunk, threads)
-                        yield _plan(variant, settings, question)
+                        yield _plan(variant, DraftSettings(window, width, chunk, threads), question)
 
 
 def _plan(variant: DraftVariant, settings: DraftSettings, question: MemoryQuestion) -> MemoryPlan:

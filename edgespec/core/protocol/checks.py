@@ -70,8 +70,7 @@ def printable(text: str) -> str:
 def one_line(message: str) -> str:
     """``message`` as one printable line of at most ``MAX_MESSAGE_LENGTH`` characters."""
     short = message[:MAX_MESSAGE_LENGTH]
-    more = "…" if len(message) > MAX_MESSAGE_LENGTH else ""
-    return printable(" ".join(short.split())) + more
+    return printable(" ".join(short.split())) + ("…" if len(message) > MAX_MESSAGE_LENGTH else "")
 
 
 def is_unicode(text: str) -> bool:

@@ -120,8 +120,7 @@ class AutoRunAhead:
         return min(latest, view.expected_at + self.slack_share * view.pass_s)
 
     def _share(self, hit_rate: float) -> float:
-        certainty = (hit_rate - self.unsure) / (self.sure - self.unsure)
-        return min(1.0, max(0.0, certainty))
+        return min(1.0, max(0.0, (hit_rate - self.unsure) / (self.sure - self.unsure)))
 
 
 def run_ahead_policy(kind: RunAhead) -> RunAheadPolicy:

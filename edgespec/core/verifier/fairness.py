@@ -130,8 +130,7 @@ class Fairness:
         if len(names) < 2:
             return keys
         rows = {name: self._accounts[name].prompt_rows for name in names}
-        by_rows = sorted(keys, key=lambda key: rows[self._of(key).name])
-        return self.first_come(by_rows, left_out)
+        return self.first_come(sorted(keys, key=lambda key: rows[self._of(key).name]), left_out)
 
     def admits(self, key: str, now: float, *, prompt: bool) -> bool:
         """Whether the session may take part in the pass beside those that were counted. Prompts

@@ -103,8 +103,7 @@ class KvBuffers:
         down; ``turns``: of each tensor the angles that its rows are turned back by, or None."""
         for (_, array), angles in zip(self.rows(length), turns, strict=True):
             for rows in array:  # head by head: a copy of all would show in the memory
-                moved = rows[start + count :]
-                rows[start : length - count] = turned_back(moved, angles)
+                rows[start : length - count] = turned_back(rows[start + count :], angles)
 
     def shrink(self, length: int) -> None:
         """Give the blocks behind row ``length`` back to the system; they read as zeros. Costs one

@@ -310,8 +310,7 @@ class FamilyWeights:
             start = 0
             for part, rows in parts.items():
                 if f".{part}." in name:
-                    whole = name.replace(f".{part}.", f".{fused}.")
-                    return whole, start, sum(parts.values())
+                    return name.replace(f".{part}.", f".{fused}."), start, sum(parts.values())
                 start += rows
         return "", 0, 0
 

@@ -73,8 +73,7 @@ def rope_tables(
 
     The product is taken in float32, as the reference implementation does: at long positions a
     float64 product would differ from what the model was trained with."""
-    frequencies = _frequencies(rope, head_dim)
-    angles = np.outer(np.arange(context_length, dtype=np.float32), frequencies)
+    angles = np.outer(np.arange(context_length, dtype=np.float32), _frequencies(rope, head_dim))
     factor = np.float32(_yarn_sharpness(rope) if rope["rope_type"] == "yarn" else 1.0)
     return np.cos(angles) * factor, np.sin(angles) * factor
 
@@ -196,8 +195,7 @@ def build_graph(
     ``CheckpointError`` for a missing or misshapen tensor."""
     if bits not in BITS:
         raise ValueError(f"bits is {bits}, but must be one of {BITS}")
-    weights = FamilyWeights(checkpoint, shape)
-    builder = _Builder(shape, weights, context_length, bits)
+    builder = _Builder(shape, FamilyWeights(checkpoint, shape), context_length, bits)
     return builder.build(progress or (lambda done, layers: None))
 
 
@@ -363,8 +361,7 @@ class _Builder:
         weight = self._read(f"{name}.weight", (hidden, self._shape.heads * dim))
         # Columns are widened as rows are.
         weight = np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), dim).T)
-        product = self._product(name, attended, weight, self._bits)
-        return self._biased(name, product, hidden)
+        return self._biased(name, self._product(name, attended, weight, self._bits), hidden)
 
     def _head_norm(self, name: str, value: str, heads: int) -> str:
         """RMS norm of every head's vector (Qwen3); the weight is shared by the heads."""
@@ -376,8 +373,7 @@ class _Builder:
         source_dim = self._source.head_dim
         weight = pad_outputs(self._read(f"{name}.weight", (source_dim,)), source_dim)
         self._constant(f"{name}.weight", weight * np.float32(math.sqrt(source_dim / dim)))
-        epsilon = self._shape.norm_epsilon * source_dim / dim
-        normed = self._simple_norm(name, split, epsilon)
+        normed = self._simple_norm(name, split, self._shape.norm_epsilon * source_dim / dim)
         return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
 
     def _norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
@@ -427,8 +423,7 @@ class _Builder:
 
     def _linear(self, name: str, value: str, rows: int, columns: int) -> str:
         weight = self._read(f"{name}.weight", (rows, columns))
-        product = self._product(name, value, weight, self._bits)
-        return self._biased(name, product, rows)
+        return self._biased(name, self._product(name, value, weight, self._bits), rows)
 
     def _biased(self, name: str, product: str, rows: int) -> str:
         if f"{name}.bias" not in self._checkpoint:

@@ -96,8 +96,7 @@ class CanonicalLayout:
         heads, rows, head_dim = states.query.shape
         out = states.query.new_zeros((rows, heads, head_dim))
         for group in self._groups(layer.window):
-            part = canonical_attention(states, group, layer)
-            out[group.rows[: group.count]] = part
+            out[group.rows[: group.count]] = canonical_attention(states, group, layer)
         return out
 
     def _groups(self, window: int | None) -> tuple[CanonicalGroup, ...]:

@@ -89,8 +89,7 @@ class BlockTables:
 
     def extend(self, rows: Blocks, ends: Blocks) -> None:
         """Each of ``rows``, all different, has as many keys as ``ends`` says."""
-        filled = self._filled[rows]
-        more = ends - filled
+        more = ends - self._filled[rows]
         if int(more.min()) < 0:
             for place in np.flatnonzero(more < 0).tolist():
                 self._forget(int(rows[place]), int(ends[place]))
@@ -162,8 +161,7 @@ class KvPool:
         if max_tokens < BLOCK_SIZE:
             raise ValueError(f"max_cached_tokens is {max_tokens}, but must be >= {BLOCK_SIZE}")
         self.block_count = -(-max_tokens // BLOCK_SIZE)
-        slot_count = (self.block_count + 1) * BLOCK_SIZE
-        shape = (2, layer_count, slot_count, row_width)
+        shape = (2, layer_count, (self.block_count + 1) * BLOCK_SIZE, row_width)
         self._data = torch.zeros(shape, dtype=dtype, device=device)
         self._moves: list[tuple[int, int, int]] = []
         """Keys to copy: row of ``tables``, from which place and to which."""
@@ -234,8 +232,7 @@ class KvPool:
         """How many tokens the request may find cached, of its session's passes or in its blocks.
         Raises as ``sequence`` does."""
         sequence = self.sequence(request.key)
-        shared = len(sequence.text) if request.blocks else 0
-        return max(len(sequence.tokens), shared)
+        return max(len(sequence.tokens), len(sequence.text) if request.blocks else 0)
 
     def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
         """By how many tokens the free room is too small for requests that bring no table."""

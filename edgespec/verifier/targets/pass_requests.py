@@ -120,8 +120,7 @@ class ConstrainedRows:
         """Begin a session. Raises ``ConstraintError`` for a constraint that cannot be kept here."""
         self._texts.pop(key, None)
         if sampling.constraint is not None:
-            ends = self._info.eos_token_ids
-            self._texts[key] = ConstrainedText(sampling.constraint, ends)
+            self._texts[key] = ConstrainedText(sampling.constraint, self._info.eos_token_ids)
 
     def masks(
         self, key: str, output: Sequence[int], nodes: Sequence[int], parents: Sequence[int]

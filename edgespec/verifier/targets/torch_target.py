@@ -327,8 +327,7 @@ class TorchTarget:
             if best is not None:
                 return best, {}
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
-        tokens = choose_tokens(logits, blocks)
-        return tokens, score_nodes(logits, batch, blocks) if asked else {}
+        return choose_tokens(logits, blocks), score_nodes(logits, batch, blocks) if asked else {}
 
     def _sample_block(self, request: PassRequest) -> SampleBlock:
         """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""

@@ -212,8 +212,7 @@ def generate(
         if guess is not None:
             chain = tuple(guess[done : done + _CHAIN]) if done else ()
         parents = tuple(range(-1, len(chain) - 1))
-        request = PassRequest(key, cached, tuple(text[cached:]), chain, parents)
-        (result,) = target.forward([request])
+        (result,) = target.forward([PassRequest(key, cached, tuple(text[cached:]), chain, parents)])
         right = 0
         while right < len(chain) and chain[right] == result.targets[right]:
             right += 1

@@ -439,8 +439,7 @@ class Planner:
             tpot_s = math.inf if mine is None else mine.tpot_p95_s[0]
             return mine is None, one.candidate, tpot_s
 
-        possible = [one for one in self.searches if not one.never]
-        return min(possible, key=cost, default=None)
+        return min([one for one in self.searches if not one.never], key=cost, default=None)
 
 
 # --- which term forbids an objective, whatever the number of verifiers? ------------------------

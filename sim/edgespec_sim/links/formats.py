@@ -456,8 +456,7 @@ def _runs(text: TraceText) -> list[_Run]:
 def _stamped_s(text: TraceText, number: int, stamp: str) -> float:
     if _EPOCH.fullmatch(stamp):
         return float(stamp)
-    expected = "[epoch seconds] or [YYYY-MM-DD HH:MM:SS.ffffff]"
-    return _stamp_s(text, number, stamp, expected)
+    return _stamp_s(text, number, stamp, "[epoch seconds] or [YYYY-MM-DD HH:MM:SS.ffffff]")
 
 
 # --- FjordLink's CSV of a Starlink dish --------------------------------------------------------

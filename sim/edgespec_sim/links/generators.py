@@ -297,8 +297,7 @@ def _outages(
 
 
 def _wifi(chance: np.random.Generator, source: str, duration_s: float) -> NetworkTrace:
-    step_s = max(WIFI_STEP_S, duration_s / MAX_GENERATED_ROWS)
-    times_s = _rows(step_s, duration_s)
+    times_s = _rows(max(WIFI_STEP_S, duration_s / MAX_GENERATED_ROWS), duration_s)
     count = len(times_s)
     late_s = 0.001 * chance.poisson(1.0, count)
     share = (WIFI_JITTER_S - 0.001) / 0.090

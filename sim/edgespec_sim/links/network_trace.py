@@ -150,8 +150,7 @@ def even_times(trace: NetworkTrace) -> tuple[Array, float]:
 
 def values_at(trace: NetworkTrace, column: tuple[float, ...], times_s: Array) -> Array:
     """The column's values in force at these times."""
-    rows = np.searchsorted(np.array(trace.time_s), times_s, side="right") - 1
-    return np.array(column)[rows]
+    return np.array(column)[np.searchsorted(np.array(trace.time_s), times_s, side="right") - 1]
 
 
 def in_outage(trace: NetworkTrace, times_s: Array) -> npt.NDArray[np.bool_]:

@@ -217,8 +217,7 @@ def _library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        why = "the pages of reports need plotly: pip install 'edgespec[sim]'"
-        raise ReportError(why) from None
+        raise ReportError("the pages of reports need plotly: pip install 'edgespec[sim]'") from None
     return str(get_plotlyjs())
 
 

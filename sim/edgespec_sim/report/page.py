@@ -244,14 +244,12 @@ def report_on(paths: Sequence[Path], out: Path | None = None) -> list[Path]:
         if (out / SUMMARY).is_file():
             out = out / f"{first.stem}-report"
     refuse_to_replace(out)
-    name = first.stem if len(paths) == 1 else "run"
-    return _write(_summed_up(paths, name), paths, out)
+    return _write(_summed_up(paths, first.stem if len(paths) == 1 else "run"), paths, out)
 
 
 def _report_on_summary(file: Path, out: Path | None) -> list[Path]:
     run, folder = read_summary(file), out or file.parent
-    own = (folder / SUMMARY).resolve() == file.resolve()
-    if not own:
+    if (folder / SUMMARY).resolve() != file.resolve():
         refuse_to_replace(folder)
     beside = file.parent / TRACE
     return _write(run, [beside] if beside.is_file() else [], folder)

@@ -244,8 +244,7 @@ class DeviceSpans(_SideSpans):
             start_s, fed = self._step
             args: Args = {"fed": fed, "guesses": len(line.get("candidates", ()))}
             name = "draft step" if line["name"] == "StepDone" else "failed step"
-            span = Span(line["session"], Lane.DRAFT, start_s, line["at_s"], name, args)
-            self.spans.append(span)
+            self.spans.append(Span(line["session"], Lane.DRAFT, start_s, line["at_s"], name, args))
         self._step = None
         self._wait(line["at_s"])
 
@@ -293,8 +292,7 @@ class VerifierSpans(_SideSpans):
         ends = 0
         match line["name"]:
             case "StreamOpened":
-                session = line["request"]["session_id"]
-                self._session_of[line["stream"]] = session
+                self._session_of[line["stream"]] = line["request"]["session_id"]
             case "StreamLost":
                 lost = self._session_of.pop(line["stream"], None)
                 if lost is not None:
@@ -315,8 +313,7 @@ class VerifierSpans(_SideSpans):
         session = self._session_of.get(stream)
         if session is None:
             return 0
-        size = len(draft["tokens"])
-        key = CrossingKey(session, Lane.UPLINK, draft["first_node_id"], size)
+        key = CrossingKey(session, Lane.UPLINK, draft["first_node_id"], len(draft["tokens"]))
         self.arrived[key].append(Crossing(at_s, "draft"))
         return 1
 

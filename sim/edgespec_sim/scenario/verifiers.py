@@ -294,8 +294,7 @@ def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
         (float(rows), machine.overhead_s + max(read_s, rows * row_s) / _EFFICIENCY)
         for rows in _ROWS
     )
-    context_s = share * model.context_bytes / machine.bytes_per_s / _EFFICIENCY
-    return TimeLaw(table, context_s)
+    return TimeLaw(table, share * model.context_bytes / machine.bytes_per_s / _EFFICIENCY)
 
 
 _SPREAD_POINTS = 21

@@ -168,8 +168,7 @@ class AcceptanceLaw:
 def fit(tape: MatchTape) -> AcceptanceLaw:
     """The law of a tape's texts; its ``width`` is the tape's."""
     ranks = [np.asarray(generation.ranks) for generation in tape.generations]
-    symbols = [np.where(one == MISS, tape.width, one) for one in ranks]
-    hidden = _Hidden(symbols, tape.width + 1)
+    hidden = _Hidden([np.where(one == MISS, tape.width, one) for one in ranks], tape.width + 1)
     for _ in range(_ROUNDS):
         hidden.improve()
     easy, hard = hidden.chances
@@ -185,8 +184,7 @@ def fit(tape: MatchTape) -> AcceptanceLaw:
         thoughts=_thoughts(tape, hidden.places),
     )
     # The mean of the law is that of the tape, whatever the moments of the shares left over.
-    mean = min(max(tape.acceptance(), 0.001), 0.999)
-    return replace(law.at(mean), origin=law.origin)
+    return replace(law.at(min(max(tape.acceptance(), 0.001), 0.999)), origin=law.origin)
 
 
 def _thoughts(tape: MatchTape, places: Floats) -> tuple[tuple[Thought, ...], ...]:

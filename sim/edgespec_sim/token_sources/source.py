@@ -387,8 +387,7 @@ class TapeSource(_ScriptedSource):
         self._index = {g.prompt: i for i, g in enumerate(tape.generations)}
         largest = max(max(*g.prompt, *g.tokens) for g in tape.generations)
         size = max(LEAST_VOCABULARY, largest + 2)
-        name = f"tape-{tape.target}"
-        info = ModelInfo("tape", name, size, CONTEXT_LENGTH, tape.eos_token_ids)
+        info = ModelInfo("tape", f"tape-{tape.target}", size, CONTEXT_LENGTH, tape.eos_token_ids)
         super().__init__(info, tape.width)
 
     @property
@@ -544,12 +543,10 @@ class ToySource:
         dice = random.Random(f"{seed}/{number}")
         size = self._model.vocabulary_size
         prompt = tuple(dice.randrange(size) for _ in range(prompt_length))
-        mine = replace(self._sampling, seed=seed + number, max_tokens=max_tokens)
-        return Request(prompt, mine)
+        return Request(prompt, replace(self._sampling, seed=seed + number, max_tokens=max_tokens))
 
     def expected(self, request: Request, count: int) -> Sequence[int]:
-        length = min(count, request.sampling.max_tokens)
-        mine = replace(request.sampling, max_tokens=length)
+        mine = replace(request.sampling, max_tokens=min(count, request.sampling.max_tokens))
         return target_tokens(self._model, request.prompt, mine, DEFAULT_CONTEXT_LENGTH)[0]
 
 

@@ -101,8 +101,7 @@ class World:
             course = None if conditions is None else ConditionCourse(conditions.course)
             for index in range(section.count):
                 name, number = self.scenario.device_name(group, index), len(users)
-                of = f"{seed}/user/{number}"
-                users.append(User(self, group, name, number, step, course, of))
+                users.append(User(self, group, name, number, step, course, f"{seed}/user/{number}"))
         return users
 
     def _make_reception(self, seed: str) -> Reception | None:
@@ -214,8 +213,7 @@ class World:
         for arrival in reception.waiting:
             if self.counts(arrival.at_s):
                 user = self.users[arrival.device]
-                record = RequestRecord(user.group, user.name, "", arrival.at_s)
-                self.meters.records.append(record)
+                self.meters.records.append(RequestRecord(user.group, user.name, "", arrival.at_s))
 
     def _check_end(self, conservation: Conservation) -> None:
         now_s = self.queue.now

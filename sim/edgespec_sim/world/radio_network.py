@@ -256,8 +256,7 @@ class RadioNetwork:
         """Up and down, for one stream of a device that now uses that station."""
         if self._attachment is None:
             self.serving[device] = station
-        one_way_s = ACCESS_S / 2.0
-        settings = LinkSettings(one_way_s=one_way_s)
+        settings = LinkSettings(one_way_s=ACCESS_S / 2.0)
         up = LinkModel(settings, self._queue_of(False, station))
         down = LinkModel(settings, self._queue_of(True, station))
         stretch = 1.0 / (1.0 - self._section.load)

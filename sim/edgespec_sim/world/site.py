@@ -114,8 +114,7 @@ class Machine:
         self._work(seconds, done)
 
     def _work(self, seconds: float, done: Callable[[], None]) -> None:
-        start_s = max(self._queue.now, self._free_at_s)
-        self._free_at_s = start_s + seconds
+        self._free_at_s = max(self._queue.now, self._free_at_s) + seconds
         self.counters.busy_s += seconds
         self._queue.at(self._free_at_s, done)
 
