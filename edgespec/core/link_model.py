@@ -292,9 +292,8 @@ class LinkModel:
     def packet(self, now_s: float, size_bytes: int) -> float | None:
         """The same for one packet of a transport that is modelled above: None, when it is lost."""
         flight_s, loss = self._set_out(now_s, size_bytes)
-        if loss > 0.0 and self._chance(_LOSS) < loss:
-            return None
-        return self._arrive(flight_s)
+        lost = loss > 0.0 and self._chance(_LOSS) < loss
+        return None if lost else self._arrive(flight_s)
 
     def _set_out(self, now_s: float, size_bytes: int) -> tuple[float, float]:
         """Propagation time and loss at the moment it has left, which is noted."""

@@ -72,9 +72,7 @@ class GoodputPolicy:
         if is_full(view, self.width, self.window):
             return None
         leaf, gain = self.best(view)
-        if gain >= self.least_gain:
-            return leaf
-        return self._probe(view)
+        return leaf if gain >= self.least_gain else self._probe(view)
 
     def flush(self, view: DraftView) -> bool:
         if not view.unsent:

@@ -75,9 +75,7 @@ class PrefixSharing:
         names = self._names[key]
         place = start // self._ledger.block_tokens
         found = self._take(key, names, place) if place < self._shareable(names) else 0
-        if not found:
-            return start
-        return place * self._ledger.block_tokens + found
+        return place * self._ledger.block_tokens + found if found else start
 
     def waits(self, key: str, start: int, most: int) -> bool:
         """Whether a session that may feed ``most`` rows gets as far without feeding any."""

@@ -98,9 +98,7 @@ def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDA
 
 
 def _pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    if bits == 8:
-        return integers
-    return integers[..., 0::2] | (integers[..., 1::2] << np.uint8(4))
+    return integers if bits == 8 else integers[..., 0::2] | (integers[..., 1::2] << np.uint8(4))
 
 
 CONTRIB = "com.microsoft"

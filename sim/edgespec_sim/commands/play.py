@@ -164,9 +164,8 @@ def _doing(going: Sequence[tuple[Point, int]]) -> str:
     if len(going) > 1:
         return f"{len(going)} points"
     ((point, more),) = going
-    if point.seeds + more == 1:
-        return ""
-    return f"{point.name}: {point.seeds + more} seeds"
+    seeds = point.seeds + more
+    return "" if seeds == 1 else f"{point.name}: {seeds} seeds"
 
 
 def _task(point: Point, job: Job, ask: Ask) -> Task:

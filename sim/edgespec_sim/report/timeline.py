@@ -39,16 +39,10 @@ from edgespec.core.protocol.messages import Commit, Draft, Received
 Line = dict[str, Any]
 DEVICE: Final = "device"
 VERIFIER: Final = "verifier"
-_SIZED: Final[dict[str, tuple[type[Draft | Received | Commit], tuple[str, ...]]]] = {
-    "Draft": (Draft, ("first_node_id", "parents", "tokens", "base_position", "base_hash")),
-    "Received": (Received, ("position", "echo")),
-    "Commit": (
-        Commit,
-        (
-            *("position", "tokens", "accepted", "stale", "queue_us"),
-            *("verify_us", "rows", "echo", "held_us"),
-        ),
-    ),
+_SIZED: Final[dict[str, tuple[type[Draft | Received | Commit], str]]] = {
+    "Draft": (Draft, "first_node_id parents tokens base_position base_hash"),
+    "Received": (Received, "position echo"),
+    "Commit": (Commit, "position tokens accepted stale queue_us verify_us rows echo held_us"),
 }
 _FARTHEST_S: Final = 1e12
 _KEYS: Final = ("at_s", "side", "session", "kind", "name")
@@ -97,8 +91,8 @@ def sized(message: Line) -> Draft | Received | Commit | None:
     """A message as its core class, to be sized; None for those that travel once a stream, whose
     size says more about the prompt than about the way of decoding. A commit's reason to finish is
     left out."""
-    kind, names = _SIZED.get(message["name"], (None, ()))
-    return None if kind is None else kind(**{name: message[name] for name in names})
+    kind, names = _SIZED.get(message["name"], (None, ""))
+    return None if kind is None else kind(**{name: message[name] for name in names.split()})
 
 
 # --- the parts of a timeline, and how spans that overlap share a lane --------------------------

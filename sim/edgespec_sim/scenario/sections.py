@@ -315,17 +315,15 @@ class TokensSection:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.acceptance is not None:
-            if self.source is not TokensFrom.PROCESS:
-                raise ValueError(
-                    f"acceptance is {self.acceptance:g}, but only source: process takes one"
-                )
-        if self.lossy_threshold is not None:
-            if self.source is not TokensFrom.TOY:
-                raise ValueError(
-                    f"lossy_threshold is {self.lossy_threshold:g}, but only source: toy takes one,"
-                    " as nothing else knows how likely a wrong token is"
-                )
+        if self.acceptance is not None and self.source is not TokensFrom.PROCESS:
+            raise ValueError(
+                f"acceptance is {self.acceptance:g}, but only source: process takes one"
+            )
+        if self.lossy_threshold is not None and self.source is not TokensFrom.TOY:
+            raise ValueError(
+                f"lossy_threshold is {self.lossy_threshold:g}, but only source: toy takes one,"
+                " as nothing else knows how likely a wrong token is"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,9 +178,7 @@ class _Reading:
             return -1
         self.script = self._find(tuple(self.prompt), self._max_tokens)
         self.prompt.clear()
-        if len(feed) > missing:
-            return self.advance(self.length, feed[missing:])
-        return 0
+        return self.advance(self.length, feed[missing:]) if len(feed) > missing else 0
 
 
 class _Played(_Reading):

@@ -199,9 +199,8 @@ def _row(one: RequestRecord) -> RequestRow:
 
 
 def _mismatches(records: Sequence[RequestRecord]) -> int | None:
-    if any(one.lossy for one in records):
-        return None
-    return sum(one.mismatches for one in records)
+    lossy = any(one.lossy for one in records)
+    return None if lossy else sum(one.mismatches for one in records)
 
 
 def _mean_j(joules: Sequence[float | None], tokens: int) -> float | None:

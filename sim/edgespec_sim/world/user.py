@@ -420,9 +420,7 @@ class User:
         section = self._section
         self.drafting_s += device.drafting_s
         drafting_j = section.draft_w * device.drafting_s
-        if self.radio is None:
-            return drafting_j
-        return drafting_j + self.radio.take(self._queue.now)
+        return drafting_j + (0.0 if self.radio is None else self.radio.take(self._queue.now))
 
     def _settle_radio(self) -> None:
         """What the radio took since the last answer: its tail, and idling."""
