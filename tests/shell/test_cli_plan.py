@@ -72,7 +72,7 @@ def capacity(*arguments: str) -> Result:
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_capacity, "default_processes", lambda: 1)
-    monkeypatch.setattr(plan_link, "default_processes", lambda: 1)
+    monkeypatch.setattr(player, "default_processes", lambda: 1)
     monkeypatch.setattr(plan_link, "_COUNT", 1)
     brief = {"duration_s": 10.0}
     monkeypatch.setattr(plan_link, "link_settings", lambda *link: link_settings(*link) | brief)

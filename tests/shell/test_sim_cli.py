@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from edgespec_sim.commands import run
+from edgespec_sim.commands import play as player
 from edgespec_sim.commands.main import app
 from edgespec_sim.commands.play import Ask, Point, Workers, play_seeds
 from edgespec_sim.replication import FIRST
@@ -34,7 +34,7 @@ runner = CliRunner()
 
 @pytest.fixture(autouse=True)
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "default_processes", lambda: 1)
+    monkeypatch.setattr(player, "default_processes", lambda: 1)
 
 
 def sim(*arguments: str) -> str:
@@ -60,7 +60,7 @@ def test_a_run_leaves_a_summary_a_trace_and_a_report(tmp_path: Path) -> None:
 def test_two_processes_say_what_one_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = ("--set", "arms=[target-only, edgespec]", "--set", "duration_s=2", "--seeds", "2")
     sim("run", "household", "--out", str(tmp_path / "1"), *arms)
-    monkeypatch.setattr(run, "default_processes", lambda: 2)
+    monkeypatch.setattr(player, "default_processes", lambda: 2)
     sim("run", "household", "--out", str(tmp_path / "2"), *arms)
     one, two = (read_summary(tmp_path / name / "summary.json") for name in ("1", "2"))
     assert one.arms == two.arms

@@ -19,6 +19,7 @@ them leave, and those behind move down, their keys turned back (``kv_buffers``).
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -51,7 +52,6 @@ from edgespec.device.drafters.manifest import (
 )
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
-from edgespec.telemetry.process_memory import trim_heap
 
 CHUNK = ports.PREFILL_CHUNK
 # Past this, positions and masks are longer than most models' contexts; as of our own drafts.
@@ -171,7 +171,7 @@ class GraphDrafter:
         self._cache.forget(0)
         self._session = self._binding = None
         self._store.close()
-        trim_heap()  # which holds half of the weights of a model that was closed
+        give_back()
 
     def cached_rows(self, length: int) -> Iterator[tuple[dg.CacheTensor, Buffer]]:
         """Layer by layer keys and values: the first ``length`` rows, [heads, length, head size]."""
@@ -299,6 +299,15 @@ class GraphDrafter:
     def _bind_input(self, role: dg.Role, array: NDArray[Any], shape: tuple[int, ...]) -> None:
         name = self._graph.roles[role].name
         self._binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+
+
+def give_back() -> None:
+    """Ask the C library to return what it keeps of freed memory; a model that was closed leaves
+    half of its weights there. Does nothing where the library cannot (only glibc can)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        pass
 
 
 def runtime_version() -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ import typer
 import yaml
 from rich.table import Table
 
-from edgespec.cli.options import read_settings
+from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config.loading import dump_config
 from edgespec_sim.commands import play
@@ -37,8 +38,7 @@ def run(
     seeds: play.SeedsOption = None,
     max_seconds: play.TimeOption = play.SECONDS,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write summary.json, trace.jsonl and report.html there"),
+        Path | None, option("Write summary.json, trace.jsonl and report.html there", metavar="DIR")
     ] = None,
     settings: play.SettingsOption = None,
 ) -> None:
@@ -83,9 +83,7 @@ def run(
 def list_scenarios() -> None:
     """List the scenarios that come with the simulator."""
     with reported():
-        table = Table()
-        for name in ("scenario", "devices", "verifiers", "about"):
-            table.add_column(name)
+        table = Table("scenario", "devices", "verifiers", "about")
         for name, path in bundled_scenarios().items():
             scenario = load_scenario(str(path))
             verifiers = sum(section.count for section in scenario.verifiers.values())
@@ -111,21 +109,19 @@ def scenario(
         typer.echo(dump_config(loaded), nl=False)
 
 
-Runs = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="RUN...",
-        help="A run's folder, its summary.json, or one or two traces (device's, verifier's)",
-    ),
-]
-
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="DIR", help="Where to write (default: beside the run)"),
-]
-
-
-def report(runs: Runs, out: Out = None) -> None:
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="A run's folder, its summary.json, or one or two traces (device's, verifier's)",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        option("Where to write (default: beside the run)", "--out", "-o", metavar="DIR"),
+    ] = None,
+) -> None:
     """Write the report of a run: a page, tables, and a timeline for ui.perfetto.dev.
 
     A trace is what --set trace=FILE wrote, of `edgespec generate`, `chat` or `verifier`. What a run
@@ -137,9 +133,7 @@ def report(runs: Runs, out: Out = None) -> None:
     with reported():
         for path in report_on(runs, out):
             size = path.stat().st_size
-            say(
-                f"wrote {path} ({size / 1e6:.1f} MB)" if size >= 1e6 else f"wrote {path} ({size} B)"
-            )
+            say(f"wrote {path} (" + (f"{size / 1e6:.1f} MB)" if size >= 1e6 else f"{size} B)"))
 
 
 _SEED, _SECONDS = 1, 600.0
@@ -152,8 +146,7 @@ def trace(
         typer.Argument(metavar="FILE", help="A trace file, or generate:KIND", show_default=False),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", help="Write time_s,rtt_ms[,loss,up_mbps,down_mbps]"),
+        Path | None, option("Write time_s,rtt_ms[,loss,up_mbps,down_mbps]", metavar="FILE.csv")
     ] = None,
 ) -> None:
     """Show a trace of any known format: statistics, round-trip time over time, outages.
@@ -241,10 +234,9 @@ class GridPoint:
 def sweep(
     scenario: Annotated[str, typer.Argument(help="A YAML file, or a bundled scenario's name")],
     vary: Annotated[
-        list[str],
-        typer.Option(metavar="KEY=V1,V2,...", help="A key and its values; repeat for a grid"),
+        list[str], option("A key and its values; repeat for a grid", metavar="KEY=V1,V2,...")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Points, sweep.html and sweep.csv")],
+    out: Annotated[Path, option("Points, sweep.html and sweep.csv", metavar="DIR")],
     seeds: play.SeedsOption = None,
     max_seconds: play.TimeOption = play.SECONDS,
     settings: play.SettingsOption = None,
@@ -277,18 +269,19 @@ def sweep(
 def _grid(
     name: str, vary: Sequence[str], ask: play.Ask, settings: dict[str, object], out: Path
 ) -> list[GridPoint]:
-    grid: list[tuple[str, list[Any]]] = []
+    keys: list[str] = []
+    columns: list[list[Any]] = []
     for item in vary:
-        key, sign, values = item.partition("=")
-        if not sign or not key or not values:
+        key, _, values = item.partition("=")
+        if not key or not values:
             raise ValueError(f"vary is {item!r}, but must be KEY=VALUE,VALUE,...")
-        grid.append((key, [yaml.safe_load(value) for value in values.split(",")]))
-    count = len(list(itertools.product(*(values for _, values in grid))))
-    if count > MAX_POINTS:
+        keys.append(key)
+        columns.append([yaml.safe_load(value) for value in values.split(",")])
+    if (count := math.prod(map(len, columns))) > MAX_POINTS:
         raise ValueError(f"the grid has {count} points, but at most {MAX_POINTS} go")
     points = []
-    for number, combination in enumerate(itertools.product(*(values for _, values in grid))):
-        varied = dict(zip((key for key, _ in grid), combination, strict=True))
+    for number, combination in enumerate(itertools.product(*columns)):
+        varied = dict(zip(keys, combination, strict=True))
         folder = out / "points" / f"{number:04d}"
         points.append(GridPoint(varied, load_scenario(name, {**settings, **varied}), ask, folder))
     return points
