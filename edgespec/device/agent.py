@@ -484,7 +484,6 @@ def checked_model(name: str) -> str:
 
 
 def fits_on_wire(name: str) -> bool:
-    """Whether a model can have this name."""
     return is_unicode(name) and len(name.encode()) <= m.MAX_NAME_BYTES
 
 

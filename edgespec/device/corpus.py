@@ -153,7 +153,6 @@ def _forget_all_but_the_last(folder: Path, used: Path) -> None:
 
 
 def _digest(parts: Sequence[Content]) -> bytes:
-    """Of the format and ``parts``."""
     digest = hashlib.sha256(f"{_FORMAT} {sys.byteorder} {CORPUS_LENGTH}".encode())
     for part in parts:
         digest.update(hashlib.sha256(_bytes(part)).digest())

@@ -41,8 +41,6 @@ _MAX_DOUBLINGS: Final = 30
 
 
 class Circuit(Enum):
-    """Where a breaker is."""
-
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
@@ -104,7 +102,6 @@ class CircuitBreaker:
             self._failures = max(0, self._policy.failures - 1)
 
     def failed(self, now: float) -> None:
-        """A stream or a probe failed."""
         self._failures += 1
         if self.state is not CLOSED or self._failures >= self._policy.failures:
             self.open(now)
@@ -132,8 +129,6 @@ _LOAD_KEPT_S = 30.0
 
 @dataclass(slots=True)
 class Candidate:
-    """One verifier, as far as it is known."""
-
     address: str
     breaker: CircuitBreaker
     info: VerifierInfo | None = None

@@ -172,7 +172,6 @@ class Failover:
         return [ev.Use(route.number, address), *(ev.Drop(route.number, other) for other in losers)]
 
     def _none_left(self, route: Route, now: float) -> ev.Leave:
-        """Nobody can be dialed now."""
         route.wanted, route.using = False, None
         route.tried.clear()
         listed = self.candidates.listed

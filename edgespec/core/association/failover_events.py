@@ -19,8 +19,6 @@ class Known:
 
 @statically_frozen
 class Wanted:
-    """A generation wants a stream."""
-
     route: int
     needed_length: int = 0
     """How much context its whole text takes, in tokens; 0: not known."""

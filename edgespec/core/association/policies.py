@@ -31,8 +31,6 @@ class Association(Enum):
 
 @statically_frozen
 class VerifierView:
-    """What is known of one verifier."""
-
     address: str
     round_s: float
     """Its round trip and a pass under the load of late."""

@@ -155,8 +155,6 @@ class Deliver:
 
 @statically_frozen
 class Finish:
-    """The generation is complete."""
-
     reason: FinishReason
 
 

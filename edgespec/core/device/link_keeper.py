@@ -151,7 +151,6 @@ class LinkKeeper:
             self.deadline = min(now + self._policy.silence_s, self._token_is_owed_at)
 
     def progressed(self, now: float) -> None:
-        """A token was delivered."""
         self._began = self._model
         self._brought_token, self._waiting_since, self._waited_s = True, now, 0.0
         self._attempts, self._failing_since, self._streams_without_token = 0, None, 0
@@ -160,7 +159,6 @@ class LinkKeeper:
     # --- how it ends -----------------------------------------------------------------------
 
     def tick(self, now: float) -> list[ev.DraftAction]:
-        """The deadline may have come."""
         if self.deadline is None or now < self.deadline:
             return []
         if self.state is ev.BACKING_OFF:
@@ -196,7 +194,6 @@ class LinkKeeper:
         return [ev.Disconnect(), *self._again(why, now)]
 
     def end(self, last: ev.Finish | ev.Fail) -> list[ev.DraftAction]:
-        """The session is over."""
         self._move(ev.DONE, None)
         return [ev.Disconnect(), last]
 

@@ -279,8 +279,6 @@ class MemoryPlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryQuestion:
-    """What a plan has to go by."""
-
     budget_bytes: int
     """Of the whole process, at its peak."""
     runtime_bytes: int
@@ -422,8 +420,6 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the driver measured."""
-
     resident_bytes: int
     """Of the process."""
     growth_bytes: int

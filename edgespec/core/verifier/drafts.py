@@ -134,8 +134,6 @@ def run_ahead_policy(kind: RunAhead) -> RunAheadPolicy:
 
 
 class Source(Enum):
-    """Who guessed a node."""
-
     DEVICE = "device"
     MODEL = "model"
     """The verifier's own draft model, or its target's own speculator."""

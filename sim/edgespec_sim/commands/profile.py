@@ -59,8 +59,6 @@ _LEAST_SAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One operation."""
-
     rows: int
     context_length: int
     seconds: float
@@ -231,7 +229,6 @@ def _quantiles(values: Sequence[float], parts: int) -> Sequence[float]:
 
 
 def fit_profile(samples: Samples, name: str, about: dict[str, str]) -> CostProfile:
-    """The profile of a run."""
     message = fit_law(samples.messages)
     # A pass starts in the very event that ends the one before: what lies between two passes is
     # then part of the pass, and this law is 0.

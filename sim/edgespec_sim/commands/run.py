@@ -206,8 +206,6 @@ MAX_POINTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class GridPoint:
-    """One combination of settings."""
-
     varied: dict[str, Any]
     scenario: Scenario
     ask: play.Ask

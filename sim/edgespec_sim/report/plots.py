@@ -24,7 +24,6 @@ _OTHERS: Final = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5cc
 
 
 def colors(arms: Sequence[str]) -> dict[str, str]:
-    """A colour for every arm, by name."""
     chosen: dict[str, str] = {}
     others = 0
     for arm in arms:
