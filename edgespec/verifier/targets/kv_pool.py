@@ -6,8 +6,7 @@ the requests of each pass: the engine's ledger decides who holds which block
 lie behind the fed tokens; ``keep`` copies the kept ones to their positions and forgets the rest.
 The copies of all sessions are made at once, when ``data`` is next looked at. Block 0 belongs to
 nobody: masked keys point at it, rows of padding write to it, and it never holds NaN, as stale
-memory may. For requests without
-tables (tools, the self-test) the pool keeps a ledger of its own.
+memory may. For requests without tables (tools, the self-test) the pool keeps its own ledger.
 
 Invariant. ``length`` tokens of a sequence are committed and their keys are in the pool; the nodes
 of its last pass lie behind them until ``keep`` or the next ``reserve``.

@@ -206,13 +206,7 @@ def _finish(point: Point, ask: Ask, limit_s: float) -> None:
 
 
 def simulate(
-    scenario: Scenario,
-    ask: Ask,
-    folder: Path,
-    processes: int,
-    trace: Path | None = None,
-    *,
-    quiet: bool = False,
+    scenario: Scenario, ask: Ask, folder: Path, processes: int, trace: Path | None
 ) -> RunSummary:
     """All arms on the seeds that ``ask`` wants; ``trace`` gets the first devices of one arm."""
     check(scenario, folder)
@@ -222,7 +216,7 @@ def simulate(
             old.unlink()
         first_question(trace.parent, "").parent.mkdir(parents=True, exist_ok=True)
     point = Point(scenario.name, scenario, folder, trace)
-    play_seeds([point], ask, processes, quiet=quiet)
+    play_seeds([point], ask, processes)
     return summary_of(point, ask)
 
 
@@ -392,20 +386,15 @@ def default_processes() -> int:
 
 class Workers:
     """Plays tasks, round after round, on the same processes and under one bar of progress. To be
-    entered once; leaving ends the processes, whatever they are at. ``lines_every_s``: where there
-    is no terminal a line says so often how far it is, and one what each round does."""
+    entered once; leaving ends the processes, whatever they are at. Where there is no terminal a
+    line says every 10 s how far it is, and one what each round does."""
 
     def __init__(
-        self,
-        processes: int,
-        *,
-        quiet: bool = False,
-        lines_every_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, processes: int, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._processes, self._clock = processes, clock
         self._bar = _progress(quiet)
-        self._lines_every_s = lines_every_s if self._bar.disable and not quiet else math.inf
+        self._lines_every_s = 10.0 if self._bar.disable and not quiet else math.inf
         self._line_at = math.inf
         self._doing, self._until_s = "", math.inf
         self._around = ExitStack()

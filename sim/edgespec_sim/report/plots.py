@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.report.document import Figure
-from edgespec_sim.report.tables import duration, is_ours, shortened
+from edgespec_sim.report.tables import duration, is_ours
 from edgespec_sim.report.timeline import Lane, Mark, Span, Timeline, rows_apart
 from edgespec_sim.run_summary import ArmSummary, Pace, RunSummary
 
@@ -38,8 +38,8 @@ def colors(arms: Sequence[str]) -> dict[str, str]:
 
 
 def label(name: str) -> str:
-    """A name as plotly may be given it."""
-    return escape(shortened(name))
+    """A name as plotly may be given it; axes and legends cannot break a line."""
+    return escape(name if len(name) <= 28 else name[:27] + "…")
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:

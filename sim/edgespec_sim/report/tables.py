@@ -13,7 +13,6 @@ from edgespec.bench.arms import Arm
 from edgespec_sim.run_summary import QUANTILES, ArmSummary, GroupSummary, RunSummary, Spread
 
 MISSING: Final = "–"
-_NAME_MAX: Final = 28
 
 
 def number(value: float | None) -> str:
@@ -74,11 +73,6 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{number(seconds)} s"
     return f"{number(seconds / 60)} min" if seconds < 7200 else f"{number(seconds / 3600)} h"
-
-
-def shortened(name: str, limit: int = _NAME_MAX) -> str:
-    """For axes and legends, which cannot break a line; tables hold the whole name."""
-    return name if len(name) <= limit else name[: limit - 1] + "…"
 
 
 ROWS_SHOWN = 50
