@@ -155,6 +155,8 @@ class Deliver:
 
 @statically_frozen
 class Finish:
+    """The generation is complete."""
+
     reason: FinishReason
 
 

@@ -59,6 +59,8 @@ _LEAST_SAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """One operation."""
+
     rows: int
     context_length: int
     seconds: float

@@ -27,6 +27,8 @@ _BASE: Final = Arm.TARGET_ONLY.value
 
 @dataclass(frozen=True, slots=True)
 class Win:
+    """Of one point."""
+
     arm: ArmSummary
     sure: bool
 
