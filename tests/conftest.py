@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from tests.shell.pki import Pki
+    from tests.shell.guarded import Pki
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA_VARIABLE = "EDGESPEC_DATA"
@@ -122,7 +122,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     """Certificates that no test changes."""
-    from tests.shell.pki import Pki
+    from tests.shell.guarded import Pki
 
     return Pki(tmp_path_factory.mktemp("pki"))
 

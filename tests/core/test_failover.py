@@ -39,16 +39,6 @@ SERVED = ModelIdentity("big", "fp-1", 4096)
 MOVED, FULL = FaultCode.SHUTTING_DOWN, FaultCode.OVERLOADED
 
 
-def machine(*addresses: str, how: Association = Association.LISTED) -> Failover:
-    found = Failover(FailoverPolicy(), how, 1)
-    found.handle(ev.Known(addresses), 0.0)
-    return found
-
-
-def left(why: str) -> ev.Leave:
-    return ev.Leave(1, why, 0.0, retryable=True)
-
-
 Identity = tuple[str, str, int]
 
 
@@ -378,33 +368,3 @@ def test_texts_that_begin_alike_are_one_conversation() -> None:
     assert of([1, 23]) != of([12, 3])
     assert of([1]) != named("1")
     assert len(of(prompt)) == len(named("\ud800 half a pair")) == 16
-
-
-def order(conversation: str, names: Sequence[str]) -> list[str]:
-    return sorted(names, key=lambda name: weight(conversation, name), reverse=True)
-
-
-def test_a_text_walks_down_the_order_of_its_conversation() -> None:
-    """The first is full, the second drains, the third is not there: the fourth serves."""
-    conversation = CONVERSATIONS[0]
-    first, second, third, fourth = order(conversation, NAMES[:4])
-    found = machine(*NAMES[:4], how=Association.RENDEZVOUS)
-    wanted = ev.Wanted(1, 100, conversation)
-    assert found.handle(wanted, 0.0) == (ev.Dial(1, first),)
-    found.handle(ev.Dialed(1, first), 0.1)
-    assert found.handle(ev.Refused(1, FULL, "full"), 0.2) == (left("full"),)
-    assert found.handle(wanted, 0.2) == (ev.Dial(1, second),)
-    found.handle(ev.Dialed(1, second), 0.3)
-    found.handle(ev.Refused(1, MOVED, "drains"), 0.4)
-    assert found.handle(wanted, 0.4) == (ev.Dial(1, third),)
-    assert found.handle(ev.DialFailed(1, third, "nobody there"), 0.5) == (ev.Dial(1, fourth),)
-
-
-def test_a_load_of_long_ago_keeps_nobody_away() -> None:
-    """The first was full when it was last asked; after a while nobody knows."""
-    conversation, (first, second) = CONVERSATIONS[0], order(CONVERSATIONS[0], NAMES[:2])
-    found = machine(*NAMES[:2], how=Association.RENDEZVOUS)
-    full = VerifierInfo(MODEL, Limits(), 8, 8, 20_000)
-    found.handle(ev.ProbeAnswered(first, full, 0.01), 0.0)
-    assert found.handle(ev.Wanted(1, 100, conversation), 1.0) == (ev.Dial(1, second),)
-    assert found.handle(ev.Wanted(2, 100, conversation), 60.0) == (ev.Dial(2, first),)

@@ -21,7 +21,7 @@ from edgespec.core.verifier.drafts import PassTree, Source
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.served_drafts import ServedDraftsMaker
 from tests.core.scenes import chain
-from tests.core.token_grammars import EOS, Automaton
+from tests.core.test_constraints import EOS, Automaton
 from tests.present import present
 
 TOKENS = 120

@@ -39,6 +39,7 @@ from edgespec.core.verifier.relaxed_rules import acceptance_rule, why_not_offere
 from edgespec.wire.codec import payload_bytes
 from edgespec_sim.sessions import message_bytes
 from tests.sim.faults.checks import check_tree
+from tests.tables import tabled
 
 PROMPT = (7, 7)
 Text = tuple[int, ...]
@@ -340,16 +341,6 @@ def test_what_cannot_be_is_named(refusal: str) -> None:
         KINDS[kind](**fields)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"model": ""},
-        {"vocabulary": ""},
-        {"prompt": (99,) * 7},
-        {"committed": (0, 99, 1, 2)},
-        {"prompt": (1,) * 5, "committed": (1, 2, 3)},
-    ],
-)
+@tabled
 def test_a_request_that_can_be_served_is_taken(changes: dict[str, Any]) -> None:
     assert why_not(**changes) == ""

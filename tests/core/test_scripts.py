@@ -418,10 +418,10 @@ class FailoverScript(Script):
     def __init__(self) -> None:
         self.knows("listed")
 
-    def knows(self, how: str) -> None:
+    def knows(self, how: str, *addresses: str) -> None:
         """In this order of choice."""
         self.failover = Failover(FailoverPolicy(), Association(how), 1)
-        self.failover.handle(fe.Known(("a", "b")), 0.0)
+        self.failover.handle(fe.Known(addresses or ("a", "b")), 0.0)
 
     def event(self, kind: str, *words: str, **names: str) -> Any:
         """Any event, by its class and fields."""
@@ -429,9 +429,9 @@ class FailoverScript(Script):
         named = {name: _value(word) for name, word in names.items()}
         return self.failover.handle(getattr(fe, kind)(*given, **named), self.now)
 
-    def answered(self, address: str, rtt: str, *adapters: str) -> Any:
+    def answered(self, address: str, rtt: str, *adapters: str, held: str = "0") -> Any:
         models = tuple(replace(SERVED, name=name, fingerprint=name) for name in adapters)
-        info = m.VerifierInfo(SERVED, m.Limits(), 0, 8, 20_000, models)
+        info = m.VerifierInfo(SERVED, m.Limits(), int(held), 8, 20_000, models)
         return self.failover.handle(fe.ProbeAnswered(address, info, float(rtt)), self.now)
 
     def greeted(self, route: str) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import io
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -249,28 +252,15 @@ async def ask(
 
 
 def parse_reply(raw: bytes) -> Reply:
-    head, _, body = raw.partition(b"\r\n\r\n")
-    first, *lines = head.decode("latin-1").split("\r\n")
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    if headers.get("transfer-encoding") == "chunked":
-        body = _dechunked(body)
-    return Reply(int(first.split()[1]), headers, body)
-
-
-def _dechunked(raw: bytes) -> bytes:
     """As far as it came."""
-    found = b""
-    while raw:
-        size, _, rest = raw.partition(b"\r\n")
-        count = int(size or b"0", 16)
-        found += rest[:count]
-        raw = rest[count + 2 :]
-        if count == 0:
-            break
-    return found
+    told: Any = SimpleNamespace(makefile=lambda mode: io.BytesIO(raw))
+    found = http.client.HTTPResponse(told)
+    found.begin()
+    try:
+        body = found.read()
+    except http.client.IncompleteRead as cut:
+        body = cut.partial
+    return Reply(found.status, {name.lower(): one for name, one in found.getheaders()}, body)
 
 
 def events_of(body: bytes) -> list[Any]:

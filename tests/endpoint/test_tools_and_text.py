@@ -22,7 +22,7 @@ from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.tool_calls import ToolCall, ToolFormat, ToolReader, forced_call, tool_format
 from edgespec.models.tokenizer import TextTokenizer
-from tests.core.token_grammars import EOS
+from tests.core.test_constraints import EOS
 from tests.endpoint.live_endpoint import (
     Live,
     ScriptedAgent,
@@ -49,14 +49,7 @@ TOOLS = [
 ]
 HERMES = "{{ tools|tojson }}<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln"}}]'
-LLAMA = '{"name": "weather", "parameters": {"city": "Köln"}}'
 KOELN = ("weather", {"city": "Köln"})
-# JSON that a model may write, and that no UTF-8 can hold: half of a surrogate pair.
-HALF = r'{"name": "time", "arguments": {"at": "ü\ud83d"}}'
-WRITTEN = r'{"name": "time", "arguments": "{\"at\": \"ü\ud83d\"}"}'
-NAMELESS = r'{"name": "\ud83d", "arguments": {}}'
-HALVED = ("time", {"at": "ü\ud83d"})
 
 
 def calls_in(found: Sequence[str | ToolCall]) -> list[tuple[str, Any]]:
@@ -68,40 +61,7 @@ def text_in(found: Sequence[str | ToolCall]) -> str:
     return "".join(one for one in found if isinstance(one, str))
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "said", "calls"),
-    [
-        ("hermes", CALL, "", [KOELN]),
-        ("hermes", f"I look.\n{CALL}\n{CALL}\n", "I look.", [KOELN, KOELN]),
-        ("hermes", f"{CALL} and more ", "and more ", [KOELN]),
-        ("hermes", "a < b <tool> c ", "a < b <tool> c ", []),
-        ("hermes", "<tool_call>nonsense</tool_call>!", "<tool_call>nonsense</tool_call>!", []),
-        ("hermes", CALL.removesuffix("</tool_call>"), "", [KOELN]),
-        ("hermes", '<tool_call>{"name": "we', '<tool_call>{"name": "we', []),
-        ("hermes", '<tool_call>{"name": "time"}</tool_call>', "", [("time", {})]),
-        ("hermes", '<tool_call>{"name": 1, "arguments": {}}', None, []),
-        ("hermes", f"<tool_call>{HALF}</tool_call>", "", [HALVED]),
-        ("hermes", f"<tool_call>{WRITTEN}</tool_call>", "", [HALVED]),
-        ("hermes", f"<tool_call>{NAMELESS}</tool_call>", f"<tool_call>{NAMELESS}</tool_call>", []),
-        ("mistral", MISTRAL, "", [KOELN]),
-        ("mistral", f"I look. {MISTRAL}", "I look.", [KOELN]),
-        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}', "", [KOELN]),
-        (
-            "mistral",
-            '[TOOL_CALLS]time{}[TOOL_CALLS]weather{"city": "Köln"}',
-            "",
-            [("time", {}), KOELN],
-        ),
-        ("mistral", "[TOOL_CALLS]oh", "[TOOL_CALLS]oh", []),
-        ("mistral", "a [TOOL", "a [TOOL", []),
-        ("llama", LLAMA, "", [KOELN]),
-        ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [KOELN, KOELN]),
-        ("llama", '{"name": "unknown", "parameters": {}}', None, []),
-        ("llama", '{"answer": 42}', None, []),
-        ("llama", f"It is {LLAMA}", None, []),
-        ("llama", "  ", None, []),
-    ],
-)
+@tabled
 @settings(max_examples=12)
 @given(data=st.data())
 def test_calls_are_found_however_the_text_is_cut(
@@ -115,7 +75,7 @@ def test_calls_are_found_however_the_text_is_cut(
         found += reader.push(rest[:count])
         rest = rest[count:]
     found += reader.flush()
-    assert calls_in(found) == calls
+    assert calls_in(found) == [*calls]
     assert text_in(found) == (text if said is None else said)
     assert all(found)
     assert all(one.arguments.encode() for one in found if isinstance(one, ToolCall))
@@ -173,17 +133,7 @@ CUT = CALL[: CALL.index("}\n")]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (64,)])
-@pytest.mark.parametrize(
-    ("stop", "said", "calls"),
-    [
-        (["}\n?", "k.\nYou"], "I look.!", 2),  # both begin before a mark, and do not go on
-        (["}\n!"], f"I look.{CUT}", 1),  # a mark within a stop string is behind the end
-        (["}\n\n"], f"I look.{CUT}", 0),
-        (["k.\n\n"], "I loo", 0),
-        (["\n\n\n"], "I look.", 1),
-        (["!?"], "I look.!", 2),
-    ],
-)
+@tabled
 async def test_marks_stand_where_they_were_said_whatever_a_stop_string_holds_back(
     tmp_path: Path, stop: list[str], said: str, calls: int, sizes: Sequence[int]
 ) -> None:

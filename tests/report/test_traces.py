@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -46,6 +45,7 @@ from edgespec_sim.sessions import message_bytes
 from tests.present import present
 from tests.report.samples import SAMPLED, agent_config, traced_run
 from tests.shell.live_verifier import serving
+from tests.tables import tabled
 
 RTT_MS = 8.0
 PROMPTS = ("the quick brown fox", "once upon a time")
@@ -242,17 +242,7 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, text: str, why: str) -> No
         list(read_lines([path]))
 
 
-@pytest.mark.parametrize(
-    ("side", "name", "field", "value"),
-    [
-        ("device", "Transmit", "message", {"name": "Draft", "parents": [math.inf]}),
-        ("device", "Deliver", "kinds", 3),
-        ("verifier", "StreamMessage", "message", [1]),
-        ("verifier", "SendTo", "message", {"name": "Commit", "tokens": 7}),
-        ("verifier", "CloseStream", "stream", []),
-        ("verifier", "RunBatch", "requests", [[]]),
-    ],
-)
+@tabled
 def test_a_line_that_breaks_its_promise_is_told_in_words(
     real: RealRun, tmp_path: Path, side: str, name: str, field: str, value: object
 ) -> None:

@@ -14,7 +14,7 @@ from edgespec.models.grammar import GrammarReader, letters_tokenizer
 from edgespec.models.tokenizer import ChatTemplate
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
-from tests.core.token_grammars import EOS
+from tests.core.test_constraints import EOS
 from tests.shell.loopback import LoopbackTransport
 
 LETTERS = "\0\n" + "".join(map(chr, range(32, 127)))

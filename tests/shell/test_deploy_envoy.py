@@ -27,8 +27,8 @@ from edgespec.wire.grpc_server import GrpcServer
 from tests.shell.deploy_tools import DEPLOY, judged, tool
 from tests.shell.failing_verifiers import PACED, PATIENT
 from tests.shell.gate import Gate
+from tests.shell.guarded import NAMES, Pki
 from tests.shell.live_verifier import GatedTarget, toy_text
-from tests.shell.pki import NAMES, Pki
 from tests.shell.test_failover import BRIEF, served
 
 CONFIGURATION = DEPLOY / "envoy/envoy.yaml"

@@ -73,23 +73,15 @@ def tokens(chunks: list[Chunk]) -> list[int]:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("run_ahead", list(RunAhead))
-@pytest.mark.parametrize(
-    ("name", "gamma", "width"),
-    [
-        (PolicyName.WINDOWED, None, 2),
-        (PolicyName.PEARL, None, 1),
-        (PolicyName.FIXED, 4, 1),
-        (PolicyName.FIXED, 3, 2),
-    ],
-)
+@tabled
 async def test_the_text_is_the_targets_own(
-    name: PolicyName, gamma: int | None, width: int, run_ahead: RunAhead, params: SamplingParams
+    name: str, gamma: int | None, width: int, run_ahead: RunAhead, params: SamplingParams
 ) -> None:
     expected = toy_text(IDS, params)
     async with serving() as (address, _):
         for draft in ("toy", "random", "none"):
             settings = config(
-                address, draft, name=name, gamma=gamma, width=width, run_ahead=run_ahead
+                address, draft, name=PolicyName(name), gamma=gamma, width=width, run_ahead=run_ahead
             )
             async with build_agent(settings) as agent:
                 chunks = await collect(agent, params)
@@ -121,17 +113,8 @@ async def _into(received: list[Chunk], agent: Agent) -> None:
         received.append(chunk)
 
 
-@pytest.mark.parametrize(
-    ("change", "code", "message"),
-    [
-        ({"model": "other"}, FaultCode.UNKNOWN_MODEL, "unknown model 'other'.*serves 'toy'"),
-        ({"draft": None}, FaultCode.VOCABULARY_MISMATCH, "must share one tokenizer"),
-        ({"prompt": "a" * 4096}, FaultCode.CONTEXT_TOO_LONG, "4096"),
-    ],
-)
-async def test_a_refusal_says_why(
-    change: dict[str, str | None], code: FaultCode, message: str
-) -> None:
+@tabled
+async def test_a_refusal_says_why(change: dict[str, str | None], code: str, message: str) -> None:
     text = ToyTokenizer()
     async with serving() as (address, _):
         info = load_target(TOY).info
@@ -141,8 +124,8 @@ async def test_a_refusal_says_why(
         options = AgentOptions(model=change.get("model") or "")
         async with Agent(connect(address), drafter, text.encode, text.stream, options) as agent:
             with pytest.raises(GenerationError, match=message) as caught:
-                await collect(agent, GREEDY, change.get("prompt") or PROMPT)
-            assert caught.value.code is code
+                await collect(agent, GREEDY, "a" * 4096 if "prompt" in change else PROMPT)
+            assert caught.value.code is FaultCode[code]
 
 
 async def test_a_prompt_beyond_the_drafts_context_is_served_without_drafting() -> None:

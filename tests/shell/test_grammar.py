@@ -43,7 +43,7 @@ from edgespec.sampling.tensors import SampleBlock, choose_tokens
 from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyTarget
-from tests.core.token_grammars import EOS, drafted_text, lawful_text
+from tests.core.test_constraints import EOS, drafted_text, lawful_text
 from tests.present import present
 from tests.shell import tiny_checkpoints
 from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of

@@ -45,8 +45,8 @@ from edgespec.wire import access, certificates
 from edgespec.wire.access import ServerAccess, device_access
 from tests.present import present
 from tests.shell import guarded
+from tests.shell.guarded import Pki
 from tests.shell.live_verifier import call, serving
-from tests.shell.pki import Pki
 from tests.tables import tabled
 
 

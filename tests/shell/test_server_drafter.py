@@ -36,7 +36,7 @@ from edgespec.verifier.targets.packed_drafter import PackedDrafter
 from edgespec.verifier.targets.pass_requests import check_batch
 from edgespec.verifier.targets.torch_target import TorchTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
-from tests.core.token_grammars import Automaton
+from tests.core.test_constraints import Automaton
 from tests.present import present
 from tests.shell.live_verifier import serving
 from tests.shell.tiny_checkpoints import tiny_config, tiny_tensors, write_checkpoint

@@ -41,9 +41,8 @@ from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
 from edgespec.wire.access import KeyFile, ServerAccess, load_keys, save_keys
 from tests.present import present
-from tests.shell.guarded import PROMPT, device_config, keys_in, verifier_config
+from tests.shell.guarded import PROMPT, Pki, device_config, keys_in, verifier_config
 from tests.shell.live_verifier import call, daemon, python, ready, start, toy_text
-from tests.shell.pki import Pki
 
 WITHIN_S = 120
 IDS = ToyTokenizer().encode(PROMPT)

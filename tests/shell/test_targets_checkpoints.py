@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -106,16 +105,7 @@ def test_contexts_and_windows_have_bounds() -> None:
 # --- damage ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        *(
-            ("layers.1.mlp.up_proj", value, "the checkpoint is damaged: tensor model.layers.1.mlp.")
-            for value in (math.nan, math.inf, -math.inf)
-        ),
-        ("norm", 3e38, "the model's logits are NaN or infinite"),
-    ],
-)
+@tabled
 def test_weights_that_are_no_numbers_or_make_none_are_refused(
     tmp_path: Path, name: str, value: float, message: str
 ) -> None:

@@ -35,10 +35,10 @@ from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
 from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
 from tests.shell import echo_verifier
 from tests.shell.gate import Gate
+from tests.shell.guarded import certs
 from tests.shell.live_verifier import call as run
 from tests.shell.live_verifier import daemon, environment
 from tests.shell.loopback import LoopbackTransport
-from tests.shell.pki import certs
 from tests.tables import tabled
 
 

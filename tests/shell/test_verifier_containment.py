@@ -38,7 +38,7 @@ from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Backlog, ConstraintDesk, Verifier
 from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
-from tests.core.token_grammars import Automaton, AutomatonMatcher
+from tests.core.test_constraints import Automaton, AutomatonMatcher
 from tests.present import present
 from tests.shell.live_verifier import ready, serving, start, toy_text
 from tests.shell.loopback import LoopbackTransport

@@ -1,23 +1,26 @@
-"""Random worlds: whatever goes wrong, every device gets its target's own text.
+"""Random worlds: whatever goes wrong, every device gets its target's own text; and the published
+schemes and ours against each other in virtual time.
 
 Oracle: ``checks`` on every event of every world (see there), against the stream computed directly
 from the target's law. Golden counts notice what no check can: drafts that stopped being useful.
 Of each check there is a mutant, a plausible mistake of the machines, that one of its first worlds
-finds.
+finds. Of times: virtual ones are exact, so what is asserted is a property of the protocol and its
+policies, not of a machine (passes of 25 ms, steps of 8, a draft right about eight times of ten).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
 from edgespec.core.device.goodput_policy import PolicyName, named_policy
-from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
+from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftCache
-from edgespec.core.protocol.messages import Commit, RunAhead
+from edgespec.core.protocol.messages import Commit, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import Ending, SpeculationTree
 from edgespec.core.toy_model import ToyModel
@@ -30,8 +33,11 @@ from edgespec.core.verifier.engine import Containment
 from edgespec.core.verifier.own_drafts import ChainRecord
 from edgespec.core.verifier.served_drafts import TextDrafts
 from edgespec.core.verifier.session import VerifySession
+from edgespec.device.drafters.toy import ToyDrafter
+from edgespec.verifier.targets.toy import ToyTarget
 from tests.mutants import Mutants
 from tests.sim.faults.worlds import WorldOptions, WorldResult, run_world
+from tests.sim.one_session import alone
 from tests.sim.random_worlds import REPLAY, adversarial_drafter, exact_drafter, play
 
 WORLDS = 2400
@@ -307,3 +313,48 @@ def test_a_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         except Exception:
             return
     pytest.fail(f"{name}: survived {MUTANTS.seeds[name]} worlds")
+
+
+# --- how fast each way of decoding is -------------------------------------------------------------
+
+
+PASS_S, STEP_S, TOKENS = 0.025, 0.008, 200
+RTTS_MS = (2, 20, 50, 100, 200)
+ARMS: dict[str, tuple[DraftPolicy, RunAhead]] = {
+    "vanilla": (FixedPolicy(), RunAhead.NEVER),
+    "pearl": (PearlPolicy(), RunAhead.NEVER),
+    "windowed": (WindowedPolicy(), RunAhead.NEVER),
+    "edgespec": (WindowedPolicy(width=2), RunAhead.AUTO),
+}
+
+
+@cache
+def tpot_of(arm: str, rtt_ms: int, seed: int) -> float:
+    """In milliseconds."""
+    policy, run_ahead = ARMS[arm]
+    model = ToyModel(vocabulary_size=64, order=3, seed=seed)
+    sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=TOKENS)
+    prompt = tuple(i % 64 for i in range(500))
+    request = Open("arm", "", "", prompt, sampling=sampling, run_ahead=run_ahead)
+    target, drafter = ToyTarget(model), ToyDrafter(model.perturbed(0.27))
+    device = alone(target, drafter, request, policy, rtt_ms / 1e3, STEP_S, PASS_S)
+    times_s = device.delivery.times_s
+    assert len(times_s) == TOKENS
+    return (times_s[-1] - times_s[0]) / (TOKENS - 1) * 1e3
+
+
+def tpot_ms(arm: str, rtt_ms: int) -> float:
+    return sum(tpot_of(arm, rtt_ms, seed) for seed in range(4)) / 4
+
+
+@pytest.mark.parametrize("rtt_ms", RTTS_MS)
+def test_never_slower_than_plain_streaming_nor_than_any_other_arm(rtt_ms: int) -> None:
+    ours = tpot_ms("edgespec", rtt_ms)
+    assert ours <= PASS_S * 1e3 * 1.01
+    for arm in ("vanilla", "pearl", "windowed"):
+        assert ours <= tpot_ms(arm, rtt_ms) * 1.03, arm
+
+
+@pytest.mark.parametrize(("rtt_ms", "speed_up"), [(2, 1.7), (20, 1.5), (50, 1.3)])
+def test_drafts_pay_at_usual_round_trips(rtt_ms: int, speed_up: float) -> None:
+    assert PASS_S * 1e3 / tpot_ms("edgespec", rtt_ms) >= speed_up
