@@ -100,6 +100,8 @@ class GoodputPolicy:
         pending = [(1.0, 1.0, ROOT, length, tree.roots)]
         while pending:
             chance, pays, parent, position, children = pending.pop()
+            if chance * hit < most:
+                continue  # nothing here brings more, even at once, when a step brings ``hit``
             left = 1.0
             if children:
                 left = _left_open(children) if children[0].rank == UNRANKED else 0.0
@@ -114,7 +116,6 @@ class GoodputPolicy:
             for node in reversed(children):  # the likeliest is looked at first, and rules out most
                 its = chance * node.chance
                 paying = pays if position < settled else pays * node.chance
-                # Else nothing behind it brings more, even at once, when a step brings ``hit``.
                 if its * hit >= most and paying >= priced:
                     pending.append((its, paying, node.id, position + 1, node.children))
         return best, most

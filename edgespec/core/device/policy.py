@@ -45,7 +45,7 @@ _LEAST_S = 1e-6
 
 @dataclass(slots=True)
 class DraftView:
-    """What a policy may know when it is asked. Nobody changes it."""
+    """What a policy may know when it is asked. No policy changes it."""
 
     tree: SpeculationTree
     unsent: int

@@ -201,7 +201,8 @@ class DraftSession:
             view = self._view(unsent, now)
             if self._policy.flush(view):
                 actions += self._send_drafts()
-                unsent, view = self._outbox.unsent, None
+                view.unsent = unsent = self._outbox.unsent
+                view.in_flight = len(self.tree.nodes) - unsent
         if self._step is not None:
             return
         if self.drafting:

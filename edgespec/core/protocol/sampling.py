@@ -64,7 +64,7 @@ def noise_bits(seed: int, position: int, token: int) -> int:
 
 def keyed_bits(key: int, position: int, token: int) -> int:
     """``noise_bits`` for one who keeps the ``seed_key`` of a seed that is used often. ``mix`` is
-    written out: a simulated link draws for every message."""
+    written out four times: a simulated link draws for every message."""
     first = (key ^ position * GOLDEN) & MASK_32
     first = ((first ^ first >> 16) * MIX_A) & MASK_32
     first = ((first ^ first >> 13) * MIX_B) & MASK_32
@@ -72,8 +72,13 @@ def keyed_bits(key: int, position: int, token: int) -> int:
     bits = (token * GOLDEN + first) & MASK_32
     bits = ((bits ^ bits >> 16) * MIX_A) & MASK_32
     bits = ((bits ^ bits >> 13) * MIX_B) & MASK_32
-    bits ^= bits >> 16
-    return mix(bits ^ mix(first + SECOND_KEY))
+    second = (first + SECOND_KEY) & MASK_32
+    second = ((second ^ second >> 16) * MIX_A) & MASK_32
+    second = ((second ^ second >> 13) * MIX_B) & MASK_32
+    bits ^= bits >> 16 ^ second ^ second >> 16
+    bits = ((bits ^ bits >> 16) * MIX_A) & MASK_32
+    bits = ((bits ^ bits >> 13) * MIX_B) & MASK_32
+    return bits ^ bits >> 16
 
 
 def gumbel(bits: int) -> float:
