@@ -92,7 +92,6 @@ Traffic = Mapping[str, float]
 KEYS = ("arm", "rtt_ms", "repeat")
 TIMES = ("ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p95", "itl_ms_p95")
 SPREAD = (*TIMES, "tokens_per_second")
-_SUMMED = frozenset({"mismatches"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +221,13 @@ def _over_texts(own: Mapping[int, float], plain: Mapping[int, float]) -> Row:
 
 def _summary(group: Sequence[Row]) -> Row:
     summary: Row = {"arm": group[0]["arm"], "rtt_ms": group[0]["rtt_ms"], "repeats": len(group)}
-    for name in group[0]:
-        if name in KEYS or name == "tpots_ms":
-            continue
-        values = numbers(group, name)
-        if name in _SUMMED:
-            summary[name] = int(sum(values))
-        else:
-            summary[name] = float(median(values)) if values else None
-    spread: dict[str, list[float]] = {}
-    for name in SPREAD:
-        if values := numbers(group, name):
-            spread[name] = [min(values), max(values)]
-    summary["spread"] = spread
+    kept = [name for name in group[0] if name not in (*KEYS, "tpots_ms")]
+    columns = {name: numbers(group, name) for name in kept}
+    for name, values in columns.items():
+        summary[name] = float(median(values)) if values else None
+    summary["mismatches"] = int(sum(columns["mismatches"]))
+    spread = {name: columns[name] for name in SPREAD if columns[name]}
+    summary["spread"] = {name: [min(values), max(values)] for name, values in spread.items()}
     return summary
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_LINE_CHARACTERS = 1 << 20
+from edgespec.config.files import TooLargeError, read_text
+
+MAX_FILE_BYTES = 256 << 20
 MAX_PROMPTS = 100_000
 _FIELDS = ("prompt", "question", "text")
 
@@ -45,28 +47,18 @@ BUILT_IN = {"short": DEFAULT_PROMPTS, "long": _built_in("long")}
 def read_prompts(path: Path) -> Iterator[BenchPrompt]:
     """The prompts of a file, in order, read as they are asked for; named ``file:line``. Raises
     ``PromptError``."""
-    found = 0
     try:
-        with path.open(encoding="utf-8") as lines:
-            # One more than the bound, to tell a line at it from one beyond it.
-            number = 0
-            while line := lines.readline(MAX_LINE_CHARACTERS + 1):
-                number += 1
-                where = f"{path}:{number}"
-                if len(line) > MAX_LINE_CHARACTERS:
-                    raise PromptError(f"{where}: longer than {MAX_LINE_CHARACTERS} characters")
-                if not line.strip():
-                    continue
-                found += 1
-                if found > MAX_PROMPTS:
-                    raise PromptError(f"{where}: more than {MAX_PROMPTS} prompts")
-                yield BenchPrompt(f"{path.name}:{number}", _text(line, where))
+        lines = read_text(path, MAX_FILE_BYTES).split("\n")
     except FileNotFoundError:
         raise PromptError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, TooLargeError) as error:
         raise PromptError(f"{path}: not readable as UTF-8 text: {error}") from error
-    if not found:
-        raise PromptError(f"{path}: holds no prompt")
+    texts = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        count = f"more than {MAX_PROMPTS} prompts" if texts else "no prompt"
+        raise PromptError(f"{path}: holds {count}")
+    for number, line in texts:
+        yield BenchPrompt(f"{path.name}:{number}", _text(line, f"{path}:{number}"))
 
 
 def _text(line: str, where: str) -> str:

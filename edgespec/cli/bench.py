@@ -58,8 +58,6 @@ def _option(panel: str, text: str, *names: str, default: object = None, **more: 
 _ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...", default=_ARM_NAMES)
 _RTTS_MS = _option(_WHAT, "Round trips of the link", "--rtt-ms", metavar="MS,MS,...", default=_RTTS)
 _REPEATS = _option(_WHAT, "How many times to measure everything", default=DEFAULTS.repeats)
-_QUICK = _option(_WHAT, "Two minutes: less of everything", "--quick")
-_JSON = _option(_WHAT, "Write the results there", metavar="FILE")
 _TAPE = _option(
     *(_WHAT, "Write a match tape for the simulator there", "--record-tape"),
     metavar="FILE",
@@ -81,10 +79,8 @@ _PROMPTS = _option(
     metavar="short|long|FILE.jsonl",
 )
 _LIMIT = _option(_TEXT, "Use the first so many prompts", default=DEFAULTS.prompt_limit)
-_CHAT = _option(_TEXT, "Wrap prompts by the chat template", "--chat")
 _TOKENS = _option(_TEXT, "Length of each text", "--max-tokens", "-n", default=DEFAULTS.max_tokens)
 _TEMPERATURE = _option(_TEXT, "0 is greedy", "--temperature", "-t")
-_SEED = _option(_TEXT, "The same seed gives the same text")
 _PASS_MS = _option(_TIMES, "A target pass; 0: as fast as the machine goes")
 _DRAFT_MS = _option(
     _TIMES,
@@ -99,7 +95,7 @@ _SERVER_DRAFT_MS = _option(
 def bench(
     arms: Annotated[str | None, _ARMS] = None,
     rtt_ms: Annotated[str | None, _RTTS_MS] = None,
-    json: Annotated[Path | None, _JSON] = None,
+    json: Annotated[Path | None, _option(_WHAT, "Write the results there", metavar="FILE")] = None,
     tape: Annotated[Path | None, _TAPE] = None,
     theory: Annotated[bool, _THEORY] = False,
     model: Annotated[str, _MODEL] = "bundled",
@@ -107,15 +103,15 @@ def bench(
     server_draft: Annotated[str | None, _SERVER_DRAFT] = None,
     prompts: Annotated[str, _PROMPTS] = "short",
     limit: Annotated[int | None, _LIMIT] = None,
-    chat: Annotated[bool, _CHAT] = False,
+    chat: Annotated[bool, _option(_TEXT, "Wrap prompts by the chat template", "--chat")] = False,
     max_tokens: Annotated[int | None, _TOKENS] = None,
     repeats: Annotated[int | None, _REPEATS] = None,
     temperature: Annotated[float, _TEMPERATURE] = DEFAULTS.temperature,
-    seed: Annotated[int, _SEED] = DEFAULTS.seed,
+    seed: Annotated[int, _option(_TEXT, "The same seed gives the same text")] = DEFAULTS.seed,
     pass_ms: Annotated[float, _PASS_MS] = DEFAULTS.pass_ms,
     draft_ms: Annotated[float | None, _DRAFT_MS] = None,
     server_draft_ms: Annotated[float, _SERVER_DRAFT_MS] = DEFAULTS.server_draft_ms,
-    quick: Annotated[bool, _QUICK] = False,
+    quick: Annotated[bool, _option(_WHAT, "Two minutes: less of everything", "--quick")] = False,
 ) -> None:
     """Compare target-only streaming, split decoding, a server that drafts itself (server-draft),
     a device that does (edgespec), and both, at several round-trip times.

@@ -248,7 +248,7 @@ class Conversation:
                 return False
             if said := self._obey(name, argument):
                 say(said)
-        except ConversationError as error:
+        except (ConversationError, GenerationError) as error:
             self._ctrl_c.disarm()
             say(f"error: {error}")
         except KeyboardInterrupt:
@@ -293,12 +293,9 @@ class Conversation:
         return "the system message counts from the next reply on"
 
     def _talk_with(self, name: str) -> str:
-        """From the next reply on. Raises ``ConversationError`` for a name that is not served, or
-        where no verifier says what is."""
-        try:
-            served = {one.name: one for one in self.runner.run(self.agent.models())}
-        except GenerationError as error:
-            raise ConversationError(str(error)) from error
+        """From the next reply on. Raises ``ConversationError`` for a name that is not served, and
+        ``GenerationError`` where no verifier says what is."""
+        served = {one.name: one for one in self.runner.run(self.agent.models())}
         if (found := served.get(name)) is None:
             known = ", ".join(map(repr, served))
             raise ConversationError(f"unknown model {name!r}; there are {known}")

@@ -37,7 +37,6 @@ FRAME_S: Final = 0.1
 _NUMBERS_EVERY_S: Final = 1.0
 _DRAWN: Final = 8000
 """Characters of a growing reply that are rendered, ten times a second."""
-_FENCE: Final = "```"
 
 
 def is_drawable() -> bool:
@@ -242,17 +241,13 @@ class MarkdownView:
     def _frame(self) -> RenderableType:
         size = self._console.size
         status = Text(self._status(size.width), style="dim", no_wrap=True, overflow="crop")
-        if not self._text.strip():
+        text = self._text
+        if not text.strip():
             return status
-        return Group(self._rendered(self._tail(), max(1, size.height - 3)), status)
-
-    def _tail(self) -> str:
-        """The end of a long text; where it begins in a code block, the block is opened again."""
-        if len(self._text) <= _DRAWN:
-            return self._text
-        start = self._text.find("\n", len(self._text) - _DRAWN) + 1
-        inside = self._text.count(_FENCE, 0, start) % 2
-        return (f"{_FENCE}\n" if inside else "") + self._text[start:]
+        if len(text) > _DRAWN:  # its end; a block of code that it begins in is opened again
+            start = text.find("\n", len(text) - _DRAWN) + 1
+            text = "```\n" * (text.count("```", 0, start) % 2) + text[start:]
+        return Group(self._rendered(text, max(1, size.height - 3)), status)
 
     def _rendered(self, text: str, most: int = 0) -> RenderableType:
         """The lines of ``text``, the last ``most`` of them (0: all)."""

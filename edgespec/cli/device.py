@@ -29,21 +29,15 @@ from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device import build
 from edgespec.device.agent import Agent, Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
-from edgespec.device.prober import Answer
 from edgespec.models.folders import BUNDLED
 
-STYLES = {
-    TokenKind.ACCEPTED: "green",
-    TokenKind.REPLACED: "yellow",
-    TokenKind.CORRECTED: "bold red",
-    TokenKind.DECODED: "",
+_KINDS = {
+    TokenKind.ACCEPTED: ("green", "drafted on the device, confirmed by the target"),
+    TokenKind.REPLACED: ("yellow", "drafted on the device, taken in place of the target's own"),
+    TokenKind.CORRECTED: ("bold red", "the draft said otherwise"),
+    TokenKind.DECODED: ("", "by the target alone"),
 }
-_MEANINGS = {
-    TokenKind.ACCEPTED: "accepted: drafted on the device, confirmed by the target",
-    TokenKind.REPLACED: "replaced: drafted on the device, taken in place of the target's own",
-    TokenKind.CORRECTED: "corrected: the draft said otherwise",
-    TokenKind.DECODED: "decoded: by the target alone",
-}
+"""How a token is drawn, and what that means."""
 _ENDINGS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length (max_tokens)",
@@ -76,7 +70,7 @@ class TextView:
         self._context_full = chunk.finish is FinishReason.CONTEXT
         if self.color:
             console = Console(file=sys.stdout, force_terminal=True, highlight=False)
-            parts = ((printable(p.text), STYLES[p.kind]) for p in chunk.pieces)
+            parts = ((printable(p.text), _KINDS[p.kind][0]) for p in chunk.pieces)
             console.print(Text.assemble(*parts), end="", soft_wrap=True)
         else:
             sys.stdout.write(printable(chunk.text) if self.terminal else chunk.text)
@@ -172,7 +166,7 @@ def use_color() -> bool:
 def legend(lossy: bool = False) -> Text:
     """What the styles mean, in one line."""
     kinds = [kind for kind in TokenKind if lossy or kind is not TokenKind.REPLACED]
-    parts = [Text(_MEANINGS[kind], STYLES[kind]) for kind in kinds]
+    parts = [Text(f"{kind.value}: {_KINDS[kind][1]}", _KINDS[kind][0]) for kind in kinds]
     return Text("  ·  ").join(parts)
 
 
@@ -275,14 +269,12 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     """Those that fit come first, as the association ranks them, then those that did not answer and
     may come back."""
     answers = await build.ask_verifiers(config, timed=True)
-    fits: dict[str, Answer] = {}
-    left_out: dict[str, str] = {}
-    for address, answer in answers.items():
-        why = answer.why if answer.info is None else _misfit(config, answer.info, "it")
-        if why is None:
-            fits[address] = answer
-        else:
-            left_out[address] = why
+    whys = {
+        address: one.why if one.info is None else _misfit(config, one.info, "it")
+        for address, one in answers.items()
+    }
+    left_out = {address: why for address, why in whys.items() if why is not None}
+    fits = {address: one for address, one in answers.items() if address not in left_out}
     if not fits:
         lines = [f"none of {len(left_out)} verifiers can be used"]
         for address, why in left_out.items():

@@ -34,7 +34,6 @@ _DEFAULT_MINUTES: Final = 10.0
 _SAY_EVERY_S: Final = 10.0
 _WHAT, _TEXT, _HOW = "What is trained", "The text", "How"
 _DEFAULTS = TrainingSettings()
-_TARGET = option("Target, as of a verifier", panel=_WHAT)
 _DRAFT = option("Draft to begin with: a Hugging Face folder or Hub id", panel=_WHAT)
 _OUT = option(
     "Folder to write; must not hold anything yet, or with --online a draft", "--out", panel=_WHAT
@@ -66,7 +65,6 @@ _LENGTH = option("Tokens of a text, half of them for its prompt", panel=_TEXT)
 _LOSS = option("What is made small; the papers are in docs/papers.md", panel=_HOW)
 _MINUTES = option(f"How long to train \\[default: {_DEFAULT_MINUTES:g}]", panel=_HOW)
 _STEPS = option("Train so many steps instead: the same seed, the same weights", panel=_HOW)
-_SEED = option("Of all chance", panel=_HOW)
 _BITS = option("Of the export to come: 4, 8 or 32", "--bits", panel=_HOW)
 _RATE = option(
     "0: by the size of the draft, with --online a fifth of it", "--learning-rate", panel=_HOW
@@ -76,7 +74,7 @@ _ONLINE_RATE: Final = 0.2
 
 def distill(
     out: Annotated[Path, _OUT],
-    target: Annotated[str, _TARGET] = folders.BUNDLED,
+    target: Annotated[str, option("Target, as of a verifier", panel=_WHAT)] = folders.BUNDLED,
     draft: Annotated[str, _DRAFT] = folders.BUNDLED,
     resume: Annotated[bool, _RESUME] = False,
     force: Annotated[bool, _FORCE] = False,
@@ -89,7 +87,7 @@ def distill(
     loss: Annotated[LossName, _LOSS] = _DEFAULTS.loss,
     minutes: Annotated[float | None, _MINUTES] = None,
     steps: Annotated[int | None, _STEPS] = None,
-    seed: Annotated[int, _SEED] = 0,
+    seed: Annotated[int, option("Of all chance", panel=_HOW)] = 0,
     bits: Annotated[int, _BITS] = DEFAULT_BITS,
     learning_rate: Annotated[float, _RATE] = 0.0,
 ) -> None:

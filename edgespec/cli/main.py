@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FrameType, ModuleType
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -107,21 +107,14 @@ def _flushed() -> bool:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError as error:
             fine = False
-            _discard(stream)
-        except OSError as error:  # a full disk
-            fine = False
-            _discard(stream)
-            print(f"error: cannot write to {stream.name}: {error.strerror}", file=sys.stderr)
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # what is left in the buffer goes there
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+            if not isinstance(error, BrokenPipeError):  # a full disk
+                print(f"error: cannot write to {stream.name}: {error.strerror}", file=sys.stderr)
     return fine
-
-
-def _discard(stream: TextIO) -> None:
-    """What is left in the buffer goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -49,11 +50,11 @@ def load_config(
     ``overrides_from`` is whom to blame for them. Raises ``ConfigError``."""
     data = {} if path is None else _read(path)
     if path is not None:
-        _build(kind, data, str(path), "")  # so that the file is blamed for its own mistakes
+        build(kind, data, str(path))  # so that the file is blamed for its own mistakes
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(data, key.split("."), None if value is NULL else value)
-    return _build(kind, data, overrides_from, "")
+    return build(kind, data, overrides_from)
 
 
 def dump_config(config: object) -> str:
@@ -108,14 +109,19 @@ def _put(data: dict[str, Any], keys: list[str], value: object) -> None:
     data[keys[-1]] = value
 
 
-def _build(kind: type[_Config], data: object, source: str, place: str) -> _Config:
+_hints: Any = cache(typing.get_type_hints)
+
+
+def build(kind: type[_Config], data: object, source: str, place: str = "") -> _Config:
+    """The dataclass ``kind`` of plain data, which stands at ``place`` of ``source``. Raises
+    ``ConfigError``."""
     where = f"{source}: {place}" if place else source
     if data is None:
         data = {}
     if not isinstance(data, dict):
         shown = _shortened.repr(data)
         raise ConfigError(f"{where} is {shown}, but must be a section of keys and values")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type] # a dataclass
     values = {}
     for key in data:
@@ -144,7 +150,9 @@ def _build(kind: type[_Config], data: object, source: str, place: str) -> _Confi
 
 def _convert(hint: Any, value: object, source: str, place: str) -> Any:
     if is_dataclass(hint):
-        return _build(typing.cast("type[Any]", hint), value, source, place)
+        return build(typing.cast("type[Any]", hint), value, source, place)
+    if hint is Any:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:

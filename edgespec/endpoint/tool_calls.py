@@ -214,12 +214,8 @@ def forced_call(
     words of the model's template. ``special_id`` tells the marks that are tokens of their own: no
     text stands for them. Raises ``ApiError``."""
     if (form := tool_format(template)) is None:
-        raise invalid(
-            "tool_choice",
-            "the chat template of this model teaches no format of tool calls that is known here,"
-            " so that none can be forced",
-            "unsupported_parameter",
-        )
+        why = "the chat template of this model teaches no format of tool calls that is known here"
+        raise invalid("tool_choice", f"{why}, so that none can be forced", "unsupported_parameter")
 
     def mark(text: str) -> str:
         found = special_id(text)

@@ -224,47 +224,25 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     if not config and not genai:
         raise folders.ModelFolderError(f"{folder}: there is neither config.json nor {GENAI_CONFIG}")
     texts = folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
-    decoder = genai.get("decoder")
-    decoder = decoder if isinstance(decoder, dict) else {}
-    context = _first(config, _CONTEXT) or _first(genai, ("context_length",))
-    if not context:
+    found = genai.get("decoder")
+    decoder = found if isinstance(found, dict) else {}
+
+    def size(*names: str) -> int:
+        """The first that is a positive integer, else 0."""
+        values = (place.get(name) for place in (config, decoder, genai) for name in names)
+        numbers = (one for one in values if isinstance(one, int) and not isinstance(one, bool))
+        return next((one for one in numbers if one > 0), 0)
+
+    if not (context := size(*_CONTEXT, "context_length")):
         raise folders.ModelFolderError(
             f"{folder}: neither config.json ({', '.join(_CONTEXT)}) nor {GENAI_CONFIG}"
             " (context_length) tells the context length as a positive integer"
         )
-    heads = _first(config, _HEADS) or _first(decoder, _HEADS)
-    hidden = _first(config, _HIDDEN) or _first(decoder, _HIDDEN)
-    known = folders.token_count(texts)
-    return ForeignInfo(
-        ModelInfo(
-            name,
-            folders.vocabulary_fingerprint(texts / "tokenizer.json"),
-            _first(config, ("vocab_size",)) or _first(genai, ("vocab_size",)) or known,
-            context,
-            _ends(folder, genai),
-        ),
-        known,
-        _first(config, ("num_key_value_heads",))
-        or _first(decoder, ("num_key_value_heads",))
-        or heads,
-        _first(config, ("head_dim",))
-        or _first(decoder, ("head_size",))
-        or (hidden // heads if heads else 0),
-    )
-
-
-def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The first that is a positive integer, else 0."""
-    for name in names:
-        value = values.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return 0
-
-
-def _ends(folder: Path, genai: Mapping[str, Any]) -> tuple[int, ...]:
-    if (folder / "config.json").is_file() and (found := folders.eos_token_ids(folder)):
-        return found
-    if genai.get("eos_token_id") is None:
-        return ()
-    return folders.eos_ids(folder / GENAI_CONFIG, genai["eos_token_id"])
+    ends, said = folders.eos_token_ids(folder), genai.get("eos_token_id")
+    if not ends and said is not None:
+        ends = folders.eos_ids(folder / GENAI_CONFIG, said)
+    known, heads, hidden = folders.token_count(texts), size(*_HEADS), size(*_HIDDEN)
+    vocabulary = folders.vocabulary_fingerprint(texts / "tokenizer.json")
+    model = ModelInfo(name, vocabulary, size("vocab_size") or known, context, ends)
+    head_size = size("head_dim", "head_size") or (hidden // heads if heads else 0)
+    return ForeignInfo(model, known, size("num_key_value_heads") or heads, head_size)

@@ -15,13 +15,11 @@ import hashlib
 import json
 import logging
 import secrets
-import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, TextIO, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, Protocol, Self, TextIO
 
 TOKEN_FIELDS: Final = frozenset("tokens prompt committed feed text targets stop_token_ids".split())
 """Sequences of token ids, under these names in the core's classes."""
@@ -166,9 +164,6 @@ def _plain(value: Any, hidden: HiddenTokens | None) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else str(value)
 
 
-_T = TypeVar("_T")
-
-
 def plain(value: Any) -> Any:
     """``value`` as dicts, lists, numbers and texts, floats to a millionth."""
     if is_dataclass(value) and not isinstance(value, type):
@@ -180,35 +175,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     return round(value, 6) if isinstance(value, float) else value
-
-
-def made(kind: type[_T], data: Any) -> _T:
-    """The dataclass ``kind`` of a JSON object. Raises ``TypeError``, ``ValueError``."""
-    found: _T = _made(kind, data, "")
-    return found
-
-
-_hints = cache(get_type_hints)
-
-
-def _made(kind: Any, data: Any, place: str) -> Any:
-    inside = get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(data, dict):
-        hints = _hints(kind)
-        if unknown := data.keys() - hints.keys():
-            raise ValueError(f"{place}.{min(unknown)} is not known".lstrip("."))
-        return kind(
-            **{name: _made(hints[name], one, f"{place}.{name}") for name, one in data.items()}
-        )
-    if isinstance(kind, types.UnionType):
-        return None if data is None else _made(inside[0], data, place)
-    if get_origin(kind) is tuple and isinstance(data, list):
-        return tuple(_made(inside[0], one, place) for one in data)
-    if get_origin(kind) is dict and isinstance(data, dict):
-        return {key: _made(inside[1], one, f"{place}.{key}") for key, one in data.items()}
-    if kind is float and type(data) is int:
-        return float(data)
-    if kind is not Any and type(data) is not kind:
-        wanted = getattr(kind, "__name__", str(kind))
-        raise TypeError(f"{place.lstrip('.')} is {str(data)[:80]!r}, but must be {wanted}")
-    return data

@@ -182,8 +182,7 @@ class StreamMeter:
         if self._pass_at is not None:
             self.pass_s.add(now - self._pass_at)
             self._pass_at = None
-        tokens = drafts = nodes = accepted = run_ahead = stale = 0
-        records, gaps, lengths = self._records, dict[float, int](), dict[int, int]()
+        tokens, records = 0, self._records
         for action in actions:
             if type(action) is not ee.SendTo:
                 if type(action) is ee.RunBatch:
@@ -192,25 +191,16 @@ class StreamMeter:
             commit = action.message
             if type(commit) is not m.Commit or (record := records.get(action.stream)) is None:
                 continue
-            count = len(commit.tokens)
-            if not count:
+            if not (count := len(commit.tokens)):
                 continue
             tokens += count
-            stale += commit.stale
+            self.stale += commit.stale
             if rows := commit.rows:
-                drafts += 1
-                nodes += rows
-                record.nodes += rows
-                if right := commit.accepted:
-                    accepted += right
-                    record.accepted += right
-                    lengths[right] = lengths.get(right, 0) + 1
-                    self.replaced += len(commit.replaced)
+                self._judged(record, commit, rows, commit.accepted)
             else:
-                run_ahead += count
+                self.run_ahead_tokens += count
             if record.tokens:
-                gap_s = (now - record.last_at) / count
-                gaps[gap_s] = gaps.get(gap_s, 0) + count
+                self.itl_s.add((now - record.last_at) / count, count)
             else:
                 record.first_at, record.first_tokens = now, count
                 if not record.resumed:
@@ -220,20 +210,21 @@ class StreamMeter:
             record.unacknowledged.append((commit.position + count, now))
             if commit.finish is not None:
                 self._end(action.stream, commit.finish.value, now)
-        for gap_s, count in gaps.items():
-            self.itl_s.add(gap_s, count)
-        for length, count in lengths.items():
-            for place in range(min(length, MAX_POSITIONS)):
-                self.accepted_at[place] += count
-        self.generation_tokens += tokens
-        self.drafts += drafts
-        self.draft_nodes += nodes
-        self.accepted += accepted
-        self.wasted += nodes - accepted
-        self.run_ahead_tokens += run_ahead
-        self.stale += stale
         if tokens:
+            self.generation_tokens += tokens
             self.pass_tokens.add(tokens)
+
+    def _judged(self, record: StreamRecord, commit: m.Commit, rows: int, right: int) -> None:
+        """A pass looked at so many draft nodes of a stream, of which so many were right."""
+        record.nodes += rows
+        record.accepted += right
+        self.drafts += 1
+        self.draft_nodes += rows
+        self.accepted += right
+        self.wasted += rows - right
+        self.replaced += len(commit.replaced)
+        for place in range(min(right, MAX_POSITIONS)):
+            self.accepted_at[place] += 1
 
 
 _LOG = logging.getLogger(__name__)

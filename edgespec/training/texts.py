@@ -15,12 +15,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from edgespec.bench.prompts import PromptError, read_prompts
+from edgespec.bench.prompts import MAX_FILE_BYTES, PromptError, read_prompts
 from edgespec.config.files import TooLargeError, read_text
 from edgespec.sampling.tensors import gumbel_noise
 from edgespec.telemetry.recording import RecordedText, is_recording, read_recording
 
-MAX_FILE_BYTES: Final = 256 << 20
 SHORTEST: Final = 8
 """Tokens to be guessed of a piece of a text; shorter ones are left out, as prompts of none are."""
 HELD_BACK_SHARE, LEAST_HELD_BACK, MOST_HELD_BACK = 0.2, 12, 96
@@ -221,20 +220,13 @@ class HeldBack:
         self._seeds = list(range(len(pieces)))
         self._judged: list[tuple[float, Sequence[Text], list[torch.Tensor]]] = []
         for temperature in JUDGED_TEMPERATURES:
-            texts = pieces if recorded else self._written(target, pieces, temperature, count)
+            texts = list(pieces) if recorded else []
+            for first in range(0, 0 if recorded else len(pieces), _TOGETHER):
+                part = [piece.tokens for piece in pieces[first : first + _TOGETHER]]
+                seeds = self._seeds[first : first + _TOGETHER]
+                texts += write(target, part, [temperature] * len(part), seeds, count, check)
             wanted = choices(target, texts, temperature, self._seeds, vocabulary_size, check)
             self._judged.append((temperature, texts, wanted))
-
-    def _written(
-        self, target: Any, pieces: Sequence[Text], temperature: float, count: int
-    ) -> list[Text]:
-        texts: list[Text] = []
-        for first in range(0, len(pieces), _TOGETHER):
-            part = [piece.tokens for piece in pieces[first : first + _TOGETHER]]
-            seeds = self._seeds[first : first + _TOGETHER]
-            heat = [temperature] * len(part)
-            texts += write(target, part, heat, seeds, count, self._check)
-        return texts
 
     def acceptance(self, draft: Any) -> dict[float, list[float]]:
         """By temperature, the share of the target's choices that are ``draft``'s too, text by

@@ -526,14 +526,11 @@ class GrpcServer:
         peer = callers.caller(host := grpc_calls.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(m.FaultCode.OVERLOADED)
-            text = f"{self._calls[peer]} calls of {peer} are under way, the limit is "
+            text = f"{self._calls[peer]} calls of {peer} are under way"
+            text += f", the limit is {self._max_peer_calls}"
+            status, advice = grpc.StatusCode.RESOURCE_EXHAUSTED, _RETRY_AFTER_S
             await self._refusals.hold(peer)
-            await grpc_calls.abort_call(
-                context,
-                _STATUS[m.FaultCode.OVERLOADED],
-                f"{text}{self._max_peer_calls}",
-                callers.retry_metadata(_RETRY_AFTER_S),
-            )
+            await grpc_calls.abort_call(context, status, text, callers.retry_metadata(advice))
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
@@ -578,11 +575,8 @@ class GrpcServer:
         finally:
             self._slots.leave(stream)
         if fault is not None:
-            details, advice = (
-                fault.message[:_MAX_DETAILS],
-                callers.retry_metadata(fault.retry_after_s),
-            )
-            await grpc_calls.abort_call(context, _STATUS[fault.code], details, advice)
+            status, advice = _STATUS[fault.code], callers.retry_metadata(fault.retry_after_s)
+            await grpc_calls.abort_call(context, status, fault.message[:_MAX_DETAILS], advice)
 
     async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from edgespec.telemetry.trace import made
+from edgespec.config.loading import ConfigError, build
 
 FORMAT: Final = "edgespec-profile"
 VERSION: Final = 1
@@ -117,6 +117,6 @@ def read_profile(path: Path) -> CostProfile:
     if not isinstance(data, dict) or (data.pop("format", 0), data.pop("version", 0)) != _HEAD:
         raise ProfileError(f"{path}: not a profile of format {FORMAT} version {VERSION}")
     try:
-        return made(CostProfile, data)
-    except (TypeError, ValueError) as error:
-        raise ProfileError(f"{path}: {error}") from error
+        return build(CostProfile, data, str(path))
+    except ConfigError as error:
+        raise ProfileError(str(error)) from error

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from edgespec.telemetry.trace import made
+from edgespec.config.loading import build
 from edgespec_sim.replication import quantile
 
 FORMAT: Final = "edgespec-run"
@@ -268,6 +268,6 @@ def read_summary(path: Path) -> RunSummary:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("format") != FORMAT or data.pop("version") != VERSION:
             raise ValueError(f"not a summary of format {FORMAT} version {VERSION}")
-        return made(RunSummary, data)
+        return build(RunSummary, data, "it")
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise SummaryError(f"{path}: not readable as a summary: {error}") from error

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from edgespec.config.loading import build
 from edgespec.core.protocol.work import Candidate
-from edgespec.telemetry.trace import made, plain
+from edgespec.telemetry.trace import plain
 
 FORMAT: Final = "edgespec-tape"
 VERSION: Final = 1
@@ -142,8 +143,8 @@ def read_tape(path: Path) -> MatchTape:
         for line in lines[1:]:
             number += 1
             generations.append(json.loads(line))
-            made(TapedGeneration, generations[-1])
+            build(TapedGeneration, generations[-1], "generation")
         number = 1
-        return made(MatchTape, {**head, "generations": generations})
+        return build(MatchTape, {**head, "generations": generations}, "tape")
     except (AttributeError, TypeError, ValueError) as error:
         raise TapeError(f"{path}:{number}: {error}") from error
