@@ -1,9 +1,9 @@
 """Which part may import which, over the syntax tree: the architecture, as a test; no circles, and
 the heavy libraries loaded late, or never.
 
-Oracle: every import in the product is looked up in ``FLOORS``, imports inside functions and under
-``TYPE_CHECKING`` too (a name is a dependency, whenever it is loaded). Of what is loaded: a fresh
-interpreter's own list.
+Oracle: every import in the product is looked up in ``floors.yaml``, imports inside functions and
+under ``TYPE_CHECKING`` too (a name is a dependency, whenever it is loaded). Of what is loaded: a
+fresh interpreter's own list.
 """
 
 from __future__ import annotations
@@ -15,21 +15,15 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
+import yaml
 
 from edgespec.cli import main
 from edgespec_sim.commands import main as simulator
 from tests.present import present
 from tests.shell.live_verifier import python
-from tests.sources import PACKAGES, Module, imports, modules, within
+from tests.sources import PACKAGES, ROOT, Module, imports, modules, within
 
-HEAVY = frozenset({"grpc", "onnx", "onnxruntime", "torch", "transformers"})
-# What would let the outside world (time, chance, other threads) into a pure machine.
-IMPURE = frozenset(
-    "asyncio concurrent datetime logging multiprocessing os random secrets select selectors "
-    "signal socket ssl subprocess threading time uuid".split()
-)
-# The simulator keeps its own clock; seeded ``random.Random`` and ``logging`` do it no harm.
-REAL_WORLD = IMPURE - {"datetime", "logging", "os", "random"}
+TABLE = yaml.safe_load((ROOT / "tests/floors.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,89 +64,26 @@ class Floor:
         return None
 
 
-def named(names: str) -> tuple[str, ...]:
-    return tuple(f"edgespec.{name}" for name in names.split())
+def _words(text: str) -> list[str]:
+    groups = TABLE["groups"]
+    return [
+        one for word in text.split() for one in (_words(groups[word]) if word in groups else [word])
+    ]
 
 
-CORE, SAMPLING, CONFIG, TELEMETRY, MODELS, WIRE = named(
-    "core sampling config telemetry models wire"
-)
-DEVICE, VERIFIER, ENDPOINT, BENCH, TRAINING = named("device verifier endpoint bench training")
-DRAFTERS, EXPORT, TARGETS = named("device.drafters device.export verifier.targets")
-VLLM = f"{VERIFIER}.vllm"
-FROZEN, PROTOCOL = f"{CORE}.statically_frozen", f"{CORE}.protocol"
-BELOW = (CORE, SAMPLING, CONFIG, TELEMETRY)
-ENDS = (*BELOW, MODELS, WIRE)
-# The arms of a comparison are settings of the core's policies; reports and the simulator name them.
-ARMS = f"{BENCH}.arms"
-# The toys are the simulator's models, so they keep its rules: no clock, no chance, no library.
-TOYS = named(
-    "device.drafters.toy device.drafters.token_cache verifier.targets.toy "
-    "verifier.targets.pass_requests"
-)
-GUARDED = f"{DRAFTERS}.guarded"
-# The first floor that holds a module is its floor.
-FLOORS = (
-    Floor(PROTOCOL, (FROZEN,), IMPURE, stdlib_only=True),
-    # The rooms of the core: what both ends share, and what each has for itself.
-    *(
-        Floor(f"{CORE}.{room}", (FROZEN, PROTOCOL), IMPURE, stdlib_only=True)
-        for room in ("device", "verifier", "association")
-    ),
-    Floor(CORE, (), IMPURE, stdlib_only=True),
-    *(Floor(toy, (CORE, *TOYS), HEAVY | IMPURE) for toy in TOYS),
-    # A guarded draft runs in the simulator too; a log is no harm to it.
-    Floor(GUARDED, (CORE, *TOYS), HEAVY | (IMPURE - {"logging"}), stdlib_only=True),
-    # One sampling law, on arrays for drafters, on tensors for targets.
-    Floor(f"{SAMPLING}.tensors", (CORE, SAMPLING), HEAVY - {"torch"}),
-    Floor(SAMPLING, (CORE,), HEAVY),
-    Floor(TELEMETRY, (CORE,), HEAVY),
-    Floor(CONFIG, (CORE,), HEAVY),
-    Floor(MODELS, BELOW, frozenset({"grpc"})),
-    Floor(WIRE, BELOW, HEAVY - {"grpc"}),
-    # Programs for other environments, which import nothing of ours.
-    Floor(f"{EXPORT}.scripts", (), HEAVY - {"torch", "transformers"}),
-    # A device has no torch, not even to export a draft.
-    Floor(
-        DRAFTERS, (CORE, SAMPLING, f"{DEVICE}.export"), frozenset({"grpc", "torch", "transformers"})
-    ),
-    Floor(
-        f"{DEVICE}.export", (*BELOW, MODELS, DEVICE), frozenset({"grpc", "torch", "transformers"})
-    ),
-    Floor(DEVICE, ENDS, HEAVY - {"onnxruntime"}),
-    Floor(TARGETS, (CORE, SAMPLING), frozenset({"grpc", "onnx", "onnxruntime"})),
-    # Engines of others: what decides is pure, and their libraries are loaded late.
-    Floor(f"{VLLM}.target", (CORE, f"{TARGETS}.pass_requests"), HEAVY | IMPURE, stdlib_only=True),
-    Floor(f"{VLLM}.loading", (*BELOW, MODELS, TARGETS, VLLM), HEAVY),
-    Floor(VLLM, (*BELOW, TARGETS), HEAVY - {"torch"}),
-    Floor(VERIFIER, ENDS, HEAVY),
-    # HTTP in front of an agent that is handed to it.
-    Floor(ENDPOINT, (*ENDS, DEVICE, "edgespec.__version__"), HEAVY),
-    Floor(ARMS, (CORE,), HEAVY | IMPURE, stdlib_only=True),
-    # Measures agents it is handed; links, models and processes are the command line's.
-    Floor(BENCH, (*ENDS, DEVICE, VERIFIER, "edgespec.__version__"), HEAVY),
-    # Of a bench, its prompts and intervals; its libraries are loaded by the command that trains.
-    Floor(f"{TRAINING}.settings", named("core.protocol.checks"), HEAVY, stdlib_only=True),
-    Floor(
-        TRAINING,
-        (*BELOW, MODELS, EXPORT, TARGETS, *named("bench.prompts bench.measurement")),
-        HEAVY - {"torch", "transformers"},
-    ),
-    Floor("edgespec.cli", ("edgespec", "edgespec_sim")),
-    Floor("edgespec.api", (*ENDS, DEVICE), HEAVY),
-    # The simulator's commands run its worlds in processes and know the real clock; it does not.
-    Floor("edgespec_sim.commands", ("edgespec", "edgespec_sim"), HEAVY),
-    Floor(
-        "edgespec_sim.report", (CORE, TELEMETRY, ARMS, "edgespec_sim"), HEAVY | {"asyncio", "numpy"}
-    ),
-    Floor("edgespec_sim", (CORE, TELEMETRY, CONFIG, ARMS, GUARDED, *TOYS), HEAVY | REAL_WORLD),
-    # Training alone needs torch.
-    Floor("edgespec_uara.masac", (CORE, "edgespec_sim", "edgespec_uara"), HEAVY - {"torch"}),
-    Floor("edgespec_uara", (CORE, ARMS, "edgespec_sim"), HEAVY),
-    Floor("edgespec.__main__", ("edgespec.cli", "edgespec_sim.commands"), HEAVY),
-    # What is left: edgespec/__init__.py, which everyone loads.
-    Floor("edgespec", (CORE, "edgespec.api"), HEAVY),
-)
+def _named(text: str) -> tuple[str, ...]:
+    return tuple(one if one.startswith("edgespec") else f"edgespec.{one}" for one in _words(text))
+
+
+def _floor(
+    floor: str, ours: str = "", never: str = "", but: str = "", stdlib_only: bool = False
+) -> Floor:
+    (package,) = _named(floor)
+    return Floor(package, _named(ours), frozenset(_words(never)) - set(but.split()), stdlib_only)
+
+
+HEAVY = frozenset(_words("heavy"))
+FLOORS = [_floor(**row) for row in TABLE["floors"]]
 
 
 def floor_of(module: Module) -> Floor | None:

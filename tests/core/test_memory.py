@@ -9,43 +9,18 @@ draft holds; it must stay below the budget whenever that can be done, and the dr
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.core.device import memory as me
 from tests.tables import tabled
 
-LARGE = me.DraftVariant(
-    name="large",
-    bits=4,
-    kv_type=me.KvType.FLOAT32,
-    stored_bytes=375_000_000,
-    table_bytes=97_000_000,
-    inline=False,
-    layers=28,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    hidden=1024,
-    feed_forward=3072,
-    vocabulary_size=151_936,
-    context_length=4096,
-)
-SMALL = replace(
-    LARGE,
-    name="small",
-    stored_bytes=85_000_000,
-    table_bytes=17_700_000,
-    layers=30,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    hidden=576,
-    feed_forward=1536,
-    vocabulary_size=49_152,
-)
+FOUND = yaml.safe_load(Path(__file__).with_name("draft_variants.yaml").read_text(encoding="utf-8"))
+LARGE, SMALL = (me.DraftVariant(kv_type=me.KvType.FLOAT32, **one) for one in FOUND)
 TYPES = tuple(replace(LARGE, kv_type=kv_type) for kv_type in me.KvType)
 RUNTIME = 82 * me.MIB
 VARIANTS = st.sampled_from([(LARGE,), (SMALL,), TYPES, (SMALL, *TYPES)])

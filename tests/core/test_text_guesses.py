@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Sequence
 
 import pytest
 
@@ -31,6 +32,7 @@ from edgespec.core.verifier.session import VerifySession
 from tests.core.draft_scripts import GREETING, RECONNECT, messages
 from tests.core.scenes import LIMITS, MODEL, chain, commit_in
 from tests.present import present
+from tests.tables import tabled
 
 REQUEST = Open("s", "", "", (1,))
 
@@ -357,23 +359,19 @@ class Phrases:
         self.after = lambda end: (length, named)
 
 
-def test_the_likelier_is_named_first_and_nothing_twice() -> None:
+@tabled
+def test_the_likelier_is_named_first_and_nothing_twice(
+    length: int, phrases: Sequence[tuple[int, float]], named: Sequence[int]
+) -> None:
     """The text itself goes on with 7 behind an end of three tokens, by a chance of 0.6."""
-    for phrases, named in (
-        (Phrases(0), [7]),
-        (Phrases(3, (20, 0.6), (30, 0.3)), [7, 20]),
-        (Phrases(16, (20, 1.0), (30, 0.1)), [7, 20]),  # the chances are equal
-        (Phrases(16, (7, 1.0)), [7]),
-        (Phrases(2, (7, 0.9), (20, 0.1)), [7, 20]),
-    ):
-        said = tables()
-        said.corpus = phrases
-        reader, tokens = TextReader(said, TextChances()), (4, 5, 6, 7, 40, 4, 5, 6)
-        reader.lookup.load(tokens, len(tokens))
-        guesses, place = reader.guesses(tokens, reader.end(tokens))
-        assert [token for _, token in guesses] == named
-        assert len({cell for cell, _ in guesses}) == len(guesses)
-        assert [token for _, token in reader.guesses(tokens, place)[0]] == named
+    said = tables()
+    said.corpus = Phrases(length, *phrases)
+    reader, tokens = TextReader(said, TextChances()), (4, 5, 6, 7, 40, 4, 5, 6)
+    reader.lookup.load(tokens, len(tokens))
+    guesses, place = reader.guesses(tokens, reader.end(tokens))
+    assert tuple(token for _, token in guesses) == named
+    assert len({cell for cell, _ in guesses}) == len(guesses)
+    assert tuple(token for _, token in reader.guesses(tokens, place)[0]) == named
 
 
 def test_a_corpus_that_is_right_comes_first_though_it_was_not_named() -> None:

@@ -49,7 +49,7 @@ from edgespec.telemetry.agent_status import (
 from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.verifier.build import load_target
 from tests.present import present
-from tests.report.test_report_pages import BROWSER, DARK
+from tests.report.test_pages import BROWSER, DARK
 from tests.shell.live_verifier import GatedTarget, serving
 from tests.shell.test_chat import STATUS
 from tests.sources import ROOT

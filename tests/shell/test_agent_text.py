@@ -8,6 +8,7 @@ same, with the whole text or with a ``GenerationError``, and leaves no task behi
 from __future__ import annotations
 
 import asyncio
+import builtins
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -27,7 +28,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.toy_model import ToyModel
-from edgespec.device.agent import MAX_TOKEN_ID, Agent, GenerationError
+from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.session_driver import Link
 from edgespec.models.toy import TOY_ALPHABET, ToyTokenizer
@@ -42,6 +43,7 @@ from tests.shell.scripted_verifier import (
     streaming,
     undrafted,
 )
+from tests.tables import tabled
 
 LETTERS = ToyModel(len(TOY_ALPHABET), order=2)
 TOKENS = [5, 9, 3, 7, 1, 2, 8, 4, 6, 5, 3, 1]
@@ -150,13 +152,7 @@ async def told(one: Agent) -> list[int] | str:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-@pytest.mark.parametrize(
-    ("place", "at"),
-    [
-        *[("connect", 1), ("send", 1), ("send", 2), ("close", 1), ("begin", 1), ("step", 1)],
-        *[("step", 2), ("trace", 1), ("trace", 12), *(("receive", at) for at in (1, 2, 9, 14))],
-    ],
-)
+@tabled
 async def test_an_exception_ends_the_generation_or_does_no_harm(
     place: str, at: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,26 +306,12 @@ def test_the_users_view_is_a_function_of_the_tokens_alone(
     assert one_by_one.finish is m.FinishReason.STOP
 
 
-@pytest.mark.parametrize(
-    ("prompt", "error", "message"),
-    [
-        ([], ValueError, "the prompt is empty"),
-        ([1.5], TypeError, r"prompt\[0\] is 1.5, but must be a token id"),
-        ([1, 2.0], TypeError, r"prompt\[1\] is 2.0"),
-        (["a"], TypeError, r"prompt\[0\] is 'a'"),
-        ([True], TypeError, r"prompt\[0\] is True"),
-        ([None], TypeError, r"prompt\[0\] is None"),
-        (b"once", TypeError, "the prompt is bytes"),
-        (7, TypeError, "int"),
-        ([3, -1], ValueError, r"prompt\[1\] is the token id -1, but must be in \[0, "),
-        ([1 << 40], ValueError, rf"must be in \[0, {MAX_TOKEN_ID}\]"),
-    ],
-)
+@tabled
 async def test_a_prompt_that_cannot_be_is_refused_before_anything_starts(
-    prompt: Sequence[int], error: type[Exception], message: str
+    prompt: Sequence[int], error: str, message: str
 ) -> None:
     async with asyncio.timeout(WITHIN_S), agent(loopback(streaming(SPOKEN))) as one:
-        with pytest.raises(error, match=message):
+        with pytest.raises(getattr(builtins, error), match=message):
             await anext(one.generate(prompt))
         assert one.stats is None
 

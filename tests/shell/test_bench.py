@@ -178,23 +178,13 @@ def test_the_document_is_complete_json(tmp_path: Path) -> None:
         assert said in lines
 
 
-FORMATS = (
-    ({"question_id": 81, "category": "writing", "turns": ["hello", "and then?"]}, "hello"),
-    ({"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f"}, "def f():\n"),
-    ({"id": 2, "question": "How many?", "answer": "3"}, "How many?"),
-    ({"task_id": 9, "text": "Write a function.", "test": "assert f()"}, "Write a function."),
-    ({"id": 0, "prompt": "What is it?"}, "What is it?"),
-    ({"text": "  kept as it is "}, "  kept as it is "),
-)
-
-
 def written(folder: Path, *lines: str) -> Path:
     path = folder / "prompts.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
-@pytest.mark.parametrize(("row", "text"), FORMATS)
+@tabled
 def test_each_format_gives_its_prompt(row: object, text: str, tmp_path: Path) -> None:
     path = written(tmp_path, json.dumps(row))
     assert [prompt.text for prompt in read_prompts(path)] == [text]

@@ -30,17 +30,12 @@ from edgespec.wire import tokenizer_lending
 from edgespec.wire.access import DeviceAccess
 from edgespec.wire.grpc_client import GrpcTransport
 from edgespec.wire.pb import speculation_pb2 as pb
-from edgespec.wire.tokenizer_lending import (
-    MAX_TEXT_BYTES,
-    PackedTexts,
-    TextFileError,
-    TokenizerFetch,
-    unpacked,
-)
+from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError, TokenizerFetch, unpacked
 from tests.shell.echo_verifier import echo, served
 from tests.shell.gate import Gate
 from tests.shell.live_verifier import call, ready, serving, start
 from tests.shell.tiny_checkpoints import write_checkpoint
+from tests.tables import tabled
 
 WITHIN_S = 200.0
 NAMES = ("tokenizer.json", "tokenizer_config.json")
@@ -187,19 +182,12 @@ def test_archives_that_no_device_takes(
         unpacked(archive)
 
 
-@pytest.mark.parametrize(
-    ("sha256", "size", "message"),
-    [
-        (b"short", 9, "has 5 bytes, but must have 32"),
-        (bytes(32), 0, "has 0 bytes, but must have 1 to 67108864"),
-        (bytes(32), MAX_TEXT_BYTES + 1, "has 67108865 bytes"),
-    ],
-)
+@tabled
 async def test_what_cannot_be_an_archive_is_not_fetched(
-    sha256: bytes, size: int, message: str
+    hash_bytes: int, size: int, message: str
 ) -> None:
     async def ask(request: bytes) -> bytes:
-        return bytes(pb.TokenizerReply(sha256=sha256, bytes=size).SerializeToString())
+        return bytes(pb.TokenizerReply(sha256=bytes(hash_bytes), bytes=size).SerializeToString())
 
     with pytest.raises(LinkError, match=message) as refused:
         await TokenizerFetch(ask, "there").announced()

@@ -35,14 +35,7 @@ from edgespec_sim.commands.plan_capacity import (
     why_never,
 )
 from edgespec_sim.commands.plan_link import FLAGS, SCENARIO, LinkAdvice, advise, link_settings
-from edgespec_sim.commands.play import (
-    Ask,
-    Point,
-    Task,
-    Workers,
-    play_seeds,
-    summary_of,
-)
+from edgespec_sim.commands.play import Ask, Point, Task, Workers, play_seeds, summary_of
 from edgespec_sim.replication import Total
 from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
 from edgespec_sim.scenario import sections as sc

@@ -12,18 +12,20 @@ import re
 import signal
 import socket
 import urllib.error
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from edgespec.cli.verifier import Watching, ready_line
 from edgespec.config import PacingSection, VerifierConfig
 from edgespec.config.common import SetupError
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.ports import PassRequest, PassResult
+from edgespec.core.ports import PassRequest, PassResult, TargetModel
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.messages import Commit, Open
 from edgespec.core.protocol.sampling import SamplingParams
@@ -36,15 +38,78 @@ from edgespec.telemetry.logs import JsonFormatter, TextFormatter
 from edgespec.telemetry.metric_table import Kind
 from edgespec.telemetry.trace import TraceFile
 from edgespec.telemetry.verifier_counts import METRICS, PREFIX, StreamMeter, StreamRecord
-from edgespec.verifier.build import load_target
+from edgespec.verifier.build import build_verifier, load_target
+from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import ToyTarget
 from tests.endpoint.live_endpoint import ask, over_toy
 from tests.present import present
 from tests.shell.live_verifier import daemon, start, until
 from tests.shell.test_end_to_end import GREEDY, PROMPT, SAMPLED, collect, config, tokens
 from tests.shell.test_end_to_end import IDS as PROMPT_IDS
-from tests.shell.watched_verifier import QUIET, Scrape, Watched, fetch, watched
 from tests.sources import ROOT
+
+QUIET = VerifierConfig(model="toy", server_drafts=False)
+
+
+class Scrape:
+    """The samples of one fetch, by name (less the prefix) and labels (less the model's name)."""
+
+    def __init__(self, text: str) -> None:
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self.samples: dict[tuple[str, str], float] = {}
+        self.models: set[str] = set()
+        for family in self.families.values():
+            if not family.name.startswith(PREFIX):
+                continue
+            for sample in family.samples:
+                labels = dict(sample.labels)
+                self.models.add(labels.pop("model_name"))
+                (label,) = labels.values() or ("",)
+                self.samples[sample.name.removeprefix(PREFIX), label] = sample.value
+
+    def value(self, name: str, label: str = "") -> float:
+        return self.samples[name, label]
+
+    def labels(self, name: str) -> dict[str, float]:
+        """The values of a metric by its label, zeros left out."""
+        found = {label: value for (one, label), value in self.samples.items() if one == name}
+        assert found, name
+        return {label: value for label, value in found.items() if value}
+
+
+@dataclass(frozen=True)
+class Watched:
+    address: str
+    verifier: Verifier
+    url: str
+
+    async def scrape(self) -> Scrape:
+        return Scrape(await asyncio.to_thread(fetch, f"{self.url}/metrics"))
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+@contextlib.asynccontextmanager
+async def watched(
+    config: VerifierConfig | None = None, target: TargetModel | None = None
+) -> AsyncIterator[Watched]:
+    """A toy verifier over real gRPC, with metrics on a free port; it guesses nothing by itself,
+    unless ``config`` says so."""
+    config = replace(config or QUIET, port=0, metrics_port=0)
+    with contextlib.closing(Watching(config)) as found:
+        verifier, server = build_verifier(config, target=target, watch=found.watch)
+        await server.start()
+        found.start(verifier)
+        try:
+            url = f"http://127.0.0.1:{found.metrics_port}"
+            yield Watched(f"127.0.0.1:{server.port}", verifier, url)
+        finally:
+            await verifier.stop()
+            await server.stop(0.0)
+
 
 IDS = tuple(PROMPT_IDS)
 DRAFTS = "spec_decode_num_drafts_total"

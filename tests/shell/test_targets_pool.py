@@ -41,6 +41,7 @@ from tests.present import present
 from tests.shell.live_verifier import toy_text
 from tests.shell.tiny_checkpoints import write_checkpoint
 from tests.shell.torch_schedules import GREEDY, decode_beside, random_tree, torch_target
+from tests.tables import tabled
 
 INFO = ModelInfo("tiny", "v", 50, 60)
 
@@ -191,19 +192,12 @@ def _budget(kv: str = "", gpu_share: float | None = None) -> kv_pool.PoolBudget:
     )
 
 
-def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures() -> None:
-    for budget, message in (
-        (_budget("512KiB"), "kv_budget is 512KiB: that leaves room for 128 cached tokens, but at"),
-        (_budget(gpu_share=0.5), "gpu_memory_utilization is 0.5: that leaves room for 0 cached"),
-        (
-            _budget("410MiB"),
-            r"104960 cached tokens take 0.40 GiB, but there is room for 102400 \(0.98 GiB of "
-            r"memory, 0.59 GiB free beside the weights, a pass of 64 rows takes 0.10 GiB, keys and "
-            r"values 4.0 KiB a token\)",
-        ),
-    ):
-        with pytest.raises(UnsupportedModelError, match=message):
-            kv_pool.pool_tokens(budget, FIGURES, 1 << 30)
+@tabled
+def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures(
+    kv: str, gpu_share: float | None, message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        kv_pool.pool_tokens(_budget(kv, gpu_share), FIGURES, 1 << 30)
 
 
 @pytest.mark.parametrize("canonical", [None, False])

@@ -39,11 +39,7 @@ from edgespec.verifier.targets.linear_layers import PackedLinear
 from edgespec.verifier.targets.loading import FAMILIES
 from edgespec.verifier.targets.paged_attention import Attend, PagedAttention, PagedLayout
 from edgespec.verifier.targets.pass_batch import Indices
-from edgespec.verifier.targets.pass_plan import (
-    BatchRows,
-    LayerAttention,
-    LayerStates,
-)
+from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates
 from edgespec.verifier.targets.recorded_passes import RecordedPasses
 from edgespec.verifier.targets.row_tiles import RowTiles
 from edgespec.verifier.targets.torch_target import TorchTarget

@@ -36,12 +36,7 @@ from edgespec.device.build import build_agent
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.verifier.vllm import core as core_module
 from edgespec.verifier.vllm import loading
-from edgespec.verifier.vllm.core import (
-    VllmCore,
-    bounded,
-    read_speculation,
-    refuse_recurrent,
-)
+from edgespec.verifier.vllm.core import VllmCore, bounded, read_speculation, refuse_recurrent
 from edgespec.verifier.vllm.loading import (
     check_install,
     refuse_our_flags,
@@ -63,6 +58,7 @@ from edgespec.wire.pb import speculation_pb2 as pb
 from tests.shell.fake_vllm import FakeText, FakeVllm, adapted_toy, fake_target
 from tests.shell.live_verifier import serving, toy_text
 from tests.shell.test_end_to_end import collect, config, tokens
+from tests.tables import tabled
 
 PROMPT_TEXT = "the quick brown fox jumps"
 PROMPT = ToyTokenizer().encode(PROMPT_TEXT)
@@ -186,15 +182,10 @@ def test_what_is_known_answers_without_a_step() -> None:
     assert known.answer(late) == ports.PassResult("s", (d, e)), "what is proposed stands behind f"
 
 
-def test_a_request_that_does_not_fit_is_refused() -> None:
-    for request, why in (
-        (ports.PassRequest("s", 0, (1, 2, 3), (4, 5), (-1, -1)), r"'s': parents are \(-1, -1\)"),
-        (ports.PassRequest("s", 0, (1, 2, 3, 4)), "'s': a prefix of 4 tokens, but 3 are known"),
-        (ports.PassRequest("s", 1, (2, 9)), "'s': fed tokens differ"),
-        (ports.PassRequest("s", 0, (1, 2)), "'s': 2 tokens are before the 3 of the opening"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            KnownText([1, 2, 3]).answer(request)
+@tabled
+def test_a_request_that_does_not_fit_is_refused(asked: Sequence[Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"'s': {why}"):
+        KnownText([1, 2, 3]).answer(ports.PassRequest("s", *asked))
 
 
 @PARAMS
@@ -285,20 +276,10 @@ class _OwnSampler(FakeVllm):
         )
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        (_ShiftedNoise, "texts differ with right drafts"),
-        (_Believing, "texts differ with wrong drafts"),
-        (_Deaf, "right drafts of greedy texts save no steps"),
-        (_OwnSampler, "a bias of 10000 on token"),
-        (_Silent, "vLLM's own speculator proposes nothing"),
-        (_TooLate, "texts differ with vLLM's own drafts"),
-    ],
-)
-def test_the_self_test_finds_what_is_wrong(kind: type[FakeVllm], why: str) -> None:
+@tabled
+def test_the_self_test_finds_what_is_wrong(kind: str, why: str) -> None:
     # Other tokens than in the middle, so that no bias is needed to see one.
-    engine = kind(model=ToyModel(64, order=3, sharpness=3.0))
+    engine = globals()[kind](model=ToyModel(64, order=3, sharpness=3.0))
     failures = self_test(fake_target(engine, own_drafts=3))
     assert why in "; ".join(failures)
 
@@ -547,16 +528,12 @@ def test_a_target_says_which_adapter_it_lacks() -> None:
         ports.use_adapter(object(), "a", "sql")
 
 
-def test_flags_that_are_ours_are_refused() -> None:
-    refuse_our_flags(["--enforce-eager", "--gpu-memory-utilization", "0.8"])
-    for flags, why in (
-        (["--model", "x"], "--model cannot be passed to vLLM: use --model, before the --"),
-        (["--max-num-seqs=9"], "--max-num-seqs cannot .*: use --set limits.max_sessions="),
-        (["--max-loras", "4"], "--max-loras cannot .*: the engine needs its own"),
-        (["--scheduler_cls", "x.Y"], "--scheduler-cls cannot .*: the engine needs its own"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            refuse_our_flags(flags)
+@tabled
+def test_flags_that_are_ours_are_refused(flags: Sequence[str], why: str) -> None:
+    others = ["--enforce-eager", "--gpu-memory-utilization", "0.8"]
+    refuse_our_flags(others)
+    with pytest.raises(ValueError, match=why):
+        refuse_our_flags([*others, *flags])
 
 
 def test_speculation_is_read_from_either_kind_of_flags() -> None:
@@ -572,21 +549,12 @@ def test_speculation_is_read_from_either_kind_of_flags() -> None:
         assert bounded(settings, 15)["num_speculative_tokens"] == 16, "a multiple"
 
 
-def test_speculators_that_do_not_fit_are_refused_by_name() -> None:
-    for given, why in (
-        ({"method": "suffix"}, "the method 'suffix' does not fit: it cannot propose another"),
-        ({"method": "medusa"}, "the method 'medusa' does not fit"),
-        ({"method": "custom_class"}, "'custom_class' does not fit"),
-        ({"method": "oracle"}, "'oracle' does not fit: vLLM 0.32 does not have it; known"),
-        ({"method": "ngram"}, "num_speculative_tokens is None, but must be 1 or more"),
-        ({"num_speculative_tokens": "3"}, "num_speculative_tokens is '3', but must be"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0, but must be"),
-        ({"num_speculative_tokens": 3, "parallel_drafting": True}, "sets parallel_drafting, which"),
-    ):
-        with pytest.raises(SetupError, match=why):
-            read_speculation(given, None, None, None)
-    with pytest.raises(SetupError, match="--spec-tokens and --speculative-config both say"):
-        read_speculation({"num_speculative_tokens": 3}, None, None, 3)
+@tabled
+def test_speculators_that_do_not_fit_are_refused_by_name(
+    given: dict[str, Any], tokens: int | None, why: str
+) -> None:
+    with pytest.raises(SetupError, match=why):
+        read_speculation(given, None, None, tokens)
 
 
 def test_the_install_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,27 +21,10 @@ from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world.arrivals import Arrival, Reception, Server, draw_arrivals, read_arrivals
 from edgespec_sim.world.run import Job, jobs_of, play, summarise
 from tests.present import present
+from tests.sources import ROOT
 from tests.tables import tabled
 
-WORLD = sc.Scenario(
-    name="open",
-    tokens=sc.TokensSection(source=sc.TokensFrom.TOY),
-    duration_s=5.0,
-    warm_up_s=1.0,
-    drain_s=20.0,
-    arrivals=sc.ArrivalsSection(rate=2.0),
-    slo=sc.SloSection(ttft_p95_ms=500.0, tpot_p95_ms=30.0),
-    arms=(Arm.TARGET_ONLY, Arm.EDGESPEC),
-    devices={
-        "laptop": sc.DeviceSection(
-            count=2,
-            workload=sc.WorkloadSection(prompt_tokens=16, output_tokens=24, length_spread=0.5),
-        ),
-        "phone": sc.DeviceSection(
-            count=1, workload=sc.WorkloadSection(prompt_tokens=8, output_tokens=12)
-        ),
-    },
-)
+WORLD = sc.load_scenario(str(ROOT / "tests/sim/worlds/open.yaml"))
 
 
 def listed(of: sc.Scenario) -> tuple[Arrival, ...]:

@@ -26,8 +26,9 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import NetworkTrace
 from edgespec_sim.links.path import Handover, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
 from edgespec_sim.links.tcp import LEAST_TIMEOUT_S, RoundTrips, TcpConnection
-from edgespec_sim.scenario.sections import DeviceSection, LinkSection, Scenario, WorkloadSection
+from edgespec_sim.scenario.sections import LinkSection, load_scenario
 from edgespec_sim.world.run import Job, play
+from tests.sources import ROOT
 
 RATE = 8e6
 MS = 0.001
@@ -324,20 +325,7 @@ def test_every_message_arrives_once_in_order_and_not_before_it_could(
         assert all(arrived_s >= sent_s + ONE_WAY_S for sent_s, arrived_s in log)
 
 
-WORLD = Scenario(
-    name="lossy",
-    duration_s=6.0,
-    arms=(Arm.TARGET_ONLY,),
-    links={"wan": LinkSection(rtt_ms=100.0, loss=0.03)},
-    devices={
-        "laptop": DeviceSection(
-            count=2,
-            path=("wan",),
-            workload=WorkloadSection(prompt_tokens=16, output_tokens=16, think_s=0.2),
-        )
-    },
-    message_ms=0.0,
-)
+WORLD = load_scenario(str(ROOT / "tests/sim/worlds/lossy.yaml"))
 
 
 @pytest.mark.parametrize("loss", [0.0, 1e-9])

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from edgespec.bench.arms import Arm
-from edgespec.core.association.policies import Association
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.world import radio_network
@@ -27,23 +26,14 @@ from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, path_loss
 from edgespec_sim.world.run import token_source
 from edgespec_sim.world.site import Surrounding
 from tests.present import present
+from tests.sources import ROOT
+from tests.tables import tabled
 
 HERE = Path()
 STEP_S = 0.5
-WORK = sc.WorkloadSection(prompt_tokens=16, output_tokens=30, think_s=0.3, start_within_s=0.5)
-RADIO = sc.RadioSection(area_m=400.0, bandwidth_mhz=1.0)
-MEC = sc.Scenario(
-    name="mec",
-    duration_s=5.0,
-    arms=(Arm.EDGESPEC,),
-    radio=RADIO,
-    devices={"phone": sc.DeviceSection(count=6, draft_w=2.0, workload=WORK)},
-    verifiers={
-        "near": sc.VerifierSection(pass_time=sc.CostSection(ms=20.0)),
-        "far": sc.VerifierSection(count=2, pass_time=sc.CostSection(ms=12.0), path=("metro",)),
-    },
-    links={"metro": sc.LinkSection(rtt_ms=20.0)},
-)
+MEC = sc.load_scenario(str(ROOT / "tests/sim/worlds/mec.yaml"))
+CELLS = sc.load_scenario(str(ROOT / "tests/sim/worlds/cells.yaml"))
+WORK, RADIO = MEC.devices["phone"].workload, present(MEC.radio)
 
 
 @pytest.fixture(autouse=True)
@@ -162,23 +152,9 @@ def cellular(
     ask at once and for as long as the world lasts."""
     slots = [[[NEAR, FAR]] * phones] * 2 + [[[FAR, NEAR]] * phones] * 2
     written(monkeypatch, *slots)
-    radio = sc.RadioSection(area_m=400.0, speed_m_per_s=0.0, handover=handover)
-    work = sc.WorkloadSection(
-        prompt_tokens=20, output_tokens=120, think_s=0.05, start_within_s=0.01
-    )
-    scenario = sc.Scenario(
-        name="cells",
-        duration_s=3.2,
-        tokens=sc.TokensSection(source=sc.TokensFrom.TOY),
-        association=Association.LISTED,
-        radio=radio,
-        devices={"phone": sc.DeviceSection(count=phones, workload=work)},
-        verifiers={
-            "a": sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=0.5)),
-            "b": sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=0.5)),
-        },
-    )
-    return replace(scenario, **changes)  # type: ignore[arg-type]
+    radio = replace(present(CELLS.radio), handover=handover)
+    devices = {"phone": replace(CELLS.devices["phone"], count=phones)}
+    return replace(CELLS, radio=radio, devices=devices, **changes)  # type: ignore[arg-type]
 
 
 def test_a_phone_changes_when_another_cell_is_clearly_stronger(
@@ -236,17 +212,7 @@ def test_nothing_comes_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(gap_s > 0.1 for gap_s in gaps_s) <= 12, "one a change and phone"
 
 
-@pytest.mark.parametrize(
-    ("distance_m", "sight", "loss_db"),
-    [
-        # TR 38.901, Table 7.4.1-1, by hand: d3D = sqrt(d^2 + 8.5^2), 20 log 3.5 = 10.8814.
-        (100.0, True, 32.4 + 21 * 2.001564 + 10.8814),
-        # Past the breakpoint of 4 * 9 * 0.5 * 3.5e9 / 3e8 = 210 m.
-        (500.0, True, 32.4 + 40 * 2.699033 + 10.8814 - 9.5 * 4.645149),
-        (100.0, False, 35.3 * 2.001564 + 22.4 + 21.3 * 0.544068),
-        (5.0, True, 32.4 + 21 * 1.118050 + 10.8814),  # As at 10 m.
-    ],
-)
+@tabled
 def test_path_loss_is_the_reports(distance_m: float, sight: bool, loss_db: float) -> None:
     found = path_loss_db(np.array([distance_m]), np.array([sight]))
     assert found[0] == pytest.approx(loss_db, abs=2e-3)

@@ -21,7 +21,7 @@ import pytest
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import dump_config, load_config
-from edgespec.core.association.policies import Association, VerifierView
+from edgespec.core.association.policies import VerifierView
 from edgespec.core.device.goodput_policy import PolicyName
 from edgespec.core.protocol.messages import Fault, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
@@ -54,36 +54,14 @@ from edgespec_sim.world.run import Job, jobs_of, play, summarise, token_source
 from edgespec_sim.world.site import LinkView, Surrounding
 from tests.present import present
 from tests.shell.live_verifier import python
+from tests.sources import ROOT
 from tests.tables import tabled
 
 HERE = Path()
-WORK = sc.WorkloadSection(prompt_tokens=16, output_tokens=40, think_s=0.3, length_spread=0.3)
-SMALL = sc.Scenario(
-    name="small",
-    duration_s=6.0,
-    tokens=sc.TokensSection(acceptance=0.8),
-    links={"wan": sc.LinkSection(rtt_ms=40.0, jitter_ms=0.5, up_mbps=5.0, down_mbps=20.0)},
-    devices={"laptop": sc.DeviceSection(count=2, path=("wan",), workload=WORK)},
-)
-ROUGH = replace(
-    SMALL,
-    links={
-        "wan": sc.LinkSection(
-            rtt_ms=40.0,
-            loss=0.02,
-            up_mbps=0.5,
-            down_mbps=2.0,
-            shared=True,
-            cross_up=0.4,
-            cross_down=0.4,
-            outages=(sc.OutageSection(at_s=1.0, for_s=0.4),),
-            handover=sc.HandoverSection(every_s=1.5, gap_ms=60.0, breaks=True),
-        ),
-        "lte": sc.LinkSection(trace="generate:lte", trace_spread_s=5.0),
-    },
-    devices={"laptop": sc.DeviceSection(count=3, path=("lte", "wan"), workload=WORK)},
-    verifiers={"server": sc.VerifierSection(count=2)},
-)
+WORLDS = ROOT / "tests/sim/worlds"
+SMALL = load_scenario(str(WORLDS / "small.yaml"))
+WORK = SMALL.devices["laptop"].workload
+ROUGH = load_scenario(str(WORLDS / "rough.yaml"))
 
 
 def run(scenario: sc.Scenario, seed: int = 1) -> RunSummary:
@@ -310,22 +288,16 @@ def test_late_times_keep_their_order() -> None:
 
 
 Row = sc.ConditionSection
+CONDITIONS = load_scenario(str(WORLDS / "conditions.yaml"))
 
 
 def world(
     conditions: sc.ConditionsSection | None, duration_s: float = 12.0, think_s: float = 1.0
 ) -> sc.Scenario:
-    workload = sc.WorkloadSection(
-        prompt_tokens=16, output_tokens=32, think_s=think_s, start_within_s=0.1
-    )
-    device = sc.DeviceSection(path=("wan",), workload=workload, conditions=conditions)
-    return sc.Scenario(
-        name="conditions",
-        duration_s=duration_s,
-        arms=(Arm.TARGET_ONLY, Arm.VANILLA, Arm.EDGESPEC),
-        links={"wan": sc.LinkSection(rtt_ms=30.0)},
-        devices={"phone": device},
-    )
+    phone = CONDITIONS.devices["phone"]
+    workload = replace(phone.workload, think_s=think_s)
+    device = replace(phone, workload=workload, conditions=conditions)
+    return replace(CONDITIONS, duration_s=duration_s, devices={"phone": device})
 
 
 def played(conditions: sc.ConditionsSection | None, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
@@ -392,17 +364,7 @@ def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
 # --- who bears what verifiers and radios draw -----------------------------------------------------
 
 
-BUSY = sc.WorkloadSection(prompt_tokens=8, output_tokens=12, think_s=0.4, start_within_s=0.5)
-GPU = sc.VerifierSection(pass_time=sc.CostSection(ms=20.0), busy_w=300.0, idle_w=50.0)
-WORLD = sc.Scenario(
-    name="powered",
-    duration_s=3.0,
-    drain_s=20.0,
-    tokens=sc.TokensSection(source=sc.TokensFrom.TOY),
-    association=Association.LISTED,
-    devices={"laptop": sc.DeviceSection(count=3, workload=BUSY)},
-    verifiers={"used": GPU, "spare": GPU},
-)
+WORLD = load_scenario(str(WORLDS / "powered.yaml"))
 
 
 def outcome_of(world: sc.Scenario, arm: Arm = Arm.EDGESPEC) -> WorldOutcome:
@@ -493,24 +455,13 @@ def test_a_meter_integrates_the_states(name: str) -> None:
 # --- layers on several nodes, and the relaxed rule that goes with them ----------------------------
 
 
-COMPUTE_S = 0.020
-ONE_LONG = sc.WorkloadSection(prompt_tokens=8, output_tokens=400, requests=1, start_within_s=0.0)
+COMPUTE_S = 0.020  # its pass
+SWARM = load_scenario(str(WORLDS / "swarm.yaml"))
 
 
-def swarm(stages: sc.StagesSection | None, arm: Arm, **changes: object) -> sc.Scenario:
-    """One device beside the first node, one long text."""
-    verifier = sc.VerifierSection(pass_time=sc.CostSection(ms=1e3 * COMPUTE_S), stages=stages)
-    scenario = sc.Scenario(
-        name="swarm",
-        duration_s=120.0,
-        tokens=sc.TokensSection(acceptance=0.85),
-        devices={"one": sc.DeviceSection(draft=sc.CostSection(ms=1.0), workload=ONE_LONG)},
-        verifiers={"swarm": verifier},
-        arms=(arm,),
-        message_ms=0.0,
-        gamma=4,
-    )
-    return replace(scenario, **changes)  # type: ignore[arg-type]
+def swarm(stages: sc.StagesSection | None, *arms: Arm, **changes: object) -> sc.Scenario:
+    verifiers = {"swarm": replace(SWARM.verifiers["swarm"], stages=stages)}
+    return replace(SWARM, verifiers=verifiers, arms=arms, **changes)  # type: ignore[arg-type]
 
 
 def outcome(scenario: sc.Scenario) -> WorldOutcome:
@@ -558,8 +509,7 @@ def lossy(threshold: float | None, temperature: float = 0.0) -> sc.Scenario:
     tokens = sc.TokensSection(
         source=sc.TokensFrom.TOY, noise=0.4, temperature=temperature, lossy_threshold=threshold
     )
-    arms = (Arm.TARGET_ONLY, Arm.VANILLA)
-    return swarm(sc.StagesSection(link_ms=15.0), Arm.VANILLA, tokens=tokens, arms=arms)
+    return swarm(sc.StagesSection(link_ms=15.0), Arm.TARGET_ONLY, Arm.VANILLA, tokens=tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -6,20 +6,26 @@ from the target's law. Golden counts notice what no check can: drafts that stopp
 Of each check there is a mutant, a plausible mistake of the machines, that one of its first worlds
 finds. Of times: virtual ones are exact, so what is asserted is a property of the protocol and its
 policies, not of a machine (passes of 25 ms, steps of 8, a draft right about eight times of ten).
+Of each law of conservation a plausible mistake of a simulator breaks it within one small world.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgespec.bench.arms import Arm
 from edgespec.core.device.commit_reader import CommitReader, DraftOutbox
 from edgespec.core.device.goodput_policy import PolicyName, named_policy
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.device.session import DraftCache
+from edgespec.core.link_model import LinkModel
 from edgespec.core.protocol.messages import Commit, Open, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import Ending, SpeculationTree
@@ -35,10 +41,18 @@ from edgespec.core.verifier.served_drafts import TextDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
+from edgespec_sim.links.path import OneHop
+from edgespec_sim.scenario.sections import load_scenario
+from edgespec_sim.sessions import SimulatedDevice, Stream
+from edgespec_sim.world import run
+from edgespec_sim.world.conservation import ConservationError, Way
+from edgespec_sim.world.user import User
 from tests.mutants import Mutants
 from tests.sim.faults.worlds import WorldOptions, WorldResult, run_world
 from tests.sim.one_session import alone
 from tests.sim.random_worlds import REPLAY, adversarial_drafter, exact_drafter, play
+from tests.sources import ROOT
+from tests.tables import tabled
 
 WORLDS = 2400
 SLOW_WORLDS = 5600
@@ -77,35 +91,20 @@ LAW = ToyModel(vocabulary_size=16, order=2, seed=3)
 PLAIN = WorldOptions(model=LAW, sampling=SamplingParams(max_tokens=60))
 SAMPLED = replace(PLAIN, sampling=SamplingParams(temperature=1.0, seed=11, max_tokens=60))
 FAULTY = replace(PLAIN, cuts=3, restarts=1, replacements=1, duplicate_chance=0.3)
-GOLDEN: tuple[tuple[str, WorldOptions, tuple[int, int, int, int]], ...] = (
-    ("windowed", PLAIN, (4, 169, 76, 56)),
-    ("windowed sampled", SAMPLED, (8, 154, 80, 52)),
-    ("tree", replace(SAMPLED, policies=(WindowedPolicy(3),)), (8, 534, 371, 52)),
-    (
-        "pearl, no run-ahead",
-        replace(PLAIN, policies=(PearlPolicy(),), run_ahead=RunAhead.NEVER),
-        (29, 129, 0, 31),
-    ),
-    (
-        "fixed, no run-ahead",
-        replace(SAMPLED, policies=(FixedPolicy(4),), run_ahead=RunAhead.NEVER),
-        (35, 88, 0, 25),
-    ),
-    (
-        "three devices",
-        replace(PLAIN, policies=(WindowedPolicy(), PearlPolicy(), FixedPolicy())),
-        (16, 346, 153, 59),
-    ),
-    ("faults", FAULTY, (2, 148, 72, 58)),
-    ("faults, no run-ahead", replace(FAULTY, run_ahead=RunAhead.NEVER), (28, 190, 54, 31)),
-)
+KINDS = {"plain": PLAIN, "sampled": SAMPLED, "faulty": FAULTY}
+POLICIES: dict[str, DraftPolicy] = {
+    **{"windowed": WindowedPolicy(), "tree": WindowedPolicy(3)},
+    **{"pearl": PearlPolicy(), "fixed": FixedPolicy(), "fixed 4": FixedPolicy(4)},
+}
 
 
-@pytest.mark.parametrize(("options", "golden"), [g[1:] for g in GOLDEN], ids=[g[0] for g in GOLDEN])
+@tabled
 def test_drafts_count_for_as_much_as_ever(
-    options: WorldOptions, golden: tuple[int, int, int, int]
+    kind: str, policies: Sequence[str], run_ahead: str, golden: tuple[int, int, int, int]
 ) -> None:
     """(accepted, sent, stale, passes): a change that is meant to change them changes them here."""
+    chosen = tuple(POLICIES[name] for name in policies)
+    options = replace(KINDS[kind], policies=chosen, run_ahead=RunAhead[run_ahead])
     assert _counts(run_world(options, 1)) == golden
 
 
@@ -358,3 +357,80 @@ def test_never_slower_than_plain_streaming_nor_than_any_other_arm(rtt_ms: int) -
 @pytest.mark.parametrize(("rtt_ms", "speed_up"), [(2, 1.7), (20, 1.5), (50, 1.3)])
 def test_drafts_pay_at_usual_round_trips(rtt_ms: int, speed_up: float) -> None:
     assert PASS_S * 1e3 / tpot_ms("edgespec", rtt_ms) >= speed_up
+
+
+# --- the laws of conservation find what they are there to find ------------------------------------
+
+
+WATCHED = load_scenario(str(ROOT / "tests/sim/worlds/watched.yaml"))
+NUMBERS = itertools.count()
+
+
+def watched() -> None:
+    run.play(run.Job(WATCHED, Arm.EDGESPEC, 0, 1, Path()))
+
+
+BREAKS = Mutants()
+
+
+@BREAKS.of(LinkModel, "arrival")
+def a_link_without_propagation(arrival: Any, link: LinkModel, now_s: float, size: int) -> float:
+    return now_s
+
+
+@BREAKS.of(LinkModel, "arrival")
+def messages_overtake(arrival: Any, *given: Any) -> Any:
+    return arrival(*given) + (0.2 if next(NUMBERS) % 50 == 49 else 0.0)
+
+
+@BREAKS.of(OneHop, "send")
+def messages_arrive_twice(send: Any, *given: Any) -> None:
+    send(*given)
+    send(*given)
+
+
+@BREAKS.of(OneHop, "send")
+def messages_get_lost(send: Any, *given: Any) -> None:
+    if next(NUMBERS) % 40 != 39:
+        send(*given)
+
+
+@BREAKS.of(Stream, "send_down")
+def commits_are_made_up_on_the_way(send_down: Any, stream: Stream, message: Any) -> None:
+    """A token delivered before the verifier has committed it."""
+    if isinstance(message, Commit):
+        message = replace(message, tokens=(*message.tokens, 7))
+    send_down(stream, message)
+
+
+@BREAKS.of(Stream, "_arrive_down")
+def a_message_changes_on_the_way(arrive_down: Any, stream: Stream, message: Any) -> None:
+    if isinstance(message, Commit):
+        message = replace(message, tokens=message.tokens[::-1])
+    arrive_down(stream, message)
+
+
+@BREAKS.of(User, "_energy_j")
+def drafting_is_counted_twice(energy_j: Any, user: User, device: SimulatedDevice) -> Any:
+    device.drafting_s *= 4.0
+    return energy_j(user, device)
+
+
+@pytest.mark.parametrize("name", [*BREAKS])
+def test_what_breaks_a_law_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BREAKS.make(name, monkeypatch)
+    with pytest.raises(ConservationError):
+        watched()
+
+
+def test_the_watch_is_on_in_small_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    original = Way.arrived
+
+    def arrived(self: Way, message: object, now_s: float) -> None:
+        seen.append(message)
+        original(self, message, now_s)
+
+    monkeypatch.setattr(Way, "arrived", arrived)
+    watched()
+    assert len(seen) > 100

@@ -141,15 +141,6 @@ def test_a_general_solver_finds_the_same(cost: co.CostModel, seed: int) -> None:
     assert co.objective(given, decision) / scale <= found.fun + 1e-7
 
 
-def test_compute_follows_the_square_root_rule() -> None:
-    given = terms(4)
-    association = np.zeros(24, dtype=np.int64)
-    decision = co.optimal(given, association)
-    assert decision.compute == pytest.approx(
-        np.sqrt(given.work[:, 0]) / np.sqrt(given.work[:, 0]).sum()
-    )
-
-
 def test_every_price_clears_its_band() -> None:
     """Where the price is not zero the band is full; each device's marginal value is the price."""
     given = terms(5, COSTS[1])
@@ -204,12 +195,6 @@ def test_no_single_change_is_left_that_helps(cost: CostModel) -> None:
         swapped = at.copy()
         swapped[first], swapped[second] = at[second], at[first]
         assert objective(given, weighted(weights, swapped)) >= least
-
-
-def test_swaps_keep_how_many_each_server_has() -> None:
-    given, start = terms(2), best_gain(snapshot(2).gains)
-    matched = two_phase_matching(given, Weights.even(given), start, Steps.SWAPS)
-    assert np.array_equal(np.bincount(matched, minlength=4), np.bincount(start, minlength=4))
 
 
 @each_cost
