@@ -155,8 +155,9 @@ class MoodyServerDrafter(PackedDrafter):
         super().__init__(model)
         self._mood = mood
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
-        return self._mood.of(super().step(batch), self.info.vocabulary_size)
+    def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
+        found = [self._mood.of(one, self.info.vocabulary_size) for one in super().step(batch)]
+        return [tuple([guess for guess in one if guess is not None]) for one in found]
 
     def close_all(self) -> None:
         for key in [*self._sequences]:

@@ -141,10 +141,10 @@ class ServerDrafter(Protocol):
     ) -> None:
         """As ``TargetModel.open``, but room is taken at the first step."""
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
-        """One packed step: of each sequence the draft's own choice behind its feed, by the sampling
-        law with the shared noise of that position. None where none is wanted, and where the
-        sequence has no room or failed: then its cache is empty, and it is fed anew."""
+    def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
+        """One packed step: of each sequence the draft's own choices behind its feed, by the
+        sampling law with the shared noise of that position, best first; one or more. Empty where
+        none is wanted, and where the sequence has no room or failed: then it is fed anew."""
 
     def close(self, key: str) -> None:
         """Free the sequence; unknown keys are ignored."""

@@ -297,7 +297,13 @@ def best_candidates(
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"width is {width}, but must be in [1, {MAX_WIDTH}]")
     work = work or Workspace()
-    scores = _biased(logits, params, counts, work)
+    return choices(_biased(logits, params, counts, work), params, position, width, work)
+
+
+def choices(
+    scores: Row, params: SamplingParams, position: int, width: int, work: Workspace
+) -> tuple[Candidate, ...]:
+    """``best_candidates`` of scores that are biased and penalised already, and change."""
     best = scores.max()
     if not np.isfinite(best):
         # Told once for each reason: where it came is none.

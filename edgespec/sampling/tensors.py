@@ -39,8 +39,8 @@ from edgespec.core.protocol.sampling import (
     SamplingParams,
     position_keys,
 )
-from edgespec.core.protocol.work import LEAST_LOGPROB, NodeScore, TokenScore
-from edgespec.sampling.arrays import Workspace, best_token
+from edgespec.core.protocol.work import LEAST_LOGPROB, Candidate, NodeScore, TokenScore
+from edgespec.sampling.arrays import Workspace, best_token, choices
 
 
 class _Scratch(threading.local):
@@ -343,23 +343,12 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
     ``logits`` is [rows of all blocks, vocabulary], of any float type, and is not changed. Raises
     ``ModelOutputError`` naming the first session that has a row without a finite maximum.
     """
-    rows = [(block, row) for block in blocks for row in range(len(block.positions))]
-    assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    if not rows:
+    if not logits.shape[0]:
         return []
-    masks = [mask for one in blocks for mask in one.masks or (None,) * len(one.positions)]
-    logits = forbid(logits, masks)
-    largest, best = _largest(logits)
-    largest = largest.cpu()
-    if not torch.isfinite(largest).all():
-        row = int(torch.isfinite(largest).logical_not().nonzero()[0])
-        raise ModelOutputError(
-            rows[row][0].key,
-            f"the largest logit at position {rows[row][0].positions[rows[row][1]]} is"
-            f" {float(largest[row])}, but must be finite",
-        )
+    logits, best = _allowed(logits, blocks)
     chosen: list[int] = best.tolist()
-    special = [index for index, (block, _) in enumerate(rows) if not _plain(block.params)]
+    rows = (block for block in blocks for _ in block.positions)
+    special = [index for index, block in enumerate(rows) if not _plain(block.params)]
     if not special:
         return chosen
     special_blocks = [block for block in blocks if not _plain(block.params)]
@@ -367,6 +356,53 @@ def choose_tokens(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[i
     for index, token in zip(special, picked, strict=True):
         chosen[index] = token
     return chosen
+
+
+def _allowed(
+    logits: torch.Tensor, blocks: Sequence[SampleBlock]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``logits`` without what constraints forbid, and each row's best token; raises as
+    ``choose_tokens`` does."""
+    rows = [(block, position) for block in blocks for position in block.positions]
+    assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+    masks = [mask for one in blocks for mask in one.masks or (None,) * len(one.positions)]
+    logits = forbid(logits, masks)
+    largest, best = _largest(logits)
+    largest = largest.cpu()
+    if not torch.isfinite(largest).all():
+        row = int(torch.isfinite(largest).logical_not().nonzero()[0])
+        block, position = rows[row]
+        raise ModelOutputError(
+            block.key,
+            f"the largest logit at position {position} is {float(largest[row])},"
+            " but must be finite",
+        )
+    return logits, best
+
+
+def best_choices(
+    logits: torch.Tensor, blocks: Sequence[SampleBlock], width: int
+) -> list[tuple[Candidate, ...]]:
+    """At most ``width`` choices for every row, the one of ``choose_tokens`` first, then siblings
+    drawn without replacement, with log-probabilities under the row's law (a greedy one's: at
+    temperature 1). ``logits`` and errors as there."""
+    if not logits.shape[0]:
+        return []
+    logits, _ = _allowed(logits, blocks)
+    params = [block.params for block in blocks for _ in block.positions]
+    positions = [position for block in blocks for position in block.positions]
+    scores = _adjusted(logits, blocks)
+    if _row_by_row(logits):
+        rows = zip(scores.numpy(), params, positions, strict=True)
+        return [choices(row, one, at, width, _SCRATCH.work) for row, one, at in rows]
+    laws = _truncated(scores, params)
+    best, ids = _noisy(laws.clone(), params, positions).topk(min(width, logits.shape[-1]), dim=-1)
+    logprobs = laws.gather(-1, ids) - laws.logsumexp(dim=-1, keepdim=True)
+    logprobs = logprobs.masked_fill(best == -torch.inf, -torch.inf)
+    return [
+        tuple([Candidate(*one) for one in zip(*row, strict=True) if one[1] > -math.inf])
+        for row in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]
 
 
 def best_tokens(logits: torch.Tensor) -> list[int] | None:
@@ -417,9 +453,13 @@ def _at(indices: Sequence[int], device: torch.device) -> torch.Tensor:
 def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
     params = [block.params for block in blocks for _ in block.positions]
     positions = [position for block in blocks for position in block.positions]
-    if logits.device.type == "cpu" and logits.shape[-1] >= _LARGE_VOCABULARY:
+    if _row_by_row(logits):
         return _choose_row_by_row(logits, blocks, params, positions)
     return _draw(_adjusted(logits, blocks), params, positions)
+
+
+def _row_by_row(logits: torch.Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.shape[-1] >= _LARGE_VOCABULARY
 
 
 def _choose_row_by_row(
@@ -444,7 +484,14 @@ def _draw(
     scores: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> list[int]:
     """Of each row of adjusted scores the token, by its sampling alone; ``scores`` may change."""
-    scores = _truncated(scores, params)
+    chosen: list[int] = _noisy(_truncated(scores, params), params, positions).argmax(-1).tolist()
+    return chosen
+
+
+def _noisy(
+    scores: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> torch.Tensor:
+    """Truncated ``scores``, which change, with the noise of the rows that are not greedy."""
     noisy = [row for row, one in enumerate(params) if not one.greedy]
     if noisy:
         noise = gumbel_noise(
@@ -457,8 +504,7 @@ def _draw(
             scores += noise
         else:
             scores[_at(noisy, scores.device)] += noise
-    chosen: list[int] = scores.argmax(dim=-1).tolist()
-    return chosen
+    return scores
 
 
 def _padded(logits: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest, Token
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.own_drafts import DraftRound
+from edgespec.core.verifier.own_drafts import CHOICES, DraftRound
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.path import Path
@@ -384,14 +384,14 @@ class DraftedSequence:
     def length(self) -> int:
         return self._cached + len(self._chunks)
 
-    def step(self, step: DraftStep) -> Candidate | None:
+    def step(self, step: DraftStep) -> tuple[Candidate, ...]:
         self.truncate(step.keep_length)
         self._chunks += step.feed
         if not step.guess:
-            return None
-        guesses = self._drafter.step(self._cached, self._chunks, 1)
+            return ()
+        guesses = self._drafter.step(self._cached, self._chunks, CHOICES)
         self._cached, self._chunks = self.length, []
-        return guesses[0] if guesses else None
+        return guesses
 
     def truncate(self, length: int) -> None:
         self._cached = min(self._cached, length)
@@ -413,16 +413,16 @@ class DraftModel:
         drafter.begin(prompt_length, sampling)
         self._sequences[key] = DraftedSequence(drafter)
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+    def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
         return [self._one(step) for step in batch]
 
     def close(self, key: str) -> None:
         self._sequences.pop(key, None)
 
-    def _one(self, step: DraftStep) -> Candidate | None:
+    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
         sequence = self._sequences.get(step.key)
         if sequence is None or step.keep_length > sequence.length:
-            return None
+            return ()
         return sequence.step(step)
 
 

@@ -34,29 +34,40 @@ def token_at(position: int) -> int:
     return (position * 7 + 3) % 50
 
 
-class ListDrafter:
-    """A draft model whose caches are lists; it is right at a position where ``right`` says so."""
+def _line(*tokens: int) -> tuple[tuple[Candidate, ...], ...]:
+    """The guesses of a chain with one choice at each place."""
+    return tuple([(Candidate(token, -0.1),) for token in tokens])
 
-    def __init__(self, right: Callable[[int], bool]) -> None:
-        self.right, self.caches, self.steps = right, dict[str, list[int]](), 0
+
+class ListDrafter:
+    """A draft model whose caches are lists; it is right at a position where ``right`` says so, and
+    elsewhere its last choice is, if there are several."""
+
+    def __init__(self, right: Callable[[int], bool], choices: int = 1) -> None:
+        self.right, self.choices = right, choices
+        self.caches, self.steps = dict[str, list[int]](), 0
         self.full: set[str] = set()
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+    def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
         self.steps += 1
         return [self._one(step) for step in batch]
 
-    def _one(self, step: DraftStep) -> Candidate | None:
+    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
         cache = self.caches.setdefault(step.key, [])
         if step.key in self.full:
             cache.clear()
-            return None
+            return ()
         assert 0 <= step.keep_length <= len(cache)
         assert step.feed
         cache[step.keep_length :] = step.feed
         if not step.guess:
-            return None
-        right = self.right(len(cache))
-        return Candidate(token_at(len(cache)) if right else 49, -0.1 if right else -2.0)
+            return ()
+        right, token = self.right(len(cache)), token_at(len(cache))
+        first = Candidate(token if right else 49, -0.1 if right else -2.0)
+        others = [Candidate(50 + rank, -3.0) for rank in range(1, self.choices)]
+        if others and not right:
+            others[-1] = Candidate(token, -3.0)
+        return (first, *others)
 
 
 class World:
@@ -161,6 +172,51 @@ def test_a_draft_that_is_always_wrong_is_given_up_and_tried_again() -> None:
         world.open(stream)
         world.check()
     assert len(world.passes) - before < 5 * TOKENS * 0.6
+
+
+def test_other_choices_stand_beside_the_chain_while_they_are_worth_their_rows() -> None:
+    worlds = []
+    for choices in (1, 3):
+        world = World(ListDrafter(lambda at: at * 40_503 % 65_536 % 10 < 7, choices))
+        for stream in (1, 2):
+            world.open(stream)
+        world.check()
+        worlds.append(world)
+    chains, trees = worlds
+    assert trees.now < 0.96 * chains.now
+    for requests in trees.passes[len(trees.passes) // 2 :]:
+        for request in requests:
+            depths: list[int] = []
+            for parent in request.parents:
+                depths.append(0 if parent < 0 else depths[parent] + 1)
+            chain = max(depths, default=-1) + 1
+            assert depths[:chain] == list(range(chain))
+            # The second of three choices is never right, and is left out in time.
+            assert len(request.tokens) <= 2 * chain + 1
+
+
+def test_a_record_offers_what_is_likely_enough() -> None:
+    """First the chain, then the others by place; of each the chance by the chain before it."""
+    chances = od.ChainChances()
+    for _ in range(500):
+        chances.by_confidence.add(0, -0.1, hit=True)
+        chances.by_confidence.add(1, -3.0, hit=False)
+        chances.by_confidence.add(1, -1.0, hit=True)
+    record = od.ChainRecord(chances)
+    assert record.begin("s", (1, 2), (), [], 8) is not None
+    guesses = (
+        (Candidate(5, -0.1), Candidate(6, -1.0)),
+        (Candidate(7, -0.1), Candidate(8, -3.0), Candidate(9, -1.0)),
+    )
+    record.drafted(od.Chain("s", 0, (1, 2), guesses))
+    tokens, parents, reaches = record.worth(0.0, 8)
+    assert (tokens[:2], parents[:2]) == ([5, 7], [-1, 0])
+    assert dict(zip(tokens[2:], parents[2:], strict=True)) == {6: -1, 9: 0}
+    assert reaches[0] > 0.9
+    assert record.worth(0.0, 1)[0] == [5, 6]
+    assert record.worth(1.0, 8) == ([], [], [])
+    record.judge((6, 1))
+    assert record.worth(0.0, 8) == ([], [], [])
 
 
 def test_a_step_that_is_longer_than_a_pass_is_tried_as_much_more_seldom() -> None:
@@ -293,7 +349,7 @@ def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
     assert drafts.starts[0].step.feed == (*prompt, token_at(2))
     draft = chain(session, token_at(3), token_at(4))
     engine.handle(ee.StreamMessage(1, draft), 0.026)
-    guess = od.Chain("s", 0, drafts.starts[0].step.feed, (token_at(3), 40), (-0.1, -0.1))
+    guess = od.Chain("s", 0, drafts.starts[0].step.feed, _line(token_at(3), 40))
     (run,) = _only(engine.handle(ee.DraftsDone((guess,), ((3, 0.002),)), 0.03), ee.RunBatch)
     (request,) = run.requests
     assert request.tokens == (token_at(3), token_at(4), 40)
@@ -349,7 +405,7 @@ def test_a_round_stops_near_the_best_length(
     drafting, steps = od.DraftRound(od.RunDrafts(starts, times)), 0
     while batch := drafting.next_step():
         steps += 1
-        drafting.take([Candidate(1, -0.1)] * len(batch), step_s)
+        drafting.take([(Candidate(1, -0.1),)] * len(batch), step_s)
 
     def goodput(length: int) -> float:
         brought = sum(rate**k for k in range(length + 1))
@@ -380,11 +436,10 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
                     step = DraftStep("s", len(cache), (drafted[-1],))
                 if dice.random() < 0.1:
                     cache.clear()
-                    record.drafted(od.Chain("s", start.step.keep_length, None, (), ()))
+                    record.drafted(od.Chain("s", start.step.keep_length, None, ()))
                 else:
-                    tokens, sure = tuple(drafted), (-0.5,) * len(drafted)
                     keep = start.step.keep_length
-                    record.drafted(od.Chain("s", keep, tuple(fed), tokens, sure))
+                    record.drafted(od.Chain("s", keep, tuple(fed), _line(*drafted)))
             new = [*record.tokens[: dice.randrange(4)], dice.randrange(3)]
             record.judge(new)
             text += new

@@ -7,6 +7,7 @@ notices a block that holds another text; a device's drafter of the same model.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,14 @@ from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory import MIB, MachineMemory
 from edgespec.core.ports import ModelInfo, PassRequest, ServerDrafter, TargetModel
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import SamplingParams, choose, gumbel, noise_bits, warp
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassResult
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.own_drafts import CHOICES
 from edgespec.device.build import build_agent, load_drafter
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
+from edgespec.sampling import tensors
 from edgespec.verifier import build
 from edgespec.verifier.build import load_server_drafter, load_target
 from edgespec.verifier.targets.kv_pool import DraftMemory, MemoryFigures, PoolBudget, pool_tokens
@@ -61,6 +64,9 @@ class _ToyDraft(ToyTarget):
             raise error
         self.fed += batch
         return super().forward(batch)
+
+    def guess(self, batch: Sequence[PassRequest], width: int) -> list[tuple[Candidate, ...]]:
+        return [tuple([Candidate(t, 0.0) for t in one.targets]) for one in self.forward(batch)]
 
     def _check(self, batch: Sequence[PassRequest]) -> None:
         check_batch(batch, self._cached_length, self.info)
@@ -127,16 +133,16 @@ class _Core:
         for session, step, found in zip(sessions, steps, self._drafter.step(steps), strict=True):
             session.cached[step.keep_length :] = step.feed
             if not step.guess:
-                assert found is None
-            elif found is None:
+                assert not found
+            elif not found:
                 self.misses += 1
                 session.cached.clear()
             else:
                 self.guesses += 1
                 text = session.cached
-                assert found.token == self._guess(text, session.prompt_length, session.sampling)
-                assert found.logprob < 1e-4
-                session.text[len(text) :] = [found.token]
+                assert found[0].token == self._guess(text, session.prompt_length, session.sampling)
+                assert len({one.token for one in found}) == len(found) <= CHOICES
+                session.text[len(text) :] = [found[0].token]
 
     def _request(self, session: _Session) -> DraftStep:
         cached, text = session.cached, session.text
@@ -164,8 +170,8 @@ class _Core:
 
 
 def _guessed(drafter: ServerDrafter, *step: Any) -> Candidate:
-    (found,) = drafter.step([DraftStep(*step)])
-    return present(found)
+    ((found, *_),) = drafter.step([DraftStep(*step)])
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +231,7 @@ def test_of_a_long_prompt_the_last_window_is_computed_when_a_guess_is_wanted() -
     drafter.open("s", len(text), SamplingParams(temperature=1.0, seed=2))
     for start in range(0, 480, 32):
         step = DraftStep("s", start, tuple(text[start : start + 32]), guess=False)
-        assert drafter.step([step]) == [None]
+        assert drafter.step([step]) == [()]
     assert sum(request.row_count for request in model.fed) == 32
     found = _guessed(drafter, "s", 480, tuple(text[480:]))
     assert found.token == _toy_guess(text, 500, SamplingParams(temperature=1.0, seed=2))
@@ -261,15 +267,29 @@ def test_packed_steps_of_a_torch_model_guess_what_it_says_alone(folder: Path) ->
     assert drafter.evictions > 0
 
 
-def test_the_confidence_is_the_models_own_probability(folder: Path) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_choices_are_the_best_by_the_law_in_its_scalar_form(
+    large: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows at once, and row by row as over a large vocabulary on a CPU."""
+    monkeypatch.setattr(tensors, "_LARGE_VOCABULARY", 1 if large else 1 << 20)
     model = torch_target(folder, canonical=False)
     logits = recorded(model)
     drafter = PackedDrafter(model)
     for index, sampling in enumerate(SAMPLINGS):
         drafter.open(f"s{index}", 3, sampling)
     found = drafter.step([DraftStep(f"s{i}", 0, (5, 6, 7 + i)) for i in range(len(SAMPLINGS))])
-    for row, one in zip(logits[-1].log_softmax(-1), found, strict=True):
-        assert present(one).logprob == pytest.approx(float(row[present(one).token]), abs=1e-5)
+    for i, (row, some, params) in enumerate(zip(logits[-1], found, SAMPLINGS, strict=True)):
+        law = warp(row.tolist(), params, (5, 6, 7 + i))
+        noisy = [
+            one + (0.0 if params.greedy else gumbel(noise_bits(params.seed, 3, token)))
+            for token, one in enumerate(law)
+        ]
+        best = sorted(range(len(law)), key=lambda token: -noisy[token])[:CHOICES]
+        assert [one.token for one in some] == best
+        norm = math.log(math.fsum(math.exp(one) for one in law))
+        for one in some:
+            assert one.logprob == pytest.approx(law[one.token] - norm, abs=1e-4)
 
 
 def test_a_constraint_forces_the_draft_as_it_does_the_target() -> None:
@@ -286,8 +306,8 @@ def test_a_constraint_forces_the_draft_as_it_does_the_target() -> None:
         assert text[-1] in grammar.allowed(text[2:-1])
     # A token that the grammar forbids leaves nothing to guess; the others of the step go on.
     left, right = drafter.step([DraftStep("s", len(text) - 1, (6,)), DraftStep("free", 0, (6,))])
-    assert left is None
-    assert right is not None
+    assert not left
+    assert right
     _guessed(drafter, "s", 0, tuple(text))
 
 
@@ -295,7 +315,7 @@ def test_a_constraint_that_nobody_reads_gets_no_guess() -> None:
     unread = Constraint(ConstraintKind.REGEX, "a+")
     drafter = PackedDrafter(_ToyDraft(50))
     drafter.open("s", 2, replace(GREEDY, constraint=unread))
-    assert drafter.step([DraftStep("s", 0, (11, 12))]) == [None]
+    assert drafter.step([DraftStep("s", 0, (11, 12))]) == [()]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -313,7 +333,7 @@ def test_it_agrees_with_the_device_because_both_use_the_same_noise(temperature: 
     for _ in range(120):
         token = device.step(keep, feed, 1)[0].token
         steps = [DraftStep(key, keep, feed) for key in ("same", "other")]
-        found = [one.token == token for one in drafter.step(steps) if one is not None]
+        found = [choices[0].token == token for choices in drafter.step(steps)]
         same, other = same + found[0], other + found[1]
         keep, feed = keep + len(feed), (token,)
     device.close()
@@ -355,8 +375,8 @@ def test_the_sequence_not_used_for_longest_makes_room_and_finds_its_blocks_again
     drafter.step([DraftStep("c", 0, PROMPT[::-1])])
     assert drafter.evictions == 1
     stays, gone = drafter.step([DraftStep("a", 40, (1,)), DraftStep("b", 40, (1,))])
-    assert stays is not None
-    assert gone is None  # not there any more, which the core hears of now
+    assert stays
+    assert not gone  # not there any more, which the core hears of now
     model.fed.clear()
     _guessed(drafter, "b", 0, (*PROMPT, 1))
     assert drafter.evictions == 2
@@ -368,11 +388,11 @@ def test_who_finds_no_room_in_a_step_is_left_out_alone() -> None:
     _open(drafter, "a", "b")
     steps = [DraftStep("a", 0, PROMPT), DraftStep("b", 0, PROMPT[::-1])]
     found = drafter.step(steps)
-    assert found[0] is not None
-    assert found[1] is None
+    assert found[0]
+    assert not found[1]
     assert drafter.evictions == 0
     drafter.close("a")
-    assert drafter.step(steps[1:])[0] is not None
+    assert drafter.step(steps[1:])[0]
 
 
 def test_what_the_draft_cannot_look_at_gets_no_guess() -> None:
@@ -388,16 +408,16 @@ def test_what_the_draft_cannot_look_at_gets_no_guess() -> None:
         DraftStep("c", 0, (*PROMPT[:10], *(5,) * 30)),
         DraftStep("nobody", 0, (1,)),
     ]
-    assert drafter.step(steps) == [None] * 4
-    assert None not in drafter.step([DraftStep(key, 0, PROMPT[:24]) for key in "ab"])
-    assert None not in drafter.step([DraftStep("c", 0, (*PROMPT[:10], *(5,) * 10))])
+    assert drafter.step(steps) == [()] * 4
+    assert () not in drafter.step([DraftStep(key, 0, PROMPT[:24]) for key in "ab"])
+    assert () not in drafter.step([DraftStep("c", 0, (*PROMPT[:10], *(5,) * 10))])
 
 
 def test_padding_of_the_drafts_vocabulary_is_no_guess() -> None:
     drafter = PackedDrafter(_ToyDraft(50), vocabulary_size=1)
     _open(drafter, "a")
-    assert drafter.step([DraftStep("a", 0, PROMPT)]) == [None]
-    assert drafter.step([DraftStep("a", 40, (1,))]) == [None]
+    assert drafter.step([DraftStep("a", 0, PROMPT)]) == [()]
+    assert drafter.step([DraftStep("a", 40, (1,))]) == [()]
 
 
 def test_a_model_that_fails_says_so_and_nothing_of_that_step_is_trusted() -> None:
@@ -410,7 +430,7 @@ def test_a_model_that_fails_says_so_and_nothing_of_that_step_is_trusted() -> Non
         drafter.step([DraftStep("a", 40, (1,)), DraftStep("b", 0, PROMPT)])
     model.broken = lambda batch: None
     model.fed.clear()
-    assert drafter.step([DraftStep("a", 41, (1,))]) == [None]
+    assert drafter.step([DraftStep("a", 41, (1,))]) == [()]
     drafter.step([DraftStep("a", 0, PROMPT)])
     assert model.fed[0].row_count == 40
 
@@ -430,10 +450,10 @@ def test_a_toy_is_right_as_often_as_it_is_told(acceptance: float) -> None:
         text.append(_toy_guess(text, 1, sampling))
         right += found.token == text[-1]
     assert abs(right / 500 - acceptance) < 0.08
-    assert drafter.step([DraftStep("s", 600, (1,))]) == [None]
-    assert drafter.step([DraftStep("s", 1, (1,))]) == [None]
-    assert drafter.step([DraftStep("s", 0, (1,), guess=False)]) == [None]
-    assert drafter.step([DraftStep("s", 1, (1,))]) != [None]
+    assert drafter.step([DraftStep("s", 600, (1,))]) == [()]
+    assert drafter.step([DraftStep("s", 1, (1,))]) == [()]
+    assert drafter.step([DraftStep("s", 0, (1,), guess=False)]) == [()]
+    assert drafter.step([DraftStep("s", 1, (1,))]) != [()]
     with pytest.raises(ValueError, match=r"acceptance is 1\.5"):
         ToyServerDrafter(LAW, info, acceptance=1.5)
 
@@ -443,10 +463,10 @@ def test_a_toy_has_as_much_room_as_it_is_given() -> None:
     for key in "ab":
         drafter.open(key, 1, GREEDY)
     first, second = drafter.step([DraftStep("a", 0, PROMPT), DraftStep("b", 0, PROMPT)])
-    assert first is not None
-    assert second is None
+    assert first
+    assert not second
     drafter.close("a")
-    assert drafter.step([DraftStep("b", 0, PROMPT)]) != [None]
+    assert drafter.step([DraftStep("b", 0, PROMPT)]) != [()]
     assert drafter.cached("b") == PROMPT
 
 
@@ -464,14 +484,14 @@ def test_a_paced_step_takes_its_time_in_all(guess: bool, work_s: float, expected
         now_s += seconds
 
     class Inner(ToyServerDrafter):
-        def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+        def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
             nap(work_s)
             return super().step(batch)
 
     inner = Inner(LAW, ModelInfo("toy", "v", 48, 64, (0,)))
     paced: ServerDrafter = PacedServerDrafter(inner, 10.0, 1.0, sleep=nap, clock=lambda: now_s)
     paced.open("s", 3, GREEDY)
-    assert (paced.step([DraftStep("s", 0, (1, 2, 3), guess)]) != [None]) == guess
+    assert (paced.step([DraftStep("s", 0, (1, 2, 3), guess)]) != [()]) == guess
     assert now_s == pytest.approx(expected_s, abs=2e-4)
     paced.close("s")
 
@@ -502,7 +522,7 @@ def test_the_bundled_pair_drafts_for_itself() -> None:
         feed = tuple(text[keep:])
         (found,) = drafter.step([DraftStep("s", keep, feed)])
         text += target.forward([PassRequest("s", keep, feed)])[0].targets
-        right += found is not None and found.token == text[-1]
+        right += bool(found) and found[0].token == text[-1]
     assert right >= 40
     paced = load_server_drafter(replace(config, pacing=PacingSection(draft_ms=1.0)), target)
     assert isinstance(paced, PacedServerDrafter)
@@ -572,8 +592,8 @@ def test_a_draft_whose_vocabulary_is_padded_more_serves(folder: Path, tmp_path: 
     drafter = present(load_server_drafter(settings, target))
     drafter.open("s", 1, SamplingParams(temperature=100.0))
     tokens = [drafter.step([DraftStep("s", 0, (1,) * n)])[0] for n in range(1, 100)]
-    assert {one is None for one in tokens} == {True, False}
-    assert all(one is None or one.token < target.info.vocabulary_size for one in tokens)
+    assert {len(one) for one in tokens} > {CHOICES}
+    assert all(guess.token < target.info.vocabulary_size for one in tokens for guess in one)
 
 
 # --- in service -----------------------------------------------------------------------------

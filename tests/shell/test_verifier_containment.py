@@ -160,7 +160,7 @@ class FragileDraft(ToyServerDrafter):
         self._fails("open", key)
         super().open(key, prompt_length, sampling, text)
 
-    def step(self, batch: Sequence[work.DraftStep]) -> list[work.Candidate | None]:
+    def step(self, batch: Sequence[work.DraftStep]) -> list[tuple[work.Candidate, ...]]:
         for step in batch:
             self._fails("step", step.key)
         return super().step(batch)

@@ -10,8 +10,7 @@ sure the draft was of the guesses before):
     a step for the sessions A pays while   mean over A of p_i  >  x * (1 + max(r, x / 4)),
     x = r + G * step_s / |A|,   r = G * row_s
 
-with p_i the chance that session i's text goes through its chain so far and the next guess (less
-the share of its tokens that the device brings: it would have had these a pass later), row_s
+with p_i the chance that session i's text goes through its chain so far and the next guess, row_s
 what the session's row takes in the step and in the pass, step_s what the step takes besides, and G
 the tokens a second that the pass would bring if the round ended now. So x is what a session's part
 of the step costs, in tokens. A row costs once more, since a miss falls on those who have only the
@@ -21,6 +20,13 @@ its row costs. Each p_i falls with every step, so the first step that does not p
 One session, passes of 25 ms and steps of 2.5 ms, guesses right with 0.88, rows for nothing: G
 begins at 40 tokens a second, so the first step has to bring 0.10 of a token. After eight steps it
 is 5.7 tokens in 45 ms: the next has to bring 0.34, and 0.88**9 is 0.32.
+
+Each step names ``CHOICES`` tokens for its place. The chain goes on with the best of them; the
+others become nodes beside it if they are worth their rows (siblings without replacement, as in RSD,
+arXiv 2402.14160): where the chain is wrong, one of them is often right.
+
+What the device brings does not count against a step. It would have a pass later what the chain
+brings now, so eight devices kept each other's verifier from drafting, at 0.83 of its speed.
 
 A prompt is read if the guesses behind it repay its rows within ``PAID_BACK_IN`` passes: on a full
 verifier, whose passes go to prompts, they do not.
@@ -72,6 +78,13 @@ LEAST_PASS_S: Final = 1e-6
 SURE_RATE: Final = 0.98
 """No chain is taken to be better than that: a longer one costs little, and a miss is dear."""
 
+CHOICES: Final = 4
+"""Of each step so many at most become nodes, the best of which the chain goes on with."""
+OTHER_RATE: Final = 0.05
+"""Other choices are taken to be right so often until some were judged."""
+LEAST_OTHER: Final = 0.02
+"""Those that are right less often are not looked at."""
+
 _MEMORY, _EVERYBODYS_WEIGHT, _OWN_WEIGHT = 0.98, 3.0, 6.0
 
 
@@ -93,12 +106,11 @@ class ChainRecord:
         """What is guessed behind the text: a path of other sources' guesses, then the model's."""
         self._everybodys = chances
         self._rate = DecayedRate(_MEMORY, _OWN_WEIGHT)
-        self._covered = MovingAverage(0.1)
-        """The share of committed tokens that the device had drafted."""
         self._path: tuple[int, ...] = ()
         self._reaches: list[float] = []
         """Of each token of the path, and then of the chain, that the text goes through it."""
-        self._logprobs: tuple[float, ...] = ()
+        self._guesses: tuple[tuple[Candidate, ...], ...] = ()
+        """The chain, as in ``Chain``, where the model says how sure it is."""
         self._cached: list[int] = []
         self._checked = 0
         """So many of the cached tokens are known to be the text's."""
@@ -130,7 +142,7 @@ class ChainRecord:
         step = DraftStep(key, keep, feed if guess else feed[:PROMPT_ROWS], guess)
         return ChainStart(
             step,
-            reach=(reaches[at - 1] if at else 1.0) * (1.0 - self._covered.get(0.0)),
+            reach=(reaches[at - 1] if at else 1.0),
             rate=rate,
             most=length,
             missing=len(feed),
@@ -160,15 +172,16 @@ class ChainRecord:
             return
         self._cached[chain.keep_length :] = chain.fed
         self._checked = min(self._checked, chain.keep_length)
-        if chain.tokens:
+        if chain.guesses:
             rate, chance = self.rate, self._everybodys.by_confidence.chance
-            self._logprobs = chain.logprobs
-            self._guess(chain.tokens, [chance(0, one, rate) for one in chain.logprobs])
+            self._guesses, firsts = chain.guesses, [one[0] for one in chain.guesses]
+            tokens = tuple([one.token for one in firsts])
+            self._guess(tokens, [chance(0, one.logprob, rate) for one in firsts])
 
     def propose(self, tokens: tuple[int, ...]) -> None:
         """The target's own speculator guesses these behind the text, and does not say how sure it
         is."""
-        self._path, self._reaches, self._logprobs = (), [], ()
+        self._path, self._reaches, self._guesses = (), [], ()
         self._guess(tokens, [self.rate] * len(tokens))
 
     def _guess(self, tokens: tuple[int, ...], chances: Sequence[float]) -> None:
@@ -178,28 +191,40 @@ class ChainRecord:
             reach *= chance
             self._reaches.append(reach)
 
-    def worth(self, least_chance: float) -> tuple[tuple[int, ...], list[float]]:
-        """Leading guesses that are at least so likely right, and the chance of each."""
-        reaches = self._reaches
+    def worth(self, least_chance: float, depth: int) -> tuple[list[int], list[int], list[float]]:
+        """The nodes that are at least so likely right, none deeper than ``depth``: tokens, parents
+        as in ``PassRequest``, chances. First the chain, then the other choices beside it."""
+        reaches = self._reaches[:depth]
         count = next((at for at, one in enumerate(reaches) if one < least_chance), len(reaches))
-        return self.tokens[:count], reaches[:count]
+        tokens, parents = list(self.tokens[:count]), list(range(-1, count - 1))
+        chances, chance = reaches[:count], self._everybodys.by_confidence.chance
+        least = max(least_chance, LEAST_OTHER)
+        for place, choices in enumerate(self._guesses, len(self._path)):
+            if place > count or place >= depth:
+                break
+            before = reaches[place - 1] if place else 1.0
+            for rank, one in enumerate(choices[1:], 1):
+                its = before * chance(rank, one.logprob, OTHER_RATE)
+                if its >= least:
+                    tokens.append(one.token)
+                    parents.append(place - 1)
+                    chances.append(its)
+        return tokens, parents, chances
 
-    def judge(self, committed: Sequence[int], from_device: int = 0) -> None:
-        """The text went on with these tokens, of which the device had drafted so many: learn which
-        guesses they confirm, and drop them."""
-        if committed:
-            self._covered.add(from_device / len(committed))
+    def judge(self, committed: Sequence[int]) -> None:
+        """The text went on with these tokens: learn which guesses they confirm, and drop them."""
         start = len(self._path)
         for at, (guess, token) in enumerate(zip(self.tokens, committed, strict=False)):
             hit = guess == token
             if at >= start:
                 self._rate.add(hit)
                 self._everybodys.rate.add(hit)
-                if self._logprobs:
-                    self._everybodys.by_confidence.add(0, self._logprobs[at - start], hit=hit)
+                for rank, one in enumerate(self._guesses[at - start] if self._guesses else ()):
+                    right = one.token == token
+                    self._everybodys.by_confidence.add(rank, one.logprob, hit=right)
             if not hit:
                 break
-        self.tokens = self._path = self._logprobs = ()
+        self.tokens = self._path = self._guesses = ()
         self._reaches = []
 
 
@@ -210,8 +235,7 @@ class ChainStart:
     step: DraftStep
     """Its first step. One that only feeds (``DraftStep.guess`` False) is not continued."""
     reach: float
-    """The chance that its text goes through all that is fed, and that its device would not have
-    brought what a chain brings."""
+    """The chance that its text goes through all that is fed."""
     rate: float
     """The chance that a guess behind that is right, before it is made."""
     most: int
@@ -245,8 +269,9 @@ class Chain:
     key: str
     keep_length: int
     fed: tuple[int, ...] | None
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    guesses: tuple[tuple[Candidate, ...], ...]
+    """At each place of the chain the model's choices, the best, which the chain goes on with,
+    first."""
 
 
 @statically_frozen
@@ -276,8 +301,7 @@ class _Running:
         self.start, self.step = start, start.step
         self.reach, self.chance = start.reach, start.rate
         self.fed: list[int] | None = []
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
+        self.guesses: list[tuple[Candidate, ...]] = []
         self.open = True
 
     @property
@@ -319,7 +343,7 @@ class DraftRound:
         self._batch = batch
         return [one.step for one in batch]
 
-    def take(self, guesses: Sequence[Candidate | None], took_s: float) -> None:
+    def take(self, guesses: Sequence[tuple[Candidate, ...]], took_s: float) -> None:
         """What the step that ``next_step`` asked for brought, in its order."""
         rows = 0
         for one, guess in zip(self._batch, guesses, strict=True):
@@ -328,17 +352,16 @@ class DraftRound:
             if one.fed is not None:
                 one.fed += step.feed
             one.open = False
-            if guess is None:
+            if not guess:
                 one.fed = one.fed if not step.guess else None
                 continue
-            one.tokens.append(guess.token)
-            one.logprobs.append(guess.logprob)
-            hit = one.start.chances.chance(0, guess.logprob, one.start.rate)
+            one.guesses.append(guess)
+            hit = one.start.chances.chance(0, guess[0].logprob, one.start.rate)
             self._tokens += one.reach * hit
             one.reach *= hit
-            one.open = len(one.tokens) < one.start.most
+            one.open = len(one.guesses) < one.start.most
             keep = step.keep_length + len(step.feed)
-            one.step = DraftStep(step.key, keep, (guess.token,))
+            one.step = DraftStep(step.key, keep, (guess[0].token,))
         times = self._times
         self._steps.append((rows, took_s))
         self._time_s += times.step_s + (times.step_row_s + times.pass_row_s) * len(self._batch)
@@ -349,8 +372,7 @@ class DraftRound:
                 one.start.step.key,
                 one.start.step.keep_length,
                 None if one.fed is None else tuple(one.fed),
-                tuple(one.tokens),
-                tuple(one.logprobs),
+                tuple(one.guesses),
             )
             for one in self._running
             if one.fed or one.fed is None

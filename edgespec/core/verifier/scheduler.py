@@ -349,7 +349,7 @@ class PassScheduler:
         """A round is over."""
         for rows, took_s in done.steps:
             self.draft_times.note_step(rows, took_s)
-        if any(chain.tokens for chain in done.chains):
+        if any(chain.guesses for chain in done.chains):
             self._undrafted = 0
 
     def draft_steps(self, sessions: Mapping[str, VerifySession]) -> int:

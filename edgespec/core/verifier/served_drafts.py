@@ -221,8 +221,7 @@ class ServedDrafts:
         """Add what is guessed here to the device's nodes in ``tree``, none deeper than ``depth``:
         of the chain what is at least ``least_chance`` likely, of the text ``least_guess``."""
         if self.chain is not None and self.chain.tokens:
-            tokens, reaches = self.chain.worth(least_chance)
-            tree.add_chain(tokens[:depth], reaches[:depth], Source.MODEL)
+            tree.add_tree(*self.chain.worth(least_chance, depth), Source.MODEL)
         self._add_text(tree, text, depth, least_guess)
         self._add_forced(tree, text, depth, least_guess)
 
@@ -253,7 +252,7 @@ class ServedDrafts:
                 counts.accepted += hit
                 own += hit
         if self.chain is not None:
-            self.chain.judge(committed, len(accepted) - own)
+            self.chain.judge(committed)
         return own
 
     def _add_forced(

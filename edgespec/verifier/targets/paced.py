@@ -92,7 +92,7 @@ class PacedServerDrafter:
         self.inner, self.open, self.close = inner, inner.open, inner.close
         self._pace = _Pace(base_ms, per_row_ms, sleep, clock)
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+    def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
         rows = sum(len(step.feed) for step in batch)
         seconds = self._pace.duration_s(rows, base=any(step.guess for step in batch))
         end_s = self._pace.clock() + seconds

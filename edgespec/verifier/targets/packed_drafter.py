@@ -22,16 +22,17 @@ part of a prompt) came at once. A sequence that is cut inside of its prefix ente
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgespec.core.ports import CapacityError, ModelOutputError, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
-from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest, PassResult
+from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import PrefixSharing
+from edgespec.core.verifier.own_drafts import CHOICES
 
 
 class DraftModel(TargetModel, Protocol):
@@ -39,6 +40,10 @@ class DraftModel(TargetModel, Protocol):
 
     def shift(self, key: str, first: int) -> None:
         """The sequence, just opened, begins at position ``first`` of its text, for the noise."""
+
+    def guess(self, batch: Sequence[PassRequest], width: int) -> list[tuple[Candidate, ...]]:
+        """As ``forward``, of requests without nodes: of each that samples the ``width`` best
+        choices, or fewer, the best first."""
 
 
 @dataclass(slots=True)
@@ -93,7 +98,7 @@ class PackedDrafter:
         self.close(key)
         self._sequences[key] = _DraftSequence(prompt_length, sampling)
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+    def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
         steps = {step.key: step for step in batch if step.key in self._sequences}
         requests: list[PassRequest] = []
         for step in steps.values():
@@ -105,9 +110,8 @@ class PackedDrafter:
                 requests.append(request)
             else:
                 self._empty(step.key)
-        results = self._run(requests)
-        found = {one.key: self._settle(steps[one.key], one) for one in results}
-        return [found.get(step.key) for step in batch]
+        found = {key: self._settle(steps[key], some) for key, some in self._run(requests)}
+        return [found.get(step.key, ()) for step in batch]
 
     def close(self, key: str) -> None:
         if self._sequences.pop(key, None) is not None:
@@ -148,8 +152,7 @@ class PackedDrafter:
         if not self._make_room(key, stop, spared):
             return None
         feed, blocks = tuple(sequence.text[sequence.first + start :]), self._ledger.table(key)
-        scores = int(step.guess)
-        return PassRequest(key, start, feed, sample=step.guess, blocks=blocks, logprobs=scores)
+        return PassRequest(key, start, feed, sample=step.guess, blocks=blocks)
 
     def _shared(self, key: str, sequence: _DraftSequence, start: int, *, new: bool) -> int:
         """Take hold of what is cached anywhere of the sequence's window; how many tokens that are,
@@ -190,11 +193,12 @@ class PackedDrafter:
             self.evictions += 1
         return True
 
-    def _run(self, requests: list[PassRequest]) -> list[PassResult]:
+    def _run(self, requests: list[PassRequest]) -> Iterable[tuple[str, tuple[Candidate, ...]]]:
         """One pass, without the sequences that the model cannot go on with."""
         while requests:
             try:
-                return self._model.forward(requests)
+                found = self._model.guess(requests, CHOICES)
+                return zip([one.key for one in requests], found, strict=True)
             except ModelOutputError as error:
                 self._ledger.withdraw(error.key)
                 self._empty(error.key)
@@ -206,7 +210,7 @@ class PackedDrafter:
                 raise
         return []
 
-    def _settle(self, step: DraftStep, result: PassResult) -> Candidate | None:
+    def _settle(self, step: DraftStep, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """The step went well: all of the window is cached."""
         sequence, size = self._sequences[step.key], self._ledger.block_tokens
         text, first, prefix = sequence.text, sequence.first, sequence.prefix
@@ -215,13 +219,11 @@ class PackedDrafter:
         if settled > prefix.length:
             prefix.extend(text[first + prefix.length : first + settled])
         self._sharing.publish(step.key, prefix.length)
-        if not step.guess:
-            return None
-        token = result.targets[0]
-        if token >= self._vocabulary_size:  # padding, which the target does not know
+        # Not padding, which the target does not know.
+        found = tuple([one for one in found if one.token < self._vocabulary_size])
+        if step.guess and not found:
             self._empty(step.key)
-            return None
-        return Candidate(token, result.scores[0].logprob)
+        return found
 
     def _empty(self, key: str) -> None:
         """Nothing is cached of the sequence any more."""

@@ -19,10 +19,11 @@ import torch
 
 from edgespec.core.ports import ModelInfo, PassRequest, PassResult, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.core.protocol.work import CacheShape, NodeScore
+from edgespec.core.protocol.work import CacheShape, Candidate, NodeScore
 from edgespec.sampling.tensors import (
     SampleBlock,
     TextCountsCache,
+    best_choices,
     best_tokens,
     choose_tokens,
     score_nodes,
@@ -177,15 +178,29 @@ class TorchTarget:
         if not batch:
             return []
         batch = self._checked(batch)
-        self._pool.reserve(batch)
-        logits = self._run(batch)
-        self._pool.commit_all(batch)
+        logits = self._pass(batch)
         with torch.inference_mode():
             tokens, nodes_scored = self._choose(logits, batch)
             scores = score_passes(logits, batch, tokens)
         if scores or batch.has_nodes or not all(batch.samples):
             return share_out(batch, tokens, scores, nodes_scored)
         return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
+
+    def guess(self, batch: Sequence[PassRequest], width: int) -> list[tuple[Candidate, ...]]:
+        """As ``packed_drafter.DraftModel.guess``."""
+        batch = self._checked(batch)
+        logits = self._pass(batch)
+        blocks = [block for block in map(self._sample_block, batch) if block.positions]
+        with torch.inference_mode():
+            found = iter(best_choices(logits, blocks, width))
+        return [next(found) if sample else () for sample in batch.samples]
+
+    def _pass(self, batch: PassBatch) -> torch.Tensor:
+        """Logits [sampled rows, vocabulary], until the next pass."""
+        self._pool.reserve(batch)
+        logits = self._run(batch)
+        self._pool.commit_all(batch)
+        return logits
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
         self._pool.keep(key, nodes)

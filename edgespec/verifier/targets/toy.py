@@ -310,7 +310,7 @@ class ToyServerDrafter:
         self._constrained.open(key, sampling)
         self._sequences[key] = SequenceText(prompt_length, sampling)
 
-    def step(self, batch: Sequence[work.DraftStep]) -> list[work.Candidate | None]:
+    def step(self, batch: Sequence[work.DraftStep]) -> list[tuple[work.Candidate, ...]]:
         return [self._step(step) for step in batch]
 
     def close(self, key: str) -> None:
@@ -321,19 +321,19 @@ class ToyServerDrafter:
         """The tokens in the cache of ``key``, for tests."""
         return tuple(self._sequences[key].tokens)
 
-    def _step(self, step: work.DraftStep) -> work.Candidate | None:
+    def _step(self, step: work.DraftStep) -> tuple[work.Candidate, ...]:
         sequence, length = self._sequences.get(step.key), step.keep_length + len(step.feed)
         if sequence is None:
-            return None
+            return ()
         tokens = sequence.tokens
         others = sum(len(one.tokens) for one in self._sequences.values()) - len(tokens)
         fits = length <= min(self.info.context_length, self._max_cached_tokens - others)
         if step.keep_length > len(tokens) or not fits:
             tokens.clear()
-            return None
+            return ()
         tokens[step.keep_length :] = step.feed
         if not step.guess:
-            return None
+            return ()
         mask = None
         output = tokens[sequence.prompt_length :]
         if sequence.sampling.constraint is not None:
@@ -341,12 +341,13 @@ class ToyServerDrafter:
                 mask = self._constrained.masks(step.key, output, (), ())[0]
             except ModelOutputError:
                 tokens.clear()
-                return None
+                return ()
         logits = self._model.logits(tokens)
         prompt = tokens[: sequence.prompt_length]
         token = laws.choose(logits, sequence.sampling, length, prompt, output, mask)
         logprob = work.score_token(logits, token, 1).logprob
-        return work.Candidate(self._perhaps_another(token, sequence.sampling.seed, length), logprob)
+        guess = self._perhaps_another(token, sequence.sampling.seed, length)
+        return (work.Candidate(guess, logprob),)
 
     def _perhaps_another(self, token: int, seed: int, position: int) -> int:
         # The complement of the session's seed: whether it is right does not follow its noise.

@@ -295,7 +295,7 @@ class CheckedDraftModel(DraftModel):
         self._held[key] = []
         self._lost.discard(key)
 
-    def step(self, batch: Sequence[DraftStep]) -> list[Candidate | None]:
+    def step(self, batch: Sequence[DraftStep]) -> list[tuple[Candidate, ...]]:
         self._break_down()
         keys = {step.key for step in batch}
         checks.require(0 < len(keys) == len(batch), "a draft step is empty, or has one twice")
@@ -303,13 +303,13 @@ class CheckedDraftModel(DraftModel):
         self._break_down()
         return guesses
 
-    def _one(self, step: DraftStep) -> Candidate | None:
+    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
         key, held = step.key, self._held[step.key]
         prefix = self._texts[key].prefix.tokens
         kept, known = step.keep_length, len(held)
         if kept > known and key in self._lost:
             self._lost.discard(key)
-            return None
+            return ()
         checks.require(kept <= known, f"{key}: the draft keeps {kept} of {known}")
         held[kept:] = step.feed
         shared = min(len(held), len(prefix))
@@ -322,12 +322,12 @@ class CheckedDraftModel(DraftModel):
             self._sequences[key].truncate(0)
             if not step.guess:
                 self._lost.add(key)
-            return None
-        guess = super()._one(step)
-        if guess is not None:
+            return ()
+        guesses = super()._one(step)
+        for guess in guesses:
             text = (*held, guess.token)
             self._guessed.update(text[:end] for end in range(len(prefix) + 1, len(text) + 1))
-        return guess
+        return guesses
 
 
 @dataclass(frozen=True, slots=True)
