@@ -59,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_generate_and_chat_just_work_and_fetch_once(address: str, model: Path, cache: Path) -> None:
-    where = ("--verifier", address, "-n", "12")
+    where = ("--verifier", address, "-n", "12", f"--set=reconnect.give_up_first_s={WITHIN_S}")
     with_folder = call(
         "generate", "the quick", *where, "--draft", "none", f"--set=tokenizer={model}"
     )

@@ -45,6 +45,7 @@ chooses its length beforehand, by the mean chance alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Final
 
 from edgespec.core.protocol.estimators import (
@@ -242,7 +243,7 @@ class ChainStart:
     """Guesses at most."""
     missing: int
     """Tokens of its text that the model has not read."""
-    chances: GuessChances
+    chances: GuessChances = field(repr=False)
     expected: float
     """Tokens that it has of the pass without a chain."""
 
