@@ -34,11 +34,6 @@ def token_at(position: int) -> int:
     return (position * 7 + 3) % 50
 
 
-def _line(*tokens: int) -> tuple[tuple[Candidate, ...], ...]:
-    """The guesses of a chain with one choice at each place."""
-    return tuple([(Candidate(token, -0.1),) for token in tokens])
-
-
 class ListDrafter:
     """A draft model whose caches are lists; it is right at a position where ``right`` says so, and
     elsewhere its last choice is, if there are several."""
@@ -175,24 +170,16 @@ def test_a_draft_that_is_always_wrong_is_given_up_and_tried_again() -> None:
 
 
 def test_other_choices_stand_beside_the_chain_while_they_are_worth_their_rows() -> None:
-    worlds = []
-    for choices in (1, 3):
-        world = World(ListDrafter(lambda at: at * 40_503 % 65_536 % 10 < 7, choices))
-        for stream in (1, 2):
-            world.open(stream)
+    chains, trees = (
+        World(ListDrafter(lambda at: at * 40_503 % 65_536 % 10 < 6, choices)) for choices in (1, 3)
+    )
+    for world in (chains, trees):
+        world.open(1)
         world.check()
-        worlds.append(world)
-    chains, trees = worlds
     assert trees.now < 0.96 * chains.now
-    for requests in trees.passes[len(trees.passes) // 2 :]:
-        for request in requests:
-            depths: list[int] = []
-            for parent in request.parents:
-                depths.append(0 if parent < 0 else depths[parent] + 1)
-            chain = max(depths, default=-1) + 1
-            assert depths[:chain] == list(range(chain))
-            # The second of three choices is never right, and is left out in time.
-            assert len(request.tokens) <= 2 * chain + 1
+    # The second of three choices is never right, and is left out in time.
+    late = trees.passes[len(trees.passes) // 2 :]
+    assert 51 not in {token for batch in late for request in batch for token in request.tokens}
 
 
 def test_a_record_offers_what_is_likely_enough() -> None:
@@ -214,7 +201,6 @@ def test_a_record_offers_what_is_likely_enough() -> None:
     assert dict(zip(tokens[2:], parents[2:], strict=True)) == {6: -1, 9: 0}
     assert reaches[0] > 0.9
     assert record.worth(0.0, 1)[0] == [5, 6]
-    assert record.worth(1.0, 8) == ([], [], [])
     record.judge((6, 1))
     assert record.worth(0.0, 8) == ([], [], [])
 
@@ -349,7 +335,8 @@ def test_the_chain_stands_behind_the_devices_nodes_which_are_its_own() -> None:
     assert drafts.starts[0].step.feed == (*prompt, token_at(2))
     draft = chain(session, token_at(3), token_at(4))
     engine.handle(ee.StreamMessage(1, draft), 0.026)
-    guess = od.Chain("s", 0, drafts.starts[0].step.feed, _line(token_at(3), 40))
+    guesses = (Candidate(token_at(3), -0.1),), (Candidate(40, -0.1),)
+    guess = od.Chain("s", 0, drafts.starts[0].step.feed, guesses)
     (run,) = _only(engine.handle(ee.DraftsDone((guess,), ((3, 0.002),)), 0.03), ee.RunBatch)
     (request,) = run.requests
     assert request.tokens == (token_at(3), token_at(4), 40)
@@ -439,7 +426,8 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
                     record.drafted(od.Chain("s", start.step.keep_length, None, ()))
                 else:
                     keep = start.step.keep_length
-                    record.drafted(od.Chain("s", keep, tuple(fed), _line(*drafted)))
+                    guesses = tuple([(Candidate(token, -0.1),) for token in drafted])
+                    record.drafted(od.Chain("s", keep, tuple(fed), guesses))
             new = [*record.tokens[: dice.randrange(4)], dice.randrange(3)]
             record.judge(new)
             text += new

@@ -199,10 +199,7 @@ _LENGTHS_OF_MASK = """lengths (int64[batch, total] attention_mask) => (int32[bat
 
 
 def write_folder(
-    folder: Path,
-    graphs: dict[str, onnx.ModelProto],
-    *,
-    external: Sequence[str] = (),
+    folder: Path, graphs: dict[str, onnx.ModelProto], *, external: Sequence[str] = ()
 ) -> Path:
     """A folder with ``graphs`` by their paths in it, config and tokenizer; the weights of those in
     ``external`` lie in a file of their own beside them."""

@@ -1,8 +1,8 @@
-"""The chat's parts, without a terminal.
+"""The chat: its parts, and on a terminal, as a user has it.
 
-Oracles: the screen of a terminal after many small frames is that of one large one; the chat goes on
-after a Ctrl-C at the worst moment, and what came of a reply is kept; files read back, for their
-owner alone.
+Oracles: the toy's text; the screen of a terminal after many small frames is that of one large one;
+the chat goes on after a Ctrl-C at the worst moment, and what came of a reply is kept; files read
+back, for their owner alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from edgespec.cli.chat_terminal import MarkdownView, TypedHistory
 from edgespec.config import AgentConfig
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Chunk, GenerationError, Piece
+from edgespec.models.toy import ToyTokenizer
 from edgespec.telemetry.agent_status import (
     AgentStatus,
     AgentTotals,
@@ -36,7 +38,8 @@ from edgespec.telemetry.agent_status import (
     VerifierState,
     VerifierStatus,
 )
-from tests.shell.terminal import Screen
+from tests.shell.live_verifier import daemon, toy_text
+from tests.shell.terminal import Screen, Terminal, on_terminal
 from tests.tables import tabled
 
 INFO = ModelInfo("m", "v", 64, 512)
@@ -325,3 +328,114 @@ def test_what_was_typed_is_found_again_and_by_its_owner_alone(tmp_path: Path) ->
     full = TypedHistory(Path("/dev/full"))
     full.append_string("one")
     assert full.get_strings() == ["one"]
+
+
+# --- on a terminal --------------------------------------------------------------------------------
+
+COUNT = 30
+TEXT = ToyTokenizer()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with daemon("--pass-ms", "20") as (where, _):
+        yield where
+
+
+def expected(prompt: str) -> str:
+    sampling = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+    return TEXT.decode(toy_text(TEXT.encode(prompt), sampling))
+
+
+def chatting(address: str, home: Path, *options: str, count: int = COUNT) -> tuple[str, ...]:
+    where = ("--verifier", address, "--draft", "toy", "-n", str(count))
+    # The verifier waits for drafts, so that the line of numbers tells of some.
+    settings = ("--set", "sampling.ignore_eos=true", "--set", "policy.run_ahead=never")
+    return ("chat", *where, *settings, *options)
+
+
+def left(terminal: Terminal) -> int:
+    terminal.type("/quit\r")
+    return terminal.ended()
+
+
+@pytest.mark.slow
+def test_several_lines_a_history_and_going_on(address: str, tmp_path: Path) -> None:
+    first = expected("hello\nworld ")
+    with on_terminal(*chatting(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.until(address)  # the line of numbers below the prompt
+        terminal.type("hello\x1b\rworld\r")
+        shown = terminal.until(first)
+        assert "> hello\n  world" in shown
+        terminal.until("accepted")
+        terminal.type("/stats\r")
+        terminal.until("this chat: 30 tokens in 1 reply,")
+        assert left(terminal) == 0
+        assert "\x1b[?25l" in terminal.said
+    (kept,) = (tmp_path / "edgespec/conversations").iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    said = json.loads(kept.read_text())
+    assert [one["content"] for one in said["messages"]] == ["hello\nworld", first]
+    history = tmp_path / "edgespec/chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert "+hello\n+world" in history.read_text()
+    again = ("--continue",)
+    with on_terminal(
+        *chatting(address, tmp_path, *again), XDG_STATE_HOME=str(tmp_path)
+    ) as terminal:
+        terminal.until("going on with a conversation of 2 messages")
+        terminal.until(address)
+        terminal.type("more\r")
+        terminal.until(expected(f"hello\nworld {first} more "))
+        assert left(terminal) == 0
+    (kept,) = (tmp_path / "edgespec/conversations").iterdir()
+    assert len(json.loads(kept.read_text())["messages"]) == 4
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -> None:
+    command = chatting(address, tmp_path, count=3000)
+    with on_terminal(*command, XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.until(address)
+        terminal.type("hello\r")
+        terminal.until("accepted")
+        terminal.type("\x03")
+        terminal.until("(stopped)")
+        saved = tmp_path / "saved.json"
+        terminal.type(f"/save {saved}\r")
+        terminal.until("2 messages written")
+        assert left(terminal) == 0
+    reply = json.loads(saved.read_text())["messages"][1]["content"]
+    assert 0 < len(reply) < 3000
+    assert expected("hello ")[: len(reply)] == reply[:COUNT]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("typing", [True, False])
+def test_sigterm_leaves_the_terminal_as_it_was(address: str, tmp_path: Path, typing: bool) -> None:
+    command = chatting(address, tmp_path, count=3000)
+    with on_terminal(*command, XDG_STATE_HOME=str(tmp_path)) as terminal:
+        before = terminal.modes
+        terminal.until(address)
+        if not typing:
+            terminal.type("hello\r")
+            terminal.until("accepted")
+        assert terminal.modes != before
+        terminal.process.terminate()
+        assert terminal.ended() == 143
+        assert terminal.modes == before
+
+
+@pytest.mark.slow
+def test_bytes_that_are_no_text_cost_one_message(address: str, tmp_path: Path) -> None:
+    """As a terminal sends that is set to another encoding."""
+    with on_terminal(*chatting(address, tmp_path), XDG_STATE_HOME=str(tmp_path)) as terminal:
+        terminal.until(address)
+        terminal.type(b"caf\xe9\r")
+        terminal.until("your message is not UTF-8")
+        terminal.type("hello\r")
+        terminal.until(expected("hello "))
+        assert left(terminal) == 0
+    (kept,) = (tmp_path / "edgespec/conversations").iterdir()
+    said = json.loads(kept.read_text())["messages"]
+    assert [one["content"] for one in said] == ["hello", expected("hello ")]

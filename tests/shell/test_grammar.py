@@ -395,9 +395,7 @@ async def test_a_verifier_says_what_it_cannot_keep(monkeypatch: pytest.MonkeyPat
 
 async def test_tokens_that_the_grammar_does_not_take_cannot_be_resumed() -> None:
     verifier = Verifier(
-        ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary),
-        Limits(),
-        read_constraint=READER,
+        ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary), Limits(), read_constraint=READER
     )
     transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
     stream = await transport.connect()

@@ -28,9 +28,9 @@ from edgespec.verifier.targets import linear_layers
 from edgespec.verifier.targets import loading as checkpoints
 from edgespec.verifier.targets.loading import check_family, load_model
 from edgespec.verifier.targets.torch_target import TorchTarget
-from tests.shell.family_models import family_model
 from tests.shell.tiny_checkpoints import (
     VOCABULARY_SIZE,
+    family_model,
     tiny_config,
     tiny_tensors,
     write_checkpoint,

@@ -44,9 +44,8 @@ from edgespec.verifier.targets.recorded_passes import RecordedPasses
 from edgespec.verifier.targets.row_tiles import RowTiles
 from edgespec.verifier.targets.torch_target import TorchTarget
 from tests.shell import torch_schedules as schedules
-from tests.shell.family_models import FAMILY_MODELS, family_model
 from tests.shell.live_verifier import python
-from tests.shell.tiny_checkpoints import tiny_config, write_checkpoint
+from tests.shell.tiny_checkpoints import FAMILY_MODELS, family_model, tiny_config, write_checkpoint
 from tests.shell.torch_schedules import Recorder, Serving
 
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6], list(range(20, 150))]
@@ -235,9 +234,7 @@ def _kernel() -> Attend:
     return attend
 
 
-def repeated_by_hand(
-    work: Callable[[], torch.Tensor],
-) -> tuple[Callable[[], None], torch.Tensor]:
+def repeated_by_hand(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """``recorded_passes.Record`` where there is no GPU: the same work on the same memory again."""
     result = work()
 
