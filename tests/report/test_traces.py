@@ -255,6 +255,7 @@ def _length_s(span: Span) -> float:
 
 
 HIDDEN = HiddenTokens()
+HIDDEN._key = bytes(16)  # of chance, one id in 128 would have its own name
 PARAMS = SamplingParams(
     max_tokens=40,
     temperature=0.9,
