@@ -16,10 +16,11 @@ the tokens a second that the pass would bring if the round ended now. So x is wh
 of the step costs, in tokens. A row costs once more, since a miss falls on those who have only the
 longer pass of it (``row_price.py``); and a dear step has to be more than worth it, for chances are
 estimates, too good for the texts that are hardest to guess. A session is in A if p_i is more than
-its row costs. Each p_i falls with every step, so the first step that does not pay ends the round.
-One session, passes of 25 ms and steps of 2.5 ms, guesses right with 0.88, rows for nothing: G
-begins at 40 tokens a second, so the first step has to bring 0.10 of a token. After eight steps it
-is 5.7 tokens in 45 ms: the next has to bring 0.34, and 0.88**9 is 0.32.
+its row costs, and enough for the node to be let into the pass. Each p_i falls with every step, so
+the first step that does not pay ends the round. One session, passes of 25 ms and steps of 2.5 ms,
+guesses right with 0.88, rows for nothing: G begins at 40 tokens a second, so the first step has to
+bring 0.10 of a token. After eight steps it is 5.7 tokens in 45 ms: the next has to bring 0.34, and
+0.88**9 is 0.32.
 
 Each step names ``CHOICES`` tokens for its place. The chain goes on with the best of them; the
 others become nodes beside it if they are worth their rows (siblings without replacement, as in RSD,
@@ -260,6 +261,8 @@ class RoundTimes:
     """How many tokens of prompts a round may feed."""
     held_up: float = 1.0
     """As of ``RowPriceKeeper``: prompts that wait for the target wait for the round too."""
+    least_chance: float = 0.0
+    """That a node has to be right with to be let into the pass."""
 
 
 @statically_frozen
@@ -327,7 +330,7 @@ class DraftRound:
         row = (times.step_row_s + times.pass_row_s) * goodput
         step = times.step_s * goodput
         guessing = [one for one in self._running if one.open and one.step.guess]
-        batch = [one for one in guessing if one.gain > row]
+        batch = [one for one in guessing if one.gain > max(row, times.least_chance)]
         cost = row + step / max(1, len(batch))
         if sum(one.gain for one in batch) <= len(batch) * _asked(cost, row):
             batch = guessing if self._probe and not self._steps else []
@@ -339,7 +342,10 @@ class DraftRound:
                 one
                 for one in self._running
                 if not one.step.guess
-                and (one.gain > _asked(cost, row) + fed * one.start.missing or self._probe)
+                and (
+                    one.gain > max(_asked(cost, row) + fed * one.start.missing, times.least_chance)
+                    or self._probe
+                )
             ]
         self._batch = batch
         return [one.step for one in batch]

@@ -326,6 +326,7 @@ class PassScheduler:
         rows = min(forming.offer.max_rows, most // len(decoding))
         offer = replace(forming.offer, max_rows=rows)
         times = self.draft_times.of(pass_s, self._price.row_s, self._price.held_up)
+        times = replace(times, least_chance=self.least_chance)
         starts: list[ChainStart] = []
         prompt_rows = times.prompt_rows
         for key in decoding:
