@@ -144,7 +144,7 @@ class ChainRecord:
         step = DraftStep(key, keep, feed if guess else feed[:PROMPT_ROWS], guess)
         return ChainStart(
             step,
-            reach=(reaches[at - 1] if at else 1.0),
+            reach=reaches[at - 1] if at else 1.0,
             rate=rate,
             most=length,
             missing=len(feed),
