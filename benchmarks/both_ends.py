@@ -252,8 +252,9 @@ async def play(
         limits = EngineLimits(
             cache=CacheShape(blocks, 16), drafter=True, server_drafts=server_drafts
         )
+    read = verifier_reader("bundled")  # one of its own, which it closes when it stops
     verifier = Verifier(
-        target, Limits(context_length=256), limits, read_constraint=READER, drafter=drafter
+        target, Limits(context_length=256), limits, read_constraint=read, drafter=drafter
     )
     transport = LoopbackTransport(verifier.serve, lambda: verifier.info)
     agents = [device(transport, one, dice) for one in (*DEVICES[kind], "")]
