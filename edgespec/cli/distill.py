@@ -125,7 +125,7 @@ def distill(
         job = _Job(
             *(target, draft, files, out, settings),
             chat=chat,
-            recorded=not prompts,
+            as_prompts=bool(prompts),
             online=bool(online),
         )
         with needs("torch and transformers", "edgespec[server]"):
@@ -158,12 +158,11 @@ class _Job:
         settings: TrainingSettings,
         *,
         chat: bool,
-        recorded: bool,
+        as_prompts: bool,
         online: bool,
     ) -> None:
-        self._out, self._settings, self._recorded = out, settings, recorded
-        self._online = online
-        self._files, self._chat = files, chat
+        self._out, self._settings, self._online = out, settings, online
+        self._files, self._chat, self._as_prompts = files, chat, as_prompts
         self._kept = out.with_name(f"{out.name}.training")
         self._target = folders.resolve_model(target, folders.Role.TARGET)
         self._draft = folders.resolve_model(draft, folders.Role.DRAFT)
@@ -188,13 +187,7 @@ class _Job:
             raise ConfigError(f"length is {settings.length}, but the context is {context} tokens")
 
     def run(self, budget: Budget, *, resume: bool, force: bool) -> None:
-        from edgespec.training.distill import (
-            Distillation,
-            Verdict,
-            load_model,
-            read_state,
-            save_state,
-        )
+        from edgespec.training import distill as training
         from edgespec.training.texts import HeldBack, split
 
         if self._online and self._kept.exists() and not resume:
@@ -203,7 +196,7 @@ class _Job:
         if self._kept.exists() != resume:
             begun = f"{self._kept} is a run that was not finished: give --resume, or remove it"
             fail(f"there is no {self._kept} to go on from" if resume else begun, FAILED)
-        kept = read_state(self._kept) if resume else {}
+        kept = training.read_state(self._kept) if resume else {}
         length, pieces = self._settings.length, self._pieces(kept)
         parts = split(pieces, self._settings.seed)
         known = self._identity(pieces)
@@ -213,38 +206,38 @@ class _Job:
                     f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume goes on"
                     " with the same models, texts and settings"
                 )
-        target, draft = load_model(self._target, exact=False), load_model(self._draft, exact=True)
+        target = training.load_model(self._target, exact=False)
+        draft = training.load_model(self._draft, exact=True)
         size = min(target.config.vocab_size, draft.config.vocab_size)
         with stop_asked() as check:
             held = len(parts.choosing) + len(parts.judging)
             say(f"{len(parts.training)} texts to learn from; the {held} held back are prepared")
             choosing, judging = (
-                HeldBack(target, held, length // 2, size, check, recorded=self._recorded)
+                HeldBack(target, held, length // 2, size, check)
                 for held in (parts.choosing, parts.judging)
             )
             before = judging.acceptance(draft)
-            training = Distillation(
-                *(target, draft, parts.training, choosing, self._settings, check),
-                recorded=self._recorded,
+            job = training.Distillation(
+                target, draft, parts.training, choosing, self._settings, check
             )
             if resume:
-                training.restore(kept["state"])
+                job.restore(kept["state"])
 
             def save() -> None:
                 # A recording has other texts by the time that a run goes on.
                 lines = [[tuple(piece) for piece in text] for text in pieces if self._online]
                 self._kept.parent.mkdir(parents=True, exist_ok=True)
-                save_state(self._kept, {**known, "pieces": lines, "state": training.state()})
+                training.save_state(self._kept, {**known, "pieces": lines, "state": job.state()})
 
             try:
                 with _shown() as report:
-                    training.run(budget, report, save)
-                verdict = Verdict.of(before, judging.acceptance(draft))
+                    job.run(budget, report, save)
+                verdict = training.Verdict.of(before, judging.acceptance(draft))
             except Interrupted:
                 save()
                 say(f"stopped; {self._kept} keeps what was learned, and --resume goes on")
                 raise
-        self._finish(draft, verdict, improved=training.improved, force=force)
+        self._finish(draft, verdict, improved=job.improved, force=force)
 
     def _pieces(self, kept: dict[str, Any]) -> Pieces:
         from edgespec.training.texts import Text, read_pieces
@@ -257,7 +250,7 @@ class _Job:
             prompt_encoder(tokenizer, chat=self._chat),
             self._settings.length,
             self._vocabulary,
-            as_prompts=not self._recorded,
+            as_prompts=self._as_prompts,
         )
 
     def _identity(self, pieces: Pieces) -> dict[str, str]:
@@ -267,7 +260,6 @@ class _Job:
             "target": folders.weights_fingerprint(self._target),
             "draft": folders.weights_fingerprint(self._draft),
             "texts": hashlib.sha256(repr(pieces).encode()).hexdigest()[:32],
-            "recorded": str(self._recorded),
             **{name: str(getattr(settings, name)) for name in settings.__slots__},
         }
 
@@ -275,19 +267,19 @@ class _Job:
         from edgespec.training.distill import write_checkpoint
 
         typer.echo(_table(verdict))
-        sure = improved and verdict.whole.interval[0] > 0
+        sure = improved and verdict.gain.interval[0] > 0
         if self._online and not (force or sure):
             self._kept.unlink()
             typer.echo("not better beyond its interval: no draft is written, none is replaced")
             return
-        if not (force or (improved and verdict.whole.mean > 0)):
+        if not (force or (improved and verdict.gain.mean > 0)):
             fail(
                 "the draft guesses no better on texts that it did not learn from, so nothing was"
                 f" written. {self._kept} is kept: --resume with more minutes goes on, --resume"
                 " --force writes it as it is",
                 FAILED,
             )
-        if verdict.whole.interval[0] <= 0:
+        if verdict.gain.interval[0] <= 0:
             say("warning: not better beyond its interval; more texts or minutes would tell")
         with placed(self._out, _before(self._out) if self._online else None) as work:
             write_checkpoint(draft, self._draft, work, self._settings.length - 1)
@@ -310,9 +302,8 @@ def _table(verdict: Verdict) -> str:
 
     texts = f"acceptance, texts held back: {verdict.texts}"
     lines = [f"{texts:<36}{'before':<24}{'after':<24}gain"]
-    for heat, before in verdict.before.items():
+    for heat, (before, after, gain) in verdict.by_temperature.items():
         name = f"temperature {heat:g}" if heat else "greedy"
-        after, gain = verdict.after[heat], verdict.gain[heat]
         lines.append(f"{name:<36}{words(before):<24}{words(after):<24}{words(gain, '+')}")
     return "\n".join(lines)
 

@@ -1,9 +1,8 @@
 """A draft learns its target's next-token distribution.
 
 The loop is plain: take the texts that were learned from least, ask target and draft for their
-distributions behind each prefix, take the loss between them (``LOSSES``), step. Texts are
-recorded ones, what the target writes after prompts, or what the draft itself writes; new ones are
-written as they are used up.
+distributions behind each prefix, take the loss between them (``LOSSES``), step. Texts are recorded
+ones, or what the target writes after prompts; new ones are written as they are used up.
 
 Drafts are exported in 4 bits, so training goes *through* the rounding (straight-through estimator,
 Bengio et al. 1308.3432): the model computes with rounded weights, its gradients move weights that
@@ -16,7 +15,6 @@ stopped and goes on ends with the same weights, if its budget counts steps.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import random
@@ -49,15 +47,10 @@ LOOKS: Final = 10
 """How often the held-back texts are looked at."""
 SAVE_EVERY_S: Final = 60.0
 _ROUND: Final = 32  # texts that are written at once
-# How often a text is learned from on average, and the rounds that are written ahead. A draft's own
-# texts grow old as it learns: few of them are kept.
+# How often a text is learned from on average, and the rounds that are written ahead.
 _USES, _AHEAD = 4, 4
-_OWN_USES, _OWN_AHEAD, _OWN_KEPT = 2, 1, 4
 _NUMBERS_AT_ONCE: Final = 1 << 24  # logits of one forward pass
 FIRST_CHOICE_WEIGHT: Final = 0.5
-SELECTED_SHARE: Final = 0.4
-"""Of the tokens of a step, as in AdaSPEC."""
-_FIRST_PHASE: Final = 0.5  # of ``selective``: the share of the budget that trains the reference
 
 
 # --- losses of a draft's next-token distribution q against the target's p -------------------------
@@ -71,16 +64,6 @@ def forward_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (target.exp() * (target - draft)).sum(-1)
 
 
-def reverse_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(q || p): the draft says nothing that the target would not (DistillSpec, 2310.08461)."""
-    return (draft.exp() * (draft - target)).sum(-1)
-
-
-def total_variation(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """TV(p, q), the share that even the best coupling rejects (DistillSpec, 2310.08461)."""
-    return 0.5 * (draft.exp() - target.exp()).abs().sum(-1)
-
-
 def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """KL(p || q) plus half the cross-entropy on the target's first choice, which is what greedy
     acceptance counts; the bundled pair was trained by it."""
@@ -89,27 +72,10 @@ def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return forward_kl(draft, target) - FIRST_CHOICE_WEIGHT * likelihood
 
 
-def most_to_gain(
-    draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor, share: float
-) -> torch.Tensor:
-    """bool [rows]: the ``share`` of rows, at least one, at which the draft is furthest behind
-    ``reference``, a trained draft of its size. What no draft of this size learns is left out
-    (AdaSPEC, 2510.19779). Ties go to the first rows."""
-    behind = (forward_kl(draft, target) - forward_kl(reference, target)).detach()
-    order = behind.argsort(descending=True, stable=True)
-    chosen = torch.zeros(len(behind), dtype=torch.bool, device=behind.device)
-    chosen[order[: max(1, round(share * len(behind)))]] = True
-    return chosen
-
-
 LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     LossName.FIRST_CHOICE: first_choice,
     LossName.FORWARD_KL: forward_kl,
-    LossName.REVERSE_KL: reverse_kl,
-    LossName.TOTAL_VARIATION: total_variation,
-    LossName.SELECTIVE: forward_kl,
 }
-"""``selective`` takes the rows of ``most_to_gain`` alone."""
 
 
 def load_model(folder: Path, *, exact: bool) -> Any:
@@ -161,8 +127,8 @@ class Progress:
 
 class Distillation:
     """``draft`` learns from ``target`` and ends with the weights that were best on ``choosing``.
-    ``pieces`` are prompts, or texts as they are (``recorded``). ``check`` is called where a stop
-    loses nothing, and may raise; ``state`` then has all that ``restore`` needs."""
+    ``pieces`` are prompts, after which ``target`` writes, or texts as they are. ``check`` is called
+    where a stop loses nothing, and may raise; ``state`` then has all that ``restore`` needs."""
 
     def __init__(
         self,
@@ -172,23 +138,19 @@ class Distillation:
         choosing: HeldBack,
         settings: TrainingSettings,
         check: Callable[[], None],
-        *,
-        recorded: bool,
     ) -> None:
         self._target, self._draft, self._choosing = target, draft, choosing
         self._settings, self._check = settings, check
         self._size = min(target.config.vocab_size, draft.config.vocab_size)
-        self._writes = settings.loss.on_own_samples or not recorded
-        self._prompts = [ids[: max(start, len(ids) // 2)] for ids, start in pieces]
-        self._texts = [] if self._writes else list(pieces)
+        self._prompts = [piece.tokens for piece in pieces if piece.is_prompt]
+        self._texts = [piece for piece in pieces if not piece.is_prompt]
         self._uses = [0] * len(self._texts)
         self._written = self._looked = self._step = 0
         self._seconds = 0.0
-        self._initial = self._weights()
         self._masters = [weight.detach().clone() for weight in draft.parameters()]
-        self._optimizer = self._new_optimizer()
-        self._reference: Any = None
-        self._loss = math.nan
+        self._optimizer = torch.optim.AdamW(
+            self._masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0
+        )
         self.best_score = self.acceptance = self._look()
         self._best: dict[str, torch.Tensor] = {}
         self._place()
@@ -218,15 +180,14 @@ class Distillation:
                 self._looked = int(LOOKS * share)
             if share >= 1.0:
                 break
-            self._enter_phase(share)
             self._write_ahead()
-            self._loss = self._learn(share)
+            loss = self._learn(share)
             self._step += 1
             now = time.monotonic()
             self._seconds = before + now - began
             share = min(1.0, budget.share(self._step, self._seconds))
             left_s = self._seconds * (1.0 - share) / share
-            report(Progress(self._step, share, self._loss, self.acceptance, left_s))
+            report(Progress(self._step, share, loss, self.acceptance, left_s))
             if now - saved > SAVE_EVERY_S:
                 save()
                 saved = time.monotonic()
@@ -257,7 +218,7 @@ class Distillation:
             master.grad, weight.grad = weight.grad, None
         torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate() * rate(self._phase_share(share))
+            group["lr"] = self._learning_rate() * rate(share)
         self._optimizer.step()
         self._place()
         for at in chosen:
@@ -269,12 +230,7 @@ class Distillation:
         with torch.no_grad():
             wanted = self._log_probabilities(self._target, tokens, places)
         own = self._log_probabilities(self._draft, tokens, places)
-        values = LOSSES[self._settings.loss](own, wanted)
-        if self._reference is None:
-            return values
-        with torch.no_grad():
-            theirs = self._log_probabilities(self._reference, tokens, places)
-        return values * most_to_gain(own, wanted, theirs, SELECTED_SHARE) / SELECTED_SHARE
+        return LOSSES[self._settings.loss](own, wanted)
 
     def _log_probabilities(
         self, model: Any, tokens: torch.Tensor, places: torch.Tensor
@@ -288,24 +244,20 @@ class Distillation:
         return rows.float().log_softmax(-1)
 
     def _write_ahead(self) -> None:
-        """Write texts until there are enough for the steps to come."""
-        settings, own = self._settings, self._settings.loss.on_own_samples
-        model, kept = (self._draft, _OWN_KEPT * _ROUND) if own else (self._target, None)
-        uses, ahead = (_OWN_USES, _OWN_AHEAD) if own else (_USES, _AHEAD)
-        while self._writes and (
-            self._written < self._step * settings.rows / uses + ahead * _ROUND
-            and (any(settings.temperatures) or own or self._written < len(self._prompts))
-        ):
+        """Let the target write texts until there are enough for the steps to come."""
+        settings = self._settings
+        wanted = self._step * settings.rows / _USES + _AHEAD * _ROUND
+        if not any(settings.temperatures):
+            wanted = min(wanted, len(self._prompts))
+        while self._prompts and self._written < wanted:
             numbers = range(self._written, self._written + _ROUND)
             prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
             heat = [self._temperature(number) for number in numbers]
             seeds = [settings.seed * 1_000_003 + number for number in numbers]
-            new = write(model, prompts, heat, seeds, settings.length // 2, self._check)
+            new = write(self._target, prompts, heat, seeds, settings.length // 2, self._check)
             # They join the pass that is on, or they alone would be drawn for a while.
             self._uses += [min(self._uses, default=0)] * len(new)
             self._texts += new
-            if kept is not None:
-                self._texts, self._uses = self._texts[-kept:], self._uses[-kept:]
             self._written += _ROUND
 
     def _temperature(self, number: int) -> float:
@@ -334,39 +286,15 @@ class Distillation:
         by_size = LARGEST_RATE * min(1.0, math.sqrt(OF_SIZE / size))
         return self._settings.learning_rate or self._settings.rate_share * by_size
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self._masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def _phase_share(self, share: float) -> float:
-        if self._settings.loss is not LossName.SELECTIVE:
-            return share
-        return share / _FIRST_PHASE if self._reference is None else 2 * share - 1
-
-    def _enter_phase(self, share: float) -> None:
-        """``selective`` first trains a reference, then begins again with the draft that came in."""
-        selects = self._settings.loss is LossName.SELECTIVE and share >= _FIRST_PHASE
-        if not selects or self._reference is not None:
-            return
-        self._reference = copy.deepcopy(self._draft)
-        self._draft.load_state_dict(self._initial)
-        with torch.no_grad():
-            for master, weight in zip(self._masters, self._draft.parameters(), strict=True):
-                master.copy_(weight)
-        self._best, self.best_score = {}, self._look()
-        self._optimizer = self._new_optimizer()
-        self._place()
-
     def state(self) -> dict[str, Any]:
         """All that changes, in types that ``torch.load`` reads without running code."""
         flat = list(chain.from_iterable(text.tokens for text in self._texts))
-        reference = None if self._reference is None else self._reference.state_dict()
         return {
             "counters": [self._step, self._written, self._looked],
             "numbers": [self._seconds, self.acceptance, self.best_score],
             "masters": self._masters,
             "optimizer": self._optimizer.state_dict(),
             "best": self._best,
-            "reference": reference,
             "tokens": torch.tensor(flat, dtype=torch.int32),
             "texts": [
                 (len(text.tokens), text.start, used)
@@ -383,9 +311,6 @@ class Distillation:
                 master.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self._best = state["best"]
-        if state["reference"] is not None:
-            self._reference = copy.deepcopy(self._draft)
-            self._reference.load_state_dict(state["reference"])
         parts = state["tokens"].split([length for length, _, _ in state["texts"]])
         kept = zip(parts, state["texts"], strict=True)
         self._texts = [Text(part.tolist(), start) for part, (_, start, _) in kept]
@@ -452,26 +377,20 @@ def judged(values: Sequence[float]) -> Judged:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Acceptance before and after on texts that chose nothing."""
+    """Acceptance on texts that chose nothing."""
 
-    before: dict[float, Judged]
-    after: dict[float, Judged]
-    gain: dict[float, Judged]
-    """Of each temperature, text by text."""
-    whole: Judged
-    """The gain over all temperatures."""
+    by_temperature: dict[float, tuple[Judged, Judged, Judged]]
+    """Before, after and the gain, text by text."""
+    gain: Judged
+    """Over all temperatures."""
     texts: int
 
     @classmethod
     def of(cls, before: dict[float, list[float]], after: dict[float, list[float]]) -> Verdict:
-        gains = {
-            heat: [new - old for old, new in zip(before[heat], after[heat], strict=True)]
-            for heat in before
-        }
-        return cls(
-            {heat: judged(values) for heat, values in before.items()},
-            {heat: judged(values) for heat, values in after.items()},
-            {heat: judged(values) for heat, values in gains.items()},
-            judged([fmean(values) for values in zip(*gains.values(), strict=True)]),
-            len(next(iter(gains.values()))),
-        )
+        rows, gains = {}, []
+        for heat, old in before.items():
+            gain = [value - was for was, value in zip(old, after[heat], strict=True)]
+            rows[heat] = judged(old), judged(after[heat]), judged(gain)
+            gains.append(gain)
+        whole = judged([fmean(values) for values in zip(*gains, strict=True)])
+        return cls(rows, whole, len(gains[0]))

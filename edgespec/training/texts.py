@@ -33,6 +33,11 @@ class Text(NamedTuple):
     tokens: list[int]
     start: int
 
+    @property
+    def is_prompt(self) -> bool:
+        """Nothing of it is to be guessed: what a model writes after it is."""
+        return self.start == len(self.tokens)
+
 
 Pieces = list[list[Text]]
 """Of texts: those of one inner list are learned from together, or held back together."""
@@ -204,7 +209,7 @@ def choices(
 
 class HeldBack:
     """Texts that nobody learns from, with the target's choices at each temperature that is judged:
-    what the target writes after held-back prompts, or recorded texts (``recorded``)."""
+    ``pieces``, or what the target writes after those that are prompts, up to ``count`` tokens."""
 
     def __init__(
         self,
@@ -213,16 +218,15 @@ class HeldBack:
         count: int,
         vocabulary_size: int,
         check: Callable[[], None],
-        *,
-        recorded: bool,
     ) -> None:
         self._size, self._check = vocabulary_size, check
         self._seeds = list(range(len(pieces)))
         self._judged: list[tuple[float, Sequence[Text], list[torch.Tensor]]] = []
+        prompts = [piece.tokens for piece in pieces if piece.is_prompt]
         for temperature in JUDGED_TEMPERATURES:
-            texts = list(pieces) if recorded else []
-            for first in range(0, 0 if recorded else len(pieces), _TOGETHER):
-                part = [piece.tokens for piece in pieces[first : first + _TOGETHER]]
+            texts = [piece for piece in pieces if not piece.is_prompt]
+            for first in range(0, len(prompts), _TOGETHER):
+                part = prompts[first : first + _TOGETHER]
                 seeds = self._seeds[first : first + _TOGETHER]
                 texts += write(target, part, [temperature] * len(part), seeds, count, check)
             wanted = choices(target, texts, temperature, self._seeds, vocabulary_size, check)
