@@ -12,7 +12,8 @@ sure the draft was of the guesses before):
 
 with p_i the chance that session i's text goes through its chain so far and the next guess, row_s
 what the session's row takes in the step and in the pass, step_s what the step takes besides, and G
-the tokens a second that the pass would bring if the round ended now. So x is what a session's part
+the tokens a second that the pass would bring if the round ended now. G is larger by the prompts
+that wait for the pass, and leaves out the time that prompt rows take (``row_price.py``). So x is what a session's part
 of the step costs, in tokens. A row costs once more, since a miss falls on those who have only the
 longer pass of it (``row_price.py``); and a dear step has to be more than worth it, for chances are
 estimates, too good for the texts that are hardest to guess. A session is in A if p_i is more than
@@ -254,6 +255,7 @@ class RoundTimes:
     """Seconds, as measured."""
 
     pass_s: float
+    """Of a pass, but what its prompt rows take."""
     step_s: float
     step_row_s: float
     pass_row_s: float
@@ -326,7 +328,8 @@ class DraftRound:
         self._steps: list[tuple[int, float]] = []
 
     def next_step(self) -> list[DraftStep]:
-        times, goodput = self._times, self._tokens / self._time_s
+        times = self._times
+        goodput = times.held_up * self._tokens / self._time_s
         row = (times.step_row_s + times.pass_row_s) * goodput
         step = times.step_s * goodput
         guessing = [one for one in self._running if one.open and one.step.guess]
@@ -335,9 +338,8 @@ class DraftRound:
         if sum(one.gain for one in batch) <= len(batch) * _asked(cost, row):
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # prompts are fed once a round, if guesses behind them will pay
-            # Prompts of the target that wait would wait for these rows as well.
-            cost = times.held_up * (row + step / max(1, len(self._running)))
-            fed = times.held_up * times.step_row_s * goodput / PAID_BACK_IN
+            cost = row + step / max(1, len(self._running))
+            fed = times.step_row_s * goodput / PAID_BACK_IN
             batch += [
                 one
                 for one in self._running
@@ -410,16 +412,16 @@ class DraftTimes:
         """A pass was over in which the target's own speculator ran so many steps."""
         self._by_steps.add(draft_steps, took_s)
 
-    def of(self, pass_s: float, pass_row_s: float, held_up: float = 1.0) -> RoundTimes:
+    def of(self, pass_s: float, pass_row_s: float) -> RoundTimes:
         row_s, base_s = self._by_rows.get(), self._by_rows.value(0.0)
         if row_s is None or base_s is None:
             step_s = self._step_s.get(GUESSED_STEP_SHARE * pass_s)
-            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, PROMPT_ROWS, held_up)
+            return RoundTimes(pass_s, step_s, 0.0, pass_row_s, PROMPT_ROWS)
         row_s = max(0.0, row_s)
         rows = MOST_PROMPT_ROWS
         if row_s * rows > PROMPT_SHARE * pass_s:
             rows = max(PROMPT_ROWS // 8, int(PROMPT_SHARE * pass_s / row_s))
-        return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s, rows, held_up)
+        return RoundTimes(pass_s, max(0.0, base_s), row_s, pass_row_s, rows)
 
     @property
     def own_step_s(self) -> float | None:

@@ -67,6 +67,12 @@ class RowPriceKeeper:
         return max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
 
     @property
+    def decode_s(self) -> float:
+        """Of the passes that sampled, what they take without their prompt rows."""
+        pass_s = self._pass_s.get(0.0)
+        return max(pass_s - self.row_s * self._prompt_rows.get(0.0), _LEAST_DECODING * pass_s)
+
+    @property
     def held_up(self) -> float:
         """How many sessions wait for the end of a pass, for each that decodes in it."""
         return 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
@@ -101,10 +107,9 @@ class RowPriceKeeper:
         of a row is not known, it is 0, and 1 where the first prompts wait."""
         if self._row_s is None and self._pass_s.count < _LEAST_PASSES:
             return 1.0 if self._prompts_waiting.get(0.0) > _FEW else 0.0
-        row_s, pass_s = self.row_s, self._pass_s.get(0.0)
-        if row_s <= 0.0 or pass_s <= 0.0:
+        row_s, decode_s = self.row_s, self.decode_s
+        if row_s <= 0.0 or decode_s <= 0.0:
             return 0.0
-        decode_s = max(pass_s - row_s * self._prompt_rows.get(0.0), _LEAST_DECODING * pass_s)
         cost = row_s * self._tokens.get(0.0) * self.held_up / decode_s
         return cost * (1.0 + cost)
 

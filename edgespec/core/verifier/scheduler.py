@@ -325,8 +325,13 @@ class PassScheduler:
         forming = self._forming()
         rows = min(forming.offer.max_rows, most // len(decoding))
         offer = replace(forming.offer, max_rows=rows)
-        times = self.draft_times.of(pass_s, self._price.row_s, self._price.held_up)
-        times = replace(times, least_chance=self.least_chance)
+        price = self._price
+        times = replace(
+            self.draft_times.of(pass_s, price.row_s),
+            pass_s=price.decode_s,
+            held_up=price.held_up,
+            least_chance=price.least_chance,
+        )
         starts: list[ChainStart] = []
         prompt_rows = times.prompt_rows
         for key in decoding:
