@@ -403,6 +403,24 @@ def test_a_round_stops_near_the_best_length(
     assert goodput(steps) >= least * goodput(best)
 
 
+@pytest.mark.parametrize(
+    ("held_up", "pass_s", "steps"),
+    [(1.0, 0.025, 4), (1.6, 0.025, 1), (2.5, 0.025, 0), (1.0, 0.017, 2), (1.0, 0.01, 0)],
+)
+def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take(
+    held_up: float, pass_s: float, steps: int
+) -> None:
+    """A step of 8 ms costs 0.32 of a token, so the first has to bring 0.35 and brings 0.9. The
+    fifth has to bring 0.66 and would bring 0.59."""
+    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, GuessChances(), 1.0)
+    times = od.RoundTimes(pass_s, 0.008, 0.0, 0.0, 512, held_up)
+    drafting, ran = od.DraftRound(od.RunDrafts((start,), times)), 0
+    while batch := drafting.next_step():
+        ran += 1
+        drafting.take([(Candidate(1, -0.1),)] * len(batch), 0.008)
+    assert ran == steps
+
+
 def test_a_record_knows_what_the_models_cache_holds() -> None:
     """Whatever is committed, drafted and refused, the cache is the text's when it is asked."""
     dice = random.Random(3)

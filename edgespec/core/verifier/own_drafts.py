@@ -13,15 +13,15 @@ sure the draft was of the guesses before):
 with p_i the chance that session i's text goes through its chain so far and the next guess, row_s
 what the session's row takes in the step and in the pass, step_s what the step takes besides, and G
 the tokens a second that the pass would bring if the round ended now. G is larger by the prompts
-that wait for the pass, and leaves out the time that prompt rows take (``row_price.py``). So x is what a session's part
-of the step costs, in tokens. A row costs once more, since a miss falls on those who have only the
-longer pass of it (``row_price.py``); and a dear step has to be more than worth it, for chances are
-estimates, too good for the texts that are hardest to guess. A session is in A if p_i is more than
-its row costs, and enough for the node to be let into the pass. Each p_i falls with every step, so
-the first step that does not pay ends the round. One session, passes of 25 ms and steps of 2.5 ms,
-guesses right with 0.88, rows for nothing: G begins at 40 tokens a second, so the first step has to
-bring 0.10 of a token. After eight steps it is 5.7 tokens in 45 ms: the next has to bring 0.34, and
-0.88**9 is 0.32.
+that wait for the pass, and leaves out the time that prompt rows take (``row_price.py``). So x is
+what a session's part of the step costs, in tokens. A row costs once more, since a miss falls on
+those who have only the longer pass of it; and a dear step has to be more than worth it, for chances
+are estimates, too good for the texts that are hardest to guess. A session is in A if p_i is more
+than its row costs, and enough for the node to be let into the pass. Each p_i falls with every step,
+so the first step that does not pay ends the round. One session, passes of 25 ms and steps of 2.5
+ms, guesses right with 0.88, rows for nothing: G begins at 40 tokens a second, so the first step has
+to bring 0.10 of a token. After eight steps it is 5.7 tokens in 45 ms: the next has to bring 0.34,
+and 0.88**9 is 0.32.
 
 Each step names ``CHOICES`` tokens for its place. The chain goes on with the best of them; the
 others become nodes beside it if they are worth their rows (siblings without replacement, as in RSD,
