@@ -128,7 +128,7 @@ class _Generation:
 
     async def _serve(self, bodies: list[bytes], scope: Scope, receive: Receive, send: Send) -> str:
         """What became of it. Never raises what a client could not be told."""
-        writer = _Writer(send, self._endpoint.settings.write_within_s)
+        writer: _Writer | None = None
         try:
             if self._endpoint.stopping:
                 raise service.stopping()
@@ -138,33 +138,29 @@ class _Generation:
                 data = await asyncio.to_thread(read_object, bodies.pop())
             answer = await self._prepare(data)
             del data
-            writer.begin(answer)
+            settings, streams = self._endpoint.settings, answer.request.stream
+            writer = _Writer(send, settings.write_within_s, answer)
             async with self._turn(answer, writer) as run:
                 while not run.over:
-                    news = await run.next(writer.keep_alive_s)
+                    news = await run.next(settings.keep_alive_s if streams else None)
                     said = self._add(answer, news) if news else KEEP_ALIVE
-                    if answer.request.stream:
+                    if streams:
                         await writer.write(said)
-                if answer.request.stream:
-                    await writer.write(
-                        answer.envelope.ending(answer.choices, answer.usage()), more=False
-                    )
-            if not answer.request.stream:
+                if streams:
+                    ending = answer.envelope.ending(answer.choices, answer.usage())
+                    await writer.write(ending, more=False)
+            if not streams:
                 whole = answer.envelope.whole(answer.choices, answer.usage())
                 await JSONResponse(whole, headers=writer.headers)(scope, receive, send)
             return _DONE
         except _ClientGoneError:
             return _GONE
         except Exception as error:
-            if isinstance(error, RecursionError):
-                error = nested_too_deep()
-            if not isinstance(error, ApiError):
-                _log.exception("answering a request failed")
-                error = ApiError(500, f"the endpoint failed: {type(error).__name__}")
-            if not writer.begun:
-                return await _refuse(error, scope, receive, send)
+            told = _told_of(error)
+            if writer is None or not writer.begun:
+                return await _refuse(told, scope, receive, send)
             with contextlib.suppress(_ClientGoneError):
-                await writer.write(writer.failed(error), more=False)
+                await writer.write(writer.answer.envelope.failed(told), more=False)
             return _CUT
 
     @asynccontextmanager
@@ -175,8 +171,6 @@ class _Generation:
         try:
             async with self._endpoint.running(answer) as run:
                 await _cancelled(waits)
-                if answer.request.stream:
-                    writer.keep_alive_s = self._endpoint.settings.keep_alive_s
                 yield run
         finally:
             await _cancelled(waits)
@@ -208,31 +202,21 @@ class _ClientGoneError(Exception):
 
 
 class _Writer:
-    """Writes a stream of events. Raises ``_ClientGoneError`` where a write takes longer than
-    ``within_s``."""
+    """Writes an answer as a stream of events. Raises ``_ClientGoneError`` where a write takes
+    longer than ``within_s``."""
 
-    def __init__(self, send: Send, within_s: float) -> None:
-        self._send, self._within_s = send, within_s
+    def __init__(self, send: Send, within_s: float, answer: service.Answer) -> None:
+        self._send, self._within_s, self.answer = send, within_s, answer
         self.begun = False
         self.headers: dict[str, str] = {}
-        self.keep_alive_s: float | None = None
-        """How long a stream may say nothing; None: it is none."""
-        self._answer: service.Answer | None = None
-
-    def begin(self, answer: service.Answer) -> None:
-        """What the stream is of: its first events stand before the first that is written."""
-        self._answer = answer
         if names := answer.request.ignored[:_MOST_NAMES]:
             safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
             self.headers = {"X-Edgespec-Ignored": ", ".join(safe)}
             # Their names are the client's words, which stand in no log.
             _log.info("ignored %d fields of a request", len(answer.request.ignored))
 
-    def failed(self, error: ApiError) -> bytes:
-        return b"" if self._answer is None else self._answer.envelope.failed(error)
-
     async def write(self, data: bytes, *, more: bool = True) -> None:
-        """``more`` false: the stream ends."""
+        """``more`` false: the stream ends. Its first events stand before what is written first."""
         try:
             async with asyncio.timeout(self._within_s):
                 if not self.begun:
@@ -241,8 +225,7 @@ class _Writer:
                     headers = [*_EVENTS, *own]
                     start = {"type": "http.response.start", "status": 200, "headers": headers}
                     await self._send(start)
-                    if self._answer is not None:
-                        data = self._answer.envelope.opening(self._answer.choices) + data
+                    data = self.answer.envelope.opening(self.answer.choices) + data
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except (TimeoutError, OSError) as error:
             raise _ClientGoneError from error
@@ -403,7 +386,14 @@ async def _told(request: Request, error: Exception) -> Response:
         }
         found = ApiError(error.status_code, why.get(error.status_code, error.detail))
         return error_response(found, error.headers)
-    if not isinstance(error, ApiError):
-        _log.error("answering a request failed", exc_info=error)
-        error = ApiError(500, f"the endpoint failed: {type(error).__name__}")
-    return error_response(error)
+    return error_response(_told_of(error))
+
+
+def _told_of(error: Exception) -> ApiError:
+    """What a client is told of it; a failure of our own is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RecursionError):
+        return nested_too_deep()
+    _log.error("answering a request failed", exc_info=error)
+    return ApiError(500, f"the endpoint failed: {type(error).__name__}")

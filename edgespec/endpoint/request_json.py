@@ -113,6 +113,7 @@ def from_generation(error: GenerationError) -> ApiError:
     return ApiError(status, str(error), param=param, code=code)
 
 
+MAX_TOKEN_ID: Final = (1 << 31) - 1
 MAX_VALUES: Final = 1 << 17
 """Lists, objects and texts, names among them, together. A chat of 4,096 messages has 20,482."""
 
@@ -202,15 +203,32 @@ class Fields:
             raise self.wrong(field, int(value), f"in [{low}, {high}]")
         return int(value)
 
-    def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...] | None:
-        """A list of objects, at most ``most``."""
-        value = self._of(field, list, "a list of objects")
-        if value is None:
-            return None
+    def sections(self, field: str, most: int | None = None) -> tuple[Fields, ...]:
+        """A list of objects, at most ``most``; absent: none."""
+        value = self._of(field, list, "a list of objects") or ()
         if most is not None and len(value) > most:
-            name = self.name(field)
-            raise invalid(name, f"{name} holds {len(value)} objects, but at most {most}")
+            raise self.error(field, f"holds {len(value)} objects, but at most {most}")
         return tuple(self._section(f"{field}[{place}]", one) for place, one in enumerate(value))
+
+    def texts(self, field: str, most: int) -> tuple[str, ...]:
+        """A text, or a list of at most ``most``; absent: none."""
+        value = self.data.get(field)
+        given = [value] if isinstance(value, str) else [] if value is None else value
+        if isinstance(given, list) and len(given) > most:
+            raise self.error(field, f"holds {len(given)} texts, but at most {most}")
+        if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+            raise self.wrong(field, value, "text, or a list of texts")
+        return tuple(encodable(self.name(field), one) for one in given)
+
+    def token_ids(self, field: str, most: int) -> tuple[int, ...]:
+        value = self.data.get(field)
+        if not isinstance(value, list | tuple) or len(value) > most:
+            raise self.wrong(field, value, f"a list of at most {most} token ids")
+        for one in value:
+            if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_TOKEN_ID:
+                why = f"holds {shown(one)}, but token ids are in [0, {MAX_TOKEN_ID}]"
+                raise self.error(field, why)
+        return tuple(value)
 
     def _of(self, field: str, kind: Any, wanted: str) -> Any:
         value = self.data.get(field)
@@ -219,9 +237,10 @@ class Fields:
             raise self.wrong(field, value, wanted)
         return value
 
-    def section(self, field: str) -> Fields | None:
+    def section(self, field: str) -> Fields:
+        """Absent: an empty one."""
         value = self.data.get(field)
-        return None if value is None else self._section(field, value)
+        return self._section(field, {} if value is None else value)
 
     def one_of(self, field: str, known: Collection[str]) -> str | None:
         value = self.text(field)
@@ -230,8 +249,12 @@ class Fields:
         return value
 
     def wrong(self, field: str, value: object, wanted: str) -> ApiError:
+        return self.error(field, f"is {shown(value)}, but must be {wanted}")
+
+    def error(self, field: str, why: str, code: str | None = None) -> ApiError:
+        """``why`` goes on where the field's name ends."""
         name = self.name(field)
-        return invalid(name, f"{name} is {shown(value)}, but must be {wanted}")
+        return invalid(name, f"{name} {why}", code)
 
     def _section(self, field: str, value: object) -> Fields:
         if not isinstance(value, dict):
@@ -244,19 +267,6 @@ def encodable(name: str, text: str) -> str:
     if not is_unicode(text):
         raise invalid(name, f"{name} holds half of a surrogate pair, which is no text")
     return text
-
-
-def texts(fields: Fields, field: str, most: int) -> Sequence[str]:
-    value = fields.raw(field)
-    if value is None:
-        return ()
-    given = [value] if isinstance(value, str) else value
-    if isinstance(given, list) and len(given) > most:
-        name = fields.name(field)
-        raise invalid(name, f"{name} holds {len(given)} texts, but at most {most}")
-    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
-        raise fields.wrong(field, value, "text, or a list of texts")
-    return tuple(encodable(fields.name(field), one) for one in given)
 
 
 def shown(value: object) -> str:

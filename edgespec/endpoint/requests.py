@@ -25,7 +25,7 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.core.verifier.relaxed_rules import full_name
-from edgespec.endpoint.request_json import Fields, encodable, invalid, shown, texts
+from edgespec.endpoint.request_json import MAX_TOKEN_ID, Fields, encodable, invalid, shown
 from edgespec.models.tokenizer import MAX_MESSAGES
 
 COMMON: Final = frozenset(
@@ -95,7 +95,7 @@ def _renamed(name: str, value: Any, known: frozenset[str], found: dict[str, Any]
         ours, convert = _OTHERS[name]
         found[ours] = value if convert is None else convert(name, value)
     elif name == "structured_outputs":
-        for inner, one in (Fields({name: value}).section(name) or Fields({})).data.items():
+        for inner, one in Fields({name: value}).section(name).data.items():
             if not _renamed(f"guided_{inner}", one, known, found):
                 raise invalid(name, f"{name}.{inner} is not supported", "unsupported_parameter")
     elif name == "reasoning_effort" and "messages" in known:
@@ -115,7 +115,7 @@ def _held_to_schema(name: str, value: Any) -> dict[str, Any]:
 
 
 def _one_of(name: str, value: Any) -> str:
-    given = texts(Fields({name: value}), name, MAX_STOP_STRINGS)
+    given = Fields({name: value}).texts(name, MAX_STOP_STRINGS)
     return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in given)
 
 
@@ -130,13 +130,8 @@ _OTHERS: Final[Mapping[str, tuple[str, Callable[[str, Any], Any] | None]]] = {
 }
 """Other servers' parameters: the name here, and what makes one of the other."""
 MAX_TOOLS: Final = 128
-MAX_TOKEN_ID: Final = (1 << 31) - 1
 # A drawn seed survives JavaScript, whose numbers hold 53 bits.
 _SEED_BITS: Final = 48
-_SAMPLED: Final = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 _FREE_CHOICES: Final = (None, "auto", "none")
 """Of ``tool_choice``: no call has to come."""
 _ROLES: Final = {"developer": "system", "function": "tool"}
@@ -193,13 +188,12 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
         raise invalid("top_logprobs", f"top_logprobs is {top}, but logprobs is not true")
     asked = _request(fields, ignored, defaults, most, scored, top)
     forced = fields.raw("tool_choice") not in _FREE_CHOICES
-    tools = [_tool(one, forced=forced) for one in fields.sections("tools", MAX_TOOLS) or ()]
+    tools = [_tool(one, forced=forced) for one in fields.sections("tools", MAX_TOOLS)]
     chosen = _chosen_tools(fields, tools)
     given = fields.sections("messages", MAX_MESSAGES)
     if not given:
         raise invalid("messages", "messages must hold at least one message")
     messages = [_message(one) for one in given]
-    variables = fields.section("chat_template_kwargs")
     parallel = fields.raw("parallel_tool_calls") is None or fields.flag("parallel_tool_calls")
     return replace(
         asked,
@@ -209,7 +203,7 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
         tools=chosen,
         one_call=(forced and len(chosen) < len(tools)) or not parallel,
         must_call=forced,
-        variables={} if variables is None else variables.data,
+        variables=fields.section("chat_template_kwargs").data,
     )
 
 
@@ -240,7 +234,7 @@ def _request(
     top: int,
 ) -> Request:
     options, stream = fields.section("stream_options"), fields.flag("stream")
-    if options is not None and not stream:
+    if fields.raw("stream_options") is not None and not stream:
         raise invalid("stream_options", "stream_options is given, but stream is not true")
     key = fields.text("prompt_cache_key")
     try:
@@ -253,7 +247,7 @@ def _request(
         fields.whole("max_tokens", 1, MAX_TOKENS),
         fields.whole("n", 1, most) or 1,
         stream,
-        options is not None and options.flag("include_usage"),
+        options.flag("include_usage"),
         scored,
         top,
         conversation_named(json.dumps(["key", key])) if key else "",
@@ -271,24 +265,9 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
-    given: dict[str, Any] = {}
-    for name in _SAMPLED:
-        if (number := fields.number(name, -1e6, 1e6)) is not None:
-            given[name] = number
-    if (top_k := fields.whole("top_k", -1, 1 << 24)) is not None:
-        given["top_k"] = max(0, top_k)  # elsewhere -1 keeps all
-    seed = fields.whole("seed", -(1 << 63), (1 << 64) - 1)
-    given["seed"] = secrets.randbits(_SEED_BITS) if seed is None else seed % (1 << 64)
-    if stop := texts(fields, "stop", MAX_STOP_STRINGS):
-        given["stop"] = stop
-    if (ids := fields.raw("stop_token_ids")) is not None:
-        given["stop_token_ids"] = token_ids(fields, "stop_token_ids", ids, MAX_STOP_IDS)
-    if (biases := fields.section("logit_bias")) is not None:
-        given["logit_bias"] = _biases(biases)
-    if (constraint := _constraint(fields)) is not None:
-        given["constraint"] = constraint
-    if fields.raw("ignore_eos") is not None:
-        given["ignore_eos"] = fields.flag("ignore_eos")
+    read = {name: one(fields, name) for name, one in _SAMPLED.items() if name in fields.data}
+    read = {"seed": secrets.randbits(_SEED_BITS), **read, "constraint": _constraint(fields)}
+    given = {name: value for name, value in read.items() if value is not None}
     try:
         return replace(defaults, **given)
     except ValueError as error:  # its message begins with the name, or with "number of" one
@@ -296,21 +275,46 @@ def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
         raise invalid(named[0] if named else "sampling", str(error)) from None
 
 
-def _biases(fields: Fields) -> dict[int, float]:
-    if (count := len(fields.data)) > MAX_BIASES:
-        raise invalid("logit_bias", f"logit_bias has {count} keys, but at most {MAX_BIASES}")
-    biases: dict[int, float] = {}
-    for name in fields.data:
+def _number(fields: Fields, name: str) -> float | None:
+    return fields.number(name, -1e6, 1e6)
+
+
+def _top_k(fields: Fields, name: str) -> int:
+    return max(0, fields.whole(name, -1, 1 << 24) or 0)  # elsewhere -1 keeps all
+
+
+def _seed(fields: Fields, name: str) -> int:
+    return (fields.whole(name, -(1 << 63), (1 << 64) - 1) or 0) % (1 << 64)
+
+
+def _biases(fields: Fields, name: str) -> dict[int, float]:
+    biases, found = fields.section(name), dict[int, float]()
+    if (count := len(biases.data)) > MAX_BIASES:
+        raise fields.error(name, f"has {count} keys, but at most {MAX_BIASES}")
+    for key in biases.data:
         try:
-            token = int(name)
+            token = int(key)
         except ValueError:
             token = -1
         if not 0 <= token <= MAX_TOKEN_ID:
-            why = f"logit_bias has the key {shown(name)}, which is no token id"
-            raise invalid("logit_bias", f"{why} in [0, {MAX_TOKEN_ID}]")
-        if (bias := fields.number(name, -100.0, 100.0)) is not None:
-            biases[token] = bias
-    return biases
+            why = f"has the key {shown(key)}, which is no token id in [0, {MAX_TOKEN_ID}]"
+            raise fields.error(name, why)
+        if (bias := biases.number(key, -100.0, 100.0)) is not None:
+            found[token] = bias
+    return found
+
+
+_SAMPLED: Final[Mapping[str, Callable[[Fields, str], Any]]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _number),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
+    "top_k": _top_k,
+    "seed": _seed,
+    "stop": lambda fields, name: fields.texts(name, MAX_STOP_STRINGS) or None,
+    "stop_token_ids": lambda fields, name: fields.token_ids(name, MAX_STOP_IDS),
+    "logit_bias": _biases,
+    "ignore_eos": Fields.flag,
+}
+"""What reads each of them, where it is there; None: it says nothing."""
 
 
 def _constraint(fields: Fields) -> Constraint | None:
@@ -333,18 +337,17 @@ def _constraint(fields: Fields) -> Constraint | None:
 
 
 def _schema(fields: Fields) -> str | None:
-    asked = fields.section("response_format")
-    if asked is None:
+    if fields.raw("response_format") is None:
         return None
+    asked = fields.section("response_format")
     kind = asked.raw("type")
     if kind not in _FORMATS:
         known = ", ".join(map(repr, _FORMATS))
-        why = f"response_format is of type {shown(kind)}, but must be of one of {known}"
-        raise invalid("response_format", why)
+        why = f"is of type {shown(kind)}, but must be of one of {known}"
+        raise fields.error("response_format", why)
     if kind != "json_schema":
         return None if kind == "text" else '{"type": "object"}'
-    described = asked.section("json_schema")
-    schema = None if described is None else described.raw("schema")
+    schema = asked.section("json_schema").raw("schema")
     if not isinstance(schema, dict):
         name = "response_format.json_schema.schema"
         raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
@@ -354,53 +357,37 @@ def _schema(fields: Fields) -> str | None:
 def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
     value = fields.raw("prompt")
     if value is None or value in ("", []):
-        raise invalid("prompt", "prompt is missing or empty, but must hold at least one token")
-    if isinstance(value, str):
-        return (fields.text("prompt") or "",)
-    if not isinstance(value, list):
-        raise fields.wrong("prompt", value, "text, token ids, or a list of either")
-    if isinstance(value[0], int):
-        return (token_ids(fields, "prompt", value, MAX_TOKENS),)
+        raise fields.error("prompt", "is missing or empty, but must hold at least one token")
+    if not isinstance(value, list) or isinstance(value[0], int):
+        return (_prompt(fields, "prompt"),)
     if len(value) * n > most:
         texts_asked = f"{len(value)} prompts with n {n} are {len(value) * n} texts"
         raise invalid("prompt", f"{texts_asked}, but a request may ask for at most {most}")
-    prompts: list[Prompt] = []
-    for place, one in enumerate(value):
-        name = f"prompt[{place}]"
-        if isinstance(one, str) and one:
-            prompts.append(Fields({name: one}).text(name) or "")
-        elif isinstance(one, list) and one:
-            prompts.append(token_ids(fields, name, one, MAX_TOKENS))
-        else:
-            raise fields.wrong(name, one, "text or token ids, and not empty")
-    return tuple(prompts)
+    several = Fields({f"prompt[{place}]": one for place, one in enumerate(value)})
+    return tuple([_prompt(several, name) for name in several.data])
 
 
-def token_ids(fields: Fields, name: str, value: Any, most: int) -> tuple[int, ...]:
-    """``value``, which stands in that field. Raises ``ApiError``."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > most:
-        raise fields.wrong(name, value, f"a list of at most {most} token ids")
-    for one in value:
-        if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= MAX_TOKEN_ID:
-            raise invalid(
-                fields.name(name),
-                f"{fields.name(name)} holds {shown(one)}, but token ids are in [0, {MAX_TOKEN_ID}]",
-            )
-    return tuple(value)
+def _prompt(fields: Fields, name: str) -> Prompt:
+    value = fields.raw(name)
+    if not isinstance(value, str | list) or not value:
+        raise fields.wrong(name, value, "text or token ids, and not empty")
+    if isinstance(value, list):
+        return fields.token_ids(name, MAX_TOKENS)
+    return encodable(fields.name(name), value)
 
 
 def _message(fields: Fields) -> dict[str, Any]:
     role = fields.one_of("role", _KNOWN_ROLES)
     if role is None:
-        raise invalid(fields.name("role"), f"{fields.name('role')} is missing")
+        raise fields.error("role", "is missing")
     calls = fields.sections("tool_calls")
     if calls and role != "assistant":
-        name = fields.name("tool_calls")
-        raise invalid(name, f"{name} stands in a message of {role}, but only assistants call tools")
+        why = f"stands in a message of {role}, but only assistants call tools"
+        raise fields.error("tool_calls", why)
     content = _content(fields)
     if content is None:
         if role != "assistant":
-            raise invalid(fields.name("content"), f"{fields.name('content')} is missing")
+            raise fields.error("content", "is missing")
         content = fields.text("refusal") or ""
     message: dict[str, Any] = {"role": _ROLES.get(role, role), "content": content}
     for key in ("name", "tool_call_id", "reasoning_content"):
@@ -410,7 +397,7 @@ def _message(fields: Fields) -> dict[str, Any]:
         message["tool_calls"] = [_earlier_call(one) for one in calls]
     for key in ("function_call", "audio"):
         if fields.raw(key) is not None:
-            raise invalid(fields.name(key), f"{fields.name(key)} is not supported")
+            raise fields.error(key, "is not supported")
     return message
 
 
@@ -419,23 +406,20 @@ def _content(fields: Fields) -> str | None:
     if not isinstance(value, list):
         return fields.text("content")
     parts = []
-    for part in fields.sections("content") or ():
+    for part in fields.sections("content"):
         kind = part.text("type")
         if kind not in ("text", "refusal"):
-            name = part.name("type")
-            raise invalid(name, f"{name} is {shown(kind)}, but this model reads text only")
-        text = part.text(kind)
-        if text is None:
-            raise invalid(part.name(kind), f"{part.name(kind)} is missing")
+            raise part.error("type", f"is {shown(kind)}, but this model reads text only")
+        if (text := part.text(kind)) is None:
+            raise part.error(kind, "is missing")
         parts.append(text)
     return "".join(parts)
 
 
 def _earlier_call(fields: Fields) -> dict[str, Any]:
     function = fields.section("function")
-    name = None if function is None else function.text("name")
-    if function is None or not name:
-        raise invalid(fields.name("function"), f"{fields.name('function')} has no name")
+    if not (name := function.text("name")):
+        raise fields.error("function", "has no name")
     arguments: Any = function.raw("arguments")
     if isinstance(arguments, str):
         arguments = _object_or_text(encodable(function.name("arguments"), arguments))
@@ -459,19 +443,16 @@ def _object_or_text(text: str) -> Any:
 def _tool(fields: Fields, *, forced: bool) -> dict[str, Any]:
     kind = fields.text("type")
     if kind != "function":
-        name = fields.name("type")
-        raise invalid(name, f"{name} is {shown(kind)}, but only tools of type 'function' are known")
+        raise fields.error("type", f"is {shown(kind)}, but only tools of type 'function' are known")
     function = fields.section("function")
-    called = None if function is None else function.text("name")
-    if function is None or called is None or not _TOOL_NAME.fullmatch(called):
-        name = fields.name("function.name")
+    called = function.text("name")
+    if called is None or not _TOOL_NAME.fullmatch(called):
         wanted = "1 to 128 letters, digits, dots, dashes or underscores"
-        raise invalid(name, f"{name} is {shown(called)}, but must be {wanted}")
+        raise function.wrong("name", called, wanted)
     function.section("parameters")  # an object, if it is there
     if function.flag("strict") and not forced:
-        name = function.name("strict")
-        why = f"{name} is true, but only a call that tool_choice forces is held to a schema"
-        raise invalid(name, why)
+        why = "is true, but only a call that tool_choice forces is held to a schema"
+        raise function.error("strict", why)
     told = {key: value for key, value in function.data.items() if key != "strict"}
     return {"type": "function", "function": told}
 
@@ -482,14 +463,12 @@ def _chosen_tools(fields: Fields, tools: list[dict[str, Any]]) -> list[dict[str,
         return [] if value == "none" else tools
     chosen = tools
     if isinstance(value, dict):
-        function = Fields(value, "tool_choice.").section("function")
-        name = None if function is None else function.text("name")
+        name = fields.section("tool_choice").section("function").text("name")
         chosen = [one for one in tools if one["function"]["name"] == name]
     elif value != "required":
-        wanted = "'auto', 'none', 'required' or a function"
-        raise invalid("tool_choice", f"tool_choice is {shown(value)}, but must be {wanted}")
+        raise fields.wrong("tool_choice", value, "'auto', 'none', 'required' or a function")
     if not chosen:
-        raise invalid("tool_choice", f"tool_choice is {shown(value)}, but tools has no such tool")
+        raise fields.error("tool_choice", f"is {shown(value)}, but tools has no such tool")
     if _constraint(fields) is not None:
-        raise invalid("tool_choice", "tool_choice forces a call, which no other format fits beside")
+        raise fields.error("tool_choice", "forces a call, which no other format fits beside")
     return chosen

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from edgespec.endpoint.answer import Choice, Delta, Envelope, Json
-from edgespec.endpoint.request_json import ApiError, Fields, invalid, shown
+from edgespec.endpoint.request_json import ApiError, Fields, shown
 from edgespec.endpoint.tool_calls import ToolCall
 
 _KEEPS: Final = ("previous_response_id", "conversation", "background", "prompt")
@@ -28,22 +28,22 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
     fields = Fields(data)
     for name in _KEEPS:
         if data.get(name):
-            why = f"{name} is given, but nothing is kept here: send the whole input"
-            raise invalid(name, why, "unsupported_parameter")
+            why = "is given, but nothing is kept here: send the whole input"
+            raise fields.error(name, why, "unsupported_parameter")
     chat = {name: value for name, value in data.items() if name not in _OURS | _LEFT_OUT}
     instructions = fields.text("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     chat["messages"] = system + _messages(fields)
     chat["max_completion_tokens"] = data.get("max_output_tokens")
-    if (text := fields.section("text")) is not None and (form := text.section("format")):
+    if (text := fields.section("text")).raw("format") is not None:
+        form = text.section("format")
         kind = form.raw("type")
         inner = {"json_schema": {"schema": form.raw("schema")}} if kind == "json_schema" else {}
         chat["response_format"] = {"type": kind, **inner}
-    if (reasoning := fields.section("reasoning")) is not None:
-        chat["reasoning_effort"] = reasoning.raw("effort")
-    if (tools := fields.sections("tools")) is not None:
-        given = [dict(one.data) for one in tools]
-        chat["tools"] = [{"type": one.pop("type", None), "function": one} for one in given]
+    if (effort := fields.section("reasoning").raw("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    given = [dict(one.data) for one in fields.sections("tools")]
+    chat["tools"] = [{"type": one.pop("type", None), "function": one} for one in given]
     choice = data.get("tool_choice")
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
@@ -56,7 +56,7 @@ def _messages(fields: Fields) -> list[Json]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     found: list[Json] = []
-    for item in fields.sections("input") or ():
+    for item in fields.sections("input"):
         match item.raw("type"):
             case None | "message":
                 found.append({"role": item.raw("role"), "content": _content(item)})
@@ -74,8 +74,7 @@ def _messages(fields: Fields) -> list[Json]:
             case "reasoning":
                 continue
             case kind:
-                name = item.name("type")
-                raise invalid(name, f"{name} is {shown(kind)}, which no model here reads")
+                raise item.error("type", f"is {shown(kind)}, which no model here reads")
     return found
 
 
@@ -85,7 +84,7 @@ def _content(item: Fields, name: str = "content") -> Any:
         return value
     return [
         {**part.data, "type": "text"} if part.raw("type") in _SAID else part.data
-        for part in item.sections(name) or ()
+        for part in item.sections(name)
     ]
 
 

@@ -41,7 +41,7 @@ from edgespec.endpoint.request_json import (
     no_such_model,
     unavailable,
 )
-from edgespec.endpoint.requests import Request, chat_request, completion_request, seed_of, token_ids
+from edgespec.endpoint.requests import Request, chat_request, completion_request, seed_of
 from edgespec.endpoint.responses import ResponseEnvelope, as_chat
 from edgespec.endpoint.tool_calls import MARKS, ToolReader, forced_call, tool_format
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
@@ -435,7 +435,7 @@ class Endpoint:
         tokens = await self._chat_tokens(request, chosen.context_length)
         if request.must_call:
             request = await asyncio.to_thread(self._with_forced_call, request)
-        return self._answer(envelope, request, [tokens])
+        return self._answer(envelope, request, chosen, [tokens])
 
     async def response(self, data: Mapping[str, Any]) -> Answer:
         answer = await self.chat(as_chat(data), ResponseEnvelope)
@@ -453,7 +453,7 @@ class Endpoint:
                 prompts.append(await self._encode(one, chosen.context_length, "prompt"))
             else:
                 prompts.append(one)
-        answer = self._answer(CompletionEnvelope, request, prompts)
+        answer = self._answer(CompletionEnvelope, request, chosen, prompts)
         if request.echo:
             for choice in answer.choices:
                 choice.echo = self._text_of(choice.prompt)
@@ -471,7 +471,7 @@ class Endpoint:
         return await self._encode(text, context, "prompt", special), context
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:
-        tokens = token_ids(Fields(data), "tokens", data.get("tokens"), MAX_TOKENS)
+        tokens = Fields(data).token_ids("tokens", MAX_TOKENS)
         return await asyncio.to_thread(self._text_of, tokens)
 
     @asynccontextmanager
@@ -590,11 +590,14 @@ class Endpoint:
         return replace(request.sampling, max_tokens=longest)
 
     def _answer(
-        self, envelope: MakeEnvelope, request: Request, prompts: Sequence[Sequence[int]]
+        self,
+        envelope: MakeEnvelope,
+        request: Request,
+        chosen: Chosen,
+        prompts: Sequence[Sequence[int]],
     ) -> Answer:
         """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
         has the seed ``seed_of(seed, k)``."""
-        chosen = self.models.choose(request.model)
         # The words of a request are let go, as its body is: they are many times as large.
         wordless = replace(request, prompts=(), messages=[], tools=[], variables={})
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import suppress
@@ -43,7 +44,6 @@ TOKENIZER_LIMITS: Final = CallLimits(
     peer_rate=32.0, peer_burst=64.0, total_rate=64.0, total_burst=128.0, max_wait_s=2.0
 )
 SPARE_STREAMS: Final = 8
-_KEY: Final = "key "
 _S = TypeVar("_S", bound=Hashable)
 _LOG = logging.getLogger(__name__)
 
@@ -102,22 +102,19 @@ def retry_metadata(wait_s: float) -> tuple[tuple[str, str], ...]:
 class CallLine:
     """One line for all callers, in which each peer has a rate of its own."""
 
-    def __init__(self, limits: CallLimits, clock: Callable[[], float]) -> None:
-        self._limits, self._clock = limits, clock
-        self._budget = CallBudget(limits, clock())
+    def __init__(self, limits: CallLimits) -> None:
+        self._budget = CallBudget(limits, time.monotonic())
         self._refusals = Refusals()
 
     async def turn(self, context: Any, credential: Credential = ANYBODY) -> None:
         """Wait until the call of ``context`` has its turn. Aborts it when the line is too long."""
         address = peer_address(str(context.peer()))
         peer = caller(address, credential)
-        wait_s = self._budget.turn(peer, self._clock(), payer(address, credential))
-        if wait_s > self._limits.max_wait_s:
-            text = (
-                f"{peer} asks too often: the wait would be {wait_s:.1f} s, "
-                f"the limit is {self._limits.max_wait_s:g} s"
-            )
-            advice = retry_metadata(wait_s - self._limits.max_wait_s)
+        wait_s = self._budget.turn(peer, time.monotonic(), payer(address, credential))
+        most_s = self._budget.limits.max_wait_s
+        if wait_s > most_s:
+            wait = f"the wait would be {wait_s:.1f} s, the limit is {most_s:g} s"
+            text, advice = f"{peer} asks too often: {wait}", retry_metadata(wait_s - most_s)
             await self._refusals.hold(peer)
             await abort_call(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
         if wait_s > 0.0:
@@ -174,10 +171,6 @@ class Authenticator:
     def __init__(self, authenticate: Authenticate | None) -> None:
         self._authenticate = authenticate
         self._refusals = Refusals()
-
-    @property
-    def asks_for_keys(self) -> bool:
-        return self._authenticate is not None
 
     def credential(self, key: str) -> Credential | None:
         """Whose call it is that shows this key; None: it is not let in."""
@@ -237,8 +230,8 @@ class StreamSlots(Generic[_S]):
         self._owners_of: dict[_S, tuple[str, ...]] = {}
         """The peer first."""
         self._held: Counter[str] = Counter()
-        # In the order of arrival.
-        self._idle: dict[str, dict[_S, None]] = {}
+        self._idle: dict[_S, None] = {}
+        """In the order of arrival."""
 
     def __len__(self) -> int:
         return len(self._owners_of)
@@ -249,17 +242,19 @@ class StreamSlots(Generic[_S]):
         if credential.name:
             most = 2 * credential.max_sessions + SPARE_STREAMS
             least = min(self.peer_streams, most) if credential.max_sessions else self.peer_streams
-            bounds[f"{_KEY}{credential.name!r}"] = least
+            bounds[payer(peer, credential)] = least
         owners = tuple(bounds)
         full = [owner for owner in owners if self._held[owner] >= bounds[owner]]
         if not full and len(self) < self.max_streams:
             self._take(stream, owners)
             return Entry()
         # Where both owners are full, an idle stream that counts for both has to leave.
-        peers = [owner for owner in self._idle if not owner.startswith(_KEY)]
-        largest = max(peers, key=lambda one: len(self._idle[one]), default="")
-        yielding = self._oldest_idle(full or [largest])
-        if yielding is None:
+        crowded = set(full)
+        if not full:
+            idle_peers = Counter(self._owners_of[one][0] for one in self._idle)
+            crowded = {peer for peer, _ in idle_peers.most_common(1)}
+        idle = (one for one in self._idle if crowded.issubset(self._owners_of[one]))
+        if (yielding := next(idle, None)) is None:
             for owner in full:
                 if bounds[owner] < self.max_streams:
                     held = f"{self._held[owner]} streams of {owner} are open"
@@ -271,31 +266,15 @@ class StreamSlots(Generic[_S]):
 
     def opened(self, stream: _S) -> None:
         """The stream's Open has arrived. A stream without a slot is ignored."""
-        self._forget_idle(stream, self._owners_of.get(stream, ()))
+        self._idle.pop(stream, None)
 
     def leave(self, stream: _S) -> None:
-        owners = self._owners_of.pop(stream, ())
-        self._forget_idle(stream, owners)
-        for owner in owners:
+        self._idle.pop(stream, None)
+        for owner in self._owners_of.pop(stream, ()):
             self._held[owner] -= 1
             if not self._held[owner]:
                 del self._held[owner]
 
     def _take(self, stream: _S, owners: tuple[str, ...]) -> None:
-        self._owners_of[stream] = owners
-        for owner in owners:
-            self._held[owner] += 1
-            self._idle.setdefault(owner, {})[stream] = None
-
-    def _forget_idle(self, stream: _S, owners: tuple[str, ...]) -> None:
-        for owner in owners:
-            idle = self._idle.get(owner)
-            if idle is not None:
-                idle.pop(stream, None)
-                if not idle:
-                    del self._idle[owner]
-
-    def _oldest_idle(self, owners: list[str]) -> _S | None:
-        """The oldest idle stream that counts for all of these."""
-        first, *others = (self._idle.get(owner, {}) for owner in owners)
-        return next((one for one in first if all(one in other for other in others)), None)
+        self._owners_of[stream], self._idle[stream] = owners, None
+        self._held.update(owners)

@@ -64,9 +64,6 @@ class WireLimits:
     """The bounds of what one end sends and accepts. Both directions of the codec enforce them."""
 
     max_message_bytes: int = 1 << 20
-    max_prompt_tokens: int = 32768
-    max_resumed_tokens: int = 32768
-    """Committed tokens in an Open."""
     context_length: int = 65536
     """Tokens in an Open: prompt and committed together."""
     max_draft_nodes: int = 256
@@ -85,12 +82,8 @@ class WireLimits:
         long is refused by its count of tokens, in words about tokens. For a context of 1,024 that
         is 262,144 bytes, for one of 131,072 it is 4 * 131,072 + 65,536 = 589,824.
         """
-        return cls(
-            max_message_bytes=max(WINDOW_BYTES, _TOKEN_BYTES * context_length + _OPEN_BYTES),
-            max_prompt_tokens=context_length,
-            max_resumed_tokens=context_length,
-            context_length=context_length,
-        )
+        size = max(WINDOW_BYTES, _TOKEN_BYTES * context_length + _OPEN_BYTES)
+        return cls(max_message_bytes=size, context_length=context_length)
 
 
 def check_number(field: str, value: int, low: int, high: int) -> int:
@@ -571,18 +564,16 @@ def _decode_open(wire: pb.Open, limits: WireLimits) -> m.Open:
 
 
 def _check_open(message: m.Open | pb.Open, limits: WireLimits) -> None:
-    prompt_length, committed_length = len(message.prompt), len(message.committed)
     check_number("Open.version", message.version, m.PROTOCOL_VERSION, m.PROTOCOL_VERSION)
     if not message.session_id:
         raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
     check_text("Open.rule", message.rule, _MAX_RULE_BYTES)
     check_number("bytes of Open.session_secret", len(message.session_secret), 0, m.MAX_SECRET_BYTES)
     check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
-    if (count := prompt_length + committed_length) > limits.context_length:
+    if (count := len(message.prompt) + len(message.committed)) > limits.context_length:
         why = f"Open has {count} tokens (prompt and committed)"
         raise ContextExceeded(f"{why}, but the context is {limits.context_length}")
-    check_count("Open.prompt", prompt_length, limits.max_prompt_tokens, low=1)
-    check_count("Open.committed", committed_length, limits.max_resumed_tokens)
+    check_count("Open.prompt", len(message.prompt), limits.context_length, low=1)
 
 
 def _check_info(info: m.VerifierInfo | pb.InfoReply) -> None:

@@ -8,7 +8,7 @@ its own, and the next caller gets the result that a cancelled one left behind.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Network
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -37,10 +37,10 @@ class ShieldedCall(Generic[_T]):
         return self._task is not None
 
     def begin(
-        self, operation: Coroutine[Any, Any, _T], ended: Callable[[BaseException | None], None]
+        self, operation: Coroutine[Any, Any, _T], failed: Callable[[BaseException], None]
     ) -> None:
-        """Start ``operation``, for which nobody need wait; ``ended`` hears what it raised, None
-        for a good end. None may be under way."""
+        """Start ``operation``, for which nobody need wait; ``failed`` hears what it raised. None
+        may be under way."""
         assert self._task is None
         self._task = task = asyncio.create_task(operation)
 
@@ -48,59 +48,42 @@ class ShieldedCall(Generic[_T]):
             if self._task is task:
                 self._task = None
             if done.cancelled():
-                ended(InterruptedOperation("the operation was cancelled"))
-            else:
-                ended(done.exception())
+                failed(InterruptedOperation("the operation was cancelled"))
+            elif (error := done.exception()) is not None:
+                failed(error)
 
         task.add_done_callback(forget)
 
     async def take(
         self,
-        operation: Callable[[], Awaitable[_T]],
+        operation: Callable[[], Coroutine[Any, Any, _T]],
         unless: asyncio.Future[Any] | None = None,
-        timeout_s: float | None = None,
     ) -> _T:
         """The result of the operation under way, or of a new one if there is none. Each result is
-        returned once.
-
-        Raises what the operation raised, ``InterruptedOperation``, and ``TimeoutError`` after
-        ``timeout_s``: the operation then goes on, as after a cancelled call.
-        """
+        returned once. Raises what the operation raised, and ``InterruptedOperation``."""
         if self._task is None:
-            self._task = asyncio.create_task(_coroutine(operation))
+            self._task = asyncio.create_task(operation())
             self._task.add_done_callback(_retrieve)
-        task = await self._wait(self._task, unless, timeout_s)
+        task = await self._wait(self._task, unless)
         if task.cancelled():
             raise InterruptedOperation("the operation was cancelled")
         return task.result()
 
-    async def settle(
-        self, unless: asyncio.Future[Any] | None = None, timeout_s: float | None = None
-    ) -> None:
+    async def settle(self, unless: asyncio.Future[Any] | None = None) -> None:
         """Wait for the operation that a cancelled caller left under way, and drop its result.
-
-        Raises ``InterruptedOperation`` and ``TimeoutError``, as ``take`` does.
-        """
+        Raises ``InterruptedOperation``."""
         if self._task is not None:
-            await self._wait(self._task, unless, timeout_s)
+            await self._wait(self._task, unless)
 
     async def _wait(
-        self, task: asyncio.Task[_T], unless: asyncio.Future[Any] | None, timeout_s: float | None
+        self, task: asyncio.Task[_T], unless: asyncio.Future[Any] | None
     ) -> asyncio.Task[_T]:
         futures = (task,) if unless is None else (task, unless)
-        done, _ = await asyncio.wait(
-            futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done:
-            raise TimeoutError(f"the operation took more than {timeout_s} s")
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise InterruptedOperation("interrupted")
         self._task = None
         return task
-
-
-async def _coroutine(operation: Callable[[], Awaitable[_T]]) -> _T:
-    return await operation()
 
 
 def _retrieve(task: asyncio.Task[_T]) -> None:

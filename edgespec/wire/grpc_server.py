@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -93,25 +94,23 @@ class GrpcVerifierStream:
         self.greeted = False
         self._reason = "the stream is open"
         self._retryable = True
-        self._spoke_last = False
+        self._stalled = False
 
     async def send(self, message: m.Downlink) -> None:
         """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` for a message over
         a bound. Waits while the device does not read, but for no longer than the stream may stall.
-        A Fault is the last message."""
+        A Fault ends the stream, and is what it says last."""
+        if self.send_now(message):  # as nearly always
+            return
         payload = codec.encode_downlink(message, self._limits)
-        if self._writing.busy or self._write_lock.locked() or isinstance(message, m.Fault):
-            async with self._write_lock:
-                self._raise_if_over()
-                if isinstance(message, m.Fault):
-                    await self._send_fault(message, payload)
-                else:
-                    await self._until_written(None)
-                    self._write(payload)
-        else:  # as nearly always
+        if isinstance(message, m.Fault):
             self._raise_if_over()
-            self._write(payload)
-        self._sent(message, len(payload))
+            return self.hang_up(message)
+        async with self._write_lock:
+            with suppress(grpc_calls.InterruptedOperation):  # the stream is over
+                await self._writing.settle(self._verdict)
+            self._raise_if_over()
+            self._write(message, payload)
 
     def send_now(self, message: m.Downlink) -> bool:
         """Send what can leave without waiting; False: it cannot, and nothing happened."""
@@ -123,20 +122,8 @@ class GrpcVerifierStream:
             payload = codec.encode_downlink(message, self._limits)
         except codec.ProtocolViolation:  # for ``send`` to tell
             return False
-        self._write(payload)
-        self._sent(message, len(payload))
+        self._write(message, payload)
         return True
-
-    def _sent(self, message: m.Downlink, size: int) -> None:
-        self._count(message, size)
-        match message:
-            case m.Commit():
-                count, accepted = len(message.tokens), message.accepted
-                self._budget.earn(count, self._loop.time(), accepted)
-            case m.Opened():
-                self.greeted = True
-            case m.Fault():
-                self.hang_up(message)
 
     async def receive(self) -> m.Uplink:
         """Raises ``LinkError`` when the device is gone, sends no more or broke the protocol."""
@@ -190,16 +177,16 @@ class GrpcVerifierStream:
     def hang_up(self, fault: m.Fault | None) -> None:
         self._end(fault, "the stream was closed here" if fault is None else fault.message)
 
-    def lost(self) -> None:
+    def lost(self, error: BaseException | None = None) -> None:
         """End the stream, because the library says that the device left."""
-        self._end(None, f"the device at {self.address} is gone")
+        why = "" if error is None else f": {error}"
+        self._end(None, f"the device at {self.address} is gone{why}")
 
     async def say_last(self, fault: m.Fault | None) -> None:
-        """After the end: let what was handed over leave, and the fault behind it, unless one was
-        sent; a device that left does not hear."""
-        if self._spoke_last:
+        """After the end: let what was handed over leave, and the fault behind it; a device that
+        left does not hear."""
+        if self._stalled:  # there is no room for another word
             return
-        self._spoke_last = True
         try:
             async with asyncio.timeout(LAST_WORD_S), self._write_lock:
                 await self._writing.settle()
@@ -232,20 +219,15 @@ class GrpcVerifierStream:
             self._retryable = False
             self.hang_up(m.Fault(violation.code, str(violation)))
         except grpc_calls.GONE as error:
-            self._end(None, f"the device at {self.address} is gone: {error}")
+            self.lost(error)
         except Exception as error:
             self._failure = error
         _wake(self._receiver)
 
     def _take_in(self, payload: bytes) -> float:
         """Hand a message to its receiver; for how many seconds no other must be read."""
-        now = self._loop.time()
-        try:
-            message = codec.decode_uplink(payload, self._limits)
-        except codec.ProtocolViolation:
-            self._budget.spend(now, len(payload))
-            raise
-        hold_s = self._budget.spend(now, len(payload))
+        hold_s = self._budget.spend(time.monotonic(), len(payload))
+        message = codec.decode_uplink(payload, self._limits)
         if isinstance(message, m.Open):
             self._on_open(self)
         self._count(message, len(payload))
@@ -256,47 +238,28 @@ class GrpcVerifierStream:
             _wake(self._receiver)
         return hold_s
 
-    def _write(self, payload: bytes) -> None:
+    def _write(self, message: m.Commit | m.Opened, payload: bytes) -> None:
         """Begin to write; no other write may be under way."""
-        self._write_began = self._loop.time()
-        self._writing.begin(self._context.write(payload), self._on_written)
+        self._write_began = now = time.monotonic()
+        self._writing.begin(self._context.write(payload), self.lost)
         if self._watch is None:
             self._watch = self._loop.call_later(self._stalled_s, self._look_for_stall)
-
-    def _on_written(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._end(None, f"the device at {self.address} is gone: {error}")
-
-    async def _until_written(self, patience_s: float | None) -> None:
-        """Wait for the write under way. Raises ``LinkError`` and, after that time,
-        ``TimeoutError``."""
-        try:
-            await self._writing.settle(self._verdict, patience_s)
-        except grpc_calls.InterruptedOperation:
-            raise self._gone() from None
-        self._raise_if_over()
-
-    async def _send_fault(self, fault: m.Fault, payload: bytes) -> None:
-        """The fault, to its end: who does not read it loses the stream soon, too."""
-        self._spoke_last = True
-        try:
-            await self._until_written(LAST_WORD_S)
-            self._write(payload)
-            await self._until_written(LAST_WORD_S)
-        except TimeoutError:
-            self.hang_up(fault)
-            raise self._gone() from None
+        self._count(message, len(payload))
+        if isinstance(message, m.Commit):
+            self._budget.earn(len(message.tokens), now, message.accepted)
+        else:
+            self.greeted = True
 
     def _look_for_stall(self) -> None:
         """The one timer of the stream: it looks whether a write takes too long."""
         self._watch = None
         if self._verdict.done() or not self._writing.busy:
             return
-        left_s = self._write_began + self._stalled_s - self._loop.time()
+        left_s = self._write_began + self._stalled_s - time.monotonic()
         if left_s > 0.0:
             self._watch = self._loop.call_later(left_s, self._look_for_stall)
             return
-        self._spoke_last = True  # there is no room for another word
+        self._stalled = True
         why = f"the device at {self.address} did not read for {self._stalled_s:g} s"
         self.hang_up(m.Fault(m.FaultCode.OVERLOADED, why))
 
@@ -312,10 +275,7 @@ class GrpcVerifierStream:
 
     def _raise_if_over(self) -> None:
         if self._verdict.done():
-            raise self._gone()
-
-    def _gone(self) -> LinkError:
-        return LinkError(self._reason, retryable=self._retryable)
+            raise LinkError(self._reason, retryable=self._retryable)
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -385,10 +345,16 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
         self._authenticator = callers.Authenticator(authenticate)
-        self._uplink_limits, self._open_limits, self._info_limits = uplink, opens, infos
         self._stalled_s, self._texts = stalled_s, texts
         self._watch = watch = watch or Watch()
-        self._refused, self._waits = watch.streams.refused, watch.waited
+        self._refused = watch.streams.refused
+        uplink = uplink or budgets.UplinkLimits()
+        if authenticate is None:
+            uplink = budgets.without_keys(uplink)
+        self._uplink = budgets.UplinkBudget(uplink, time.monotonic(), watch.waited)
+        self._opens = budgets.CallBudget(opens, time.monotonic())
+        self._questions = callers.CallLine(infos)
+        self._lending = callers.CallLine(callers.TOKENIZER_LIMITS)
         self._slots: callers.StreamSlots[GrpcVerifierStream] = callers.StreamSlots(
             max_streams, peer_share
         )
@@ -406,14 +372,6 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Listen and report SERVING. Raises ``OSError`` naming an address that cannot be had."""
-        clock = asyncio.get_running_loop().time
-        uplink = self._uplink_limits or budgets.UplinkLimits()
-        if not self._authenticator.asks_for_keys:
-            uplink = budgets.without_keys(uplink)
-        self._uplink = budgets.UplinkBudget(uplink, clock(), self._waits)
-        self._opens = budgets.CallBudget(self._open_limits, clock())
-        self._questions = callers.CallLine(self._info_limits, clock)
-        self._lending = callers.CallLine(callers.TOKENIZER_LIMITS, clock)
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
@@ -534,9 +492,7 @@ class GrpcServer:
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
-            budget = self._uplink.open(
-                asyncio.get_running_loop().time(), callers.payer(host, credential)
-            )
+            budget = self._uplink.open(time.monotonic(), callers.payer(host, credential))
             stream = GrpcVerifierStream(
                 context,
                 address,
@@ -580,25 +536,21 @@ class GrpcServer:
 
     async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""
-        most_s = self._open_limits.max_wait_s
-        who, pays = (
-            whose(stream.peer, stream.credential) for whose in (callers.caller, callers.payer)
-        )
-        now = asyncio.get_running_loop().time()
+        most_s, now = self._opens.limits.max_wait_s, time.monotonic()
+        who = callers.caller(stream.peer, stream.credential)
+        pays = callers.payer(stream.peer, stream.credential)
         wait_s = self._opens.turn(who, now, pays)
         if wait_s <= most_s:
             wait_s = max(wait_s, self._uplink.turn(pays, now, most_s))
         if wait_s > most_s:
             await self._refusals.hold(pays, stream.over)
             retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MOST_RETRY_S)
-            text = (
-                f"{who} opens streams too often: the wait would be {wait_s:.1f} s, "
-                f"the limit is {most_s:g} s"
-            )
+            wait = f"the wait would be {wait_s:.1f} s, the limit is {most_s:g} s"
+            text = f"{who} opens streams too often: {wait}"
             return m.Fault(m.FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
             self._in_line.add(stream)
-            self._waits(budgets.Wait.LINE, wait_s)
+            self._watch.waited(budgets.Wait.LINE, wait_s)
             try:
                 await stream.over(wait_s)
             finally:

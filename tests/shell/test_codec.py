@@ -27,8 +27,6 @@ from edgespec.wire import codec
 from edgespec.wire.pb import speculation_pb2 as pb
 
 LIMITS = codec.WireLimits(
-    max_prompt_tokens=64,
-    max_resumed_tokens=64,
     context_length=128,
     max_draft_nodes=16,
     max_commit_tokens=16,

@@ -100,8 +100,7 @@ async def test_a_refused_stream_gives_its_slot_back_though_nobody_reads() -> Non
             sending.result()
         sending.cancel()
         await asyncio.wait((sending,))
-        with pytest.raises(LinkError):
-            await stream.send(Fault(FaultCode.OVERLOADED, "no room"))
+        await stream.send(Fault(FaultCode.OVERLOADED, "no room"))
         refused.set()
         await asyncio.Event().wait()  # a driver that never lets go
 

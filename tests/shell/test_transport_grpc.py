@@ -98,12 +98,11 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         (b"\xff\xff\xff", "3 bytes are not a DeviceMessage"),
         (b"", "no kind known here"),
         (b"x" * 10_000, "4096"),
-        (encode_uplink(m.Open("s", "", "", (5,) * 50)), "Open.prompt has 50 entries"),
         (encode_uplink(m.Draft(1, (0,), (999_999,), 1)), "Draft.tokens[0] is 999999"),
     ],
 )
 async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, details: str) -> None:
-    limits = WireLimits(max_prompt_tokens=40, vocabulary_size=32000, max_message_bytes=4096)
+    limits = WireLimits(vocabulary_size=32000, max_message_bytes=4096)
     too_large = len(payload) > 4096
     async with echo_verifier.served(limits=limits) as (_, transport):
         good = await echo_verifier.opened(transport)
