@@ -23,14 +23,12 @@ _TYPES: Final = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-# What a refusal of the verifier is for the client of a device: status and code.
-_FAULTS: Final = {
+# What a refusal of the verifier is for the client of a device: status and code. Any other says that
+# there is no verifier now.
+_FAULTS: Final[Mapping[FaultCode | None, tuple[int, str]]] = {
     FaultCode.CONTEXT_TOO_LONG: (400, "context_length_exceeded"),
     FaultCode.INVALID: (400, "invalid_request"),
     FaultCode.UNKNOWN_MODEL: (404, "model_not_found"),
-    FaultCode.OVERLOADED: (503, "verifier_unavailable"),
-    FaultCode.SHUTTING_DOWN: (503, "verifier_unavailable"),
-    FaultCode.RESYNC: (503, "verifier_unavailable"),
     FaultCode.INTERNAL: (503, "verifier_failed"),
     FaultCode.UNAUTHENTICATED: (503, "verifier_refused_key"),
     FaultCode.VOCABULARY_MISMATCH: (503, "verifier_does_not_fit"),
@@ -104,9 +102,7 @@ def no_such_model(name: str, known: Sequence[str]) -> ApiError:
 
 
 def from_generation(error: GenerationError) -> ApiError:
-    if error.code is None:
-        return unavailable(str(error))
-    status, code = _FAULTS[error.code]
+    status, code = _FAULTS.get(error.code, (503, "verifier_unavailable"))
     if status == 503:
         return unavailable(str(error), code)
     param = "model" if error.code is FaultCode.UNKNOWN_MODEL else None

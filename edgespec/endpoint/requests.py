@@ -38,7 +38,7 @@ COMMON: Final = frozenset(
 )
 CHAT: Final = COMMON | frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
-    " chat_template_kwargs".split()
+    " chat_template_kwargs reasoning_effort".split()
 )
 COMPLETION: Final = COMMON | {"prompt", "echo"}
 IGNORED: Final = frozenset(
@@ -70,25 +70,23 @@ def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, 
     """The fields of a request that count, by OpenAI's names or ours, and the names of those that
     were left out since nobody here knows them. Raises ``ApiError`` naming the first parameter that
     would matter and is not supported."""
-    found: dict[str, Any] = {}
-    unknown = []
+    own, renamed, unknown = dict[str, Any](), dict[str, Any](), []
     for name, value in data.items():
         if value is None or name in IGNORED:
             continue
         if name in known:
-            found[name] = value
+            own[name] = value
         elif name in NEUTRAL:
             # 1 == True in Python, but not in JSON.
             if value != NEUTRAL[name] or type(value) not in (type(NEUTRAL[name]), float):
                 why = f"{name} is {shown(value)}, but {name} is not supported"
                 raise invalid(name, why, "unsupported_parameter")
-        elif not _renamed(name, value, known, found):
+        elif not _renamed(name, value, renamed):
             unknown.append(name)
-    given = {name: value for name, value in data.items() if name in known and value is not None}
-    return Fields({**found, **given}), tuple(unknown)
+    return Fields({**renamed, **own}), tuple(unknown)
 
 
-def _renamed(name: str, value: Any, known: frozenset[str], found: dict[str, Any]) -> bool:
+def _renamed(name: str, value: Any, found: dict[str, Any]) -> bool:
     """Whether another server's parameter is one of ours by another name; then ``found`` has it.
     Raises ``ApiError``."""
     if name in _OTHERS:
@@ -96,10 +94,8 @@ def _renamed(name: str, value: Any, known: frozenset[str], found: dict[str, Any]
         found[ours] = value if convert is None else convert(name, value)
     elif name == "structured_outputs":
         for inner, one in Fields({name: value}).section(name).data.items():
-            if not _renamed(f"guided_{inner}", one, known, found):
+            if not _renamed(f"guided_{inner}", one, found):
                 raise invalid(name, f"{name}.{inner} is not supported", "unsupported_parameter")
-    elif name == "reasoning_effort" and "messages" in known:
-        found["chat_template_kwargs"] = {name: value, **found.get("chat_template_kwargs", {})}
     else:
         return False
     return True
@@ -152,16 +148,16 @@ class Request:
     n: int
     stream: bool
     include_usage: bool
-    scored: bool
-    """Whether log-probabilities were asked for."""
-    top_logprobs: int
-    """How many of the likeliest tokens to tell with each."""
     conversation: str
     """Its hash; empty: the request does not tell which one it belongs to."""
     ignored: tuple[str, ...]
     """Names of parameters that nobody here knows."""
-    rule: str = ""
+    rule: str
     """By which drafts are accepted; empty: as the device is configured."""
+    scored: bool = False
+    """Whether log-probabilities were asked for."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to tell with each."""
     prompts: tuple[Prompt, ...] = ()
     """The texts to continue."""
     echo: bool = False
@@ -181,40 +177,43 @@ class Request:
 def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
     """``defaults`` hold for what is not said; ``most`` texts may be asked for. Raises
     ``ApiError``."""
-    fields, ignored = understood(data, CHAT)
-    scored = fields.flag("logprobs")
-    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
+    fields, asked = _request(data, CHAT, defaults, most)
+    scored, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
     if top and not scored:
-        raise invalid("top_logprobs", f"top_logprobs is {top}, but logprobs is not true")
-    asked = _request(fields, ignored, defaults, most, scored, top)
+        raise fields.error("top_logprobs", f"is {top}, but logprobs is not true")
     forced = fields.raw("tool_choice") not in _FREE_CHOICES
     tools = [_tool(one, forced=forced) for one in fields.sections("tools", MAX_TOOLS)]
     chosen = _chosen_tools(fields, tools)
     given = fields.sections("messages", MAX_MESSAGES)
     if not given:
-        raise invalid("messages", "messages must hold at least one message")
+        raise fields.error("messages", "must hold at least one message")
     messages = [_message(one) for one in given]
+    variables = {**fields.section("chat_template_kwargs").data}
+    if (effort := fields.raw("reasoning_effort")) is not None:
+        variables.setdefault("reasoning_effort", effort)
     parallel = fields.raw("parallel_tool_calls") is None or fields.flag("parallel_tool_calls")
     return replace(
         asked,
         max_tokens=fields.whole("max_completion_tokens", 1, MAX_TOKENS) or asked.max_tokens,
         conversation=asked.conversation or _conversation(messages),
+        scored=scored,
+        top_logprobs=top,
         messages=messages,
         tools=chosen,
         one_call=(forced and len(chosen) < len(tools)) or not parallel,
         must_call=forced,
-        variables=fields.section("chat_template_kwargs").data,
+        variables=variables,
     )
 
 
 def completion_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
-    fields, ignored = understood(data, COMPLETION)
+    fields, asked = _request(data, COMPLETION, defaults, most)
     top, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
     if echo and top is not None:
-        why = "echo and logprobs are both given, but prompts are not scored here"
-        raise invalid("echo", why, "unsupported_parameter")
-    asked = _request(fields, ignored, defaults, most, top is not None, top or 0)
-    return replace(asked, prompts=_prompts(fields, asked.n, most), echo=echo)
+        why = "and logprobs are both given, but prompts are not scored here"
+        raise fields.error("echo", why, "unsupported_parameter")
+    prompts, scored = _prompts(fields, asked.n, most), top is not None
+    return replace(asked, prompts=prompts, echo=echo, scored=scored, top_logprobs=top or 0)
 
 
 def seed_of(seed: int, choice: int) -> int:
@@ -226,30 +225,25 @@ def seed_of(seed: int, choice: int) -> int:
 
 
 def _request(
-    fields: Fields,
-    ignored: tuple[str, ...],
-    defaults: SamplingParams,
-    most: int,
-    scored: bool,
-    top: int,
-) -> Request:
+    data: Mapping[str, Any], known: frozenset[str], defaults: SamplingParams, most: int
+) -> tuple[Fields, Request]:
+    """What all kinds of requests have, and the fields to read the rest from."""
+    fields, ignored = understood(data, known)
     options, stream = fields.section("stream_options"), fields.flag("stream")
     if fields.raw("stream_options") is not None and not stream:
-        raise invalid("stream_options", "stream_options is given, but stream is not true")
+        raise fields.error("stream_options", "is given, but stream is not true")
     key = fields.text("prompt_cache_key")
     try:
         rule = full_name(text) if (text := fields.text("rule")) else ""
     except ValueError as error:
         raise invalid("rule", str(error)) from None
-    return Request(
+    return fields, Request(
         fields.text("model") or "",
         _sampling(fields, defaults),
         fields.whole("max_tokens", 1, MAX_TOKENS),
         fields.whole("n", 1, most) or 1,
         stream,
         options.flag("include_usage"),
-        scored,
-        top,
         conversation_named(json.dumps(["key", key])) if key else "",
         ignored,
         rule,
