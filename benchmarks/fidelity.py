@@ -25,18 +25,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from edgespec.bench.arms import Arm
+from edgespec.bench.arms import Arm, arm_settings
 from edgespec.bench.measurement import LentDrafter, Measurement, mean_interval, measure
 from edgespec.bench.prompts import DEFAULT_PROMPTS, Workload, choose_workload, read_prompts
 from edgespec.bench.report import machine, tape_about, versions
-from edgespec.bench.runner import arm_options
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.link_model import LinkModel, LinkSettings
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.agent import Agent
+from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import (
     PromptTokenizer,
     connect,
@@ -142,7 +141,7 @@ class Real:
         up, down = links_of(set_up, data)
         transport = ShapedTransport(connect(self._address), up, down)
         drafter = LentDrafter(self._drafter) if set_up.arm.drafts else None
-        options = arm_options(set_up.arm, GAMMA)
+        options = AgentOptions(*arm_settings(set_up.arm, GAMMA))
         encode, stream = self._tokenizer.encode, self._tokenizer.stream
         seen = self.seen.setdefault(set_up, Seen())
         async with Agent(transport, drafter, encode, stream, options) as agent:
@@ -237,7 +236,7 @@ async def taped(
     workload: Workload,
 ) -> MatchTape:
     sampling = sampling_of(args)
-    options = arm_options(Arm.TARGET_ONLY)
+    options = AgentOptions(*arm_settings(Arm.TARGET_ONLY))
     encode, stream = tokenizer.encode, tokenizer.stream
     async with Agent(connect(address), None, encode, stream, options) as agent:
         texts = [

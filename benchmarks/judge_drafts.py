@@ -302,7 +302,7 @@ def compare_rules(options: Any) -> None:
     print("| --- | ---: | ---: | --- | --- | --- | --- | --- | --- | ---: |")
     numbers = (map(float, words.split(",")) for words in (options.temperatures, options.rtts))
     for arm, temperature, rtt_ms in product(options.arms.split(","), *numbers):
-        settings, exact = arm_settings(Arm(arm), 4), list[Played]()
+        (policy, run_ahead), exact = arm_settings(Arm(arm), 4), list[Played]()
         texts = []
         for seed, prompt in enumerate(prompts):
             law = SamplingParams(temperature, seed=seed, max_tokens=options.tokens, ignore_eos=True)
@@ -310,12 +310,12 @@ def compare_rules(options: Any) -> None:
         for rule in dict.fromkeys((EXACT_RULE, *options.rules.split())):
             stage = Stage(
                 drafter,
-                settings.policy,
+                policy,
                 rtt_ms / 1e3,
                 lambda kept, fed: STEP_S,
                 target=target,
                 rule=rule,
-                run_ahead=settings.run_ahead,
+                run_ahead=run_ahead,
             )
             found = [play(text, stage) for text in texts]
             exact = exact or found

@@ -10,7 +10,6 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import assert_never
 
@@ -48,29 +47,22 @@ DEVICE_ARMS = tuple(arm for arm in Arm if not arm.on_server)
 """Those that every verifier serves."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArmSettings:
-    """What a device is set to: how it drafts, and whether the verifier may decode on."""
-
-    policy: DraftPolicy
-    run_ahead: RunAhead
-
-
 def arm_settings(
     arm: Arm, gamma: int | None = None, policy: DraftPolicy | None = None
-) -> ArmSettings:
-    """``gamma`` is the draft length of ``vanilla`` (None: adaptive), ``policy`` that of
-    ``edgespec`` and ``both`` (None: the agent's own default); others ignore them."""
+) -> tuple[DraftPolicy, RunAhead]:
+    """What a device is set to: how it drafts, and whether the verifier may decode on. ``gamma`` is
+    the draft length of ``vanilla`` (None: adaptive), ``policy`` that of ``edgespec`` and ``both``
+    (None: the agent's own default); others ignore them."""
     match arm:
         case Arm.TARGET_ONLY | Arm.SERVER_DRAFT:
-            return ArmSettings(named_policy(), RunAhead.ALWAYS)
+            return named_policy(), RunAhead.ALWAYS
         case Arm.VANILLA:
-            return ArmSettings(FixedPolicy(gamma), RunAhead.NEVER)
+            return FixedPolicy(gamma), RunAhead.NEVER
         case Arm.PEARL:
-            return ArmSettings(PearlPolicy(), RunAhead.NEVER)
+            return PearlPolicy(), RunAhead.NEVER
         case Arm.WINDOWED:
-            return ArmSettings(WindowedPolicy(width=1), RunAhead.NEVER)
+            return WindowedPolicy(width=1), RunAhead.NEVER
         case Arm.EDGESPEC | Arm.BOTH:
-            return ArmSettings(policy or named_policy(), RunAhead.AUTO)
+            return policy or named_policy(), RunAhead.AUTO
         case _:
             assert_never(arm)

@@ -41,11 +41,6 @@ class Measurement:
             return None
         return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
 
-    @property
-    def gaps_s(self) -> tuple[float, ...]:
-        """Between neighbouring tokens; 0 within a commit."""
-        return tuple(later - earlier for earlier, later in pairwise(self.times_s))
-
 
 async def measure(
     agent: Agent,
@@ -89,71 +84,67 @@ class LentDrafter:
 Row = dict[str, Any]
 Traffic = Mapping[str, float]
 """A ``TrafficMeter``'s totals."""
-KEYS = ("arm", "rtt_ms", "repeat")
-TIMES = ("ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p95", "itl_ms_p95")
-SPREAD = (*TIMES, "tokens_per_second")
+Interval = list[float]
+"""Lowest and highest value."""
+_KEYS = ("arm", "rtt_ms", "repeat")
+_SPREAD = ("ttft_ms_p50", "tpot_ms_p50", "tpot_ms_p95", "itl_ms_p95", "tokens_per_second")
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """The requests of one arm at one RTT in one repeat."""
+def row_of(
+    arm: Arm,
+    rtt_ms: float,
+    repeat: int,
+    done: Sequence[Measurement],
+    references: Sequence[Sequence[int]],
+    traffic: Traffic,
+) -> Row:
+    """Of the requests of one arm at one RTT in one repeat: ``references`` is what target-only
+    delivered for the same prompts, ``traffic`` that of these requests alone."""
+    names = ("committed", "passes", "hits", "tried", "wasted", "reconnects", "verify_s")
+    sums = {name: sum(getattr(m.counters, name) for m in done) for name in names}
+    committed, passes, verify_ms = sums["committed"], sums["passes"], 1e3 * sums["verify_s"]
+    drafted = traffic.get("drafted_nodes", 0)
+    up, down, opens = (traffic.get(f"{which}_payload_bytes", 0) for which in ("up", "down", "open"))
+    framed = traffic.get("up_framed_bytes", 0) + traffic.get("down_framed_bytes", 0)
+    pairs = zip(done, references, strict=True)
+    return {
+        "arm": arm.value,
+        "rtt_ms": rtt_ms,
+        "repeat": repeat,
+        "requests": len(done),
+        **_times(done),
+        "tokens": sum(len(m.times_s) for m in done),
+        "passes_per_token": _ratio(passes, committed),
+        "tokens_per_pass": _ratio(committed, passes),
+        "acceptance": _ratio(sums["hits"], sums["tried"]),
+        "wasted_nodes": sums["wasted"],
+        "wasted_nodes_per_token": _ratio(sums["wasted"], committed),
+        "pass_ms_mean": _ratio(verify_ms, passes),
+        "server_ms_per_token": _ratio(verify_ms, committed),
+        "drafted_nodes": int(drafted),
+        "up_bytes_per_token": _ratio(up - opens, drafted),
+        "up_bytes_per_committed_token": _ratio(up - opens, committed),
+        "down_bytes_per_token": _ratio(down, committed),
+        "open_bytes_per_request": _ratio(opens, len(done)),
+        "framing_bytes_per_committed_token": _ratio(framed - up - down, committed),
+        "reconnects": sums["reconnects"],
+        "mismatches": sum(mismatch_count(m.tokens, reference) for m, reference in pairs),
+    }
 
-    arm: Arm
-    rtt_ms: float
-    repeat: int
-    measurements: tuple[Measurement, ...]
-    references: tuple[tuple[int, ...], ...]
-    """What target-only delivered for the same prompts."""
-    traffic: Traffic
-    """Of these requests alone."""
 
-    def row(self) -> Row:
-        done, traffic = self.measurements, self.traffic
-        names = ("committed", "passes", "hits", "tried", "wasted", "reconnects", "verify_s")
-        sums = {name: sum(getattr(m.counters, name) for m in done) for name in names}
-        committed, passes, verify_ms = sums["committed"], sums["passes"], 1e3 * sums["verify_s"]
-        drafted = traffic.get("drafted_nodes", 0)
-        up, down, opens = (
-            traffic.get(f"{which}_payload_bytes", 0) for which in ("up", "down", "open")
-        )
-        framed = traffic.get("up_framed_bytes", 0) + traffic.get("down_framed_bytes", 0)
-        pairs = zip(done, self.references, strict=True)
-        return {
-            "arm": self.arm.value,
-            "rtt_ms": self.rtt_ms,
-            "repeat": self.repeat,
-            "requests": len(done),
-            **self._times(),
-            "tokens": sum(len(m.times_s) for m in done),
-            "passes_per_token": _ratio(passes, committed),
-            "tokens_per_pass": _ratio(committed, passes),
-            "acceptance": _ratio(sums["hits"], sums["tried"]),
-            "wasted_nodes": sums["wasted"],
-            "wasted_nodes_per_token": _ratio(sums["wasted"], committed),
-            "pass_ms_mean": _ratio(verify_ms, passes),
-            "server_ms_per_token": _ratio(verify_ms, committed),
-            "drafted_nodes": int(drafted),
-            "up_bytes_per_token": _ratio(up - opens, drafted),
-            "up_bytes_per_committed_token": _ratio(up - opens, committed),
-            "down_bytes_per_token": _ratio(down, committed),
-            "open_bytes_per_request": _ratio(opens, len(done)),
-            "framing_bytes_per_committed_token": _ratio(framed - up - down, committed),
-            "reconnects": sums["reconnects"],
-            "mismatches": sum(mismatch_count(m.tokens, reference) for m, reference in pairs),
-        }
-
-    def _times(self) -> Row:
-        done = self.measurements
-        tpots_ms = [1e3 * m.tpot_s for m in done if m.tpot_s is not None]
-        flow_s = sum(m.times_s[-1] for m in done if m.times_s)
-        return {
-            "ttft_ms_p50": percentile([1e3 * m.times_s[0] for m in done if m.times_s], 50),
-            "tpot_ms_p50": percentile(tpots_ms, 50),
-            "tpot_ms_p95": percentile(tpots_ms, 95),
-            "tpots_ms": [m.tpot_s and 1e3 * m.tpot_s for m in done],
-            "itl_ms_p95": percentile([1e3 * gap_s for m in done for gap_s in m.gaps_s], 95),
-            "tokens_per_second": _ratio(sum(len(m.times_s) for m in done), flow_s),
-        }
+def _times(done: Sequence[Measurement]) -> Row:
+    tpots_ms = [1e3 * m.tpot_s for m in done if m.tpot_s is not None]
+    flow_s = sum(m.times_s[-1] for m in done if m.times_s)
+    # Between neighbouring tokens; 0 within a commit.
+    gaps_ms = [1e3 * (later - one) for m in done for one, later in pairwise(m.times_s)]
+    return {
+        "ttft_ms_p50": percentile([1e3 * m.times_s[0] for m in done if m.times_s], 50),
+        "tpot_ms_p50": percentile(tpots_ms, 50),
+        "tpot_ms_p95": percentile(tpots_ms, 95),
+        "tpots_ms": [m.tpot_s and 1e3 * m.tpot_s for m in done],
+        "itl_ms_p95": percentile(gaps_ms, 95),
+        "tokens_per_second": _ratio(sum(len(m.times_s) for m in done), flow_s),
+    }
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
@@ -164,8 +155,13 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     texts = {key: _by_text(group) for key, group in groups.items()}
     summary = []
     for (arm, rtt_ms), group in groups.items():
-        own, plain = texts[arm, rtt_ms], texts.get((Arm.TARGET_ONLY.value, rtt_ms), {})
-        summary.append({**_summary(group), **_over_texts(own, plain)})
+        row, interval, own = _summary(group), dict[str, Interval](), texts[arm, rtt_ms]
+        row |= {"tpot_ms_mean": None, "speedup": None, "interval": interval}
+        if values := list(own.values()):
+            row["tpot_ms_mean"], interval["tpot_ms_mean"] = fmean(values), mean_interval(values)
+        if found := _ratio_over(texts.get((Arm.TARGET_ONLY.value, rtt_ms), {}), own):
+            row["speedup"], interval["speedup"] = found
+        summary.append(row)
     return summary
 
 
@@ -176,14 +172,10 @@ def beside(rows: Sequence[Row]) -> list[Row]:
     found: list[Row] = []
     for (arm, rtt_ms), both in texts.items():
         for end in (Arm.SERVER_DRAFT, Arm.EDGESPEC) if arm == Arm.BOTH.value else ():
-            alone = texts.get((end.value, rtt_ms), {})
-            same = [number for number in both if alone.get(number)]
-            if same:
-                upper, lower = [both[one] for one in same], [alone[one] for one in same]
-                ratio, interval = fmean(upper) / fmean(lower), ratio_interval(upper, lower)
-                found.append(
-                    {"rtt_ms": rtt_ms, "to": end.value, "ratio": ratio, "interval": list(interval)}
-                )
+            if compared := _ratio_over(both, texts.get((end.value, rtt_ms), {})):
+                ratio, interval = compared
+                row = {"rtt_ms": rtt_ms, "to": end.value, "ratio": ratio, "interval": interval}
+                found.append(row)
     return found
 
 
@@ -205,28 +197,25 @@ def _by_text(group: Sequence[Row]) -> dict[int, float]:
     return {number: fmean(values) for number, values in found.items()}
 
 
-def _over_texts(own: Mapping[int, float], plain: Mapping[int, float]) -> Row:
-    if not own:
-        return {"tpot_ms_mean": None, "speedup": None, "interval": {}}
-    mine = list(own.values())
-    interval = {"tpot_ms_mean": list(mean_interval(mine))}
-    speedup = None
-    both = [number for number in own if number in plain]
-    if both and min(mine) > 0.0:
-        base, mine_of_both = [plain[one] for one in both], [own[one] for one in both]
-        speedup = fmean(base) / fmean(mine_of_both)
-        interval["speedup"] = list(ratio_interval(base, mine_of_both))
-    return {"tpot_ms_mean": fmean(mine), "speedup": speedup, "interval": interval}
+def _ratio_over(
+    upper: Mapping[int, float], lower: Mapping[int, float]
+) -> tuple[float, Interval] | None:
+    """mean(upper) / mean(lower) over the texts that both have; None where that cannot be said."""
+    same = [number for number in upper if number in lower]
+    above, below = [upper[one] for one in same], [lower[one] for one in same]
+    if min(below, default=0.0) <= 0.0:
+        return None
+    return fmean(above) / fmean(below), ratio_interval(above, below)
 
 
 def _summary(group: Sequence[Row]) -> Row:
     summary: Row = {"arm": group[0]["arm"], "rtt_ms": group[0]["rtt_ms"], "repeats": len(group)}
-    kept = [name for name in group[0] if name not in (*KEYS, "tpots_ms")]
+    kept = [name for name in group[0] if name not in (*_KEYS, "tpots_ms")]
     columns = {name: numbers(group, name) for name in kept}
     for name, values in columns.items():
         summary[name] = float(median(values)) if values else None
     summary["mismatches"] = int(sum(columns["mismatches"]))
-    spread = {name: columns[name] for name in SPREAD if columns[name]}
+    spread = {name: columns[name] for name in _SPREAD if columns[name]}
     summary["spread"] = {name: [min(values), max(values)] for name, values in spread.items()}
     return summary
 
@@ -297,7 +286,6 @@ def best_gamma_at(costs: Mapping[int, GammaCost], rtt_s: float) -> int | None:
 
 _DRAWS = 2000
 _SHARE = 0.95
-Interval = tuple[float, float]
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -319,4 +307,4 @@ def _bootstrap(count: int, of: Callable[[Sequence[int]], float]) -> Interval:
     everyone = range(count)
     found = sorted(of(dice.choices(everyone, k=count)) for _ in range(_DRAWS if count > 1 else 1))
     outside = round(len(found) * (1.0 - _SHARE) / 2.0)
-    return found[outside], found[-1 - outside]
+    return [found[outside], found[-1 - outside]]

@@ -12,30 +12,24 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from edgespec import __version__
 from edgespec.bench.arms import Arm
-from edgespec.bench.measurement import GammaCost, Row, beside, numbers, summarise
+from edgespec.bench.measurement import Row, beside, numbers, summarise
 from edgespec.bench.prompts import Workload
-from edgespec.bench.runner import BenchSettings
+from edgespec.bench.runner import BenchRunner, BenchSettings
 from edgespec.config.files import replace_file
 from edgespec.core.protocol.sampling import SamplingParams
 
 _PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
-_COLUMNS = (
-    *("TPOT ms", "p95", "TTFT ms", "speed"),
-    *("tok/pass", "server ms", "accept", "wasted", "B up", "B down", "differ"),
-)
 
 # What a stream and its messages may add to an emulated pass.
 _LATE = 0.08
@@ -61,14 +55,15 @@ def document(
     argv: Sequence[str],
     settings: BenchSettings,
     subject: Subject,
-    workload: Workload | None,
-    rows: Sequence[Row],
-    vanilla_gammas: Mapping[float, int],
-    gamma_costs: Mapping[int, GammaCost],
+    runner: BenchRunner | None,
     *,
     interrupted: bool,
 ) -> dict[str, Any]:
-    """The whole result, ready for JSON; ``vanilla_sweep`` is what chose ``vanilla_gamma``."""
+    """The whole result, ready for JSON; ``vanilla_sweep`` is what chose ``vanilla_gamma``. Without
+    a ``runner`` nothing was measured."""
+    workload = runner.workload if runner else Workload((), (), frozenset())
+    rows, gammas = (runner.rows, runner.vanilla_gammas) if runner else ([], {})
+    sweep = runner.gamma_costs if runner else {}
     result: dict[str, Any] = {
         "command": shlex.join(argv),
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -79,14 +74,14 @@ def document(
             "arms": [arm.value for arm in settings.arms],
             "timing": settings.timing,
             "emulated": settings.emulated,
-            "vanilla_gamma": {f"{rtt_ms:g}": gamma for rtt_ms, gamma in vanilla_gammas.items()},
-            "vanilla_sweep": {str(gamma): asdict(cost) for gamma, cost in gamma_costs.items()},
+            "vanilla_gamma": {f"{rtt_ms:g}": gamma for rtt_ms, gamma in gammas.items()},
+            "vanilla_sweep": {str(gamma): asdict(cost) for gamma, cost in sweep.items()},
             **asdict(subject),
-            "prompt_names": list(workload.names) if workload else [],
-            "prompt_tokens": [len(prompt) for prompt in workload.prompts] if workload else [],
-            "prompts_too_long": workload.too_long if workload else 0,
+            "prompt_names": list(workload.names),
+            "prompt_tokens": [len(prompt) for prompt in workload.prompts],
+            "prompts_too_long": workload.too_long,
         },
-        "results": list(rows),
+        "results": rows,
         "summary": summarise(rows),
         "beside": beside(rows),
     }
@@ -113,13 +108,12 @@ def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     last: object = None
-    order = {arm.value: place for place, arm in enumerate(Arm)}
-    for row in sorted(
-        summarise(rows), key=lambda row: (float(str(row["rtt_ms"])), order[str(row["arm"])])
-    ):
-        if last is not None and row["rtt_ms"] != last:
+    order = [arm.value for arm in Arm]
+    for row in sorted(summarise(rows), key=lambda row: (row["rtt_ms"], order.index(row["arm"]))):
+        rtt_ms = "" if row["rtt_ms"] == last else f"{row['rtt_ms']:g}"
+        if rtt_ms and last is not None:
             table.add_section()
-        table.add_row(*_cells(row, first=row["rtt_ms"] != last))
+        table.add_row(rtt_ms, row["arm"], *(shown(row) for shown in _COLUMNS.values()))
         last = row["rtt_ms"]
     return table
 
@@ -215,24 +209,6 @@ def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
 
 
-def _cells(row: Row, *, first: bool) -> list[str]:
-    return [
-        f"{row['rtt_ms']:g}" if first else "",
-        str(row["arm"]),
-        _between(row, "tpot_ms_mean", 1),
-        _number(row["tpot_ms_p95"], 1),
-        _number(row["ttft_ms_p50"], 0),
-        _between(row, "speedup", 2),
-        _number(row["tokens_per_pass"], 2),
-        _number(row["server_ms_per_token"], 1),
-        _number(row["acceptance"], 2) if row["drafted_nodes"] else "-",
-        _number(row["wasted_nodes_per_token"], 2),
-        _number(row["up_bytes_per_token"], 1) if row["drafted_nodes"] else "-",
-        _number(row["down_bytes_per_token"], 1),
-        str(row["mismatches"]),
-    ]
-
-
 def _between(row: Row, name: str, digits: int) -> str:
     interval = row["interval"]
     if isinstance(interval, dict):
@@ -245,6 +221,25 @@ def _between(row: Row, name: str, digits: int) -> str:
 
 def _number(value: object, digits: int) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+
+
+def _drafted(row: Row, name: str, digits: int) -> str:
+    return _number(row[name], digits) if row["drafted_nodes"] else "-"
+
+
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "TPOT ms": lambda row: _between(row, "tpot_ms_mean", 1),
+    "p95": lambda row: _number(row["tpot_ms_p95"], 1),
+    "TTFT ms": lambda row: _number(row["ttft_ms_p50"], 0),
+    "speed": lambda row: _between(row, "speedup", 2),
+    "tok/pass": lambda row: _number(row["tokens_per_pass"], 2),
+    "server ms": lambda row: _number(row["server_ms_per_token"], 1),
+    "accept": lambda row: _drafted(row, "acceptance", 2),
+    "wasted": lambda row: _number(row["wasted_nodes_per_token"], 2),
+    "B up": lambda row: _drafted(row, "up_bytes_per_token", 1),
+    "B down": lambda row: _number(row["down_bytes_per_token"], 1),
+    "differ": lambda row: str(row["mismatches"]),
+}
 
 
 def _processor() -> str:
@@ -278,27 +273,3 @@ def tape_about(sampling: SamplingParams, prompts: str) -> dict[str, str]:
         "prompts": prompts,
         **origin(),
     }
-
-
-class BenchProgress(Progress):
-    """``runner.Progress``: a bar on a terminal, a line a step in a log."""
-
-    def __init__(self, console: Console) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-        quiet = not console.is_terminal
-        super().__init__(
-            *columns, TimeRemainingColumn(), console=console, disable=quiet, transient=True
-        )
-        self._task = self.add_task("loading", total=None)
-
-    def expect(self, total: float) -> None:
-        self.update(self._task, total=total)
-
-    def say(self, text: str) -> None:
-        if self.console.is_terminal:
-            self.update(self._task, description=text)
-        else:
-            self.console.print(text, markup=False, highlight=False)
-
-    def done(self, what: str, count: float = 1.0) -> None:
-        self.update(self._task, advance=count, description=what)

@@ -21,7 +21,7 @@ from edgespec.bench import report
 from edgespec.bench.arms import DEVICE_ARMS, Arm
 from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.prompts import BUILT_IN, BenchPrompt, Workload, choose_workload, read_prompts
-from edgespec.bench.runner import BenchRunner, BenchSettings, Station, parse_arms, parse_rtts_ms
+from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Station, parsed
 from edgespec.bench.theory import TheoryRecorder, beside_theory, theory_lines, theory_table
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
@@ -126,7 +126,7 @@ def bench(
     with reported():
         try:
             given: dict[str, Any] = {
-                "rtts_ms": None if rtt_ms is None else parse_rtts_ms(rtt_ms),
+                "rtts_ms": rtt_ms and parsed("rtt-ms", rtt_ms, float, "milliseconds"),
                 "repeats": repeats,
                 "prompt_limit": limit,
                 "max_tokens": max_tokens,
@@ -165,7 +165,7 @@ def _arms(asked: str | None, server_draft: str) -> tuple[Arm, ...]:
     """Raises ``ValueError`` for those that the server would need a draft for."""
     if asked is None:
         return tuple(Arm) if server_draft else DEVICE_ARMS
-    arms = parse_arms(asked)
+    arms = parsed("arms", asked, Arm, _ARM_NAMES)
     if not server_draft and (there := [arm.value for arm in arms if arm.on_server]):
         raise ValueError(f"arms names {', '.join(there)}, which needs --server-draft MODEL")
     return arms
@@ -182,7 +182,6 @@ class _Bench:
     tape_path: Path | None
     theory: bool
     recorder: TheoryRecorder | None = None
-    workload: Workload | None = None
     runner: BenchRunner | None = None
     drafts: DraftTotals | None = None
     stderr: Console = field(default_factory=lambda: Console(stderr=True))
@@ -203,7 +202,7 @@ class _Bench:
                 target = load_target(VerifierConfig(model=self.subject.model))
                 self.recorder = TheoryRecorder(target, drafter, self.settings.sampling)
             tokenizer = build.load_tokenizer(build.tokenizer_reference(self.config))
-            with report.BenchProgress(self.stderr) as progress:
+            with BenchProgress(self.stderr) as progress:
                 run(self._measure(drafter, tokenizer, progress))
         except Interrupted as signalled:
             stopped_by = signalled.number
@@ -219,12 +218,12 @@ class _Bench:
         self,
         drafter: Drafter | None,
         tokenizer: build.PromptTokenizer,
-        progress: report.BenchProgress,
+        progress: BenchProgress,
     ) -> None:
         settings = self.settings
         async with self._verifiers() as (plain, drafting):
             info = (await told_by(plain)).model
-            self.workload = workload = self._choose(info, tokenizer)
+            workload = self._choose(info, tokenizer)
             name = "" if drafter is None else drafter.info.name
             self.subject = replace(self.subject, target_name=info.name, draft_name=name)
 
@@ -291,10 +290,7 @@ class _Bench:
             ("edgespec", *sys.argv[1:]),
             self.settings,
             self.subject,
-            self.workload,
-            rows,
-            runner.vanilla_gammas if runner else {},
-            runner.gamma_costs if runner else {},
+            runner,
             interrupted=interrupted,
         )
         if self.drafts is not None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from edgespec.bench import measurement, theory
 from edgespec.bench.arms import Arm
@@ -30,7 +31,7 @@ from edgespec.bench.prompts import (
     read_prompts,
 )
 from edgespec.bench.report import Subject, document, footer, verdict, write_json
-from edgespec.bench.runner import BenchRunner, BenchSettings, Station
+from edgespec.bench.runner import BenchProgress, BenchRunner, BenchSettings, Station
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.core.device.events import DraftCounters
 from edgespec.core.ports import Candidate, Drafter
@@ -78,13 +79,14 @@ TRAFFIC = {
 }
 
 
-def cell(arm: Arm = Arm.EDGESPEC, repeat: int = 0, **changes: object) -> measurement.Cell:
-    whole = measurement.Cell(arm, 20.0, repeat, (ONE, TWO), (ONE.tokens, TWO.tokens), TRAFFIC)
-    return replace(whole, **changes)  # type: ignore[arg-type]
+def row_of(
+    arm: Arm = Arm.EDGESPEC, repeat: int = 0, first: tuple[int, ...] = ONE.tokens
+) -> measurement.Row:
+    return measurement.row_of(arm, 20.0, repeat, (ONE, TWO), (first, TWO.tokens), TRAFFIC)
 
 
 def test_a_row_counts_what_it_says() -> None:
-    row = cell().row()
+    row = row_of()
     assert row["ttft_ms_p50"] == pytest.approx(200)  # 100 and 300
     assert row["tpot_ms_p50"] == pytest.approx(150)  # 300 / 3 and 200 / 1
     assert row["tpot_ms_p95"] == pytest.approx(195)
@@ -105,13 +107,13 @@ def test_a_row_counts_what_it_says() -> None:
 
 
 def test_a_wrong_token_is_counted_and_said() -> None:
-    wrong = cell(references=((5, 6, 7, 9, 0), TWO.tokens)).row()
+    wrong = row_of(first=(5, 6, 7, 9, 0))
     assert wrong["mismatches"] == 1
-    assert verdict([cell().row(), wrong]) == (
+    assert verdict([row_of(), wrong]) == (
         1,
         "1 of 12 tokens differ from target-only: they must not",
     )
-    assert verdict([cell().row()]) == (0, "all 6 tokens are those of target-only")
+    assert verdict([row_of()]) == (0, "all 6 tokens are those of target-only")
 
 
 def test_speeds_are_of_means_over_the_texts() -> None:
@@ -119,7 +121,7 @@ def test_speeds_are_of_means_over_the_texts() -> None:
     and 12) and 30. All draws of two texts lie between 20 / 10 and 40 / 30."""
 
     def row(arm: Arm, repeat: int, *tpots_ms: float | None) -> dict[str, object]:
-        return {**cell(arm, repeat).row(), "tpots_ms": list(tpots_ms)}
+        return {**row_of(arm, repeat), "tpots_ms": list(tpots_ms)}
 
     rows = [row(Arm.TARGET_ONLY, 0, 20.0, 40.0), row(Arm.EDGESPEC, 0, 8.0, 30.0)]
     rows += [row(Arm.TARGET_ONLY, 1, 20.0, None), row(Arm.EDGESPEC, 1, 12.0)]
@@ -138,7 +140,7 @@ def test_both_ends_stand_beside_each_alone() -> None:
     """The same two texts; a text that only one of the arms came to has no part."""
 
     def row(arm: Arm, *tpots_ms: float | None) -> dict[str, object]:
-        return {**cell(arm).row(), "tpots_ms": list(tpots_ms)}
+        return {**row_of(arm), "tpots_ms": list(tpots_ms)}
 
     rows = [row(Arm.SERVER_DRAFT, 10.0, 20.0, 9.0), row(Arm.BOTH, 8.0, 22.0, None)]
     assert measurement.beside(rows) == [
@@ -153,14 +155,11 @@ def test_both_ends_stand_beside_each_alone() -> None:
 def test_the_document_is_complete_json(tmp_path: Path) -> None:
     subject = Subject("bundled", "bundled", "bundled", "t", "d", "built-in", False)
     workload = Workload(("a", "b"), ((1, 2), (3,)), frozenset({0}))
-    rows = [cell().row()]
-    argv, costs = (
-        ("edgespec", "bench", "--json", "my file"),
-        {4: measurement.GammaCost(1.5, 20, 60)},
-    )
-    content = document(
-        argv, BenchSettings(), subject, workload, rows, {20.0: 4}, costs, interrupted=True
-    )
+    runner = BenchRunner(BenchSettings(), workload, Table(), Quiet())
+    runner.rows.append(row_of())
+    runner.vanilla_gammas, runner.gamma_costs = {20.0: 4}, {4: measurement.GammaCost(1.5, 20, 60)}
+    argv = ("edgespec", "bench", "--json", "my file")
+    content = document(argv, BenchSettings(), subject, runner, interrupted=True)
     path = tmp_path / "deep" / "result.json"
     write_json(path, content)
     read = json.loads(path.read_text(encoding="utf-8"))
@@ -225,21 +224,14 @@ SETTINGS = BenchSettings(
 )
 
 
-class Quiet:
-    """``runner.Progress`` that can stop the bench after so many requests."""
+class Quiet(BenchProgress):
+    """Can stop the bench after so many requests."""
 
     def __init__(self, stop_after: str = "", times: int = 0) -> None:
-        self.said: list[str] = []
+        super().__init__(Console(quiet=True))
         self._stop_after, self._times = stop_after, times
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def expect(self, total: float) -> None:
-        self.left = total
-
     def done(self, what: str, count: float = 1.0) -> None:
-        self.left -= count
         if self._stop_after and what.startswith(self._stop_after):
             self._times -= 1
             if self._times == 0:

@@ -337,9 +337,9 @@ def play(
     rtt_ms: float,
     policy: DraftPolicy = BY_RANK,
 ) -> Played:
-    settings = arm_settings(arm, gamma=3, policy=policy)
-    request = Open("a", "", "", prompt, (), sampling, settings.run_ahead, drafting=arm.drafts)
-    device = alone(target, drafter, request, settings.policy, rtt_ms / 1e3, 0.008, 0.025)
+    policy, run_ahead = arm_settings(arm, gamma=3, policy=policy)
+    request = Open("a", "", "", prompt, (), sampling, run_ahead, drafting=arm.drafts)
+    device = alone(target, drafter, request, policy, rtt_ms / 1e3, 0.008, 0.025)
     seen = device.delivery
     return Played(
         tuple(seen.tokens),

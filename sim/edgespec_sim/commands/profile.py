@@ -31,7 +31,7 @@ from rich.console import Console
 from edgespec.bench import report
 from edgespec.bench.measurement import LentDrafter
 from edgespec.bench.prompts import DEFAULT_PROMPTS
-from edgespec.bench.runner import Progress
+from edgespec.bench.runner import BenchProgress
 from edgespec.cli.bench import told_by
 from edgespec.cli.options import option
 from edgespec.cli.running import reported, run
@@ -402,7 +402,7 @@ async def run_workloads(
     text: Sequence[int],
     context_length: int,
     open_agent: OpenAgent,
-    progress: Progress,
+    progress: BenchProgress,
 ) -> None:
     """Play them in order; prompts are cut from ``text``, which is repeated as often as needed.
     Prompts that do not fit into the context are left out. Raises ``GenerationError``."""
@@ -487,7 +487,7 @@ async def _measure_costs(
     text = [token for prompt in DEFAULT_PROMPTS for token in tokenizer.encode(prompt.text)]
     arguments = [*arguments, PLAIN_STREAMING, f"--set=trace={traces / VERIFIER_TRACE}"]
     plan = workloads(quick)
-    with report.BenchProgress(stderr) as progress, TraceFile(traces / DEVICE_TRACE) as tracer:
+    with BenchProgress(stderr) as progress, TraceFile(traces / DEVICE_TRACE) as tracer:
         async with verifier_process(arguments) as (address, _):
 
             def open_agent(options: AgentOptions, *, drafts: bool) -> Agent:

@@ -309,8 +309,8 @@ class User:
         self._streams = []
         self.handovers = 0
         self.site = site = self._world.choose(self)
-        policy = named_policy(self._section.policy) if arm.is_ours else None
-        settings = arm_settings(arm, self._world.scenario.gamma, policy)
+        ours = named_policy(self._section.policy) if arm.is_ours else None
+        policy, run_ahead = arm_settings(arm, self._world.scenario.gamma, ours)
         governors = self.governors
         key = f"{self.name}#{self._asked}"
         self.key = key
@@ -320,13 +320,13 @@ class User:
             vocabulary="",
             prompt=self._request.prompt,
             sampling=self._request.sampling,
-            run_ahead=settings.run_ahead,
+            run_ahead=run_ahead,
             rule=rule_of(source),
             drafting=arm.drafts,
         )
         session = DraftSession(
             request,
-            settings.policy,
+            policy,
             _RECONNECT,
             _DRAFT_CONTEXT,
             jitter_seed=self.number,
