@@ -47,16 +47,15 @@ async def measure(
     prompt: Sequence[int],
     sampling: SamplingParams,
     eos_token_ids: Collection[int],
-    clock: Callable[[], float] = time.monotonic,
 ) -> Measurement:
     """Run one generation to its end. Raises ``GenerationError`` as the agent does, and when the
     drafter failed: what follows would be measured under the wrong name."""
     tokens: list[int] = []
     times_s: list[float] = []
-    start_s = clock()
+    start_s = time.monotonic()
     async for chunk in agent.generate(prompt, sampling):
         tokens.extend(chunk.tokens)
-        times_s.extend([clock() - start_s] * len(chunk.tokens))
+        times_s.extend([time.monotonic() - start_s] * len(chunk.tokens))
     assert agent.stats is not None
     if why := agent.stats.counters.draft_failure:
         raise GenerationError(f"the draft model failed: {why}", None)

@@ -220,11 +220,9 @@ class Conversation:
     def _next(self) -> bool:
         """One message or command; whether to go on."""
         try:
-            self._ctrl_c.arm()
-            line = self.ask().strip()
-            self._ctrl_c.disarm()
+            with self._ctrl_c.armed():
+                line = self.ask().strip()
         except EOFError:
-            self._ctrl_c.disarm()
             say("")
             return False
         except KeyboardInterrupt:
@@ -242,14 +240,12 @@ class Conversation:
     def _command(self, line: str) -> bool:
         """Whether to go on."""
         try:
-            self._ctrl_c.arm()
-            name, argument = parse(line)
-            if name == "/quit":
-                return False
-            if said := self._obey(name, argument):
-                say(said)
+            with self._ctrl_c.armed():
+                name, argument = parse(line)
+                if name == "/quit":
+                    return False
+                say(self._obey(name, argument))
         except (ConversationError, GenerationError) as error:
-            self._ctrl_c.disarm()
             say(f"error: {error}")
         except KeyboardInterrupt:
             say("(stopped)")
@@ -335,18 +331,17 @@ class Conversation:
         message = {"role": "user", "content": line}
         self.unanswered, progress = line, device.Progress()
         try:
-            self._ctrl_c.arm()
-            text = render_chat(self.tokenizer, [*self.record.asked, message])
-            prompt = self.tokenizer.encode(text, add_special_tokens=False)
-            device.check_prompt(prompt, self.info)
-            self.last = progress
-            self.runner.run(self._reply(prompt, progress))
+            with self._ctrl_c.armed():
+                text = render_chat(self.tokenizer, [*self.record.asked, message])
+                prompt = self.tokenizer.encode(text, add_special_tokens=False)
+                device.check_prompt(prompt, self.info)
+                self.last = progress
+                self.runner.run(self._reply(prompt, progress))
         except (KeyboardInterrupt, asyncio.CancelledError):
             say("(stopped)" if progress.parts else f"(stopped; {_AGAIN})")
             if not progress.parts:
                 return
         except (GenerationError, SetupError, ValueError) as error:
-            self._ctrl_c.disarm()
             room = "" if isinstance(error, GenerationError) else "/reset makes room; "
             say(f"error: {error}\n({room}{_AGAIN})")
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, Final
 
 from prompt_toolkit.history import FileHistory
 from rich.console import Console, Group, RenderableType
@@ -153,19 +154,21 @@ def silent_keyboard() -> Iterator[None]:
 
 
 class CtrlC:
-    """``arm`` it, inside of a ``try``, for each thing that a Ctrl-C may end. The next one cancels
-    the ``task`` that was named since, and raises ``KeyboardInterrupt`` where there is none. Those
+    """A Ctrl-C ends what runs in ``armed``, which stands inside of a ``try``: it cancels the
+    ``task`` that was named since, and raises ``KeyboardInterrupt`` where there is none. Those
     behind it, of who is impatient, do nothing, so that what it ended can be tidied up."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         self._armed = False
 
-    def arm(self) -> None:
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
         self.task, self._armed = None, True
-
-    def disarm(self) -> None:
-        self._armed = False
+        try:
+            yield
+        finally:
+            self._armed = False
 
     @contextlib.contextmanager
     def heeded(self) -> Iterator[None]:
@@ -194,17 +197,8 @@ class MarkdownView:
     terminal has room for; all of it is printed when it is complete. ``status`` makes the last line
     for a width in columns."""
 
-    def __init__(
-        self,
-        status: Callable[[int], str],
-        out: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        size: tuple[int, int] | None = None,
-    ) -> None:
-        width, height = size or (None, None)
-        self._console = Console(
-            file=out or sys.stdout, force_terminal=True, highlight=False, width=width, height=height
-        )
+    def __init__(self, status: Callable[[int], str]) -> None:
+        self._console = Console(force_terminal=True, highlight=False)
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -212,9 +206,8 @@ class MarkdownView:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._status, self._clock = status, clock
-        self._text = ""
-        self._frame_at = -FRAME_S
+        self._status, self._text = status, ""
+        self._frame_at = -math.inf
         self._finish: FinishReason | None = None
 
     def show(self, chunk: Chunk) -> None:
@@ -224,9 +217,10 @@ class MarkdownView:
 
     def tick(self) -> None:
         """Draw the frame anew, if it is time to."""
-        if self._clock() - self._frame_at < FRAME_S:
+        now = time.monotonic()
+        if now - self._frame_at < FRAME_S:
             return
-        self._frame_at = self._clock()
+        self._frame_at = now
         self._live.start()
         self._live.update(self._frame(), refresh=True)
 
@@ -264,25 +258,26 @@ def status_line(status: AgentStatus, width: int, last_per_s: float | None = None
     number is cut. ``last_per_s`` is shown while nothing runs."""
     per_s = status.tokens_per_s if status.running else last_per_s
     verifier, memory, drafting = status.verifier, status.memory, status.drafting
-    parts = []
-    away = verifier is not None and verifier.state is VerifierState.AWAY
-    if verifier is not None and away:
+    away = where = rtt = ""
+    if verifier is not None and verifier.state is VerifierState.AWAY:
         since = "" if verifier.since_s is None else f" for {verifier.since_s:.0f} s"
-        parts.append(f"{verifier.address} away{since}")
-    if per_s is not None:
-        parts.append(f"{per_s:.1f} tok/s")
-    if drafting.acceptance is not None:
-        parts.append(f"accepted {drafting.acceptance:.0%}")
+        away = f"{verifier.address} away{since}"
+    elif verifier is not None:
+        where = verifier.address
     if verifier is not None and verifier.rtt_s is not None:
-        parts.append(f"RTT {verifier.rtt_s * 1e3:.0f} ms")
-    if memory.budget_bytes is not None:
-        parts.append(f"memory {memory.resident_bytes >> 20}/{in_mib(memory.budget_bytes)}")
-    if verifier is not None and not away:
-        parts.append(verifier.address)
-    if drafting.worth is False and status.draft:
-        parts.append("drafting rests")
+        rtt = f"RTT {verifier.rtt_s * 1e3:.0f} ms"
+    budget = memory.budget_bytes
+    parts = (
+        away,
+        "" if per_s is None else f"{per_s:.1f} tok/s",
+        "" if drafting.acceptance is None else f"accepted {drafting.acceptance:.0%}",
+        rtt,
+        "" if budget is None else f"memory {memory.resident_bytes >> 20}/{in_mib(budget)}",
+        where,
+        "drafting rests" if drafting.worth is False and status.draft else "",
+    )
     line = ""
-    for part in parts:
+    for part in filter(None, parts):
         longer = f"{line} · {part}" if line else part
         if len(longer) <= width:
             line = longer

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -125,8 +125,7 @@ class JsonView:
 class Progress:
     """What was received when; seconds since ``started_s``."""
 
-    clock: Callable[[], float] = time.perf_counter
-    started_s: float = field(init=False)
+    started_s: float = field(default_factory=time.perf_counter)
     first_s: float | None = None
     last_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
@@ -136,15 +135,12 @@ class Progress:
     """Tokens of the first chunk: they all came at ``first_s``."""
     finish: FinishReason | None = None
 
-    def __post_init__(self) -> None:
-        self.started_s = self.clock()
-
     def add(self, chunk: Chunk) -> None:
         self.finish = chunk.finish
         self.parts.append(chunk.text)
         if not chunk.tokens:
             return
-        self.last_s = self.clock() - self.started_s
+        self.last_s = time.perf_counter() - self.started_s
         if self.first_s is None:
             self.first_s, self.first_count = self.last_s, len(chunk.tokens)
         self.tokens += chunk.tokens

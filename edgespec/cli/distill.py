@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -32,49 +33,42 @@ if TYPE_CHECKING:
 
 _DEFAULT_MINUTES: Final = 10.0
 _SAY_EVERY_S: Final = 10.0
-_WHAT, _TEXT, _HOW = "What is trained", "The text", "How"
-_DEFAULTS = TrainingSettings()
-_DRAFT = option("Draft to begin with: a Hugging Face folder or Hub id", panel=_WHAT)
-_OUT = option(
-    "Folder to write; must not hold anything yet, or with --online a draft", "--out", panel=_WHAT
+_what, _text, _how = (
+    partial(option, panel=panel) for panel in ("What is trained", "The text", "How")
 )
-_RESUME = option("Go on with the run that was stopped or refused", "--resume", panel=_WHAT)
-_FORCE = option("Write the draft even if it is not better", "--force", panel=_WHAT)
-_PROMPTS = option(
+_DEFAULTS = TrainingSettings()
+_DRAFT = _what("Draft to begin with: a Hugging Face folder or Hub id")
+_OUT = _what("Folder to write; must not hold anything yet, or with --online a draft", "--out")
+_RESUME = _what("Go on with the run that was stopped or refused", "--resume")
+_FORCE = _what("Write the draft even if it is not better", "--force")
+_PROMPTS = _text(
     "Prompts, after which the target writes: JSON Lines as for `bench --prompts`, or plain text;"
     " may be given more than once",
     metavar="FILE",
-    panel=_TEXT,
 )
-_TEXTS = option("Texts to learn from as they are, in the same formats", metavar="FILE", panel=_TEXT)
-_ONLINE = option(
+_TEXTS = _text("Texts to learn from as they are, in the same formats", metavar="FILE")
+_ONLINE = _text(
     "Texts that `--record` kept, to learn from: a draft in --out learns on, and is replaced if the"
     " new one is better beyond its interval; may be given more than once",
     "--online",
     metavar="RECORDING",
-    panel=_TEXT,
 )
-_CHAT = option("Wrap prompts by the target's chat template", "--chat", panel=_TEXT)
-_TEMPERATURE = option(
-    "Of what is written; several take turns \\[default: 0 and 0.7]",
-    "--temperature",
-    "-t",
-    panel=_TEXT,
+_CHAT = _text("Wrap prompts by the target's chat template", "--chat")
+_HEAT = _text(
+    "Of what is written; several take turns \\[default: 0 and 0.7]", "--temperature", "-t"
 )
-_LENGTH = option("Tokens of a text, half of them for its prompt", panel=_TEXT)
-_LOSS = option("What is made small; the papers are in docs/papers.md", panel=_HOW)
-_MINUTES = option(f"How long to train \\[default: {_DEFAULT_MINUTES:g}]", panel=_HOW)
-_STEPS = option("Train so many steps instead: the same seed, the same weights", panel=_HOW)
-_BITS = option("Of the export to come: 4, 8 or 32", "--bits", panel=_HOW)
-_RATE = option(
-    "0: by the size of the draft, with --online a fifth of it", "--learning-rate", panel=_HOW
-)
+_LENGTH = _text("Tokens of a text, half of them for its prompt")
+_LOSS = _how("What is made small; the papers are in docs/papers.md")
+_MINUTES = _how(f"How long to train \\[default: {_DEFAULT_MINUTES:g}]")
+_STEPS = _how("Train so many steps instead: the same seed, the same weights")
+_BITS = _how("Of the export to come: 4, 8 or 32", "--bits")
+_RATE = _how("0: by the size of the draft, with --online a fifth of it", "--learning-rate")
 _ONLINE_RATE: Final = 0.2
 
 
 def distill(
     out: Annotated[Path, _OUT],
-    target: Annotated[str, option("Target, as of a verifier", panel=_WHAT)] = folders.BUNDLED,
+    target: Annotated[str, _what("Target, as of a verifier")] = folders.BUNDLED,
     draft: Annotated[str, _DRAFT] = folders.BUNDLED,
     resume: Annotated[bool, _RESUME] = False,
     force: Annotated[bool, _FORCE] = False,
@@ -82,12 +76,12 @@ def distill(
     texts: Annotated[list[Path] | None, _TEXTS] = None,
     online: Annotated[list[Path] | None, _ONLINE] = None,
     chat: Annotated[bool, _CHAT] = False,
-    temperature: Annotated[list[float] | None, _TEMPERATURE] = None,
+    temperature: Annotated[list[float] | None, _HEAT] = None,
     length: Annotated[int, _LENGTH] = _DEFAULTS.length,
     loss: Annotated[LossName, _LOSS] = _DEFAULTS.loss,
     minutes: Annotated[float | None, _MINUTES] = None,
     steps: Annotated[int | None, _STEPS] = None,
-    seed: Annotated[int, option("Of all chance", panel=_HOW)] = 0,
+    seed: Annotated[int, _how("Of all chance")] = 0,
     bits: Annotated[int, _BITS] = DEFAULT_BITS,
     learning_rate: Annotated[float, _RATE] = 0.0,
 ) -> None:
@@ -166,7 +160,7 @@ class _Job:
         self._kept = out.with_name(f"{out.name}.training")
         self._target = folders.resolve_model(target, folders.Role.TARGET)
         self._draft = folders.resolve_model(draft, folders.Role.DRAFT)
-        folders.check_folder(self._target, folders.Role.TARGET)
+        folders.check_folder(self._target)
         if (self._draft / folders.DRAFT_MANIFEST).is_file() and not any(
             self._draft.glob("*.safetensors")
         ):

@@ -25,6 +25,14 @@ def not_empty(name: str, value: str) -> None:
         raise ValueError(f"{name} is empty")
 
 
+def both_or_neither(advice: str = "", **files: str) -> None:
+    """Raises ``ValueError``, with ``advice``, where one of two files is given without the other."""
+    given = [name for name, file in files.items() if file]
+    if len(given) == 1:
+        (missing,) = files.keys() - given
+        raise ValueError(f"{given[0]} is given without {missing}{advice}")
+
+
 # --- what secures the way between a device and a verifier ---------------------------------------
 # Loopback needs nothing. Anything else needs TLS, or the word ``insecure``: then what passes can be
 # read and changed on its way, and nothing but the operator's network says who is who.
@@ -43,10 +51,7 @@ class ServerTlsSection:
     """Let in only devices with a certificate of this CA. Empty lets in devices without one."""
 
     def __post_init__(self) -> None:
-        if bool(self.cert) != bool(self.key):
-            given, missing = ("cert", "key") if self.cert else ("key", "cert")
-            both = "give both, --tls-cert and --tls-key"
-            raise ValueError(f"{given} is given without {missing}: {both}")
+        both_or_neither(": give both, --tls-cert and --tls-key", cert=self.cert, key=self.key)
         if self.client_ca and not self.cert:
             raise ValueError(
                 "client_ca is given without cert and key: give --tls-cert and --tls-key"
@@ -73,11 +78,7 @@ class DeviceTlsSection:
     """The name that the verifier's certificate must have. Empty is the host of its address."""
 
     def __post_init__(self) -> None:
-        if bool(self.client_cert) != bool(self.client_key):
-            given, missing = "client_cert", "client_key"
-            if self.client_key:
-                given, missing = missing, given
-            raise ValueError(f"{given} is given without {missing}")
+        both_or_neither(client_cert=self.client_cert, client_key=self.client_key)
 
     @property
     def used(self) -> bool:

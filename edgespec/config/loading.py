@@ -187,9 +187,7 @@ def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
         if value not in known:
             raise _wrong(source, place, value, f"one of {', '.join(known)}")
         return hint(value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+    if hint in (bool, int) and type(value) is hint:
         return value
     if hint is float and not isinstance(value, bool):
         try:  # YAML 1.1 takes 1e-3 for text

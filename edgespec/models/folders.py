@@ -92,7 +92,6 @@ MODEL_TYPES = (*_SHARED_MODEL_TYPES, "gemma", "gpt_oss", "qwen3_moe")
 DRAFT_MODEL_TYPES = (*_SHARED_MODEL_TYPES, "smollm3")
 """Of checkpoints that can be exported to draft."""
 DRAFT_MANIFEST = "edgespec.json"
-DRAFT_MODEL = "model.onnx"
 HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors")
 MAX_EOS_IDS = 16
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -132,27 +131,9 @@ def resolve_model(reference: str, role: Role) -> Path:
     )
 
 
-def check_folder(folder: Path, role: Role) -> None:
-    """Raises ``ModelFolderError`` naming the first file that is missing or wrong. A target needs
-    safetensors; a draft needs the exported graph and its manifest."""
-    _check_texts(folder, MODEL_TYPES if role is Role.TARGET else DRAFT_MODEL_TYPES)
-    if role is Role.DRAFT:
-        for name in (DRAFT_MANIFEST, DRAFT_MODEL):
-            if not (folder / name).is_file():
-                raise ModelFolderError(
-                    f"{folder / name}: no such file; make a draft folder with `edgespec export`"
-                )
-        return
-    _check_weights(folder)
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Can ``folder`` be exported to draft? Raises ``ModelFolderError`` as ``check_folder`` does."""
-    _check_texts(folder, DRAFT_MODEL_TYPES)
-    _check_weights(folder)
-
-
-def _check_texts(folder: Path, model_types: Sequence[str]) -> None:
+def check_folder(folder: Path, model_types: Sequence[str] = MODEL_TYPES) -> None:
+    """A checkpoint that can be loaded? Raises ``ModelFolderError`` naming the first file that is
+    missing or wrong."""
     kind = read_config(folder).get("model_type")
     if kind not in model_types:
         raise ModelFolderError(
@@ -160,6 +141,23 @@ def _check_texts(folder: Path, model_types: Sequence[str]) -> None:
         )
     if not (folder / "tokenizer.json").is_file():
         raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ModelFolderError(f"{index}: weight_map is missing")
+        for shard in sorted({str(name) for name in shards.values()}):
+            if not (folder / shard).is_file():
+                raise ModelFolderError(f"{folder / shard}: no such file, though {index} names it")
+    elif not any(folder.glob("*.safetensors")):
+        raise ModelFolderError(
+            f"{folder}: no *.safetensors file (other weight formats are not loaded)"
+        )
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Can ``folder`` be exported to draft? Raises ``ModelFolderError`` as ``check_folder`` does."""
+    check_folder(folder, DRAFT_MODEL_TYPES)
 
 
 def model_info(folder: Path) -> ModelInfo:
@@ -251,21 +249,6 @@ def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
         ) from error
 
 
-def _check_weights(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ModelFolderError(f"{index}: weight_map is missing")
-        for shard in sorted({str(name) for name in shards.values()}):
-            if not (folder / shard).is_file():
-                raise ModelFolderError(f"{folder / shard}: no such file, though {index} names it")
-    elif not any(folder.glob("*.safetensors")):
-        raise ModelFolderError(
-            f"{folder}: no *.safetensors file (other weight formats are not loaded)"
-        )
-
-
 def _info_of_draft(path: Path) -> ModelInfo:
     data = read_json(path).get("model")
     try:
@@ -350,24 +333,20 @@ def weights_fingerprint(folder: Path, vocabulary: str = "") -> str:
 
     Raises ``ValueError`` or ``OSError`` naming a file that cannot be read.
     """
-    digest = hashlib.sha256()
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kept = {name: value for name, value in config.items() if name not in _BESIDE_THE_POINT}
-    digest.update(json.dumps([vocabulary, kept], sort_keys=True).encode())
-    _add_tensors(digest, folder)
-    return digest.hexdigest()[:_FINGERPRINT_DIGITS]
+    return _tensors_fingerprint(folder, [vocabulary, kept])
 
 
 def adapter_fingerprint(folder: Path) -> str:
     """The same for an adapter (LoRA) as PEFT writes it; that of its model is not part of it."""
     config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     config.pop("base_model_name_or_path", None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    _add_tensors(digest, folder)
-    return digest.hexdigest()[:_FINGERPRINT_DIGITS]
+    return _tensors_fingerprint(folder, config)
 
 
-def _add_tensors(digest: hashlib._Hash, folder: Path) -> None:
+def _tensors_fingerprint(folder: Path, described: object) -> str:
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -379,6 +358,7 @@ def _add_tensors(digest: hashlib._Hash, folder: Path) -> None:
             for at in range(begin, end, step):
                 file.seek(at)
                 digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()[:_FINGERPRINT_DIGITS]
 
 
 def text_fingerprint(text: str) -> str:

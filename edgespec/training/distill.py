@@ -288,18 +288,14 @@ class Distillation:
 
     def state(self) -> dict[str, Any]:
         """All that changes, in types that ``torch.load`` reads without running code."""
-        flat = list(chain.from_iterable(text.tokens for text in self._texts))
         return {
             "counters": [self._step, self._written, self._looked],
             "numbers": [self._seconds, self.acceptance, self.best_score],
             "masters": self._masters,
             "optimizer": self._optimizer.state_dict(),
             "best": self._best,
-            "tokens": torch.tensor(flat, dtype=torch.int32),
-            "texts": [
-                (len(text.tokens), text.start, used)
-                for text, used in zip(self._texts, self._uses, strict=True)
-            ],
+            "texts": [tuple(text) for text in self._texts],
+            "uses": self._uses,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -311,10 +307,8 @@ class Distillation:
                 master.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self._best = state["best"]
-        parts = state["tokens"].split([length for length, _, _ in state["texts"]])
-        kept = zip(parts, state["texts"], strict=True)
-        self._texts = [Text(part.tolist(), start) for part, (_, start, _) in kept]
-        self._uses = [used for _, _, used in state["texts"]]
+        self._texts = [Text(*text) for text in state["texts"]]
+        self._uses = state["uses"]
         self._place()
 
 

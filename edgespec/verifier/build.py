@@ -234,7 +234,7 @@ def _draft_folder(config: VerifierConfig) -> Path:
     """Its weights, not only an exported graph."""
     try:
         folder = folders.resolve_model(config.draft, folders.Role.DRAFT)
-        folders.check_folder(folder, folders.Role.TARGET)
+        folders.check_folder(folder)
     except folders.ModelFolderError as error:
         raise folders.ModelFolderError(f"draft: {error}") from error
     return folder
@@ -286,7 +286,7 @@ def _loaded(load: Callable[..., _Model], folder: Path, **options: object) -> _Mo
 
 def _torch_target(config: VerifierConfig) -> TargetModel:
     folder = folders.resolve_model(config.model, folders.Role.TARGET)
-    folders.check_folder(folder, folders.Role.TARGET)
+    folders.check_folder(folder)
     info = folders.model_info(folder)
     _check_draft(config, info.vocabulary)
     prefer_huge_pages()

@@ -14,9 +14,11 @@ import os
 import signal
 import stat
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from prompt_toolkit.history import FileHistory
@@ -78,12 +80,14 @@ last"""
 
 def shown(text: str, step: int) -> tuple[str, str]:
     """What a terminal shows after a reply that came in pieces, and all that was written."""
-    out, now = io.StringIO(), iter(range(100_000))
-    view = MarkdownView(lambda width: "numbers"[:width], out, lambda: float(next(now)), (40, 24))
-    for start in range(0, len(text), step):
-        piece = Piece(text[start : start + step], TokenKind.DECODED)
-        view.show(Chunk(start, (1,), (piece,)))
-    view.end()
+    size = patch.dict(os.environ, COLUMNS="40", LINES="24")
+    every_frame = patch.object(chat_terminal, "FRAME_S", 0.0)
+    with size, every_frame, redirect_stdout(io.StringIO()) as out:
+        view = MarkdownView(lambda width: "numbers"[:width])
+        for start in range(0, len(text), step):
+            piece = Piece(text[start : start + step], TokenKind.DECODED)
+            view.show(Chunk(start, (1,), (piece,)))
+        view.end()
     screen = Screen(40)
     screen.feed(out.getvalue().replace("\n", "\r\n"))  # as a terminal's driver does
     return screen.text, out.getvalue()

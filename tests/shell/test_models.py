@@ -132,26 +132,24 @@ def test_a_size_that_is_none_is_refused(source: Path, name: str, value: object) 
 
 
 def test_what_a_checked_folder_must_hold(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match=r"edgespec\.json: no such file"):
-        check_folder(source, Role.DRAFT)
     set_json(source / "config.json", model_type="gpt2")
     with pytest.raises(ModelFolderError, match="model_type 'gpt2'"):
-        check_folder(source, Role.TARGET)
+        check_folder(source)
     write_checkpoint(source, tiny_config())
     (source / "model.safetensors").unlink()
     with pytest.raises(ModelFolderError, match=r"no \*\.safetensors"):
-        check_folder(source, Role.TARGET)
+        check_folder(source)
     (source / "tokenizer.json").unlink()
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json: no such file"):
-        check_folder(source, Role.TARGET)
+        check_folder(source)
     (source / "config.json").write_text("{")
     with pytest.raises(ModelFolderError, match=r"config\.json: not readable as JSON"):
-        check_folder(source, Role.TARGET)
+        check_folder(source)
     (source / "config.json").unlink()
     with pytest.raises(ModelFolderError, match=r"config\.json: no such file"):
-        check_folder(source, Role.TARGET)
+        check_folder(source)
     with pytest.raises(ModelFolderError, match="no such folder"):
-        check_folder(tmp_path / "nowhere", Role.TARGET)
+        check_folder(tmp_path / "nowhere")
 
 
 VOCABULARY = {"a": 0, "b": 1, "ü": 2}
