@@ -271,11 +271,10 @@ def gamma_cost(measurements: Iterable[Measurement]) -> GammaCost | None:
     )
 
 
-def best_gamma_at(costs: Mapping[int, GammaCost], rtt_s: float) -> int | None:
-    """The draft length with the least time per token, the shortest among equals."""
-    if not costs:
-        return None
-    return min(sorted(costs), key=lambda gamma: costs[gamma].tpot_s(rtt_s))
+def best_gamma_at(costs: Mapping[int, GammaCost], rtt_s: float) -> int:
+    """The draft length with the least time per token, the first one of equals, and of all where
+    nothing was measured."""
+    return min(costs, key=lambda gamma: costs[gamma].tpot_s(rtt_s), default=GAMMAS[0])
 
 
 # --- how sure a mean over texts is -------------------------------------------------------------

@@ -210,8 +210,7 @@ class BenchRunner:
             if (cost := measured.gamma_cost(measurements)) is not None:
                 self.gamma_costs[gamma] = cost
         for rtt_ms in self._settings.rtts_ms:
-            best = measured.best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
-            self.vanilla_gammas[rtt_ms] = best or measured.GAMMAS[0]
+            self.vanilla_gammas[rtt_ms] = measured.best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
 
     async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:
         """Connect the channel, touch the models: not counted."""

@@ -182,18 +182,24 @@ class _Job:
 
     def run(self, budget: Budget, *, resume: bool, force: bool) -> None:
         from edgespec.training import distill as training
-        from edgespec.training.texts import HeldBack, split
+        from edgespec.training.texts import HeldBack, Text, read_pieces, split
 
+        begun = f"{self._kept} is a run that was not finished"
         if self._online and self._kept.exists() and not resume:
-            say(f"{self._kept} is a run that was not finished: it goes on, with the texts it had")
+            say(f"{begun}: it goes on, with the texts it had")
             resume = True
         if self._kept.exists() != resume:
-            begun = f"{self._kept} is a run that was not finished: give --resume, or remove it"
-            fail(f"there is no {self._kept} to go on from" if resume else begun, FAILED)
+            none = f"there is no {self._kept} to go on from"
+            fail(none if resume else f"{begun}: give --resume, or remove it", FAILED)
         kept = training.read_state(self._kept) if resume else {}
-        length, pieces = self._settings.length, self._pieces(kept)
-        parts = split(pieces, self._settings.seed)
-        known = self._identity(pieces)
+        length = self._settings.length
+        if lines := kept.get("pieces"):
+            pieces = [[Text(*piece) for piece in text] for text in lines]
+        else:
+            encode = prompt_encoder(TextTokenizer(self._target), chat=self._chat)
+            how = (encode, length, self._vocabulary)
+            pieces = read_pieces(self._files, *how, as_prompts=self._as_prompts)
+        parts, known = split(pieces, self._settings.seed), self._identity(pieces)
         for name, value in known.items() if resume else ():
             if kept.get(name) != value:
                 raise folders.ModelFolderError(
@@ -232,20 +238,6 @@ class _Job:
                 say(f"stopped; {self._kept} keeps what was learned, and --resume goes on")
                 raise
         self._finish(draft, verdict, improved=job.improved, force=force)
-
-    def _pieces(self, kept: dict[str, Any]) -> Pieces:
-        from edgespec.training.texts import Text, read_pieces
-
-        if lines := kept.get("pieces"):
-            return [[Text(*piece) for piece in text] for text in lines]
-        tokenizer = TextTokenizer(self._target)
-        return read_pieces(
-            self._files,
-            prompt_encoder(tokenizer, chat=self._chat),
-            self._settings.length,
-            self._vocabulary,
-            as_prompts=self._as_prompts,
-        )
 
     def _identity(self, pieces: Pieces) -> dict[str, str]:
         """What a run that goes on must have in common with the one that was stopped."""

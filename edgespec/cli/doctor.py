@@ -152,7 +152,7 @@ def version(name: str) -> str | None:
         return None
 
 
-@from_config(AgentConfig, *VERIFIER_FLAGS, explains=False)
+@from_config(AgentConfig, *VERIFIER_FLAGS)
 def doctor(
     settings: AgentConfig,
     probe_s: Annotated[

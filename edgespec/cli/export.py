@@ -95,15 +95,6 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
     _say_written(out, f"{manifest.layers} layers", manifest.bits, manifest.model.vocabulary)
 
 
-async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
-    folder = folders.resolve_model(source, folders.Role.TARGET)
-    if not (folder / "tokenizer.json").is_file():
-        raise folders.ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
-    with placed(out) as work:
-        vocabulary = await export_by_optimum(folder, work, bits, python)
-    _say_written(out, "by Optimum", bits, vocabulary)
-
-
 def _say_written(out: Path, how: str, bits: int, vocabulary: str) -> None:
     size = sum(file.stat().st_size for file in out.rglob("*.onnx*"))
     typer.echo(
@@ -178,25 +169,29 @@ _CONFIG: Final = "config.json"
 _NOT_PASSED_ON: Final = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-async def export_by_optimum(source: Path, target: Path, bits: int, python: Path) -> str:
-    """Write the draft of ``source`` into ``target``, an empty folder, and return the fingerprint of
-    its vocabulary. Optimum's words go to stderr. Raises ``SetupError`` with the line that installs
-    it, ``ValueError`` naming the file or the value."""
-    if bits not in (bits_known := (4, 8, 32)):
-        raise ValueError(f"bits is {bits}, but must be one of {bits_known}")
-    with _readable_by_transformers_4(source) as readable:
-        exporter = (str(python), "-m", "optimum.exporters.onnx", "--model", str(readable))
-        await _run((*exporter, "--task", "text-generation-with-past", str(target)))
-    path = _written(source, target)
-    with needs("onnx and onnxruntime", "edgespec[export,cpu]"):
-        from edgespec.device.export.quantize import round_graph
-        from edgespec.device.model_drafter import foreign_drafter
+async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
+    """Optimum's words go to stderr. Raises ``SetupError`` with the line that installs it,
+    ``ValueError`` naming the file or the value."""
+    folder = folders.resolve_model(source, folders.Role.TARGET)
+    if not (folder / "tokenizer.json").is_file():
+        raise folders.ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
+    if bits not in (known := (4, 8, 32)):
+        raise ValueError(f"bits is {bits}, but must be one of {known}")
+    with placed(out) as work:
+        with _readable_by_transformers_4(folder) as readable:
+            exporter = (str(python), "-m", "optimum.exporters.onnx", "--model", str(readable))
+            await _run((*exporter, "--task", "text-generation-with-past", str(work)))
+        path = _written(folder, work)
+        with needs("onnx and onnxruntime", "edgespec[export,cpu]"):
+            from edgespec.device.export.quantize import round_graph
+            from edgespec.device.model_drafter import foreign_drafter
 
-        if bits != 32:
-            await asyncio.to_thread(round_graph, path, bits)
-        tried = await asyncio.to_thread(foreign_drafter, find_draft(str(target)), lambda text: None)
-    tried.close()
-    return tried.info.vocabulary
+            if bits != 32:
+                await asyncio.to_thread(round_graph, path, bits)
+            found = find_draft(str(work))
+            tried = await asyncio.to_thread(foreign_drafter, found, lambda text: None)
+        tried.close()
+    _say_written(out, "by Optimum", bits, tried.info.vocabulary)
 
 
 def _written(source: Path, target: Path) -> Path:

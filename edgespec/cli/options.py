@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial, update_wrapper
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -136,12 +137,11 @@ _HELP_ALL = option(
 
 
 def from_config(
-    kind: type[_Config], *flags: Flag, explains: bool = True
+    kind: type[_Config], *flags: Flag
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first argument, a ``kind``, comes from a file, the environment and options.
     The other parameters of the command are options of its own, as typer reads them. Errors of the
-    configuration and of the command are told as ``running.reported`` tells them. ``explains``: it
-    has ``--help-all``."""
+    configuration and of the command are told as ``running.reported`` tells them."""
     keys = documented_keys(kind)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -153,24 +153,18 @@ def from_config(
                 settings = _configured(kind, flags, given)
                 command(settings, **{one.name: given[one.name] for one in own})
 
-        shared: list[tuple[str, Any, object]] = [
-            *((flag.parameter, _annotation(flag, keys[flag.key]), None) for flag in flags),
-            ("config", Annotated[Path | None, _CONFIG_FILE], None),
-            ("set_keys", Annotated[list[str] | None, _SET_KEYS], None),
+        added = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+        parameters = [
+            *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own),
+            *(added(one.parameter, annotation=_annotation(one, keys[one.key])) for one in flags),
+            added("config", annotation=Annotated[Path | None, _CONFIG_FILE]),
+            added("set_keys", annotation=Annotated[list[str] | None, _SET_KEYS]),
+            added("help_all", annotation=Annotated[bool, _HELP_ALL], default=False),
         ]
-        if explains:
-            shared.append(("help_all", Annotated[bool, _HELP_ALL], False))
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        added = [
-            inspect.Parameter(name, keyword, default=default, annotation=annotation)
-            for name, annotation, default in shared
-        ]
-        own = [one.replace(kind=keyword) for one in own]
+        update_wrapper(called, command)
         # What typer reads.
-        called.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-        called.__annotations__ = {one.name: one.annotation for one in (*own, *added)}
-        called.__name__, called.__doc__ = command.__name__, command.__doc__
-        called.__module__ = command.__module__
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in parameters}
         return called
 
     return decorate
@@ -221,7 +215,7 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
     if (path := given["config"]) is not None:
         check_file_permissions(path, secret=False)
     config = load_config(kind, path, overrides)
-    if given.get("help_all"):
+    if given["help_all"]:
         typer.echo(explained(config, flags), nl=False)
         raise typer.Exit
     return config

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import typer
@@ -105,26 +104,17 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
-    loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
-    received: list[int] = []
-
-    def stop(number: int) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
-        task.cancel()
-
-    numbers = on_stopping_signals(stop)
+    stopping = Stopping(task.cancel)
+    numbers = on_stopping_signals(stopping.ask)
     try:
         return await task
     except asyncio.CancelledError:
-        if received:
-            raise Interrupted(received[0]) from None
+        stopping.check()
         raise
     finally:
         for number in numbers:
-            loop.remove_signal_handler(number)
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def on_stopping_signals(
@@ -150,21 +140,32 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 class Stopping:
-    """The first request to stop is obeyed in order, the second at once; so is the first while not
-    ``in_order``, because nobody has to be told yet."""
+    """The first request to stop is obeyed in order, by ``then`` and by who waits or looks for it,
+    the second at once; so is the first while not ``in_order``, because nobody has to be told
+    yet."""
 
-    def __init__(self, in_order: bool = True) -> None:
+    def __init__(self, then: Callable[[], object] = lambda: None, *, in_order: bool = True) -> None:
         self.asked = asyncio.Event()
         self.in_order = in_order
-        self.hurried = False
+        self._then, self._number = then, 0
+
+    @property
+    def hurried(self) -> bool:
         """Nobody waits: the terminal has gone."""
+        return self._number == signal.SIGHUP
 
     def ask(self, number: int) -> None:
         """A signal of this ``number`` came."""
         if self.asked.is_set() or not self.in_order:
             os._exit(128 + number)
-        self.hurried = number == signal.SIGHUP
+        self._number = number
         self.asked.set()
+        self._then()
+
+    def check(self) -> None:
+        """Raises ``Interrupted`` once a signal has come."""
+        if self._number:
+            raise Interrupted(self._number) from None
 
 
 @contextmanager
@@ -183,19 +184,9 @@ def stop_asked() -> Iterator[Callable[[], None]]:
     """For long work without an event loop: what is yielded raises ``Interrupted`` once a stopping
     signal has come, and is to be called where a stop loses nothing. The second signal ends the
     process at once."""
-    received: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
-
-    def check() -> None:
-        if received:
-            raise Interrupted(received[0])
-
-    with _answered_by(stop):
-        yield check
+    stopping = Stopping()
+    with _answered_by(lambda number, _: stopping.ask(number)):
+        yield stopping.check
 
 
 @contextmanager

@@ -88,8 +88,7 @@ def variants_of(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
 def _one_file(path: Path) -> DraftSource:
     if not path.is_file():
         raise folders.ModelFolderError(f"{path}: no such file")
-    if _is_ours(path):
-        _whole(path.parent, path)
+    if _is_ours(path.parent, path):
         return DraftSource(path.parent, name=path.parent.resolve().name)
     around = (path.parent, path.parent.parent)
     for name in ("tokenizer.json", "config.json", GENAI_CONFIG):
@@ -112,10 +111,9 @@ def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: 
         return DraftSource(folder, name=name)
     graphs = variants_of(files, genai_graph(folder))
     path = folder / "config.json"
-    exportable = any(file.endswith(".safetensors") for file in files) and path.is_file()
-    exportable = (
-        exportable and folders.read_json(path).get("model_type") in folders.DRAFT_MODEL_TYPES
-    )
+    weights = any(file.endswith(".safetensors") for file in files)
+    config = folders.read_json(path) if weights and path.is_file() else {}
+    exportable = config.get("model_type") in folders.DRAFT_MODEL_TYPES
     if variant == AUTO and (exportable or not graphs):
         split = [file for file in files if _SPLIT.fullmatch(file)]
         if split and not exportable:
@@ -132,28 +130,25 @@ def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: 
                 f"draft {reference!r} has no variant {variant!r}; there are: {there}"
             )
         graphs = {variant: graphs[variant]}
-    for file in graphs.values():
-        if _is_ours(folder / file):
-            _whole(folder, folder / file)
-            return DraftSource(folder, name=name)
-    return DraftSource(folder, {key: folder / file for key, file in graphs.items()}, name)
+    paths = {key: folder / file for key, file in graphs.items()}
+    ours = any(_is_ours(folder, path) for path in paths.values())
+    return DraftSource(folder, {} if ours else paths, name)
 
 
-def _is_ours(graph: Path) -> bool:
-    """Did ``edgespec export`` write this graph? Its producer's name stands at the beginning."""
+def _is_ours(folder: Path, graph: Path) -> bool:
+    """Did ``edgespec export`` write this graph? Its producer's name stands at the beginning. Raises
+    ``ModelFolderError`` where ``folder`` lacks what says what it is."""
     if not graph.is_file():  # on the Hub, not fetched yet
         return False
     with graph.open("rb") as file:
-        return b"\x12\x08edgespec" in file.read(64)
-
-
-def _whole(folder: Path, graph: Path) -> None:
-    """Raises ``ModelFolderError`` where our graph lies without what says what it is."""
+        if b"\x12\x08edgespec" not in file.read(64):
+            return False
     if not (folder / folders.DRAFT_MANIFEST).is_file():
         raise folders.ModelFolderError(
             f"{folder / folders.DRAFT_MANIFEST}: no such file, but `edgespec export` wrote"
             f" {graph.name} with one beside it: copy the whole folder, or export the draft again"
         )
+    return True
 
 
 def genai_graph(folder: Path) -> str:

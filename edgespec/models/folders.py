@@ -110,15 +110,18 @@ def resolve_model(reference: str, role: Role) -> Path:
     """The local folder of ``reference``, downloaded when it is a Hub id. ``HF_HOME``,
     ``HF_HUB_OFFLINE`` and the Hub's token settings are respected; nothing but weights and tokenizer
     files is fetched and no code in a repository is ever run. Raises ``ModelFolderError``."""
-    if reference == BUNDLED:
-        return _bundled(role)
-    if reference.startswith(f"{BUNDLED}:"):
-        name = reference.partition(":")[2]
-        if name not in {r.value for r in Role}:
+    name, colon, part = reference.partition(":")
+    if name == BUNDLED:
+        if colon and part not in {one.value for one in Role}:
             raise ModelFolderError(
                 f"model {reference!r}: the bundled models are 'bundled:target' and 'bundled:draft'"
             )
-        return _bundled(Role(name))
+        folder = BUNDLED_FOLDER / (part or role.value)
+        if not folder.is_dir():
+            raise ModelFolderError(
+                f"{folder}: the bundled {folder.name} is not in this installation"
+            )
+        return folder
     path = Path(os.path.expanduser(reference))
     if reference and path.is_dir():
         return path
@@ -171,8 +174,8 @@ def model_info(folder: Path) -> ModelInfo:
     return ModelInfo(
         name=folder.resolve().name,
         vocabulary=vocabulary_fingerprint(folder / "tokenizer.json"),
-        vocabulary_size=_positive(path, config, "vocab_size"),
-        context_length=_positive(path, config, "max_position_embeddings"),
+        vocabulary_size=_whole_number(path, config, "vocab_size"),
+        context_length=_whole_number(path, config, "max_position_embeddings"),
         eos_token_ids=eos_token_ids(folder),
     )
 
@@ -212,19 +215,8 @@ def trained_length(folder: Path) -> int:
     """Tokens of the texts that a checkpoint was trained on, by ``trained_length`` of its
     ``config.json``, which our own training writes; 0: it does not say. Raises
     ``ModelFolderError``."""
-    found = read_config(folder).get("trained_length", 0)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise ModelFolderError(
-            f"{folder / 'config.json'}: trained_length is {found!r}, but must be a number of tokens"
-        )
-    return found
-
-
-def _bundled(role: Role) -> Path:
-    folder = BUNDLED_FOLDER / role.value
-    if not folder.is_dir():
-        raise ModelFolderError(f"{folder}: the bundled {role.value} is not in this installation")
-    return folder
+    config = {"trained_length": 0, **read_config(folder)}
+    return _whole_number(folder / "config.json", config, "trained_length", least=0)
 
 
 def fetch(reference: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
@@ -265,10 +257,12 @@ def _info_of_draft(path: Path) -> ModelInfo:
     return replace(model, eos_token_ids=tuple(model.eos_token_ids))
 
 
-def _positive(path: Path, config: dict[str, Any], name: str) -> int:
+def _whole_number(path: Path, config: dict[str, Any], name: str, least: int = 1) -> int:
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelFolderError(f"{path}: {name} is {value!r}, but must be a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ModelFolderError(
+            f"{path}: {name} is {value!r}, but must be a whole number of at least {least}"
+        )
     return value
 
 

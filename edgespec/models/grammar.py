@@ -59,14 +59,12 @@ _JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
 class GrammarReader:
     """Of one vocabulary. ``tokenizer`` is asked for once, when the first constraint comes: what
-    ``LLTokenizer`` takes. ``tries`` False: nothing is tried in another process, which may have
-    ``most_bytes`` of data. Call ``close`` in the end."""
+    ``LLTokenizer`` takes. A process that tries a constraint may have ``most_bytes`` of data. Call
+    ``close`` in the end."""
 
-    def __init__(
-        self, tokenizer: Callable[[], Any], *, tries: bool = True, most_bytes: int = DATA_BYTES
-    ) -> None:
+    def __init__(self, tokenizer: Callable[[], Any], most_bytes: int = DATA_BYTES) -> None:
         self._make_tokenizer = tokenizer
-        self.trials = GrammarTrials(most_bytes) if tries else None
+        self.trials = GrammarTrials(most_bytes)
         self._tokenizer: LLTokenizer | None = None
         self._special: dict[str, Any] | None = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
@@ -81,8 +79,7 @@ class GrammarReader:
 
     def close(self) -> None:
         """End the other processes; what is being tried fails."""
-        if self.trials is not None:
-            self.trials.close()
+        self.trials.close()
 
     @property
     def available(self) -> bool:
@@ -124,21 +121,21 @@ class GrammarReader:
         from llguidance import LLMatcher, LLParserLimits
 
         grammar = grammar_of(constraint)
-        if self.trials is not None and not known:
-            self._try(self.trials, constraint.kind, grammar)
+        if not known:
+            self._try(constraint.kind, grammar)
         limits = LLParserLimits(**STEP_BOUNDS, verbose_errors=False)  # type: ignore[arg-type]
         matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(constraint.kind, matcher.get_error())
         return matcher
 
-    def _try(self, trials: GrammarTrials, kind: ConstraintKind, grammar: str) -> None:
+    def _try(self, kind: ConstraintKind, grammar: str) -> None:
         """Compile in a process that may be killed. Special tokens are those of the vocabulary, so
         that a grammar is tried on them; of all else 256 bytes are enough."""
         vocabulary = self._vocabulary() if kind is ConstraintKind.GRAMMAR else None
         asked = {"vocabulary": vocabulary, "grammar": grammar, "bounds": STEP_BOUNDS}
         try:
-            why = trials.tried(asked, _TRIAL_S)
+            why = self.trials.tried(asked, _TRIAL_S)
         except TrialFailedError:
             raise ConstraintError(
                 f"the {kind.value} cannot be used: to compile it takes more time or memory than is"
@@ -282,7 +279,7 @@ def verifier_reader(reference: str) -> GrammarReader:
 def device_reader(reference: str) -> ReadConstraint | None:
     """For the tokenizer that ``reference`` names; None where the library is not installed."""
     vocabulary = partial(_vocabulary, reference, Role.DRAFT)
-    reader = GrammarReader(vocabulary, most_bytes=_DEVICE_BYTES)
+    reader = GrammarReader(vocabulary, _DEVICE_BYTES)
     return reader if reader.available else None
 
 

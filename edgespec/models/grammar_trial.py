@@ -45,12 +45,6 @@ class GrammarTrials:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._closed = False
 
-    @property
-    def pids(self) -> frozenset[int]:
-        """Of the processes that there are."""
-        with self._lock:
-            return frozenset(process.pid for process in self._running)
-
     def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
         """What is wrong with the grammar, empty for nothing. Raises ``TrialFailedError`` where the
         process does not outlive it, and ``OSError`` where there is none."""

@@ -8,7 +8,7 @@ for a chain of guesses.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -58,23 +58,19 @@ def read_pieces(
     of it what stands before. Raises ``ValueError`` or ``OSError`` naming the file."""
     pieces: Pieces = []
     for path in paths:
+        jsonl = path.suffix == ".jsonl"
         if not as_prompts and is_recording(path):
             pieces += [_committed(one, length // 2) for one in read_recording(path, vocabulary)]
-            continue
-        if path.suffix == ".jsonl":
-            lines = (encode(prompt.text) for prompt in read_prompts(path))
-            if as_prompts:
-                prompts = [ids[-(length // 2) :] for ids in lines if ids]
-                pieces += [[Text(ids, len(ids))] for ids in prompts]
-                continue
-            documents: Iterator[list[int]] = lines
+        elif as_prompts and jsonl:
+            lines = (encode(prompt.text)[-(length // 2) :] for prompt in read_prompts(path))
+            pieces += [[Text(ids, len(ids))] for ids in lines if ids]
         else:
-            documents = iter([encode(_whole(path))])
-        size = length // 4 if as_prompts else length
-        for ids in documents:
-            cut = (ids[at : at + size] for at in range(0, len(ids), size))
-            whole = [piece for piece in cut if len(piece) >= min(SHORTEST, size)]
-            pieces += [[Text(piece, len(piece) if as_prompts else 1)] for piece in whole]
+            texts = (one.text for one in read_prompts(path)) if jsonl else [_whole(path)]
+            size = length // 4 if as_prompts else length
+            for ids in map(encode, texts):
+                cut = (ids[at : at + size] for at in range(0, len(ids), size))
+                whole = [piece for piece in cut if len(piece) >= min(SHORTEST, size)]
+                pieces += [[Text(piece, len(piece) if as_prompts else 1)] for piece in whole]
     return pieces
 
 

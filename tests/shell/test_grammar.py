@@ -46,7 +46,7 @@ from edgespec.verifier.targets.toy import ToyTarget
 from tests.core.test_constraints import EOS, drafted_text, lawful_text
 from tests.present import present
 from tests.shell import tiny_checkpoints
-from tests.shell.letters import LETTERS, MODEL, READER, pair, text_of
+from tests.shell.letters import LETTERS, MODEL, READER, Untried, pair, text_of
 from tests.shell.live_verifier import environment
 from tests.shell.loopback import LoopbackTransport
 from tests.tables import tabled
@@ -182,7 +182,8 @@ def test_a_model_with_words_and_padding_is_held_to_a_schema(tiny: tuple[TorchTar
         "required": ["a", "b"],
         "additionalProperties": False,
     }
-    reader = GrammarReader((folder / "tokenizer.json").read_text, tries=False)
+    reader = GrammarReader((folder / "tokenizer.json").read_text)
+    reader.trials = Untried()
     params = replace(SAMPLED, constraint=reader(schema(wanted)))
     expected = drafted_text(target, [5, 6], params, lambda *_: 9, 0)
     written = b"".join(map(TokenBytes(words), expected[:-1]))
@@ -270,9 +271,9 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
 
 def one_pid(reader: GrammarReader) -> int:
     """Of the process that there will be soon."""
-    until(lambda: present(reader.trials).pids)
-    (pid,) = present(reader.trials).pids
-    return pid
+    until(lambda: reader.trials._running)
+    (process,) = reader.trials._running
+    return process.pid
 
 
 def test_each_grammar_has_a_process_that_ends_with_it(trying: GrammarReader) -> None:
@@ -280,7 +281,7 @@ def test_each_grammar_has_a_process_that_ends_with_it(trying: GrammarReader) -> 
         assert trying(easy).matcher is not None
     with pytest.raises(ConstraintError, match="Invalid type: objekt"):
         trying(schema({"type": "objekt"}))
-    assert not present(trying.trials).pids
+    assert not trying.trials._running
     trying.close()
     with pytest.raises(ConstraintError, match="this side is stopping"):
         trying(EASY[5])
@@ -303,14 +304,14 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
                 trying.close()
             with pytest.raises(ConstraintError, match=TOO_MUCH if killed else "is stopping"):
                 endless.result(WITHIN_S)
-    assert not present(trying.trials).pids
+    assert not trying.trials._running
 
 
 def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
     """By its processor time; without the process of its own, this never ends."""
     with pytest.raises(ConstraintError, match=TOO_MUCH):
         trying(ENDLESS)
-    assert not present(trying.trials).pids
+    assert not trying.trials._running
     assert trying(schema({"type": "object"})).matcher is not None
 
 
@@ -321,9 +322,9 @@ from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 reader = GrammarReader(lambda: letters_tokenizer("ab", 1))
 endless = Constraint(ConstraintKind.JSON_SCHEMA, sys.argv[1])
 threading.Thread(target=reader, args=(endless,), daemon=True).start()
-while not reader.trials.pids:
+while not reader.trials._running:
     threading.Event().wait(0.01)
-print(*reader.trials.pids, flush=True)
+print(*[process.pid for process in reader.trials._running], flush=True)
 sys.stdin.read()
 """
 
