@@ -19,8 +19,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -118,7 +117,9 @@ class _Generation:
                     await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                     outcome = work.result() if work.done() else _GONE
                 finally:
-                    await _cancelled((work, gone))
+                    for task in (work, gone):
+                        task.cancel()
+                    await asyncio.gather(work, gone, return_exceptions=True)
         except ApiError as error:
             outcome = await _refuse(error, scope, receive, send)
         finally:
@@ -140,7 +141,7 @@ class _Generation:
             del data
             settings, streams = self._endpoint.settings, answer.request.stream
             writer = _Writer(send, settings.write_within_s, answer)
-            async with self._turn(answer, writer) as run:
+            async with self._endpoint.running(answer) as run:
                 while not run.over:
                     news = await run.next(settings.keep_alive_s if streams else None)
                     said = self._add(answer, news) if news else KEEP_ALIVE
@@ -162,23 +163,6 @@ class _Generation:
             with contextlib.suppress(_ClientGoneError):
                 await writer.write(writer.answer.envelope.failed(told), more=False)
             return _CUT
-
-    @asynccontextmanager
-    async def _turn(self, answer: service.Answer, writer: _Writer) -> AsyncIterator[service.Run]:
-        """The generations of ``answer``, once it is their turn; a stream that waits for it is kept
-        alive."""
-        waits = [asyncio.create_task(self._keep_alive(writer))] if answer.request.stream else []
-        try:
-            async with self._endpoint.running(answer) as run:
-                await _cancelled(waits)
-                yield run
-        finally:
-            await _cancelled(waits)
-
-    async def _keep_alive(self, writer: _Writer) -> None:
-        while True:
-            await asyncio.sleep(self._endpoint.settings.keep_alive_s)
-            await writer.write(KEEP_ALIVE)
 
     def _add(self, answer: service.Answer, news: list[tuple[int, Chunk]]) -> bytes:
         """Takes in what came; returns the server-sent events that it is."""
@@ -235,12 +219,6 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
     unread = {"Connection": "close"} if error.status in (408, 413) else {}
     await error_response(error, unread)(scope, receive, send)
     return str(error.status)
-
-
-async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
-    for one in tasks:
-        one.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

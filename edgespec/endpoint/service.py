@@ -177,27 +177,27 @@ class Admission:
 
 
 class Run:
-    """The generations of ``choices``. Use as an async context manager; then call ``next`` until
-    ``over``."""
+    """The generations of ``choices``, once it is their turn. Use as an async context manager; then
+    call ``next`` until ``over``."""
 
-    def __init__(self, agent: Agent, choices: Sequence[Choice]) -> None:
-        self._agent, self._choices = agent, tuple(choices)
+    def __init__(self, agent: Agent, choices: Sequence[Choice], admission: Admission) -> None:
+        self._agent, self._choices, self._admission = agent, tuple(choices), admission
         # An error, or None, says that one of them has ended.
         self._unread: asyncio.Queue[tuple[int, Chunk] | ApiError | None] = asyncio.Queue(
             _MOST_UNREAD
         )
-        self._tasks: list[asyncio.Task[None]] = []
         self._running = len(self._choices)
         self._failed: ApiError | None = None
+        self.begun = False
+        """It has been their turn."""
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._generate(job)) for job in self._choices]
+        self._task = asyncio.create_task(self._run())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def over(self) -> bool:
@@ -227,6 +227,15 @@ class Run:
         self._failed = self._failed or error
         with contextlib.suppress(asyncio.QueueFull):  # else nobody waits for one
             self._unread.put_nowait(error)
+
+    async def _run(self) -> None:
+        try:
+            async with self._admission.turn(len(self._choices)), asyncio.TaskGroup() as group:
+                self.begun = True
+                for choice in self._choices:
+                    group.create_task(self._generate(choice))
+        except ApiError as error:
+            await self._unread.put(error)
 
     async def _generate(self, choice: Choice) -> None:
         begun, error = False, None
@@ -407,7 +416,7 @@ class Endpoint:
 
     @property
     def active(self) -> int:
-        return len(self._runs)
+        return sum(one.begun for one in self._runs)
 
     def counted(self) -> Self:
         """Itself, for its metrics: each model that is served has its series."""
@@ -476,23 +485,22 @@ class Endpoint:
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
-        """The generations of ``answer``, once it is their turn."""
+        """The generations of ``answer``."""
         request_id.set(answer.envelope.id)  # whatever is logged from here on names it
-        async with self.admission.turn(len(answer.choices)):
-            run = Run(self.agent, answer.choices)
-            self._runs.add(run)
-            self._idle.clear()
-            came = False
-            try:
-                async with run:
-                    yield run
-                came = True
-            finally:
+        run, came = Run(self.agent, answer.choices, self.admission), False
+        self._runs.add(run)
+        self._idle.clear()
+        try:
+            async with run:
+                yield run
+            came = True
+        finally:
+            self._runs.discard(run)
+            if not self._runs:
+                self._idle.set()
+            if run.begun:
                 if came is not self.verifiers.ready:
                     self.verifiers.hurry()
-                self._runs.discard(run)
-                if not self._runs:
-                    self._idle.set()
                 self.counts.add_answer(answer.counted_as, answer.prompt_tokens, answer.choices)
                 self.counts.duration_s.add(time.monotonic() - answer.began_s)
 
