@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -20,19 +19,14 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
 
-class Kind(Enum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``name`` lacks the table's prefix and a histogram's ``_bucket``, ``_sum`` and ``_count``.
-    ``path`` leads over attributes of the table's source to the value; None is not shown now. With
-    ``label`` the value is a mapping by it; of two (``a,b``) by pairs."""
+    """``kind`` is ``counter``, ``gauge`` or ``histogram``; ``name`` lacks the table's prefix and a
+    histogram's ``_bucket``, ``_sum`` and ``_count``. ``path`` leads over attributes of the table's
+    source to the value; None is not shown now. With ``label`` the value is a mapping by it; of two
+    (``a,b``) by pairs."""
 
-    kind: Kind
+    kind: str
     name: str
     label: str
     path: str
@@ -43,7 +37,7 @@ def metrics(lines: str) -> tuple[Metric, ...]:
     """Of a table with ``kind name{label} path help`` a line."""
     rows = [line.split(None, 3) for line in lines.strip().splitlines()]
     return tuple(
-        Metric(Kind(kind), *name.rstrip("}").partition("{")[::2], path, text)
+        Metric(kind, *name.rstrip("}").partition("{")[::2], path, text)
         for kind, name, path, text in rows
     )
 
@@ -107,7 +101,7 @@ class Table:
             bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
             whole.add_metric(every, list(zip(bounds, value.cumulative, strict=True)), value.total)
             return whole
-        kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = kind(name, metric.help, labels=labels)
         by_label: Mapping[Any, Any] = value if isinstance(value, Mapping) else {(): value}
         for at, one in by_label.items():

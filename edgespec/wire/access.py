@@ -371,15 +371,14 @@ class ServerIdentity:
 def load_server_identity(
     certificate: Path, key: Path, client_ca: Path | None, now: datetime
 ) -> ServerIdentity:
-    shown, certificates = _certificates(certificate, now)
-    secret = _read(key)
-    _check_key(key, secret, certificate, certificates[0])
-    trusted = None if client_ca is None else _certificates(client_ca, now)[0]
+    shown, certificates = read_certificates(certificate, now)
+    secret, _ = read_key(key, certificate, certificates[0])
+    trusted = None if client_ca is None else read_certificates(client_ca, now)[0]
     expires = min(one.not_valid_after_utc for one in certificates)
     return ServerIdentity(shown, secret, trusted, expires)
 
 
-def _certificates(path: Path, now: datetime) -> tuple[bytes, Sequence[Certificate]]:
+def read_certificates(path: Path, now: datetime) -> tuple[bytes, Sequence[Certificate]]:
     """What a file holds, and the certificates in it, all of which are valid now."""
     from cryptography import x509
 
@@ -398,10 +397,12 @@ def _certificates(path: Path, now: datetime) -> tuple[bytes, Sequence[Certificat
     return pem, found
 
 
-def _check_key(path: Path, pem: bytes, of: Path, certificate: Certificate) -> None:
+def read_key(path: Path, of: Path, certificate: Certificate) -> tuple[bytes, Any]:
+    """What a file holds, and the private key in it, which belongs to the certificate in ``of``."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+    pem = _read(path)
     try:
         key: Any = load_pem_private_key(pem, password=None)
     except TypeError:
@@ -410,6 +411,7 @@ def _check_key(path: Path, pem: bytes, of: Path, certificate: Certificate) -> No
         raise ConfigError(f"{path}: holds no PEM private key to be read: {error}") from None
     if key.public_key() != certificate.public_key():
         raise ConfigError(f"{path}: the key does not belong to the certificate in {of}")
+    return pem, key
 
 
 def channel_credentials(

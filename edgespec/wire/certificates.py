@@ -15,20 +15,17 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from edgespec.config import ConfigError
 from edgespec.config.files import replace_file
+from edgespec.wire.access import read_certificates, read_key
 
 CA_NAME: Final = "ca"
 CA_DAYS: Final = 3650
@@ -144,13 +141,10 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
         if not path.is_file():
             raise CertificateError(f"{path} is not there; make a CA first: edgespec certs ca")
     try:
-        certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
-        key: Any = load_pem_private_key(key_path.read_bytes(), password=None)
-    except (TypeError, ValueError) as error:
-        raise CertificateError(f"the CA in {folder} cannot be read: {error}") from None
-    if key.public_key() != certificate.public_key():
-        raise CertificateError(f"{key_path}: the key does not belong to {certificate_path}")
-    return certificate, key
+        certificate = read_certificates(certificate_path, datetime.now(UTC))[1][0]
+        return certificate, read_key(key_path, certificate_path, certificate)[1]
+    except ConfigError as error:
+        raise CertificateError(str(error)) from None
 
 
 def _free(folder: Path, stem: str) -> Files:

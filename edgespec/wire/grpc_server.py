@@ -402,16 +402,13 @@ class GrpcServer:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def _bind(self, server: grpc.aio.Server) -> int:
-        reason = "no reason given"
         try:
             if self._credentials is None:
                 port = server.add_insecure_port(self._address)
             else:
                 port = server.add_secure_port(self._address, self._credentials)
         except RuntimeError as error:
-            port, reason = 0, str(error)
-        if port == 0:
-            raise OSError(f"cannot listen on {self._address} (is it in use?): {reason}")
+            raise OSError(f"cannot listen on {self._address} (is it in use?): {error}") from None
         return 0 if self._address.startswith("unix:") else port
 
     async def _answer_info(self, _request: bytes, context: Any) -> bytes:
