@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -237,12 +237,6 @@ class Fields:
         """Absent: an empty one."""
         value = self.data.get(field)
         return self._section(field, {} if value is None else value)
-
-    def one_of(self, field: str, known: Collection[str]) -> str | None:
-        value = self.text(field)
-        if value is not None and value not in known:
-            raise self.wrong(field, value, f"one of {', '.join(known)}")
-        return value
 
     def wrong(self, field: str, value: object, wanted: str) -> ApiError:
         return self.error(field, f"is {shown(value)}, but must be {wanted}")

@@ -371,9 +371,9 @@ def _prompt(fields: Fields, name: str) -> Prompt:
 
 
 def _message(fields: Fields) -> dict[str, Any]:
-    role = fields.one_of("role", _KNOWN_ROLES)
-    if role is None:
-        raise fields.error("role", "is missing")
+    role = fields.text("role")
+    if role is None or role not in _KNOWN_ROLES:
+        raise fields.wrong("role", role, f"one of {', '.join(_KNOWN_ROLES)}")
     calls = fields.sections("tool_calls")
     if calls and role != "assistant":
         why = f"stands in a message of {role}, but only assistants call tools"

@@ -190,8 +190,7 @@ class ServerAccess:
     used, ``SetupError`` where TLS cannot."""
 
     def __init__(self, config: VerifierConfig) -> None:
-        self._keys_path = Path(os.path.expanduser(config.keys)) if config.keys else None
-        self._tls = config.tls
+        self._keys, self._tls = config.keys, config.tls
         self._ring = self._read_ring()
         self.credentials: grpc.ServerCredentials | None = None
         """For a server; None: plaintext. Devices need a certificate when the first identity has a
@@ -215,7 +214,7 @@ class ServerAccess:
     def warnings(self) -> tuple[str, ...]:
         found = []
         if self._ring is not None and not len(self._ring):
-            found.append(f"{self._keys_path} holds no key: nobody is let in")
+            found.append(f"{self._keys} holds no key: nobody is let in")
         if self._identity is not None:
             ends = self._identity.expires
             if (days := (ends - datetime.now(UTC)).days) < _EXPIRES_SOON_DAYS:
@@ -246,29 +245,22 @@ class ServerAccess:
         return identity.configuration()
 
     def _read_ring(self) -> KeyRing | None:
-        if (path := self._keys_path) is None:
-            return None
-        check_file_permissions(path, secret=False)
-        return load_keys(path).ring()
+        return load_keys(_checked(self._keys)).ring() if self._keys else None
 
     def _read_identity(self) -> ServerIdentity | None:
         tls = self._tls
         if not tls.used:
             return None
-        certificate, key, client_ca = _checked(tls.cert, tls.key, tls.client_ca)
-        assert certificate is not None
-        assert key is not None
+        files = _checked(tls.cert), _checked(tls.key, secret=True)
+        client_ca = _checked(tls.client_ca) if tls.client_ca else None
         with needs("cryptography", "edgespec[certs]"):
-            return load_server_identity(certificate, key, client_ca, datetime.now(UTC))
+            return load_server_identity(*files, client_ca, datetime.now(UTC))
 
 
-def _checked(*names: str) -> list[Path | None]:
-    """Certificate, private key and CA."""
-    found = [Path(os.path.expanduser(name)) if name else None for name in names]
-    for place, path in enumerate(found):
-        if path is not None:
-            check_file_permissions(path, secret=place == 1)
-    return found
+def _checked(name: str, *, secret: bool = False) -> Path:
+    path = Path(os.path.expanduser(name))
+    check_file_permissions(path, secret=secret)
+    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +305,8 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
     source, key = variable, environment.get(variable, "").strip()
     if not key and path:
         source = path
-        check_file_permissions(file_path := Path(os.path.expanduser(path)), secret=True)
         try:
-            with file_path.open(encoding="ascii") as file:
+            with _checked(path, secret=True).open(encoding="ascii") as file:
                 key = file.read(MAX_KEY_LENGTH + 2).strip()
         except OSError as error:
             why = f"{error.strerror or error}; name a file with the key, or set {variable}"
@@ -332,11 +323,11 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
 
 def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
     """Access without a key. Raises ``ConfigError`` for files of no use."""
-    credentials = None
+    credentials, shows = None, bool(tls.client_cert)
     if tls.used:
-        certificate, key, ca = _checked(tls.client_cert, tls.client_key, tls.ca)
-        credentials = channel_credentials(ca, certificate, key)
-    shows = bool(tls.client_cert)
+        ca = _checked(tls.ca) if tls.ca else None
+        shown = (_checked(tls.client_cert), _checked(tls.client_key, secret=True)) if shows else ()
+        credentials = channel_credentials(ca, *shown)
     return DeviceAccess("", False, credentials, shows, tls.server_name)
 
 
@@ -415,7 +406,7 @@ def read_key(path: Path, of: Path, certificate: Certificate) -> tuple[bytes, Any
 
 
 def channel_credentials(
-    ca: Path | None, client_certificate: Path | None, client_key: Path | None
+    ca: Path | None, client_certificate: Path | None = None, client_key: Path | None = None
 ) -> grpc.ChannelCredentials:
     """What a device connects with; ``ca`` None trusts the CAs of the system. Raises
     ``ConfigError``."""

@@ -84,9 +84,6 @@ class GrpcVerifierStream:
         """The reading task waits for one to be taken."""
         self._take: Callable[[m.Uplink], None] | None = None
         """Who is fed."""
-        self._half_closed = False
-        self._failure: Exception | None = None
-        """A bug in reading, for the receiver."""
         self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
         self._write_lock = asyncio.Lock()
         self._write_began = 0.0
@@ -150,9 +147,9 @@ class GrpcVerifierStream:
     async def _until_news(self) -> None:
         if self._reading is None:
             self._reading = self._loop.create_task(self._read_on())
-        if self._failure is not None:
-            raise self._failure
-        if self._half_closed:  # it may still read, so the stream is not over
+        if self._reading.done():
+            self._reading.result()  # raises where reading failed
+            # It may still read, so the stream is not over.
             raise LinkError(f"the device at {self.address} sends no more")
         self._receiver = self._loop.create_future()
         try:
@@ -199,13 +196,12 @@ class GrpcVerifierStream:
         self._count(fault, len(payload))
 
     async def _read_on(self) -> None:
-        """Read until the device sends no more or the stream is over."""
+        """Read until the device sends no more or the stream is over; raises a bug in reading."""
         try:
             while not self._verdict.done():
                 payload = await self._context.read()
                 if payload is EOF:
-                    self._half_closed = True
-                    break
+                    return
                 hold_s = self._take_in(payload)
                 if hold_s > 0.0:
                     await self.over(hold_s)
@@ -220,9 +216,8 @@ class GrpcVerifierStream:
             self.hang_up(m.Fault(violation.code, str(violation)))
         except grpc_calls.GONE as error:
             self.lost(error)
-        except Exception as error:
-            self._failure = error
-        _wake(self._receiver)
+        finally:
+            _wake(self._receiver)
 
     def _take_in(self, payload: bytes) -> float:
         """Hand a message to its receiver; for how many seconds no other must be read."""
