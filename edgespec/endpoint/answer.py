@@ -82,7 +82,8 @@ class Choice:
     @property
     def logprobs(self) -> int:
         """Scores that are asked for: of the agent one is the least that can be."""
-        return max(1, self.request.top_logprobs) if self.request.scored else 0
+        asked = self.request.logprobs
+        return 0 if asked is None else max(1, asked)
 
     @property
     def text(self) -> str:
@@ -106,11 +107,10 @@ class Choice:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
             called = self.calls and chunk.finish is FinishReason.STOP
             self.finish = "tool_calls" if called else _REASONS[chunk.finish]
-        scores = []
-        told = zip(chunk.tokens, chunk.logprobs, strict=False) if self.request.scored else ()
+        scores, asked = [], self.request.logprobs
+        told = () if asked is None else zip(chunk.tokens, chunk.logprobs, strict=False)
         for token, score in told:
-            likeliest = score.top[: self.request.top_logprobs]
-            top = tuple((self.token_bytes(one), logprob) for one, logprob in likeliest)
+            top = tuple((self.token_bytes(one), logprob) for one, logprob in score.top[:asked])
             scores.append(ScoredToken(self.token_bytes(token), score.logprob, top))
         self.scores += scores
         return Delta(kept, tuple(scores))
@@ -241,7 +241,7 @@ class ChatEnvelope(ChoicesEnvelope):
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(one) for one in choice.calls]
-        scores = _chat_scores(choice.scores) if choice.request.scored else None
+        scores = None if choice.request.logprobs is None else _chat_scores(choice.scores)
         return {"index": choice.index, "message": message, "logprobs": scores}
 
 
@@ -265,8 +265,8 @@ class CompletionEnvelope(ChoicesEnvelope):
         return self._part(choice, "", None)
 
     def _choice(self, choice: Choice) -> Json:
-        text = choice.echo + choice.text
-        return self._part(choice, text, choice.scores if choice.request.scored else None)
+        scores = None if choice.request.logprobs is None else choice.scores
+        return self._part(choice, choice.echo + choice.text, scores)
 
     def _part(self, choice: Choice, text: str, scores: Sequence[ScoredToken] | None) -> Json:
         found = None if scores is None else self._scores(choice.index, scores)

@@ -179,9 +179,9 @@ class Fields:
         value = self._of(field, str, "text")
         return None if value is None else encodable(self.name(field), value)
 
-    def flag(self, field: str) -> bool:
-        """Absent: false."""
-        return bool(self._of(field, bool, "true or false"))
+    def flag(self, field: str, absent: bool = False) -> bool:
+        value = self._of(field, bool, "true or false")
+        return absent if value is None else bool(value)
 
     def number(self, field: str, low: float, high: float) -> float | None:
         value = self._of(field, int | float, "a number")

@@ -154,10 +154,8 @@ class Request:
     """Names of parameters that nobody here knows."""
     rule: str
     """By which drafts are accepted; empty: as the device is configured."""
-    scored: bool = False
-    """Whether log-probabilities were asked for."""
-    top_logprobs: int = 0
-    """How many of the likeliest tokens to tell with each."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to tell with each one's score; None: nothing of scores."""
     prompts: tuple[Prompt, ...] = ()
     """The texts to continue."""
     echo: bool = False
@@ -191,13 +189,12 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
     variables = {**fields.section("chat_template_kwargs").data}
     if (effort := fields.raw("reasoning_effort")) is not None:
         variables.setdefault("reasoning_effort", effort)
-    parallel = fields.raw("parallel_tool_calls") is None or fields.flag("parallel_tool_calls")
+    parallel = fields.flag("parallel_tool_calls", absent=True)
     return replace(
         asked,
         max_tokens=fields.whole("max_completion_tokens", 1, MAX_TOKENS) or asked.max_tokens,
         conversation=asked.conversation or _conversation(messages),
-        scored=scored,
-        top_logprobs=top,
+        logprobs=top if scored else None,
         messages=messages,
         tools=chosen,
         one_call=(forced and len(chosen) < len(tools)) or not parallel,
@@ -208,12 +205,11 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
 
 def completion_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
     fields, asked = _request(data, COMPLETION, defaults, most)
-    top, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
-    if echo and top is not None:
+    logprobs, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
+    if echo and logprobs is not None:
         why = "and logprobs are both given, but prompts are not scored here"
         raise fields.error("echo", why, "unsupported_parameter")
-    prompts, scored = _prompts(fields, asked.n, most), top is not None
-    return replace(asked, prompts=prompts, echo=echo, scored=scored, top_logprobs=top or 0)
+    return replace(asked, prompts=_prompts(fields, asked.n, most), echo=echo, logprobs=logprobs)
 
 
 def seed_of(seed: int, choice: int) -> int:

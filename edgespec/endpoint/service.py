@@ -476,7 +476,7 @@ class Endpoint:
             request = await asyncio.to_thread(chat_request, data, self.sampling, 1)
             return await self._chat_tokens(request, context), context
         text = fields.text("prompt") or fields.text("content") or ""
-        special = fields.raw("add_special_tokens") is None or fields.flag("add_special_tokens")
+        special = fields.flag("add_special_tokens", absent=True)
         return await self._encode(text, context, "prompt", special), context
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:

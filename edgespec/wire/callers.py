@@ -245,24 +245,26 @@ class StreamSlots(Generic[_S]):
             bounds[payer(peer, credential)] = least
         owners = tuple(bounds)
         full = [owner for owner in owners if self._held[owner] >= bounds[owner]]
-        if not full and len(self) < self.max_streams:
-            self._take(stream, owners)
-            return Entry()
-        # Where both owners are full, an idle stream that counts for both has to leave.
-        crowded = set(full)
-        if not full:
+        evicted = None
+        if full or len(self) >= self.max_streams:
+            if (evicted := self._oldest_idle(set(full))) is None:
+                for owner in full:
+                    if bounds[owner] < self.max_streams:
+                        held = f"{self._held[owner]} streams of {owner} are open"
+                        return Entry(f"{held}, the limit is {bounds[owner]}")
+                return Entry(f"{len(self)} streams are open, the limit is {self.max_streams}")
+            self.leave(evicted)
+        self._owners_of[stream], self._idle[stream] = owners, None
+        self._held.update(owners)
+        return Entry(evicted=evicted)
+
+    def _oldest_idle(self, owners: set[str]) -> _S | None:
+        """The oldest idle stream that counts for all of these; of none: for the peer that has most
+        of them."""
+        if not owners:
             idle_peers = Counter(self._owners_of[one][0] for one in self._idle)
-            crowded = {peer for peer, _ in idle_peers.most_common(1)}
-        idle = (one for one in self._idle if crowded.issubset(self._owners_of[one]))
-        if (yielding := next(idle, None)) is None:
-            for owner in full:
-                if bounds[owner] < self.max_streams:
-                    held = f"{self._held[owner]} streams of {owner} are open"
-                    return Entry(f"{held}, the limit is {bounds[owner]}")
-            return Entry(f"{len(self)} streams are open, the limit is {self.max_streams}")
-        self.leave(yielding)
-        self._take(stream, owners)
-        return Entry(evicted=yielding)
+            owners = {peer for peer, _ in idle_peers.most_common(1)}
+        return next((one for one in self._idle if owners.issubset(self._owners_of[one])), None)
 
     def opened(self, stream: _S) -> None:
         """The stream's Open has arrived. A stream without a slot is ignored."""
@@ -274,7 +276,3 @@ class StreamSlots(Generic[_S]):
             self._held[owner] -= 1
             if not self._held[owner]:
                 del self._held[owner]
-
-    def _take(self, stream: _S, owners: tuple[str, ...]) -> None:
-        self._owners_of[stream], self._idle[stream] = owners, None
-        self._held.update(owners)

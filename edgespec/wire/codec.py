@@ -15,7 +15,7 @@ varint, and as 0 for the base; when all of them are 1 they are left out. See
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from operator import attrgetter
@@ -44,6 +44,7 @@ _MAX_FAULT_BYTES: Final = 1024
 """A longer fault text is cut when it is sent."""
 _E = TypeVar("_E", bound=Enum)
 _T = TypeVar("_T")
+_P = TypeVar("_P", bound=ProtobufMessage)
 
 
 class ProtocolViolation(ValueError):
@@ -174,9 +175,7 @@ def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> byt
 
 def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Uplink:
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
-    _check_size(payload, limits)
-    wire = pb.DeviceMessage()
-    parse(wire, payload)
+    wire = parsed(pb.DeviceMessage, payload, limits.max_message_bytes)
     if wire.HasField("draft"):  # as nearly always
         return _decode_draft(wire.draft, limits)
     match wire.WhichOneof("kind"):
@@ -207,9 +206,7 @@ def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) ->
 
 def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Downlink:
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
-    _check_size(payload, limits)
-    wire = pb.VerifierMessage()
-    parse(wire, payload)
+    wire = parsed(pb.VerifierMessage, payload, limits.max_message_bytes)
     match wire.WhichOneof("kind"):
         case "commit":
             return _decode_commit(wire.commit, limits)
@@ -237,32 +234,29 @@ def encode_info(info: m.VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> by
 
 
 def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.VerifierInfo:
-    _check_size(payload, limits)
-    wire = pb.InfoReply()
-    parse(wire, payload)
+    wire = parsed(pb.InfoReply, payload, limits.max_message_bytes)
     _check_info(wire)
     return _from_wire(m.VerifierInfo, wire, limits)
 
 
-def parse(wire: ProtobufMessage, payload: bytes) -> None:
-    """Read ``payload`` into ``wire``. Raises ``ProtocolViolation``."""
+def parsed(kind: type[_P], payload: bytes, max_bytes: int) -> _P:
+    """The protobuf message of that kind. Raises ``ProtocolViolation``."""
+    if len(payload) > max_bytes:
+        check_number("bytes of the message", len(payload), 0, max_bytes)
+    wire = kind()
     try:
         wire.ParseFromString(payload)
     except DecodeError as error:
-        raise ProtocolViolation(
-            f"{len(payload)} bytes are not a {type(wire).__name__}: {error}"
-        ) from None
+        why = f"{len(payload)} bytes are not a {kind.__name__}: {error}"
+        raise ProtocolViolation(why) from None
+    return wire
 
 
 def _serialised(wire: ProtobufMessage, limits: WireLimits) -> bytes:
     payload = wire.SerializeToString()
-    _check_size(payload, limits)
-    return payload
-
-
-def _check_size(payload: bytes, limits: WireLimits) -> None:
     if len(payload) > limits.max_message_bytes:
         check_number("bytes of the message", len(payload), 0, limits.max_message_bytes)
+    return payload
 
 
 _COMMIT_COUNTS: Final = ("position", "stale", "queue_us", "verify_us", "rows", "held_us")
@@ -320,11 +314,9 @@ def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
 
 def _encode_commit(commit: m.Commit, limits: WireLimits) -> pb.VerifierMessage:
     """To name all fields in the constructors takes three times as long."""
-    count = len(commit.tokens)
-    if not (count <= limits.max_commit_tokens and 0 <= commit.accepted <= count):
-        _check_commit(commit, count, limits)
-    counts = _commit_counts(commit)
-    if min(counts) < 0 or max(counts) > MAX_UINT32 - count:
+    count, counts = len(commit.tokens), _commit_counts(commit)
+    fits = count <= limits.max_commit_tokens and 0 <= commit.accepted <= count
+    if not fits or min(counts) < 0 or max(counts) > MAX_UINT32 - count:
         _check_commit(commit, count, limits)
         for name, value in zip(_COMMIT_COUNTS, counts, strict=True):
             check_number(f"Commit.{name}", value, 0, MAX_UINT32)
@@ -388,15 +380,14 @@ def _encode_scores(
     scores: Sequence[TokenScore], token_count: int, limits: WireLimits
 ) -> list[pb.TokenScore]:
     _check_length("Commit.logprobs", len(scores), "none or one per token", token_count)
-    return [
-        pb.TokenScore(
-            logprob=_finite("logprob", score.logprob),
-            margin=_finite("margin", score.margin),
-            tokens=_checked([token for token, _ in score.top], limits),
-            logprobs=[_finite("logprobs", logprob) for _, logprob in score.top],
-        )
-        for score in scores
-    ]
+    found = []
+    for one in scores:
+        tokens, logprobs = [token for token, _ in one.top], [logprob for _, logprob in one.top]
+        _check_score(tokens, (one.logprob, one.margin, *logprobs), limits)
+        wire = pb.TokenScore(logprob=one.logprob, margin=one.margin, tokens=tokens)
+        wire.logprobs.extend(logprobs)
+        found.append(wire)
+    return found
 
 
 def _decode_scores(
@@ -405,30 +396,25 @@ def _decode_scores(
     _check_length("Commit.logprobs", len(wire), "none or one per token", token_count)
     found = []
     for one in wire:
-        tokens = _checked(one.tokens, limits)
-        _check_length("TokenScore.logprobs", len(one.logprobs), "one per token", len(tokens))
-        logprobs = [_finite("logprobs", logprob) for logprob in one.logprobs]
-        top = tuple(zip(tokens, logprobs, strict=True))
-        found.append(
-            TokenScore(_finite("logprob", one.logprob), _finite("margin", one.margin), top)
-        )
+        _check_length("TokenScore.logprobs", len(one.logprobs), "one per token", len(one.tokens))
+        _check_score(one.tokens, (one.logprob, one.margin, *one.logprobs), limits)
+        top = tuple(zip(one.tokens, one.logprobs, strict=True))
+        found.append(TokenScore(one.logprob, one.margin, top))
     return tuple(found)
 
 
-def _checked(tokens: Sequence[int], limits: WireLimits) -> tuple[int, ...]:
+def _check_score(tokens: Sequence[int], numbers: Iterable[float], limits: WireLimits) -> None:
     check_count("TokenScore.tokens", len(tokens), MAX_LOGPROBS)
-    return check_tokens("TokenScore.tokens", tokens, limits.vocabulary_size)
+    check_tokens("TokenScore.tokens", tokens, limits.vocabulary_size)
+    for number in numbers:
+        if not math.isfinite(number):
+            why = f"TokenScore has a logprob or margin of {number}"
+            raise ProtocolViolation(f"{why}, but must have finite ones")
 
 
 def _check_length(field: str, count: int, wanted: str, length: int) -> None:
     if count != length:
         raise ProtocolViolation(f"{field} has {count} entries, but must have {wanted}: {length}")
-
-
-def _finite(field: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise ProtocolViolation(f"TokenScore.{field} is {value}, but must be finite")
-    return value
 
 
 # --- messages whose fields have the same names here and on the wire ------------------------------

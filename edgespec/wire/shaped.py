@@ -306,6 +306,5 @@ class TrafficMeter:
             self.totals[f"{name}_messages"] += 1
             self.totals[f"{name}_payload_bytes"] += payload_bytes
         self.totals[f"{way}_framed_bytes"] += payload_bytes + FRAMING_BYTES
-        if isinstance(message, m.Draft | m.Commit):
-            named = "drafted_nodes" if isinstance(message, m.Draft) else "committed_tokens"
-            self.totals[named] += len(message.tokens)
+        if isinstance(message, m.Draft):
+            self.totals["drafted_nodes"] += len(message.tokens)

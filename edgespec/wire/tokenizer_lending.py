@@ -11,12 +11,13 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from edgespec.core.ports import LinkError
-from edgespec.wire.codec import ProtocolViolation, check_number, parse
+from edgespec.wire.codec import ProtocolViolation, check_number, parsed
 from edgespec.wire.pb import speculation_pb2 as pb
 
 TOKENIZER_JSON: Final = "tokenizer.json"
@@ -73,9 +74,7 @@ class PackedTexts:
 
     def answer(self, request: bytes) -> bytes:
         """To one call of ``Tokenizer``. Raises ``ProtocolViolation``, ``TextFileError``."""
-        check_number("bytes of TokenizerRequest", len(request), 0, _MAX_REQUEST_BYTES)
-        wire, own = pb.TokenizerRequest(), self.announced
-        parse(wire, request)
+        wire, own = parsed(pb.TokenizerRequest, request, _MAX_REQUEST_BYTES), self.announced
         reply = pb.TokenizerReply(sha256=own.sha256, bytes=own.size)
         if wire.sha256:
             if wire.sha256 != own.sha256:
@@ -125,15 +124,13 @@ class TokenizerFetch:
         """What there is to fetch. Raises ``LinkError``, not retryable where what came is of no
         use."""
         wire = await self._ask(b"", 0)
-        try:
+        with self._of_use():
             return Announced(wire.sha256, wire.bytes)
-        except TextFileError as error:
-            raise self._useless(error) from None
 
     async def texts(self, announced: Announced) -> dict[str, bytes]:
         """The files of that archive, by name. Raises ``LinkError``, as ``announced``."""
         archive = bytearray()
-        try:
+        with self._of_use():
             while len(archive) < announced.size:
                 data = (await self._ask(announced.sha256, len(archive))).data
                 check_number("bytes of TokenizerReply.data", len(data), 1, PART_BYTES)
@@ -142,24 +139,24 @@ class TokenizerFetch:
             if (await asyncio.to_thread(hashlib.sha256, archive)).digest() != announced.sha256:
                 raise TextFileError("the archive does not have the SHA-256 that was announced")
             return await asyncio.to_thread(unpacked, bytes(archive))
-        except (ProtocolViolation, TextFileError) as error:
-            raise self._useless(error) from None
 
     async def _ask(self, sha256: bytes, offset: int) -> pb.TokenizerReply:
         request = pb.TokenizerRequest(sha256=sha256, offset=offset).SerializeToString()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                payload, wire = await self._ask_once(request), pb.TokenizerReply()
-                check_number("bytes of TokenizerReply", len(payload), 0, 2 * PART_BYTES)
-                parse(wire, payload)
-                return wire
-            except ProtocolViolation as error:
-                raise self._useless(error) from None
+                with self._of_use():
+                    return parsed(pb.TokenizerReply, await self._ask_once(request), 2 * PART_BYTES)
             except LinkError as error:
                 if not error.retryable or attempt == _ATTEMPTS:
                     raise
                 await self._pause(_AGAIN_S * attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def _useless(self, error: Exception) -> LinkError:
-        return LinkError(f"the tokenizer of the verifier at {self._who}: {error}", retryable=False)
+    @contextmanager
+    def _of_use(self) -> Iterator[None]:
+        """Raises ``LinkError``, not retryable, where what came is not."""
+        try:
+            yield
+        except (ProtocolViolation, TextFileError) as error:
+            why = f"the tokenizer of the verifier at {self._who}: {error}"
+            raise LinkError(why, retryable=False) from None
