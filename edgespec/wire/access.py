@@ -30,7 +30,7 @@ import ssl
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -195,8 +195,7 @@ class ServerAccess:
         self.credentials: grpc.ServerCredentials | None = None
         """For a server; None: plaintext. Devices need a certificate when the first identity has a
         ``client_ca``, and so do they for all later ones."""
-        self._identity = identity = self._read_identity()
-        self._told: ServerIdentity | None = None
+        self._identity = self._told = identity = self._read_identity()
         if identity is not None:
             import grpc
 
@@ -263,9 +262,13 @@ def _checked(name: str, *, secret: bool = False) -> Path:
     return path
 
 
+_NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")
+_NEVER_CONNECTED = "failed to connect to all addresses"
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceAccess:
-    key: str = ""
+    key: str = field(default="", repr=False)
     """Empty: none is shown."""
     insecure: bool = False
     """Whether the key may be sent where it can be read on its way."""
@@ -274,9 +277,6 @@ class DeviceAccess:
     shows_certificate: bool = False
     server_name: str = ""
     """What the verifier's certificate has to name; empty: the host of its address."""
-
-    def __repr__(self) -> str:
-        return f"DeviceAccess(key={'given' if self.key else 'none'})"
 
     def key_for(self, address: str) -> str:
         """The key to show there. Raises ``ConfigError`` where others could read it."""
@@ -288,6 +288,30 @@ class DeviceAccess:
             f"the key for {address} would be sent without TLS, where others can read it: give"
             " --ca FILE, or --set insecure=true if the network is yours"
         )
+
+    def handshake_failure(self, details: str) -> str | None:
+        """What is wrong between this device and a verifier that is there, in words, from what gRPC
+        says of a connection that did not come about; None: something else."""
+        if not details.startswith(_NEVER_CONNECTED):
+            return None
+        if found := _NOT_TRUSTED.search(details):
+            why = f": {found[1].strip()}" if found[1] else ""
+            return f"its certificate is not trusted{why}; --ca FILE says which CA to trust"
+        if "Hostname Verification Check failed" in details:
+            why = "--set tls.server_name says which one it has"
+            return f"its certificate is for another name; {why}"
+        if "WRONG_VERSION_NUMBER" in details:
+            return "it does not speak TLS; leave --ca and tls out if that is meant so"
+        if "andshake failed" in details:
+            return f"the TLS handshake failed: {details.rpartition('SSL routines:')[2][-200:]}"
+        if "Socket closed" not in details and "reset by peer" not in details:
+            return None
+        closes = "it closes the connection"
+        if self.credentials is None:
+            return f"{closes}; it may want TLS: --ca FILE, or --set tls.enabled=true"
+        if self.shows_certificate:
+            return f"{closes} in the handshake; it may not accept tls.client_cert"
+        return f"{closes} in the handshake; it may want tls.client_cert and .client_key"
 
 
 def device_access(config: AgentConfig, environment: Mapping[str, str] = os.environ) -> DeviceAccess:
@@ -340,16 +364,13 @@ MAX_PEM_BYTES: Final = 1 << 20
 class ServerIdentity:
     """What a verifier shows in a handshake, and whose certificates it takes."""
 
-    certificate: bytes
+    certificate: bytes = field(repr=False)
     """PEM: its own first, then those between it and the CA."""
-    key: bytes
-    client_ca: bytes | None
+    key: bytes = field(repr=False)
+    client_ca: bytes | None = field(repr=False)
     """PEM; None: devices need no certificate."""
     expires: datetime
     """When the first of the certificates shown does."""
-
-    def __repr__(self) -> str:
-        return f"ServerIdentity(expires={self.expires:%Y-%m-%d})"
 
     def configuration(self) -> Any:
         """For gRPC."""
@@ -444,30 +465,3 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         why = f"{error.strerror or error}; `edgespec certs` makes certificates and their keys"
         raise ConfigError(f"{path}: {why}") from None
-
-
-_NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")
-_NEVER_CONNECTED = "failed to connect to all addresses"
-
-
-def handshake_failure(details: str, *, tls: bool, certificate_shown: bool) -> str | None:
-    """What is wrong between this device and a verifier that is there, in words, from what gRPC says
-    of a connection that did not come about; None: something else."""
-    if not details.startswith(_NEVER_CONNECTED):
-        return None
-    if found := _NOT_TRUSTED.search(details):
-        why = f": {found[1].strip()}" if found[1] else ""
-        return f"its certificate is not trusted{why}; --ca FILE says which CA to trust"
-    if "Hostname Verification Check failed" in details:
-        return "its certificate is for another name; --set tls.server_name says which one it has"
-    if "WRONG_VERSION_NUMBER" in details:
-        return "it does not speak TLS; leave --ca and tls out if that is meant so"
-    if "andshake failed" in details:
-        return f"the TLS handshake failed: {details.rpartition('SSL routines:')[2][-200:]}"
-    if "Socket closed" not in details and "reset by peer" not in details:
-        return None
-    if not tls:
-        return "it closes the connection; it may want TLS: --ca FILE, or --set tls.enabled=true"
-    if certificate_shown:
-        return "it closes the connection in the handshake; it may not accept tls.client_cert"
-    return "it closes the connection in the handshake; it may want tls.client_cert and .client_key"

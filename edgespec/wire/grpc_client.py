@@ -19,7 +19,7 @@ from grpc.aio import EOF
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
 from edgespec.wire import codec, grpc_calls
-from edgespec.wire.access import DeviceAccess, handshake_failure
+from edgespec.wire.access import DeviceAccess
 
 # Statuses that a second attempt would meet again.
 _FINAL: Final = frozenset(
@@ -156,12 +156,7 @@ class GrpcTransport:
 
     def _refused(self, error: grpc.aio.AioRpcError) -> LinkError:
         """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
-        why = handshake_failure(
-            error.details() or "",
-            tls=self._access.credentials is not None,
-            certificate_shown=self._access.shows_certificate,
-        )
-        if why is not None:
+        if (why := self._access.handshake_failure(error.details() or "")) is not None:
             return UntrustedPeerError(f"verifier at {self.address}: {why}")
         return _link_error(self.address, error.code(), error.details())
 
