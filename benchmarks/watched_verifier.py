@@ -201,7 +201,7 @@ def watch(report: Path) -> None:
     def build_watched(*arguments: Any, **options: Any) -> Any:
         verifier, server = build(*arguments, **options)
         meter: Any = MessageCounter()
-        server._watch = replace(server._watch, traffic=meter)
+        server.watch = replace(server.watch, traffic=meter)
         submit, rows, asked = verifier._worker.submit, Counter[str](), 0
         starts: deque[float] = deque(maxlen=_STARTS_KEPT)
 

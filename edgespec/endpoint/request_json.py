@@ -93,12 +93,8 @@ def no_such_model(name: str, known: Sequence[str]) -> ApiError:
     if more := known[_MOST_NAMED:]:
         shown += f" and {len(more)} more"
     there = f"this is {shown}" if len(known) == 1 else f"there are {shown}"
-    return ApiError(
-        404,
-        f"the model {name[:200]!r} does not exist here; {there}",
-        param="model",
-        code="model_not_found",
-    )
+    why = f"the model {name[:200]!r} does not exist here; {there}"
+    return ApiError(404, why, param="model", code="model_not_found")
 
 
 def from_generation(error: GenerationError) -> ApiError:

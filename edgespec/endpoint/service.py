@@ -156,13 +156,9 @@ class Admission:
         have to wait and the queue is full: ask before the work that a request is."""
         has_room = not self.waiting and self.running + texts <= self.capacity
         if not has_room and self.waiting >= self._max_waiting:
-            raise ApiError(
-                429,
-                f"{self.running} texts run and {self.waiting} requests wait, of at most"
-                f" {self.capacity} and {self._max_waiting}: try again",
-                code="queue_full",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            now = f"{self.running} texts run and {self.waiting} requests wait"
+            why = f"{now}, of at most {self.capacity} and {self._max_waiting}: try again"
+            raise ApiError(429, why, code="queue_full", retry_after_s=RETRY_AFTER_S)
         return has_room
 
     def close(self, why: ApiError) -> None:
@@ -365,6 +361,7 @@ class ServedModels:
         return served.name
 
 
+Tokens = Sequence[int]
 AnyEnvelope = ChoicesEnvelope | ResponseEnvelope
 MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
 
@@ -456,7 +453,7 @@ class Endpoint:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(completion_request, data, self.sampling, most)
         chosen = await self.choose_model(request.model)
-        prompts: list[Sequence[int]] = []
+        prompts: list[Tokens] = []
         for one in request.prompts:
             if isinstance(one, str):
                 prompts.append(await self._encode(one, chosen.context_length, "prompt"))
@@ -598,11 +595,7 @@ class Endpoint:
         return replace(request.sampling, max_tokens=longest)
 
     def _answer(
-        self,
-        envelope: MakeEnvelope,
-        request: Request,
-        chosen: Chosen,
-        prompts: Sequence[Sequence[int]],
+        self, envelope: MakeEnvelope, request: Request, chosen: Chosen, prompts: Sequence[Tokens]
     ) -> Answer:
         """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
         has the seed ``seed_of(seed, k)``."""

@@ -55,7 +55,7 @@ class GrpcTransport:
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
         self.address, self._access = address, access or DeviceAccess()
-        self._limits = limits or codec.WireLimits()
+        self.limits = limits or codec.WireLimits()
         self._keepalive = keepalive or grpc_calls.Keepalive()
         key = self._access.key_for(address)
         self._metadata = ((grpc_calls.KEY_HEADER, f"{grpc_calls.KEY_SCHEME} {key}"),) if key else ()
@@ -92,14 +92,14 @@ class GrpcTransport:
         except BaseException:
             call.cancel()
             raise
-        stream = GrpcDeviceStream(call, self.address, self._limits, self._linger)
+        stream = GrpcDeviceStream(self, call)
         self._streams.add(stream)
         return stream
 
     async def info(self) -> VerifierInfo:
         payload = await self._ask("Info", b"")
         try:
-            return codec.decode_info(payload, self._limits)
+            return codec.decode_info(payload, self.limits)
         except codec.ProtocolViolation as violation:
             raise LinkError(f"verifier at {self.address}: {violation}", retryable=False) from None
 
@@ -137,7 +137,8 @@ class GrpcTransport:
         finally:
             self._calls -= 1
 
-    def _linger(self, stream: GrpcDeviceStream) -> None:
+    def linger(self, stream: GrpcDeviceStream) -> None:
+        """``stream`` was closed: what it has sent may still arrive."""
         self._streams.discard(stream)
         task = asyncio.create_task(stream.linger())
         self._lingering.add(task)
@@ -149,7 +150,7 @@ class GrpcTransport:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
             options = grpc_calls.client_options(
-                self._limits, self._keepalive, self._connect_timeout_s
+                self.limits, self._keepalive, self._connect_timeout_s
             )
             self._channel = _channel(self.address, self._access, options)
         return self._channel
@@ -170,15 +171,9 @@ class GrpcDeviceStream:
     """One call. ``send`` and ``receive`` may be cancelled: a message is then sent or taken whole,
     or not at all, and the order stays. One receiver at a time."""
 
-    def __init__(
-        self,
-        call: Any,
-        address: str,
-        limits: codec.WireLimits,
-        closed: Callable[[GrpcDeviceStream], None],
-    ) -> None:
-        self._call, self._address, self._limits = call, address, limits
-        self._on_close = closed
+    def __init__(self, transport: GrpcTransport, call: Any) -> None:
+        self._transport, self._call = transport, call
+        self._address, self._limits = transport.address, transport.limits
         self._reading: grpc_calls.ShieldedCall[Any] = grpc_calls.ShieldedCall()
         self._writing: grpc_calls.ShieldedCall[None] = grpc_calls.ShieldedCall()
         self._write_lock = asyncio.Lock()
@@ -232,7 +227,7 @@ class GrpcDeviceStream:
         """Returns at once; what was sent before (a Cancel) still gets its chance to arrive."""
         if not self._closed.done():
             self._closed.set_result(None)
-            self._on_close(self)
+            self._transport.linger(self)
 
     async def linger(self) -> None:
         """A half-close and the verifier's answer to it. Cancelling the call at once would throw

@@ -57,23 +57,17 @@ class GrpcVerifierStream:
     a time. A stream that is read too fast for its budget is not read for a while: flow control
     then holds the device. Messages already handed over leave before the status does.
 
-    ``address`` is the peer as gRPC spells it; ``on_open`` is called when the Open has arrived."""
+    ``address`` is the peer as gRPC spells it, ``payer`` whose share of the uplink it takes."""
 
     def __init__(
-        self,
-        context: Any,
-        address: str,
-        credential: Credential,
-        limits: codec.WireLimits,
-        budget: budgets.StreamBudget,
-        count: Callable[[m.Message, int], None],
-        on_open: Callable[[GrpcVerifierStream], None],
-        stalled_s: float,
+        self, server: GrpcServer, context: Any, address: str, credential: Credential
     ) -> None:
         self._context, self.address, self.credential = context, address, credential
-        self.peer = grpc_calls.peer_address(address)
-        self._limits, self._budget, self._count = limits, budget, count
-        self._on_open, self._stalled_s = on_open, stalled_s
+        self.peer = peer = grpc_calls.peer_address(address)
+        self.caller, self.payer = callers.caller(peer, credential), callers.payer(peer, credential)
+        self._server, self._limits = server, server.limits
+        self._budget = server.uplink.open(time.monotonic(), self.payer)
+        self._count = server.watch.traffic.count
         self._loop = asyncio.get_running_loop()
         self._verdict: asyncio.Future[m.Fault | None] = self._loop.create_future()
         self._reading: asyncio.Task[None] | None = None
@@ -224,7 +218,7 @@ class GrpcVerifierStream:
         hold_s = self._budget.spend(time.monotonic(), len(payload))
         message = codec.decode_uplink(payload, self._limits)
         if isinstance(message, m.Open):
-            self._on_open(self)
+            self._server.slots.opened(self)
         self._count(message, len(payload))
         if self._take is not None:
             self._take(message)
@@ -238,7 +232,7 @@ class GrpcVerifierStream:
         self._write_began = now = time.monotonic()
         self._writing.begin(self._context.write(payload), self.lost)
         if self._watch is None:
-            self._watch = self._loop.call_later(self._stalled_s, self._look_for_stall)
+            self._watch = self._loop.call_later(self._server.stalled_s, self._look_for_stall)
         self._count(message, len(payload))
         if isinstance(message, m.Commit):
             self._budget.earn(len(message.tokens), now, message.accepted)
@@ -250,12 +244,13 @@ class GrpcVerifierStream:
         self._watch = None
         if self._verdict.done() or not self._writing.busy:
             return
-        left_s = self._write_began + self._stalled_s - time.monotonic()
+        stalled_s = self._server.stalled_s
+        left_s = self._write_began + stalled_s - time.monotonic()
         if left_s > 0.0:
             self._watch = self._loop.call_later(left_s, self._look_for_stall)
             return
         self._stalled = True
-        why = f"the device at {self.address} did not read for {self._stalled_s:g} s"
+        why = f"the device at {self.address} did not read for {stalled_s:g} s"
         self.hang_up(m.Fault(m.FaultCode.OVERLOADED, why))
 
     def _end(self, fault: m.Fault | None, reason: str) -> None:
@@ -335,25 +330,25 @@ class GrpcServer:
         texts: PackedTexts | str = "this verifier has no tokenizer to send",
     ) -> None:
         self._serve, self._info = serve, info
-        self._limits = limits or codec.WireLimits()
+        self.limits = limits or codec.WireLimits()
         self._address, self._credentials = address, credentials
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
         self._authenticator = callers.Authenticator(authenticate)
-        self._stalled_s, self._texts = stalled_s, texts
-        self._watch = watch = watch or Watch()
+        self.stalled_s, self._texts = stalled_s, texts
+        self.watch = watch = watch or Watch()
         self._refused = watch.streams.refused
         uplink = uplink or budgets.UplinkLimits()
         if authenticate is None:
             uplink = budgets.without_keys(uplink)
-        self._uplink = budgets.UplinkBudget(uplink, time.monotonic(), watch.waited)
+        self.uplink = budgets.UplinkBudget(uplink, time.monotonic(), watch.waited)
         self._opens = budgets.CallBudget(opens, time.monotonic())
         self._questions = callers.CallLine(infos)
         self._lending = callers.CallLine(callers.TOKENIZER_LIMITS)
-        self._slots: callers.StreamSlots[GrpcVerifierStream] = callers.StreamSlots(
+        self.slots: callers.StreamSlots[GrpcVerifierStream] = callers.StreamSlots(
             max_streams, peer_share
         )
-        self._max_peer_calls = self._slots.peer_streams + _SPARE_CALLS
+        self._max_peer_calls = self.slots.peer_streams + _SPARE_CALLS
         self._max_peer_calls += round(opens.max_wait_s * opens.peer_rate)
         self._streams: dict[GrpcVerifierStream, asyncio.Task[None]] = {}
         self._in_line: set[GrpcVerifierStream] = set()
@@ -372,7 +367,7 @@ class GrpcServer:
 
         beside = callers.SideServices(codec.SERVICE, self._questions)
         server = grpc.aio.server(
-            options=grpc_calls.server_options(self._limits, grpc_calls.Keepalive()),
+            options=grpc_calls.server_options(self.limits, grpc_calls.Keepalive()),
             interceptors=(beside,),
         )
         # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
@@ -412,7 +407,7 @@ class GrpcServer:
             await self._authenticator.turn_away(context)
         await self._questions.turn(context, credential)
         if (info := self._info()) != self._told:
-            self._told, self._answer = info, codec.encode_info(info, self._limits)
+            self._told, self._answer = info, codec.encode_info(info, self.limits)
         return self._answer
 
     async def _answer_tokenizer(self, request: bytes, context: Any) -> bytes:
@@ -471,9 +466,9 @@ class GrpcServer:
         if (credential := self._authenticator.credential(key)) is None:
             self._refused(m.FaultCode.UNAUTHENTICATED)
             await self._authenticator.turn_away(
-                context, lambda fault: codec.encode_downlink(fault, self._limits)
+                context, lambda fault: codec.encode_downlink(fault, self.limits)
             )
-        peer = callers.caller(host := grpc_calls.peer_address(address), credential)
+        peer = callers.caller(grpc_calls.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(m.FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way"
@@ -484,17 +479,7 @@ class GrpcServer:
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
-            budget = self._uplink.open(time.monotonic(), callers.payer(host, credential))
-            stream = GrpcVerifierStream(
-                context,
-                address,
-                credential,
-                self._limits,
-                budget,
-                self._watch.traffic.count,
-                self._slots.opened,
-                self._stalled_s,
-            )
+            stream = GrpcVerifierStream(self, context, address, credential)
             await self._from_line_to_status(stream, context, key)
         finally:
             self._calls[peer] -= 1
@@ -512,7 +497,7 @@ class GrpcServer:
                 self._streams[stream] = task
                 task.add_done_callback(lambda _: self._streams.pop(stream, None))
             await stream.over()
-            self._slots.leave(stream)
+            self.slots.leave(stream)
             fault = stream.verdict
             if fault is not None and not stream.greeted:
                 self._refused(fault.code)
@@ -521,7 +506,7 @@ class GrpcServer:
             stream.lost()
             raise
         finally:
-            self._slots.leave(stream)
+            self.slots.leave(stream)
         if fault is not None:
             status, advice = _STATUS[fault.code], callers.retry_metadata(fault.retry_after_s)
             await grpc_calls.abort_call(context, status, fault.message[:_MAX_DETAILS], advice)
@@ -529,27 +514,25 @@ class GrpcServer:
     async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""
         most_s, now = self._opens.limits.max_wait_s, time.monotonic()
-        who = callers.caller(stream.peer, stream.credential)
-        pays = callers.payer(stream.peer, stream.credential)
-        wait_s = self._opens.turn(who, now, pays)
+        wait_s = self._opens.turn(stream.caller, now, stream.payer)
         if wait_s <= most_s:
-            wait_s = max(wait_s, self._uplink.turn(pays, now, most_s))
+            wait_s = max(wait_s, self.uplink.turn(stream.payer, now, most_s))
         if wait_s > most_s:
-            await self._refusals.hold(pays, stream.over)
+            await self._refusals.hold(stream.payer, stream.over)
             retry_s = min(max(_RETRY_AFTER_S, wait_s - most_s), _MOST_RETRY_S)
             wait = f"the wait would be {wait_s:.1f} s, the limit is {most_s:g} s"
-            text = f"{who} opens streams too often: {wait}"
+            text = f"{stream.caller} opens streams too often: {wait}"
             return m.Fault(m.FaultCode.OVERLOADED, text, retry_s)
         if wait_s > 0.0 and not self._draining:
             self._in_line.add(stream)
-            self._watch.waited(budgets.Wait.LINE, wait_s)
+            self.watch.waited(budgets.Wait.LINE, wait_s)
             try:
                 await stream.over(wait_s)
             finally:
                 self._in_line.discard(stream)
         if self._draining:
             return _SHUTTING_DOWN
-        entry = self._slots.enter(stream, stream.peer, stream.credential)
+        entry = self.slots.enter(stream, stream.peer, stream.credential)
         if entry.evicted is not None:
             text = "no Open has come on this stream, and its place is needed for another"
             entry.evicted.hang_up(m.Fault(m.FaultCode.OVERLOADED, text, _RETRY_AFTER_S))

@@ -165,18 +165,15 @@ class ShapedTransport:
         self._pacer = pacer or ThreadPacer()
         self._owns_pacer = pacer is None
         origin_s = self._pacer.now()
-        self._up = _Direction(up, self._pacer, origin_s)
-        self._down = _Direction(down, self._pacer, origin_s)
-        self._limits = limits or WireLimits()
-        self._meter = meter
+        self.up = _Direction(up, self._pacer, origin_s)
+        self.down = _Direction(down, self._pacer, origin_s)
+        self.limits, self.meter = limits or WireLimits(), meter
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> DeviceStream:
         """Raises ``LinkError`` as ``inner`` does, a round trip later."""
         await self._round_trip()
-        stream = _ShapedStream(
-            await self._inner.connect(), self._up, self._down, self._limits, self._meter
-        )
+        stream = _ShapedStream(await self._inner.connect(), self)
         self._spawn(stream.pump_up())
         stream.reader = self._spawn(stream.pump_down())
         return stream
@@ -196,8 +193,8 @@ class ShapedTransport:
             self._pacer.close()
 
     async def _round_trip(self) -> None:
-        await self._up.wait(self._up.arrival(_HANDSHAKE_BYTES))
-        await self._down.wait(self._down.arrival(_HANDSHAKE_BYTES))
+        for way in (self.up, self.down):
+            await way.wait(way.arrival(_HANDSHAKE_BYTES))
 
     def _spawn(self, pump: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(pump)
@@ -218,16 +215,9 @@ class _Direction:
 class _ShapedStream:
     """One sender and one receiver at a time; both may be cancelled without loss."""
 
-    def __init__(
-        self,
-        inner: DeviceStream,
-        up: _Direction,
-        down: _Direction,
-        limits: WireLimits,
-        meter: TrafficMeter | None,
-    ) -> None:
-        self._inner, self._up, self._down = inner, up, down
-        self._limits, self._meter = limits, meter
+    def __init__(self, inner: DeviceStream, link: ShapedTransport) -> None:
+        self._inner, self._up, self._down = inner, link.up, link.down
+        self._limits, self._meter = link.limits, link.meter
         self._going_up: Pipe[tuple[float, m.Uplink]] = Pipe(_DEPTH)
         self._coming_down: Pipe[tuple[float, m.Downlink | LinkError]] = Pipe(_DEPTH)
         self._closing: asyncio.Future[float] = asyncio.get_running_loop().create_future()
