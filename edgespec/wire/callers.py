@@ -32,7 +32,8 @@ LAST_S: Final = 10.0
 MAX_HELD: Final = 512
 """Of one payer."""
 MAX_HELD_IN_ALL: Final = 4_096
-_LAST_WORDS_S: Final = 0.5
+LAST_WORDS_S: Final = 0.5
+"""For a last fault to leave, though its device may not read."""
 _HINT: Final = "EDGESPEC_API_KEY or the file that api_key_file names holds it on the device"
 NO_KEY: Final = Fault(FaultCode.UNAUTHENTICATED, f"this verifier asks for a key; {_HINT}")
 WRONG_KEY: Final = Fault(
@@ -186,7 +187,7 @@ class Authenticator:
         await self._refusals.hold(peer)
         if encode is not None:
             with suppress(TimeoutError, *GONE):
-                async with asyncio.timeout(_LAST_WORDS_S):
+                async with asyncio.timeout(LAST_WORDS_S):
                     await context.write(encode(fault))
         await abort_call(context, grpc.StatusCode.UNAUTHENTICATED, fault.message)
 

@@ -33,8 +33,6 @@ from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire import callers, codec, grpc_calls
 from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError
 
-LAST_WORD_S = 0.5
-"""How long a device that does not read may hold up its own last fault."""
 STALLED_S = 10.0
 """How long a device may leave a message unread, behind a full window, before it counts as gone."""
 # Messages that have come and wait for their receiver, while the next one is read.
@@ -179,7 +177,7 @@ class GrpcVerifierStream:
         if self._stalled:  # there is no room for another word
             return
         try:
-            async with asyncio.timeout(LAST_WORD_S), self._write_lock:
+            async with asyncio.timeout(callers.LAST_WORDS_S), self._write_lock:
                 await self._writing.settle()
                 if fault is None:
                     return
@@ -273,8 +271,6 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
         waiter.set_result(None)
 
 
-LAST_WORDS_S = 0.5
-"""For the last faults to leave before the connections are cut."""
 _LOG = logging.getLogger(__name__)
 # A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
 _MAX_DETAILS = 512
@@ -432,7 +428,7 @@ class GrpcServer:
         self._draining = True
         # One that watches the health and does not read would hold this up for ever.
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(callers.LAST_WORDS_S):
                 await self._health.enter_graceful_shutdown()
         for stream in tuple(self._in_line):
             stream.hang_up(_SHUTTING_DOWN)
@@ -453,7 +449,7 @@ class GrpcServer:
             await asyncio.wait(self._streams.values(), timeout=grace_s)
         for stream in tuple(self._streams):
             stream.hang_up(_SHUTTING_DOWN)
-        await server.stop(LAST_WORDS_S)
+        await server.stop(callers.LAST_WORDS_S)
         left = tuple(self._streams.values())
         for task in left:
             task.cancel()
