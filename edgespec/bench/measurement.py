@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import fmean, median
 from typing import Any
 
@@ -62,12 +62,6 @@ async def measure(
     ends = (index for index, token in enumerate(tokens) if token in eos_token_ids)
     counted = next(ends, len(tokens))
     return Measurement(tuple(tokens), tuple(times_s[:counted]), agent.stats.counters)
-
-
-def mismatch_count(tokens: Sequence[int], reference: Sequence[int]) -> int:
-    """Positions at which two streams differ, those that only one of them has included."""
-    differing = sum(a != b for a, b in zip(tokens, reference, strict=False))
-    return differing + abs(len(tokens) - len(reference))
 
 
 class LentDrafter:
@@ -127,7 +121,8 @@ def row_of(
         "open_bytes_per_request": _ratio(opens, len(done)),
         "framing_bytes_per_committed_token": _ratio(framed - up - down, committed),
         "reconnects": sums["reconnects"],
-        "mismatches": sum(mismatch_count(m.tokens, reference) for m, reference in pairs),
+        # Those that only one of the texts has included.
+        "mismatches": sum(a != b for m, text in pairs for a, b in zip_longest(m.tokens, text)),
     }
 
 

@@ -5,7 +5,6 @@ Both say what was run, on which machine, with which versions, and whether the ti
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from edgespec.bench.arms import Arm
 from edgespec.bench.measurement import Row, beside, numbers, summarise
 from edgespec.bench.prompts import Workload
 from edgespec.bench.runner import BenchRunner, BenchSettings
+from edgespec.config.common import installed_version
 from edgespec.config.files import replace_file
 from edgespec.core.protocol.sampling import SamplingParams
 
@@ -196,13 +196,8 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    found = {"edgespec": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    found = {name: installed_version(name) or "not installed" for name in _PACKAGES}
+    return {"edgespec": __version__, "python": platform.python_version(), **found}
 
 
 def _counted(number: int, name: str) -> str:

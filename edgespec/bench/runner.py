@@ -88,12 +88,6 @@ def parsed(what: str, text: str, kind: Callable[[str], _Parsed], known: str) -> 
     return found
 
 
-def rotated(arms: Sequence[Arm], by: int) -> tuple[Arm, ...]:
-    """The same arms from another start: none is always the one that runs first."""
-    by %= len(arms)
-    return (*arms[by:], *arms[:by])
-
-
 def _options(arm: Arm, gamma: int | None = None) -> AgentOptions:
     return AgentOptions(*arm_settings(arm, gamma))
 
@@ -221,11 +215,12 @@ class BenchRunner:
 
     async def _run_cells(self, stations: Mapping[Arm, Station], rtt_ms: float, repeat: int) -> None:
         self._progress.say(f"repeat {repeat + 1} of {self._settings.repeats}, RTT {rtt_ms:g} ms")
-        finished: list[dict[Arm, _Finished]] = []
+        arms, finished = self._settings.arms, list[dict[Arm, _Finished]]()
         try:
             for number, prompt in enumerate(self.workload.prompts):
                 one: dict[Arm, _Finished] = {}
-                for arm in rotated(self._settings.arms, repeat + number):
+                first = (repeat + number) % len(arms)
+                for arm in (*arms[first:], *arms[:first]):
                     agent, meter = stations[arm].agent, stations[arm].meter
                     before = meter.totals.copy()
                     measurement = await self._measure(agent, prompt)
@@ -233,7 +228,7 @@ class BenchRunner:
                     self._progress.done(f"{arm.value}, {self.workload.names[number]}")
                 finished.append(one)
         finally:
-            for arm in self._settings.arms if finished else ():
+            for arm in arms if finished else ():
                 done, traffic = zip(*(one[arm] for one in finished), strict=True)
                 texts, sums = self.references[: len(finished)], sum(traffic, Counter[str]())
                 self.rows.append(measured.row_of(arm, rtt_ms, repeat, done, texts, sums))

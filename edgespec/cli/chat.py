@@ -179,12 +179,6 @@ def parse(line: str) -> tuple[str, str]:
     return word, argument
 
 
-def command_help() -> str:
-    """The commands and keys, a line each."""
-    lines = [f"  {name + ' ' + more:16}  {about}" for name, (more, about) in COMMANDS.items()]
-    return "\n".join(lines) + _KEYS
-
-
 @dataclass(slots=True)
 class Conversation:
     """The turns so far, and the loop that adds to them."""
@@ -272,7 +266,8 @@ class Conversation:
             case "/reset":
                 self._begin_anew(Record(self.info.name))
                 return "the conversation is forgotten"
-        return command_help()
+        lines = [f"  {name + ' ' + more:16}  {about}" for name, (more, about) in COMMANDS.items()]
+        return "\n".join(lines) + _KEYS
 
     def _begin_anew(self, found: Record) -> None:
         """Go on with ``found``; the conversation before stays in its own file."""

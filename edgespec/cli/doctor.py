@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,7 +18,7 @@ from edgespec.cli.main import FAILED
 from edgespec.cli.options import VERIFIER_FLAGS, from_config, option
 from edgespec.cli.running import fail, run
 from edgespec.config import DEFAULT_ADDRESS, AgentConfig, ConfigError
-from edgespec.config.common import needs
+from edgespec.config.common import installed_version, needs
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import ask_verifiers, with_port
@@ -50,14 +49,14 @@ class Check:
 
 
 def libraries() -> Check:
-    found = (f"{name} {version(name) or 'missing'}" for name in LIBRARIES)
+    found = (f"{name} {installed_version(name) or 'missing'}" for name in LIBRARIES)
     where = f"{platform.python_version()} on {platform.machine()}"
     return Check("python", State.GOOD, f"{where}; {', '.join(found)}")
 
 
 def one_onnxruntime() -> Check:
     """All its distributions write the same files, so with two installed neither is whole."""
-    found = [name for name in RUNTIMES if version(name) is not None]
+    found = [name for name in RUNTIMES if installed_version(name) is not None]
     install = "pip install 'edgespec[cpu]'"
     if len(found) > 1:
         finding = f"{' and '.join(found)} are installed together and overwrite each other"
@@ -66,7 +65,7 @@ def one_onnxruntime() -> Check:
     if not found:
         finding = "not installed: nothing can be drafted here"
         return Check("onnxruntime", State.BAD, finding, install)
-    return Check("onnxruntime", State.GOOD, f"{found[0]} {version(found[0])}")
+    return Check("onnxruntime", State.GOOD, f"{found[0]} {installed_version(found[0])}")
 
 
 def draft_step() -> Check:
@@ -92,7 +91,7 @@ def exactness() -> Check:
     """What a verifier here needs; a device does without. And whether one on this CPU gives the same
     text whatever is drafted, and how."""
     name = "verifier here"
-    if version("torch") is None or version("transformers") is None:
+    if installed_version("torch") is None or installed_version("transformers") is None:
         finding = "torch or transformers is not installed: devices need neither, a verifier both"
         return Check(name, State.NOTE, finding, "pip install 'edgespec[server]'")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -115,7 +114,9 @@ def exactness() -> Check:
         return Check(name, State.BAD, f"{type(error).__name__}: {error}", advice)
     state = State.GOOD if target.canonical else State.NOTE
     where = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "no GPU"
-    finding = f"torch {version('torch')}, {where}; on the CPU the bundled target runs in float32 as"
+    finding = (
+        f"torch {torch.__version__}, {where}; on the CPU the bundled target runs in float32 as"
+    )
     return Check(name, state, f"{finding} {target.mode}")
 
 
@@ -142,14 +143,6 @@ async def verifier(address: str, config: AgentConfig) -> Check:
     if served.pass_us:
         finding += f"; a pass takes {served.pass_us / 1e3:.1f} ms"
     return Check(name, State.GOOD, finding)
-
-
-def version(name: str) -> str | None:
-    """Of an installed distribution."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @from_config(AgentConfig, *VERIFIER_FLAGS)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import typer
@@ -50,14 +51,11 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
             config = await _with_lent_tokenizer(config)
         with running.stoppable():  # one on the Hub is fetched
             text = build.load_tokenizer(build.tokenizer_reference(config))
-        watch = await _look(config)
-        try:
+        async with _watching(config) as watch:
             with running.stoppable():
                 agent = build.build_agent(config, tracer=tracer, say=running.say)
             async with agent:
                 await _serve(config, key, agent, text, watch, listener)
-        finally:
-            await watch.close()
 
 
 async def _serve(
@@ -102,7 +100,8 @@ async def _serve(
                 asyncio.get_running_loop().remove_signal_handler(number)
 
 
-async def _look(config: AgentConfig) -> VerifierWatch:
+@asynccontextmanager
+async def _watching(config: AgentConfig) -> AsyncIterator[VerifierWatch]:
     """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
     access = device_access(config)
     addresses = [build.with_port(one) for one in config.verifiers]
@@ -113,10 +112,9 @@ async def _look(config: AgentConfig) -> VerifierWatch:
     try:
         await watch.look()
         _refuse_hopeless(watch)
-    except BaseException:
+        yield watch
+    finally:
         await watch.close()
-        raise
-    return watch
 
 
 def _refuse_hopeless(watch: VerifierWatch) -> None:
@@ -128,8 +126,7 @@ def _refuse_hopeless(watch: VerifierWatch) -> None:
 async def _with_lent_tokenizer(config: AgentConfig) -> AgentConfig:
     """With the tokenizer of the first verifier that is there, which is waited for. Raises
     ``SetupError`` where it lends none."""
-    watch = await _look(config)
-    try:
+    async with _watching(config) as watch:
         if not watch.ready:
             running.say(
                 "no verifier answers yet; one is waited for, since it has to lend its tokenizer:"
@@ -144,8 +141,6 @@ async def _with_lent_tokenizer(config: AgentConfig) -> AgentConfig:
             watch.infos.clear()
             await watch.look()
             _refuse_hopeless(watch)
-    finally:
-        await watch.close()
 
 
 def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:

@@ -114,6 +114,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def installed_version(name: str) -> str | None:
+    """Of a distribution; None: it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # takes its time
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 class SetupError(RuntimeError):
     """A part cannot be built; the message says what is wrong and, if known, what to run."""
 

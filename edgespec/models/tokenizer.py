@@ -19,7 +19,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,8 +54,6 @@ class ChatTemplate:
 
     source: str
     tokens: Mapping[str, str] = field(default_factory=dict)
-    now: Callable[[], datetime] = datetime.now
-    """What ``strftime_now`` formats."""
 
     def render(
         self,
@@ -101,14 +99,14 @@ class ChatTemplate:
         from jinja2 import meta
 
         try:
-            tree = _environment(self.now).parse(self.source)
+            tree = _environment().parse(self.source)
         except Exception as error:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
         return "tools" in meta.find_undeclared_variables(tree)
 
     @cached_property
     def _compiled(self) -> Template:
-        template: Template = _environment(self.now).from_string(self.source)
+        template: Template = _environment().from_string(self.source)
         return template
 
 
@@ -172,7 +170,8 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Ch
     return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
 
 
-def _environment(now: Callable[[], datetime]) -> Any:
+@cache
+def _environment() -> Any:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -200,7 +199,7 @@ def _environment(now: Callable[[], datetime]) -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 

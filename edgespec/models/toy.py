@@ -25,7 +25,8 @@ def toy_info() -> ModelInfo:
 
 class ToyTokenizer:
     """The methods of ``TextTokenizer`` that agents and the command line use. A character outside
-    the alphabet becomes a space."""
+    the alphabet becomes a space. It is its own ``TextStream``: a token is a whole letter, so
+    nothing is ever held back."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}
@@ -34,8 +35,14 @@ class ToyTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(TOY_ALPHABET[token] for token in tokens if token != TOY_EOS)
 
-    def stream(self, prompt: Sequence[int] = ()) -> ToyTextStream:
-        return ToyTextStream()
+    def stream(self, prompt: Sequence[int] = ()) -> ToyTokenizer:
+        return self
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return self.decode(tokens)
+
+    def flush(self) -> str:
+        return ""
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """Of the toy: contents and spaces."""
@@ -46,13 +53,3 @@ class ToyTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return self.decode([token]).encode()
-
-
-class ToyTextStream:
-    """Incremental decoding; every token is a whole letter, so nothing is ever held back."""
-
-    def push(self, tokens: Sequence[int]) -> str:
-        return ToyTokenizer().decode(tokens)
-
-    def flush(self) -> str:
-        return ""

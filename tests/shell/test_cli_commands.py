@@ -234,7 +234,7 @@ def test_chat_survives_a_message_that_is_too_long(address: str) -> None:
 def test_the_doctor_sees_two_onnxruntimes(
     installed: dict[str, str], state: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "version", installed.get)
+    monkeypatch.setattr(checks, "installed_version", installed.get)
     found = checks.one_onnxruntime()
     assert found.state is State[state]
     assert found.advice.startswith(advice)
