@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bars
 
+from edgespec.bench.runner import BenchProgress
 from edgespec.cli.export import DEFAULT_BITS, check_free, placed
 from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
@@ -297,14 +295,10 @@ def _table(verdict: Verdict) -> str:
 @contextmanager
 def _shown() -> Iterator[Callable[[Progress], None]]:
     """Shows each step on a terminal; elsewhere a line every while and with each new acceptance."""
-    said_s, told, on_terminal = 0.0, 0.0, sys.stderr.isatty()
-    bars = Bars(
-        *(BarColumn(), TextColumn("{task.description}")),
-        console=Console(stderr=True),
-        disable=not on_terminal,
-    )
-    with bars:
-        bar = bars.add_task("the first texts are being written", total=1.0)
+    said_s, told, console = 0.0, 0.0, Console(stderr=True)
+    with BenchProgress(console) as bar:
+        bar.expect(1.0)
+        bar.say("the first texts are being written")
 
         def report(now: Progress) -> None:
             nonlocal said_s, told
@@ -312,10 +306,10 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
                 f"step {now.step} ({now.share:.0%})  loss {now.loss:.3f}  acceptance"
                 f" {now.acceptance:.3f}  {now.left_s / 60:.1f} min left"
             )
-            bars.update(bar, completed=now.share, description=words)
             late = now.acceptance != told or time.monotonic() - said_s > _SAY_EVERY_S
-            if late and not on_terminal:
-                say(words)
+            if late or console.is_terminal:
+                bar.say(words)
                 said_s, told = time.monotonic(), now.acceptance
+            bar.update(bar.task_ids[0], completed=now.share)
 
         yield report
