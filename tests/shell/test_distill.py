@@ -71,11 +71,8 @@ TARGET = tiny(1)
 
 def scalar_loss(name: LossName, q: list[float], p: list[float]) -> float:
     divergence = sum(b * math.log(b / a) for a, b in zip(q, p, strict=True))
-    match name:
-        case LossName.FORWARD_KL:
-            return divergence
-        case LossName.FIRST_CHOICE:
-            return divergence - 0.5 * math.log(q[p.index(max(p))])
+    best = math.log(q[p.index(max(p))]) if name is LossName.FIRST_CHOICE else 0.0
+    return divergence - 0.5 * best
 
 
 def distributions(seed: int, rows: int = 6) -> torch.Tensor:
