@@ -43,18 +43,8 @@ _KEPT: Final = ("arm", "rtt_ms", "mismatches", "tpot_ms_mean", "speedup")
 # Of the rest, what a page shows: tables have it.
 _LEFT_OUT: Final = ("beside", "server_drafts")
 _SETTINGS: Final = frozenset(
-    (
-        "repeats",
-        "prompt_names",
-        "max_tokens",
-        "vanilla_gamma",
-        "target_name",
-        "model",
-        "draft_name",
-        "draft",
-        "temperature",
-        "timing",
-    )
+    "repeats prompt_names max_tokens vanilla_gamma target_name model draft_name draft temperature"
+    " timing".split()
 )
 _OURS: Final = ' class="ours"'
 _SHAPES: Final[Mapping[str, str]] = {

@@ -175,7 +175,7 @@ def stoppable() -> Iterator[None]:
     other program; a half-written folder is taken away by the next start. The first process of a
     container gets no signal that it does not handle."""
     first = os.getpid() == 1
-    with _answered_by((lambda number, _: os._exit(128 + number)) if first else signal.SIG_DFL):
+    with answered_by((lambda number, _: os._exit(128 + number)) if first else signal.SIG_DFL):
         yield
 
 
@@ -185,12 +185,12 @@ def stop_asked() -> Iterator[Callable[[], None]]:
     signal has come, and is to be called where a stop loses nothing. The second signal ends the
     process at once."""
     stopping = Stopping()
-    with _answered_by(lambda number, _: stopping.ask(number)):
+    with answered_by(lambda number, _: stopping.ask(number)):
         yield stopping.check
 
 
 @contextmanager
-def _answered_by(handler: Any) -> Iterator[None]:
+def answered_by(handler: Any) -> Iterator[None]:
     """``handler`` answers the stopping signals in this block, but for those that are ignored."""
     before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
     heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}

@@ -83,10 +83,7 @@ def share_interval(clusters: Sequence[tuple[int, int]]) -> tuple[float, tuple[fl
     hits, asked = (sum(column) for column in zip(*clusters, strict=True))
     if not asked:
         return math.nan, (0.0, 1.0)
-    share = hits / asked
-    low, high = _wilson(share, asked)
-    half = _share_half_width(clusters, share, asked)
-    return share, (max(0.0, min(low, share - half)), min(1.0, max(high, share + half)))
+    return hits / asked, _share_ends(clusters, hits / asked, asked)
 
 
 def quantile_interval(
@@ -99,27 +96,26 @@ def quantile_interval(
         return None
     found = quantile(ordered, share)
     below = [(sum(value <= found for value in cluster), len(cluster)) for cluster in clusters]
-    low, high = _wilson(share, len(ordered))
-    half = _share_half_width(below, share, len(ordered))
-    low, high = max(0.0, min(low, share - half)), min(1.0, max(high, share + half))
+    low, high = _share_ends(below, share, len(ordered))
     return found, quantile(ordered, low), quantile(ordered, high)
 
 
-def _share_half_width(clusters: Sequence[tuple[int, int]], share: float, asked: int) -> float:
-    """Half of the 95 % interval of a share, by what clusters differ from it; 0 of one cluster."""
-    count = len(clusters)
-    if count < 2:
-        return 0.0
-    square = sum((hits - share * one) ** 2 for hits, one in clusters)
-    return student(count - 1) * math.sqrt(count / (count - 1) * square) / asked
-
-
-def _wilson(share: float, count: int) -> tuple[float, float]:
+def _share_ends(
+    clusters: Sequence[tuple[int, int]], share: float, asked: int
+) -> tuple[float, float]:
+    """The wider of two intervals of 95 %: Wilson's, and by what clusters differ from the share."""
     z = statistics.NormalDist().inv_cdf((1.0 + _CONFIDENCE) / 2.0)
-    centre = (share + z * z / (2.0 * count)) / (1.0 + z * z / count)
-    half = z * math.sqrt(share * (1.0 - share) / count + (z / (2.0 * count)) ** 2)
-    half /= 1.0 + z * z / count
-    return centre - half, centre + half
+    centre = (share + z * z / (2.0 * asked)) / (1.0 + z * z / asked)
+    wilson = z * math.sqrt(share * (1.0 - share) / asked + (z / (2.0 * asked)) ** 2)
+    wilson /= 1.0 + z * z / asked
+    count, half = len(clusters), 0.0
+    if count > 1:
+        square = sum((hits - share * one) ** 2 for hits, one in clusters)
+        half = student(count - 1) * math.sqrt(count / (count - 1) * square) / asked
+    return (
+        max(0.0, min(centre - wilson, share - half)),
+        min(1.0, max(centre + wilson, share + half)),
+    )
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -132,16 +132,6 @@ def _number(value: int) -> int:
     return 1 + _VARINT[value.bit_length()] if value else 0
 
 
-class FixedDelay:
-    """A path that takes the same time for everything."""
-
-    def __init__(self, queue: EventQueue, delay_s: float) -> None:
-        self._queue, self._delay_s = queue, delay_s
-
-    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        self._queue.after(self._delay_s, deliver)
-
-
 class Stream:
     """One generation's stream, with its counts and, in watched worlds, its ``StreamWatch``.
 

@@ -110,8 +110,7 @@ def delays(terms: Terms, decision: Decision) -> Floats:
 def printed_delays(terms: Terms, decision: Decision) -> Floats:
     """(M,), milliseconds: the objective's D_MD + D_ES, in which nothing waits for the uplink."""
     devices, chosen = np.arange(terms.devices), decision.association
-    waited: Floats = terms.delay[devices, chosen] + terms.work[devices, chosen] / decision.compute
-    return waited
+    return np.asarray(terms.delay[devices, chosen] + terms.work[devices, chosen] / decision.compute)
 
 
 # --- the paper's objective, as printed and corrected (Koh and Yang, arXiv 2511.01695) ----------
@@ -127,7 +126,6 @@ def printed_delays(terms: Terms, decision: Decision) -> Floats:
 # which lambda 1e-2, w 20-100, delta_CP 1e9 (operations per millijoule) and delta_CM 2.6 all
 # matter; noise over one server's whole band; k_j in slots of unfinished work; what ``world``
 # marks "ours".
-
 
 OPERATIONS_PER_MJ = 1e9
 """delta_CP: 1 TFLOP/s a watt, about what a phone's GPU does."""
@@ -232,8 +230,7 @@ def sinr(snapshot: Snapshot) -> Floats:
     best = snapshot.gains.argmax(axis=1)[:, None] == np.arange(snapshot.settings.servers)
     strangers = np.maximum((~best).sum(axis=0), 1)
     leaked = LEAKAGE * np.where(best, 0.0, received).sum(axis=0) / strangers
-    signal_to_noise: Floats = received / (snapshot.noise_w + leaked)
-    return signal_to_noise
+    return np.asarray(received / (snapshot.noise_w + leaked))
 
 
 def rtt_s(snapshot: Snapshot) -> Floats:
@@ -248,17 +245,16 @@ def downlink_bits_per_s(snapshot: Snapshot) -> Floats:
 
 
 # --- shares of a server's bandwidth and compute, for a fixed association -----------------------
-# ``uniform`` every device of a server gets the same ``weighted`` in proportion to weights per
-# pair, as a learned policy gives them ``optimal`` the least possible cost
+# ``uniform``: all devices of a server get the same; ``weighted``: in proportion to weights a pair,
+# as a learned policy gives them; ``optimal``: at the least possible cost.
 # Optimal compute is the square-root rule: sum work_i / z_i over sum z_i = 1 is least at z_i
 # proportional to sqrt(work_i), with value (sum sqrt(work_i))^2. Optimal bandwidth minimises
-# power y + balance (draft - uplink / y)^2 over y > 0, sum y <= 1 at a server
+# power y + balance (draft - uplink / y)^2 over y > 0, sum y <= 1 at a server.
 # No optimum has y above uplink / draft (both terms rise there), and below it the cost is convex
 # (its second derivative is 2 balance uplink (3 uplink / y - 2 draft) / y^3). So with u = uplink /
 # y and a price m of bandwidth each device solves u^2 (u - draft) = uplink (power + m) / (2
 # balance) by itself, by Newton's method from above, and m is found by bisection for all servers
 # at once.
-
 
 NEWTON_STEPS = 7
 BISECTION_STEPS = 44

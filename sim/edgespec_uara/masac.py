@@ -31,7 +31,6 @@ from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 # number may change. The actor is decentralised (it sees its own server's row); the critic is
 # centralised (it sees all servers of its scene).
 
-
 WIDTH = 64
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 0.5
 LOG_STD_FIRST = -1.5
@@ -238,7 +237,6 @@ def _step(optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
 # random", which would reward cost.)
 # Agents are servers, not devices: a share is a server's to give, so each agent's action is
 # feasible by itself (a softmax over its devices), whereas devices would have to agree on a sum.
-
 
 SLOTS = 10
 """Of an episode."""

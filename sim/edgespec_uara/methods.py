@@ -27,7 +27,6 @@ from edgespec_uara.world import Floats, Ints, Snapshot
 # which only the two servers that it touched are priced anew. The cost strictly falls and
 # associations are finite, so it ends; a limit guards against rounding.
 
-
 TOLERANCE = 1e-7
 """Of the present cost: less is rounding."""
 
@@ -40,8 +39,7 @@ class Steps(Enum):
 
 def best_gain(gains: Floats) -> Ints:
     """First phase: for each device the server it hears best."""
-    best: Ints = gains.argmax(axis=1)
-    return best
+    return np.asarray(gains.argmax(axis=1))
 
 
 def two_phase_matching(
@@ -99,8 +97,7 @@ class _Search:
         wide = v / used
         safe = np.where(wide > 0, wide, 1.0)
         gap = wide**2 * squares - 2.0 * wide * cross + drafts
-        cost: Floats = constant + power / safe + self._balance * gap + q * work
-        return cost
+        return np.asarray(constant + power / safe + self._balance * gap + q * work)
 
     def improve(self, steps: Steps, sign: float) -> bool:
         """Apply the best change; False when none helps by more than rounding."""
@@ -159,7 +156,6 @@ class _Search:
 # Actions lie in (-1, 1). A pair's two become weights exp(4 a); a server's one becomes the share of
 # the band in use, exp(1.5 (a - 1)), from 5 % to all of it.
 
-
 FEATURES = 6
 PAIR_ACTIONS, SERVER_ACTIONS = 2, 1
 WEIGHT_SPAN, USED_SPAN = 4.0, 1.5
@@ -169,8 +165,7 @@ def pair_features(terms: Terms) -> Floats:
     """(M, E, features), each of order 1: logarithms of the five terms, and the constant."""
 
     def log(milliseconds: Floats, middle: float) -> Floats:
-        scaled: Floats = np.log(np.maximum(milliseconds, 1e-3) / middle) / 2.0
-        return scaled
+        return np.asarray(np.log(np.maximum(milliseconds, 1e-3) / middle) / 2.0)
 
     shape = terms.constant.shape
     columns = [

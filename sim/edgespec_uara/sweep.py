@@ -24,6 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from edgespec.core.protocol.checks import among, limited
 from edgespec_sim.replication import Interval, quantile_interval, student
 from edgespec_sim.report.document import Document, Figure, write_page
 from edgespec_sim.report.plots import axis, layout
@@ -86,33 +87,17 @@ ESTIMATORS = {"mean": mean_of_worlds, "ratio": ratio_of_means, "median": median_
 class Choices(UaraSettings):
     """The world's settings, and how the methods are compared in it."""
 
-    cost: str = "paper"
-    """Of ``COSTS``."""
-    max_compute: str = "spread"
-    """How the baseline of that name is read: of ``MAX_COMPUTE``."""
-    measured: str = "delay"
+    cost: str = among("paper", tuple(COSTS))
+    max_compute: str = among("spread", tuple(MAX_COMPUTE))
+    """How the baseline of that name is read."""
+    measured: str = among("delay", tuple(MEASURES))
     """What is saved: the delay with sending, the printed one (drafting, queue and verification
     alone), or the objective."""
-    estimator: str = "mean"
-    """Of ``ESTIMATORS``."""
-    slots: int = 3
+    estimator: str = among("mean", tuple(ESTIMATORS))
+    slots: int = limited(3, 1, 1000)
     """Played in a world, from empty queues on."""
 
-    def __post_init__(self) -> None:
-        UaraSettings.__post_init__(self)
-        for name, known in _NAMED.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} {value!r}: one of {', '.join(known)}")
-        if not 1 <= self.slots <= 1000:
-            raise ValueError(f"{self.slots} slots: 1 to 1000")
 
-
-_NAMED: Mapping[str, Mapping[str, object]] = {
-    "cost": COSTS,
-    "max_compute": MAX_COMPUTE,
-    "measured": MEASURES,
-    "estimator": ESTIMATORS,
-}
 SIZES = ("devices=30,60,90,120,150,180", "servers=4,8,12,16,20")
 """The paper's own ranges."""
 ROWS = (
@@ -349,7 +334,7 @@ def write(out: Path, rows: Mapping[str, Sequence[Point]], base: Choices, **more:
     (out / "choices.json").write_text(text + "\n", encoding="utf-8")
     page = Document("User association and resource allocation: what the paper's claim hangs on")
     lines = [cells(name, row, base) for name, row in rows.items()]
-    page.add(html_table(f"{CLAIM}: share saved, 95 % intervals", HEADER, lines, (), (1, 2, 6)))
+    page.add(html_table(f"{CLAIM}: share saved, 95 % intervals", HEADER, lines, texts=(1, 2, 6)))
     page.items(list(everywhere(rows)))
     for name, row in rows.items():
         page.figure(plot(name, row))

@@ -8,11 +8,12 @@ into a slot waits for the next ones. Capacities are peak float32: units x 2 x cl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.core.protocol.checks import among, check_limits, limited
 from edgespec_sim.world.radio_network import RandomWaypoint, UmiGains, grid_m
 
 Floats = NDArray[np.float64]
@@ -53,62 +54,41 @@ TASKS = (
 class UaraSettings:
     """The paper's ranges: devices 30-180, servers 4-20, w 20-100."""
 
-    devices: int = 90
-    servers: int = 12
-    bandwidth_hz: float = 10e6
+    devices: int = limited(90, 1, 1000)
+    servers: int = limited(12, 1, 1000)
+    bandwidth_hz: float = limited(10e6, 1.0, 1e12)
     """Of all servers together, split evenly."""
-    transmit_dbm: tuple[float, float] = (16.0, 24.0)
-    noise_dbm_hz: float = -174.0
-    balance_weight: float = 1e-2
+    transmit_dbm: tuple[float, float] = limited((16.0, 24.0), -40.0, 60.0)
+    noise_dbm_hz: float = limited(-174.0, -250.0, 0.0)
+    balance_weight: float = limited(1e-2, 0.0, 1e9)
     """Lambda, per millisecond: with seconds the term would vanish."""
-    energy_weight: float = 60.0
+    energy_weight: float = limited(60.0, 0.0, 1e9)
     """w, in milliseconds x percent of battery per millijoule."""
-    slot_s: float = 2.0
+    slot_s: float = limited(2.0, 1e-3, 1e4)
     """Ours."""
-    side_m: float = 200.0
+    side_m: float = limited(200.0, 1.0, 1e5)
     """Ours, and the paper's claim hangs on it: docs/uara.md."""
-    servers_at: str = "random"
+    servers_at: str = among("random", ("random", "grid"))
     """Ours: drawn like the devices' places, or on a ``grid``."""
-    message_bits: float = 512.0
+    message_bits: float = limited(512.0, 0.0, 1e9)
     """Ours: headers of one draft."""
-    probability_bits: float = 16.0
+    probability_bits: float = limited(16.0, 0.0, 1e9)
     """Ours: a drafted token's own probability, which the paper's acceptance test needs."""
-    acceptance_shift: float = 0.0
+    acceptance_shift: float = limited(0.0, -0.6, 0.14)
     """Ours: added to every task's acceptance."""
-    speed_m_s: tuple[float, float] = (1.0, 15.0)
+    speed_m_s: tuple[float, float] = limited((1.0, 15.0), 1e-3, 1e3)
     """Ours: from walking to driving in a street."""
-    battery_percent: tuple[float, float] = (20.0, 100.0)
+    battery_percent: tuple[float, float] = limited((20.0, 100.0), 0.1, 100.0)
     """Ours."""
-    backhaul_rtt_s: tuple[float, float] = (0.001, 0.010)
+    backhaul_rtt_s: tuple[float, float] = limited((0.001, 0.010), 0.0, 100.0)
     """Ours, from a base station to its server and back."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _LIMITS.items():
-            value = getattr(self, name)
-            low, high = value if isinstance(value, tuple) else (value, value)
-            if not least <= low <= high <= most:
-                raise ValueError(f"{name} of {value}: {least:g} to {most:g}")
-        if self.servers_at not in ("random", "grid"):
-            raise ValueError(f"servers_at {self.servers_at!r}: random or grid")
-
-
-_LIMITS = {
-    "devices": (1, 1000),
-    "servers": (1, 1000),
-    "bandwidth_hz": (1.0, 1e12),
-    "transmit_dbm": (-40.0, 60.0),
-    "noise_dbm_hz": (-250.0, 0.0),
-    "balance_weight": (0.0, 1e9),
-    "energy_weight": (0.0, 1e9),
-    "slot_s": (1e-3, 1e4),
-    "side_m": (1.0, 1e5),
-    "message_bits": (0.0, 1e9),
-    "probability_bits": (0.0, 1e9),
-    "acceptance_shift": (-0.6, 0.14),
-    "speed_m_s": (1e-3, 1e3),
-    "battery_percent": (0.1, 100.0),
-    "backhaul_rtt_s": (0.0, 100.0),
-}
+        check_limits(self)
+        for one in fields(self):
+            ends = getattr(self, one.name)
+            if isinstance(ends, tuple) and ends[0] > ends[1]:
+                raise ValueError(f"{one.name} is {ends}, but must go up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +156,7 @@ class Snapshot:
 
 def tokens_per_pass(draft_length: Floats, acceptance: Floats) -> Floats:
     """Expected tokens that a pass of a draft commits: (1 - a^(n+1)) / (1 - a) (Leviathan, 2023)."""
-    expected: Floats = (1.0 - acceptance ** (draft_length + 1.0)) / (1.0 - acceptance)
-    return expected
+    return np.asarray((1.0 - acceptance ** (draft_length + 1.0)) / (1.0 - acceptance))
 
 
 class UaraWorld:

@@ -12,7 +12,8 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec_sim.cost_profile import constant
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.sessions import FixedDelay, SimulatedDevice, SimulatedVerifier, Stream
+from edgespec_sim.links.path import Hops
+from edgespec_sim.sessions import SimulatedDevice, SimulatedVerifier, Stream
 from edgespec_sim.world.site import Machine
 
 # A session that has not ended by then is stuck: no set-up takes seconds a token.
@@ -37,7 +38,7 @@ def alone(
     session = DraftSession(opened, policy, ReconnectPolicy(), drafter.info.context_length)
 
     def connect() -> tuple[Stream, float]:
-        made = Stream(queue, FixedDelay(queue, rtt_s / 2), FixedDelay(queue, rtt_s / 2))
+        made = Stream(queue, Hops(queue, fixed_s=rtt_s / 2), Hops(queue, fixed_s=rtt_s / 2))
         verifier.accept(made)
         return made, rtt_s
 

@@ -24,7 +24,7 @@ from edgespec.bench.arms import Arm
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import NetworkTrace
-from edgespec_sim.links.path import Handover, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
+from edgespec_sim.links.path import Handover, Hops, LoadedQueue, Path, TraceLinks
 from edgespec_sim.links.tcp import LEAST_TIMEOUT_S, RoundTrips, TcpConnection
 from edgespec_sim.scenario.sections import LinkSection, load_scenario
 from edgespec_sim.world.run import Job, play
@@ -74,7 +74,7 @@ def test_links_of_one_trace_share_its_schedules_and_may_share_a_queue() -> None:
 def test_serialisation_counts_on_every_hop_and_propagation_once_on_each() -> None:
     events = EventQueue()
     links = [LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE)) for _ in range(3)]
-    path, arrived = ManyHops(events, links), list[float]()
+    path, arrived = Hops(events, links), list[float]()
     for _ in range(2):
         path.send(1000, lambda: arrived.append(events.now))
     events.run(1.0)
@@ -86,16 +86,16 @@ SENDS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 4000)), min_size=1
 
 
 def one_hop(events: EventQueue) -> Path:
-    return OneHop(events, _link(0.02, 1))
+    return Hops(events, [_link(0.02, 1)])
 
 
 def many_hops(events: EventQueue) -> Path:
-    return ManyHops(events, [_link(0.005, 1), _link(0.02, 2), _link(0.001, 3)])
+    return Hops(events, [_link(0.005, 1), _link(0.02, 2), _link(0.001, 3)])
 
 
 def handed_over(events: EventQueue) -> Path:
     path = Handover(events, one_hop(events), gap_s=0.08)
-    events.at(0.3, lambda: path.change(OneHop(events, _link(0.001, 4))))
+    events.at(0.3, lambda: path.change(Hops(events, [_link(0.001, 4)])))
     events.at(0.6, lambda: path.change(one_hop(events)))
     return path
 
@@ -141,8 +141,8 @@ def test_nothing_leaves_in_the_gap_and_order_holds_across_it() -> None:
     events, arrived = EventQueue(), list[tuple[int, float]]()
     old = LinkModel(LinkSettings(one_way_s=0.5, outages_s=((1.0, 1.2),)), SharedQueue(RATE))
     new = LinkModel(LinkSettings(one_way_s=0.01), SharedQueue(RATE))
-    path = Handover(events, OneHop(events, old), gap_s=0.2)
-    events.at(1.0, lambda: path.change(OneHop(events, new)))
+    path = Handover(events, Hops(events, [old]), gap_s=0.2)
+    events.at(1.0, lambda: path.change(Hops(events, [new])))
 
     def send(number: int) -> None:
         path.send(1000, lambda: arrived.append((number, events.now)))
@@ -236,8 +236,8 @@ def test_a_lone_packet_is_probed_after_a_timeout_and_timeouts_double() -> None:
     timeout_s = RTT_S + LEAST_TIMEOUT_S
     for played, count in zip(found, (1, 2, 4), strict=True):
         assert played.late_s[0] == pytest.approx(count * timeout_s, abs=0.015)
-        assert played.connection.device.sender.probes == 1
-    assert [played.connection.device.sender.timeouts for played in found] == [0, 1, 2]
+        assert played.connection.up.sender.probes == 1
+    assert [played.connection.up.sender.timeouts for played in found] == [0, 1, 2]
 
 
 def test_a_lost_tail_is_probed_after_two_round_trips() -> None:
@@ -246,14 +246,14 @@ def test_a_lost_tail_is_probed_after_two_round_trips() -> None:
     played = Played((3, 4), [0.0, 0.001])
     assert played.late_s[1] == pytest.approx(3 * RTT_S, abs=0.006)
     assert played.late_s[0] == pytest.approx(3 * RTT_S, abs=0.008)
-    assert played.connection.device.sender.timeouts == 0
+    assert played.connection.up.sender.timeouts == 0
 
 
 def test_a_lost_retransmission_of_a_slow_sender_waits_for_a_timeout() -> None:
     """A window that recovers lets one packet out, so nothing follows that could show it."""
     played = Played((3, 5), [0.0, 0.025, 0.05, 0.075])
     assert played.late_s[0] > LEAST_TIMEOUT_S
-    assert played.connection.device.sender.timeouts == 1
+    assert played.connection.up.sender.timeouts == 1
 
 
 def test_round_trips_are_smoothed_as_the_rfc_has_it() -> None:
@@ -277,8 +277,8 @@ def test_packets_that_leave_at_one_instant_left_one_after_the_other() -> None:
     for number in range(2000):
         queue.at(number * gap_s, lambda: connection.up.send(SMALL, lambda: None))
     queue.run(math.inf)
-    assert connection.device.lost > 15
-    assert connection.device.sender.retransmissions == connection.device.lost
+    assert connection.up.lost > 15
+    assert connection.up.sender.retransmissions == connection.up.lost
 
 
 MESSAGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40_000)), max_size=25)

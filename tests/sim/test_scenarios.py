@@ -34,7 +34,7 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.report.page import render
 from edgespec_sim.report.sweep_page import render_sweep
 from edgespec_sim.report.tables import drafts_rows
-from edgespec_sim.report.timeline import DeviceSpans, Mark
+from edgespec_sim.report.timeline import build_timeline
 from edgespec_sim.run_summary import RunSummary
 from edgespec_sim.scenario import sections as sc
 from edgespec_sim.scenario.sections import CostSection, Scenario, bundled_scenarios, load_scenario
@@ -48,7 +48,7 @@ from edgespec_sim.scenario.verifiers import (
     measured,
     roofline_law,
 )
-from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
+from edgespec_sim.token_sources.source import ToySource
 from edgespec_sim.world.assembly import World, WorldOutcome
 from edgespec_sim.world.run import Job, jobs_of, play, summarise, token_source
 from edgespec_sim.world.site import LinkView, Surrounding
@@ -239,7 +239,7 @@ def test_a_round_is_link_pass_and_messages() -> None:
     gpu = sc.VerifierSection(pass_time=sc.CostSection(ms=20.0, row_ms=2.5), max_sessions=1)
     scenario = replace(SMALL, verifiers={"gpu": gpu})
     source = token_source(scenario, 1, HERE)
-    (site, _), *_ = World(scenario, Arm.EDGESPEC, "1", Surrounding(source, HERE)).sites
+    site, *_ = World(scenario, Arm.EDGESPEC, "1", Surrounding(source, HERE)).sites
     offered = site.offered(LinkView(0.010, up_bits_per_s=96_000.0, down_bits_per_s=96_000.0))
     assert offered == VerifierView("gpu", offered.round_s, 0, False)
     assert offered.round_s == pytest.approx(0.010 + 0.020 + 2 * 0.010)
@@ -279,8 +279,9 @@ def test_late_times_keep_their_order() -> None:
     for number in range(3):
         queue.at(day_s, partial(seen.append, number))
     queue.at(day_s + 1e-6, lambda: seen.append(-1))
-    assert queue.run(day_s) == 3
-    assert queue.run(day_s + 1.0) == 1
+    queue.run(day_s)
+    assert seen == [0, 1, 2]
+    queue.run(day_s + 1.0)
     assert seen == [0, 1, 2, -1]
 
 
@@ -354,11 +355,8 @@ def test_the_trace_and_the_page_show_each_change(tmp_path: Path) -> None:
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     told = [line for line in lines if line["name"] == "DraftRestricted"]
     assert told[-1]["window"] == 0
-    marks: list[tuple[bool, Mark]] = []
-    spans = DeviceSpans(marks)
-    for line in told:
-        spans.read(line)
-    assert [mark.name for _, mark in marks] == ["draft's memory"] * len(told)
+    marks = build_timeline(told).marks
+    assert [mark.name for mark in marks] == ["draft's memory"] * len(told)
 
 
 # --- who bears what verifiers and radios draw -----------------------------------------------------
@@ -549,9 +547,9 @@ def test_lossy_stands_beside_every_figure(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_verifier_follows_its_rule_and_no_other() -> None:
-    source = LossySource(MODEL, 0.3, SamplingParams(), 0.3)
+    source = ToySource(MODEL, 0.3, SamplingParams(), 0.3)
     info = source.target().info
-    engine = VerifyEngine(info, Limits(), EngineLimits(rules=(rule_of(source),)))
+    engine = VerifyEngine(info, Limits(), EngineLimits(rules=(source.rule,)))
     exact = Open("exact", "", "", (1, 2, 3), sampling=SamplingParams())
     refusal, *_ = engine.handle(StreamOpened(1, exact), 0.0)
     assert isinstance(refusal, SendTo)

@@ -182,10 +182,14 @@ def coin(acceptance: float, ranks: int = 3) -> AcceptanceLaw:
     return AcceptanceLaw(chances, chances, chances, 1.0, 1.0, 0.0, "a coin")
 
 
+def ranks(law: AcceptanceLaw, count: int, *seed: int) -> tuple[int, ...]:
+    return law.text(count, np.random.default_rng(seed), np.random.default_rng(0)).ranks
+
+
 def texts_of(law: AcceptanceLaw, tape: MatchTape, repeats: int) -> Ranks:
     """Texts of the tape's lengths, so that their cut ends are alike."""
     lengths = [len(g.ranks) for g in tape.generations] * repeats
-    return [law.ranks(n, np.random.default_rng([3, i])) for i, n in enumerate(lengths)]
+    return [ranks(law, n, 3, i) for i, n in enumerate(lengths)]
 
 
 def survival(texts: Ranks) -> list[float]:
@@ -226,7 +230,7 @@ def test_a_fitted_process_has_the_statistics_of_its_tape(name: str) -> None:
 def test_a_law_moves_to_a_mean(acceptance: float) -> None:
     law = law_of("bundled-greedy").at(acceptance)
     assert law.acceptance() == pytest.approx(acceptance, abs=1e-6)
-    texts = [law.ranks(400, np.random.default_rng([9, i])) for i in range(600)]
+    texts = [ranks(law, 400, 9, i) for i in range(600)]
     assert share(texts, 0) == pytest.approx(acceptance, abs=0.015)
     assert share(texts, 1) == pytest.approx(law.acceptance(1), abs=0.01)
 
@@ -288,16 +292,16 @@ def test_a_tape_without_confidences_gives_a_law_without() -> None:
     law = fit(replace(tape, generations=tuple(bare)))
     assert replace(law_of("bundled-greedy"), thoughts=()) == law
     drawn = law.text(9, np.random.default_rng(1), np.random.default_rng(2))
-    assert (drawn.logprobs, drawn.second_logprobs) == ([], [])
-    assert drawn.ranks == law_of("bundled-greedy").ranks(9, np.random.default_rng(1))
+    assert (drawn.logprobs, drawn.second_logprobs) == ((), ())
+    assert drawn.ranks == ranks(law_of("bundled-greedy"), 9, 1)
 
 
 def test_a_fit_finds_a_planted_law() -> None:
     planted = AcceptanceLaw((0.98, 0.01), (0.5, 0.25), (0.6, 0.2), 2.0, 2.0, 0.85, "planted")
     generations = []
     for number in range(60):
-        ranks = tuple(planted.ranks(200, np.random.default_rng([8, number])))
-        generations.append(TapedGeneration(str(number), (number + 1,), (1,) * 200, ranks))
+        drawn = ranks(planted, 200, 8, number)
+        generations.append(TapedGeneration(str(number), (number + 1,), (1,) * 200, drawn))
     found = fit(MatchTape("t", "d", 2, tuple(generations)))
     assert found.easy[0] == pytest.approx(0.98, abs=0.01)
     assert found.hard == pytest.approx((0.5, 0.25), abs=0.05)

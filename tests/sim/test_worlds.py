@@ -41,7 +41,7 @@ from edgespec.core.verifier.served_drafts import TextDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
-from edgespec_sim.links.path import OneHop
+from edgespec_sim.links.path import Hops
 from edgespec_sim.scenario.sections import load_scenario
 from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.world import run
@@ -383,13 +383,13 @@ def messages_overtake(arrival: Any, *given: Any) -> Any:
     return arrival(*given) + (0.2 if next(NUMBERS) % 50 == 49 else 0.0)
 
 
-@BREAKS.of(OneHop, "send")
+@BREAKS.of(Hops, "send")
 def messages_arrive_twice(send: Any, *given: Any) -> None:
     send(*given)
     send(*given)
 
 
-@BREAKS.of(OneHop, "send")
+@BREAKS.of(Hops, "send")
 def messages_get_lost(send: Any, *given: Any) -> None:
     if next(NUMBERS) % 40 != 39:
         send(*given)

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-END = "<|endoftext|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 HELD_OUT_SHARE = 0.02
@@ -43,13 +42,11 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        digest = hashlib.blake2b(self.text.encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "big") / 2**32 < HELD_OUT_SHARE
+        return int.from_bytes(_digest(self.text, 4), "big") / 2**32 < HELD_OUT_SHARE
 
 
-def corpus_dir() -> Path:
-    data = Path(os.environ.get("EDGESPEC_DATA", "../shared/data"))
-    return data / "corpus"
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
 
 
 def documents(seed: int = 0) -> list[Document]:
@@ -57,7 +54,7 @@ def documents(seed: int = 0) -> list[Document]:
 
     Raises ``FileNotFoundError`` where ``EDGESPEC_DATA`` names a folder without a corpus.
     """
-    folder = corpus_dir()
+    folder = Path(os.environ.get("EDGESPEC_DATA", "../shared/data")) / "corpus"
     if "EDGESPEC_DATA" in os.environ and not folder.is_dir():
         raise FileNotFoundError(f"EDGESPEC_DATA: there is no folder {folder}")
     found = list(_shared(folder)) if folder.is_dir() else list(_standard_library())
@@ -100,16 +97,12 @@ def _shaped(source: str, text: str) -> str:
         question = question.removeprefix("Question:").strip()
         answer = re.sub(r"<<[^>]*>>", "", answer).strip()
         return f"{USER}{question}{ASSISTANT}{answer}"
-    if source == "tldr_pages_en" and hash_choice(text, 2):
+    # Half of them, by the text alone.
+    if source == "tldr_pages_en" and _digest(text, 1)[0] % 2:
         title = text.splitlines()[0].lstrip("# ").strip()
         rest = "\n".join(text.splitlines()[1:]).strip()
         return f"{USER}How do I use {title}?{ASSISTANT}{rest}"
     return text
-
-
-def hash_choice(text: str, ways: int) -> int:
-    """A stable choice in ``range(ways)`` from the text alone."""
-    return hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % ways
 
 
 def _standard_library() -> Iterator[Document]:

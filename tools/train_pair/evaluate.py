@@ -24,6 +24,7 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
+from edgespec_sim.token_sources.match_tape import MISS, walk_along
 
 FIELDS = ("prompt", "question", "text")
 SETS = ("humaneval", "gsm8k_test", "mt_bench", "mbpp", "oasst_prompts")
@@ -76,14 +77,9 @@ def _ended(text: Text, eos: set[int]) -> bool:
 
 def ranks(drafter: OnnxDrafter, text: Text) -> list[int]:
     """Of the output's tokens how many were the draft's first choice, its second, or neither."""
-    found = [0, 0, 0]
     drafter.begin(len(text.prompt), text.params)
-    feed, keep = text.prompt, 0
-    for token in text.output:
-        guesses = [c.token for c in drafter.step(keep, feed, 2)]
-        keep, feed = keep + len(feed), [token]
-        found[guesses.index(token) if token in guesses else 2] += 1
-    return found
+    found = walk_along(drafter.step, text.prompt, text.output, 2).ranks
+    return [found.count(rank) for rank in (0, 1, MISS)]
 
 
 def interval(hits: np.ndarray, totals: np.ndarray) -> tuple[float, float]:

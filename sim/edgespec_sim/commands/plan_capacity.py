@@ -484,7 +484,6 @@ def _ms(time_s: float) -> str:
 
 # --- the command ----------------------------------------------------------------------------
 
-
 _TTFT = option("95 % of the requests begin within so long", metavar="MS")
 _TPOT = option("95 % take at most so long a token", metavar="MS")
 _GPU_HELP = "h200, h100, a100-80g or rtx-4090; passes are computed from data sheets"

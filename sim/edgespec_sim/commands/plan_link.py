@@ -125,7 +125,6 @@ def _why_not(arms: Mapping[Arm, ArmSummary], fastest: Arm, draft_ms: float, pass
 
 # --- the command ----------------------------------------------------------------------------
 
-
 _ACCEPTANCE = option("Share of first guesses that are right, 0.01 to 0.99")
 _SERVER_DRAFT = option("One step of the same draft on the server; 0: it does not draft")
 

@@ -19,12 +19,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.pool import Pool
 from multiprocessing.queues import Queue
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Annotated, Final
 
 import typer
@@ -35,19 +35,12 @@ from rich.table import Table
 
 from edgespec import __version__
 from edgespec.bench.arms import Arm
-from edgespec.cli.running import Interrupted, say
+from edgespec.cli.running import Interrupted, answered_by, say
 from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
+from edgespec_sim.report import tables
 from edgespec_sim.report.page import first_question, first_questions
-from edgespec_sim.report.tables import (
-    DRAFTS_HEADER,
-    arm_columns,
-    count,
-    drafts_rows,
-    milliseconds,
-    seeds_played,
-)
 from edgespec_sim.run_summary import LOSSY, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
@@ -245,9 +238,9 @@ _SHOWN: Final = (
 
 
 def arms_table(summary: RunSummary) -> Table:
-    columns = arm_columns(summary)
+    columns = tables.arm_columns(summary)
     table = Table(
-        title=f"{summary.marked_name}, {seeds_played(summary)}: {summary.tokens_from}",
+        title=f"{summary.marked_name}, {tables.seeds_played(summary)}: {summary.tokens_from}",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
@@ -259,7 +252,8 @@ def arms_table(summary: RunSummary) -> Table:
         " at which the draft's first guess was right; differ: tokens that are not the target's"
     )
     for arm in summary.arms:
-        ended = count(arm.all.requests) + (f" ({arm.all.failed} failed)" if arm.all.failed else "")
+        failed = f" ({arm.all.failed} failed)" if arm.all.failed else ""
+        ended = tables.count(arm.all.requests) + failed
         cells = [columns[name](arm).replace(" (", "\n(") for name in _SHOWN]
         table.add_row(arm.name, *cells, ended)
     return table
@@ -292,9 +286,9 @@ def service_table(summary: RunSummary) -> Table | None:
         low, high = found.share_interval
         table.add_row(
             arm.name,
-            _median(arm.all.ttft_s),
+            tables.quantile_ms(arm.all.ttft_s, 0.5),
             _p95(arm.all.ttft_s, found.ttft_p95_interval),
-            _median(arm.all.tpot_s),
+            tables.quantile_ms(arm.all.tpot_s, 0.5),
             _p95(arm.all.tpot_s, found.tpot_p95_interval),
             f"{100 * found.share:.1f} % ({100 * low:.0f}–{100 * high:.0f})",
             f"{found.goodput:.2f}",
@@ -302,10 +296,6 @@ def service_table(summary: RunSummary) -> Table | None:
             str(arm.all.unfinished),
         )
     return table
-
-
-def _median(spread: Spread | None) -> str:
-    return milliseconds(None if spread is None else spread.median)
 
 
 def _objective(slo_s: float | None) -> str:
@@ -328,9 +318,9 @@ def show(summary: RunSummary) -> None:
     service = service_table(summary)
     if service is not None:
         output().print(service)
-    drafts = drafts_rows(summary)
+    drafts = tables.drafts_rows(summary)
     if drafts:
-        table = Table(*DRAFTS_HEADER, box=box.SIMPLE, padding=(0, 1, 0, 0))
+        table = Table(*tables.DRAFTS_HEADER, box=box.SIMPLE, padding=(0, 1, 0, 0))
         for row in drafts:
             table.add_row(*row)
         output().print(table)
@@ -340,7 +330,6 @@ def show(summary: RunSummary) -> None:
 
 
 # --- worlds on several processes, and a trace of the first question of the first device ---------
-
 
 MOST_LINES: Final = 50_000
 
@@ -405,16 +394,11 @@ class Workers:
 
     def __enter__(self) -> Workers:
         self._around.enter_context(self._bar)
-        self._around.enter_context(_interruptible())
+        self._around.enter_context(answered_by(_stop))
         self._overall = self._bar.add_task("simulated", total=0.0)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
         self._around.close()
 
@@ -548,17 +532,6 @@ def _progress(quiet: bool) -> Progress:
     )
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C, so that the workers are ended with us."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(number)
-
-    ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in ends}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Signals unwind like Ctrl-C, so that the workers are ended with us."""
+    raise Interrupted(number)

@@ -329,7 +329,6 @@ def _expected_s(sample: Sample, law: TimeLaw) -> float:
 
 
 # --- the workloads whose traces a profile is fitted to -----------------------------------------
-# they visit what a deployment does.
 # Steps and passes of every size that comes up: plain streaming (one row a pass), drafts of
 # several widths and lengths (rows in between), sessions side by side, and prompts from a line to
 # a page. One session drafts at a time, as on a device; those beside it only stream.
@@ -440,18 +439,14 @@ async def _play(
 
 DEVICE_TRACE, VERIFIER_TRACE = "device.jsonl", "verifier.jsonl"
 _OUT = option("Where the profile goes", "--out", "-o", metavar="FILE")
-_MODEL_HERE = option("Target, as of a verifier", envvar="EDGESPEC_MODEL")
-_DRAFT_HERE = option("Draft, as of a device", envvar="EDGESPEC_DRAFT")
-_SLOW_PASS = option("Emulate a slower target: time of a pass; 0: as it is")
-_SLOW_STEP = option("Emulate a slower draft: time of a step; 0: as it is")
 
 
 def profile(
     out: Annotated[Path, _OUT] = Path("profile.json"),
-    model: Annotated[str, _MODEL_HERE] = "bundled",
-    draft: Annotated[str, _DRAFT_HERE] = "bundled",
-    pass_ms: Annotated[float, _SLOW_PASS] = 0.0,
-    draft_ms: Annotated[float, _SLOW_STEP] = 0.0,
+    model: Annotated[str, option("Target, as of a verifier", envvar="EDGESPEC_MODEL")] = "bundled",
+    draft: Annotated[str, option("Draft, as of a device", envvar="EDGESPEC_DRAFT")] = "bundled",
+    pass_ms: Annotated[float, option("Emulate a slower target: time of a pass; 0: as it is")] = 0.0,
+    draft_ms: Annotated[float, option("Emulate a slower draft: time of a step; 0: as it is")] = 0.0,
     quick: Annotated[bool, option("Faster: less of everything", "--quick")] = False,
 ) -> None:
     """Measure draft steps, target passes and messages, and write what they cost as a profile.

@@ -16,7 +16,7 @@ from edgespec.bench.prompts import Workload
 from edgespec.bench.theory import ComparedText, Place, TheoryRecorder
 from edgespec.core.ports import Candidate, Drafter
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec_sim.token_sources.match_tape import MatchTape, TapedGeneration, Walk, walk_along
+from edgespec_sim.token_sources.match_tape import Agreement, MatchTape, TapedGeneration, walk_along
 
 # As many guesses as any policy is likely to send; a walk costs the same for one.
 TAPE_WIDTH = 8
@@ -69,7 +69,7 @@ def _walk(
     sampling: SamplingParams,
     width: int,
     recorder: TheoryRecorder | None,
-) -> Walk:
+) -> Agreement:
     drafter.begin(len(prompt), sampling)
     if recorder is None:
         return walk_along(drafter.step, prompt, tokens, width)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.table import Table
+from rich.table import Column, Table
 
 from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reported, say
@@ -23,7 +23,7 @@ from edgespec_sim.links.formats import read_trace, write_plain
 from edgespec_sim.links.generators import KINDS, generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, rtt_line
 from edgespec_sim.report.document import write_page
-from edgespec_sim.report.page import SUMMARY, TRACE, refuse_to_replace, report_on, write_report
+from edgespec_sim.report.page import SUMMARY, TRACE, refuse_to_replace, report_on
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
 from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.scenario.sections import Scenario, bundled_scenarios, load_scenario, scenario_path
@@ -76,7 +76,7 @@ def run(
         say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({times:.1f} times real time)")
         if out is not None:
             (out / SUMMARY).write_text(summary.to_json(), encoding="utf-8")
-            for written in write_report(out):
+            for written in report_on([out]):
                 say(f"wrote {written}")
 
 
@@ -176,22 +176,20 @@ def _load(file: str) -> NetworkTrace:
 
 def _statistics(trace: NetworkTrace) -> Table:
     statistics = TraceStatistics.of(trace)
-    table = Table(title=f"{trace.name} ({trace.source})")
-    for name in ("length s", "rows", "median ms", "p95 ms", "p99 ms", "autocorrelation 1 s"):
-        table.add_column(name, justify="right")
-    for name in ("loss %", "outages", "longest s"):
-        table.add_column(name, justify="right")
-    table.add_row(
-        f"{trace.duration_s:.0f}",
-        str(len(trace.time_s)),
-        f"{1e3 * statistics.rtt_median_s:.1f}",
-        f"{1e3 * statistics.rtt_p95_s:.1f}",
-        f"{1e3 * statistics.rtt_p99_s:.1f}",
-        f"{statistics.autocorrelation:.2f}",
-        f"{100 * statistics.loss:.2f}",
-        str(len(trace.outages_s)),
-        f"{statistics.outage_max_s:.1f}",
-    )
+    values = {
+        "length s": f"{trace.duration_s:.0f}",
+        "rows": str(len(trace.time_s)),
+        "median ms": f"{1e3 * statistics.rtt_median_s:.1f}",
+        "p95 ms": f"{1e3 * statistics.rtt_p95_s:.1f}",
+        "p99 ms": f"{1e3 * statistics.rtt_p99_s:.1f}",
+        "autocorrelation 1 s": f"{statistics.autocorrelation:.2f}",
+        "loss %": f"{100 * statistics.loss:.2f}",
+        "outages": str(len(trace.outages_s)),
+        "longest s": f"{statistics.outage_max_s:.1f}",
+    }
+    columns = (Column(name, justify="right") for name in values)
+    table = Table(*columns, title=f"{trace.name} ({trace.source})")
+    table.add_row(*values.values())
     return table
 
 
@@ -208,7 +206,6 @@ MAX_POINTS = 10_000
 class GridPoint:
     varied: dict[str, Any]
     scenario: Scenario
-    ask: play.Ask
     folder: Path
     """Where its summary goes."""
 
@@ -216,17 +213,14 @@ class GridPoint:
     def name(self) -> str:
         return ", ".join(f"{key}={value}" for key, value in self.varied.items())
 
-    def done(self) -> RunSummary | None:
+    def done(self, ask: play.Ask) -> RunSummary | None:
         """Its summary, if there is one of these very settings."""
-        path = self.folder / SUMMARY
-        if not path.is_file():
-            return None
         try:
-            summary = read_summary(path)
+            summary = read_summary(self.folder / SUMMARY)
         except SummaryError:
             return None
         same = summary.settings.get("yaml") == dump_config(self.scenario)
-        return summary if same and summary.settings.get("ask") == asdict(self.ask) else None
+        return summary if same and summary.settings.get("ask") == asdict(ask) else None
 
 
 def sweep(
@@ -248,14 +242,15 @@ def sweep(
     with reported():
         folder = scenario_path(scenario).parent
         ask = play.Ask.of(None, seeds, max_seconds)
-        grid = _grid(scenario, vary, ask, read_settings(settings or ()), out)
-        finished = {index: done for index, one in enumerate(grid) if (done := one.done())}
+        grid = _grid(scenario, vary, read_settings(settings or ()), out)
+        finished = {index: done for index, one in enumerate(grid) if (done := one.done(ask))}
         if finished:
             say(f"{len(finished)} of {len(grid)} points are there already")
         missing = [index for index in range(len(grid)) if index not in finished]
         for index in missing:
             check(grid[index].scenario, folder)
-        finished |= _play(grid, missing, folder)
+        if missing:
+            finished |= _play(grid, missing, ask, folder)
         pairs = [(grid[index].varied, finished[index]) for index in sorted(finished)]
         write_page(out / "sweep.html", render_sweep(pairs, grid[0].scenario.name))
         (out / "sweep.csv").write_text(sweep_csv(pairs), encoding="utf-8", newline="")
@@ -265,7 +260,7 @@ def sweep(
 
 
 def _grid(
-    name: str, vary: Sequence[str], ask: play.Ask, settings: dict[str, object], out: Path
+    name: str, vary: Sequence[str], settings: dict[str, object], out: Path
 ) -> list[GridPoint]:
     keys: list[str] = []
     columns: list[list[Any]] = []
@@ -281,15 +276,14 @@ def _grid(
     for number, combination in enumerate(itertools.product(*columns)):
         varied = dict(zip(keys, combination, strict=True))
         folder = out / "points" / f"{number:04d}"
-        points.append(GridPoint(varied, load_scenario(name, {**settings, **varied}), ask, folder))
+        points.append(GridPoint(varied, load_scenario(name, {**settings, **varied}), folder))
     return points
 
 
-def _play(grid: Sequence[GridPoint], missing: Sequence[int], folder: Path) -> dict[int, RunSummary]:
+def _play(
+    grid: Sequence[GridPoint], missing: Sequence[int], ask: play.Ask, folder: Path
+) -> dict[int, RunSummary]:
     """Each point's summary is written as soon as it has all its seeds."""
-    if not missing:
-        return {}
-    ask = grid[missing[0]].ask
     points = {
         index: play.Point(grid[index].name, grid[index].scenario, folder) for index in missing
     }

@@ -31,7 +31,6 @@ from edgespec_sim.links.network_trace import (
 
 # --- a trace file as bounded lines, and errors that say where in it ----------------------------
 
-
 MAX_FILE_BYTES: Final = 2**28
 
 
@@ -55,14 +54,14 @@ class TraceText:
         found = f"{self.path}:{number}: expected {expected}, found {line[:80]!r}"
         return TraceError(f"{found} (read as {self.source})" if self.source else found)
 
-    def number(self, number: int, text: str, what: str, low: float = 0.0) -> float:
-        """``text`` of line ``number`` as a finite number of at least ``low``."""
+    def number(self, number: int, text: str, what: str) -> float:
+        """``text`` of line ``number`` as a finite number of at least 0."""
         try:
             value = float(text)
         except ValueError:
             raise self.error(number, f"{what} as a number") from None
-        if not low <= value < math.inf:
-            raise self.error(number, f"{what} finite and at least {low:g}")
+        if not 0.0 <= value < math.inf:
+            raise self.error(number, f"{what} finite and at least 0")
         return value
 
     def may_be_cut(self, number: int) -> bool:
@@ -128,7 +127,6 @@ def _stamp_s(text: TraceText, number: int, stamp: str, expected: str) -> float:
 # holds, otherwise it does for as long as the one before it. Other lines with ``#`` are comments.
 # An empty cell of an optional column is as in the row before.
 # A last line without a line end may be cut and is then left out.
-
 
 _REQUIRED: Final = ("time_s", "rtt_ms")
 _KNOWN: Final = (*_REQUIRED, "loss", "up_mbps", "down_mbps")
@@ -197,32 +195,28 @@ def _plain_row(
 def write_plain(trace: NetworkTrace) -> str:
     """The trace as text that ``read`` turns into one that behaves the same: rows are added where an
     outage begins and ends within a row. Reading and writing that one again changes nothing."""
-    columns: list[tuple[str, tuple[float, ...], float]] = [("rtt_ms", trace.rtt_s, 1e3)]
-    if trace.loss is not None or trace.outages_s:
-        columns.append(("loss", trace.loss or (0.0,) * len(trace.time_s), 1.0))
-    if trace.up_bits_per_s is not None:
-        columns.append(("up_mbps", trace.up_bits_per_s, 1e-6))
-    if trace.down_bits_per_s is not None:
-        columns.append(("down_mbps", trace.down_bits_per_s, 1e-6))
     edges_s = {edge_s for outage_s in trace.outages_s for edge_s in outage_s}
     times_s = sorted({*trace.time_s, *(edge_s for edge_s in edges_s if edge_s < trace.duration_s)})
+    grid = np.array(times_s)
+    loss = trace.loss or (0.0,) * len(trace.time_s) if trace.outages_s else trace.loss
+    columns: dict[str, Sequence[float]] = {"time_s": times_s}
+    for name, values, scale in (
+        ("rtt_ms", trace.rtt_s, 1e3),
+        ("loss", loss, 1.0),
+        ("up_mbps", trace.up_bits_per_s, 1e-6),
+        ("down_mbps", trace.down_bits_per_s, 1e-6),
+    ):
+        if values is not None:
+            scaled = (values_at(trace, values, grid) * scale).tolist()
+            columns[name] = [float(f"{value:.12g}") for value in scaled]
+    if "loss" in columns:
+        columns["loss"] = np.where(in_outage(trace, grid), 1.0, columns["loss"]).tolist()
     lines = [
         f"# {trace.name.splitlines()[0] if trace.name else 'trace'}",
         f"{_DURATION}{trace.duration_s!r}",
-        ",".join(("time_s", *(name for name, _, _ in columns))),
+        ",".join(columns),
+        *(",".join(map(repr, row)) for row in zip(*columns.values(), strict=True)),
     ]
-    row = outage = 0
-    for time_s in times_s:
-        while row + 1 < len(trace.time_s) and trace.time_s[row + 1] <= time_s:
-            row += 1
-        while outage < len(trace.outages_s) and trace.outages_s[outage][1] <= time_s:
-            outage += 1
-        out = outage < len(trace.outages_s) and trace.outages_s[outage][0] <= time_s
-        values = [
-            1.0 if out and name == "loss" else float(f"{values[row] * scale:.12g}")
-            for name, values, scale in columns
-        ]
-        lines.append(",".join(repr(value) for value in (time_s, *values)))
     return "\n".join(lines) + "\n"
 
 
@@ -231,7 +225,6 @@ def write_plain(trace: NetworkTrace) -> str:
 # Several samples may share an epoch: they are spread evenly over the usual step between epochs,
 # or up to the next epoch where that comes sooner, in their order. Lost probes have no row, so
 # there is no loss column. A last line without a line end may be cut and is then left out.
-
 
 _HEADER: Final = "epoch,values"
 
@@ -262,14 +255,12 @@ def read_rtt_csv(text: TraceText) -> NetworkTrace:
 
 
 # --- from probes that were answered or not to a trace ------------------------------------------
-# which losses are loss, and which an outage.
 # A probe is sent at a time and has a round-trip time, or None when no answer came. A run of lost
 # probes that lasts at least ``OUTAGE_S`` is an outage, from the first lost probe to the next
 # answered one: a link that drops everything for a second is gone, and what is sent then waits.
 # All other lost probes are loss, as the share of the probes in the window of ``LOSS_WINDOW_S``
 # they fall into (those of outages left out), because single losses say little about their
 # neighbours.
-
 
 OUTAGE_S: Final = 1.0
 LOSS_WINDOW_S: Final = 5.0
@@ -290,7 +281,7 @@ def from_probes(
     for ``step_s``. ``counts_loss`` False: the format cannot tell, so there is no loss column."""
     end_s = probes[-1].sent_s + step_s
     outages_s: list[tuple[float, float]] = []
-    loss_runs: list[list[Probe]] = []
+    lost: list[float] = []
     run: list[Probe] = []
     for probe in (*probes, Probe(end_s, 0.0)):
         if probe.rtt_s is None:
@@ -299,10 +290,9 @@ def from_probes(
         if run and probe.sent_s - run[0].sent_s >= OUTAGE_S - 1e-9:
             outages_s.append((run[0].sent_s, probe.sent_s))
         elif run:
-            loss_runs.append(run)
+            lost += [one.sent_s for one in run]
         run = []
     answered = [(probe.sent_s, probe.rtt_s) for probe in probes if probe.rtt_s is not None]
-    lost = [probe.sent_s for loss_run in loss_runs for probe in loss_run]
     times_s = [time_s for time_s, _ in answered]
     times_s[0] = 0.0  # What was lost before the first answer has no delay of its own.
     return NetworkTrace(
@@ -338,7 +328,6 @@ def _per_window(times_s: Sequence[float]) -> Counter[int]:
 # default. Numbers that never appear are lost probes; those after the last answer are known from
 # the summary. Duplicates (``DUP!``) are ignored. Runs are joined end to end: the pauses between
 # them were not measured. A last line without a line end may be cut anywhere.
-
 
 _STAMP: Final = r"(?:\[(?P<stamp>[^\]]+)\] ?)?"
 _REPLY: Final = re.compile(
@@ -467,7 +456,6 @@ def _stamped_s(text: TraceText, number: int, stamp: str) -> float:
 # latency or when the dish was not ``CONNECTED``: a run of such seconds is an outage. The dish
 # reports ``OBSTRUCTED`` while some pings still pass; such a second keeps its latency.
 
-
 _TIME: Final = "@timestamp"
 _STATE: Final = "dish_status.state"
 _LATENCY: Final = "dish_status.pop_ping_latency_ms"
@@ -556,7 +544,6 @@ def read_cicv5g(text: TraceText) -> NetworkTrace:
 # side by side are one trace, whichever is named, as long as the shorter one; where one way is out
 # both are, as no answer passes. A last line without a line end counts, as Mahimahi's own reader has
 # it.
-
 
 PACKET_BITS: Final = 1500 * 8
 CAPACITY_WINDOW_S: Final = 0.1

@@ -95,7 +95,6 @@ class NetworkTrace:
 # autocorrelation is that of the logarithm of the RTT, because a few spikes would decide it
 # otherwise; pairs that span an outage count too.
 
-
 _GRID_S: Final = 0.1
 _MAX_GRID_POINTS: Final = 1_000_000
 _LEAST_RTT_S: Final = 1e-6
@@ -104,7 +103,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Of the RTT, the losses and the outages; lengths of outages are 0 when there is none."""
+    """Of the RTT, the losses and the outages."""
 
     rtt_median_s: float
     rtt_p95_s: float
@@ -113,9 +112,8 @@ class TraceStatistics:
     """Of log RTT, a second apart; 0 when it does not vary or the trace is too short."""
     loss: float
     """Mean share of packets lost outside outages; 0 when it was not measured."""
-    outage_count: int
-    outage_median_s: float
     outage_max_s: float
+    """0 when there is none."""
 
     @classmethod
     def of(cls, trace: NetworkTrace) -> TraceStatistics:
@@ -123,7 +121,6 @@ class TraceStatistics:
         rtt_s = values_at(trace, trace.rtt_s, times_s)
         up = ~in_outage(trace, times_s)
         heard_s = rtt_s[up] if up.any() else rtt_s
-        lengths_s = np.array([end_s - start_s for start_s, end_s in trace.outages_s] or [0.0])
         lag = max(round(1.0 / step_s), 1)
         loss = 0.0
         if trace.loss is not None and up.any():
@@ -135,9 +132,7 @@ class TraceStatistics:
             rtt_p99_s=p99_s,
             autocorrelation=_autocorrelation(rtt_s, up, lag),
             loss=loss,
-            outage_count=len(trace.outages_s),
-            outage_median_s=float(np.median(lengths_s)),
-            outage_max_s=float(lengths_s.max()),
+            outage_max_s=max((end_s - start_s for start_s, end_s in trace.outages_s), default=0.0),
         )
 
 

@@ -1,4 +1,4 @@
-"""Ways for a message from one end to the other, as events: one hop or several.
+"""Ways for a message from one end to the other, as events: over no hop, one or several.
 
 Theory of operation. A path takes messages and delivers each once, in order. Over several hops each
 arrival is an event, at which the message is handed to the next link: so a queue that paths share
@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from edgespec.core import link_model as lm
@@ -29,38 +29,26 @@ class Path(Protocol):
         """Call ``deliver`` when a message sent now has arrived: once, and in order of sending."""
 
 
-class OneHop:
-    """A path over one link, and ``fixed_s`` on top."""
+class Hops:
+    """A path over links one after the other, or over none, and ``fixed_s`` behind the last."""
 
-    def __init__(self, queue: EventQueue, link: Link, fixed_s: float = 0.0) -> None:
-        self._queue, self._link, self._fixed_s = queue, link, fixed_s
-
-    def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
-        arrival_s = self._link.arrival(self._queue.now, size_bytes) + self._fixed_s
-        self._queue.at(arrival_s, deliver)
-
-
-class ManyHops:
-    """A path over links one after the other, at least one, and ``fixed_s`` behind the last."""
-
-    def __init__(self, queue: EventQueue, links: Sequence[Link], fixed_s: float = 0.0) -> None:
+    def __init__(self, queue: EventQueue, links: Sequence[Link] = (), fixed_s: float = 0.0) -> None:
         self._queue, self._links, self._fixed_s = queue, tuple(links), fixed_s
 
     def send(self, size_bytes: int, deliver: Callable[[], None]) -> None:
         self._onto(0, size_bytes, deliver)
 
     def _onto(self, hop: int, size_bytes: int, deliver: Callable[[], None]) -> None:
-        if hop == len(self._links):
-            deliver()
-            return
-        arrival_s = self._links[hop].arrival(self._queue.now, size_bytes)
-        if hop + 1 == len(self._links):
-            arrival_s += self._fixed_s
-        self._queue.at(arrival_s, lambda: self._onto(hop + 1, size_bytes, deliver))
+        links, at_s = self._links, self._queue.now
+        if hop < len(links):
+            at_s = links[hop].arrival(at_s, size_bytes)
+        if hop + 1 < len(links):
+            self._queue.at(at_s, lambda: self._onto(hop + 1, size_bytes, deliver))
+        else:
+            self._queue.at(at_s + self._fixed_s, deliver)
 
 
 # --- a path whose attachment changes -----------------------------------------------------------
-# from cell to cell, with a gap in between.
 # Each attachment is a path of its own, in force until the next change. For ``gap_s`` from a
 # change on nothing is handed over; what is sent then waits and goes to the attachment in force
 # when the gap ends, in order. What an old one had accepted still arrives: the cells forward it. A
@@ -110,7 +98,6 @@ class Handover:
 
 
 # --- a shared queue that others load too -------------------------------------------------------
-# Poisson packets, without an event a packet.
 # Packets of cross traffic matter only to the messages behind them, so they are put into the queue
 # when one of ours asks for a slot: all that came before that moment, in order, which is exactly
 # what an event a packet would have done. After a long pause only the last stretch is played, from
@@ -118,7 +105,6 @@ class Handover:
 # relaxation time of such a queue (M/D/1), so what lay before it has no say any more. A message's
 # cost is so bounded whatever the pause, and a queue nobody uses costs nothing.
 # Every asker's ``now_s`` has to be non-decreasing, as for any shared queue.
-
 
 PACKET_BYTES: Final = 1400
 _MEMORY: Final = 20.0
@@ -134,9 +120,8 @@ class LoadedQueue(lm.SharedQueue):
         *,
         packet_bytes: int = PACKET_BYTES,
         seed: int = 0,
-        offset_s: float = 0.0,
     ) -> None:
-        super().__init__(bits_per_s, offset_s=offset_s)
+        super().__init__(bits_per_s)
         self._share = share
         self._packet_bytes = packet_bytes
         self._chance = random.Random(seed)
@@ -227,20 +212,23 @@ class TraceLinks:
         """Up and down; at time 0 they are ``offset_s`` into the trace. ``queues`` None: queues of
         their own with the trace's capacity; else those, which others may share. ``outages_s`` come
         on top of the trace's, once, on the links' clock."""
-        up_queue, down_queue = queues or self.queues(offset_s)
-        up, down = (
-            lm.LinkSettings(
-                overhead_bytes=overhead_bytes,
-                outages_s=outages_s,
-                schedule=self.delay,
-                loss_schedule=self.loss,
-                outage_schedule=self.outages,
-                schedule_offset_s=offset_s,
-                seed=link_seed,
-            )
-            for link_seed in (2 * seed, 2 * seed + 1)
+        settings = lm.LinkSettings(
+            overhead_bytes=overhead_bytes,
+            outages_s=outages_s,
+            schedule=self.delay,
+            loss_schedule=self.loss,
+            outage_schedule=self.outages,
+            schedule_offset_s=offset_s,
         )
-        return lm.LinkModel(up, up_queue), lm.LinkModel(down, down_queue)
+        return both_ways(settings, seed, queues or self.queues(offset_s))
+
+
+def both_ways(
+    settings: lm.LinkSettings, seed: int, queues: tuple[lm.SharedQueue, lm.SharedQueue]
+) -> tuple[lm.LinkModel, lm.LinkModel]:
+    """Up and down, with dice of their own."""
+    up, down = (replace(settings, seed=one) for one in (2 * seed, 2 * seed + 1))
+    return lm.LinkModel(up, queues[0]), lm.LinkModel(down, queues[1])
 
 
 def _steps(

@@ -21,7 +21,6 @@ from edgespec_sim.links.path import Link
 
 # --- what one end of a TCP connection has sent and not yet heard of, and the constants of Linux ---
 
-
 SEGMENT_BYTES: Final = 1448
 """Of a packet of 1500 bytes with IPv4 and TCP's timestamps (RFC 7323)."""
 FIRST_WINDOW: Final = 10
@@ -92,12 +91,10 @@ class RoundTrips:
 
 
 # --- the receiving half of a TCP connection, as Linux does it ----------------------------------
-# in order, and when it answers.
 # A packet that arrives behind a gap, fills one or came before is answered at once. Any other one
 # is answered as soon as the application has read it, unless this end is in a conversation (it
 # sent data shortly after it had got some): then the answer waits for data to ride on, or for a
 # second packet, for 40 ms at most.
-
 
 _DELAY_S: Final = 0.040
 """TCP_DELACK_MIN and TCP_ATO_MIN."""
@@ -171,13 +168,11 @@ class TcpReceiver:
 
 
 # --- how many packets TCP lets be under way ----------------------------------------------------
-# Linux's congestion window, for flows of small messages.
 # Slow start and a friendly CUBIC (RFC 9438, 4.3: its region for small products of bandwidth and
 # delay, where it grows as Reno would), the reduction in proportion to what arrives (RFC 6937),
 # and what Linux does to a window that is not used: it does not grow, decays when a window's worth
 # is not sent for a timeout, and is halved for each timeout of silence (RFC 2861). CUBIC's convex
 # growth of long fast transfers is not here.
-
 
 _KEPT: Final = 717 / 1024
 """Share of the window after a loss (CUBIC's beta)."""
@@ -276,7 +271,6 @@ class CongestionWindow:
 
 
 # --- the sending half of a TCP connection, as Linux does it ------------------------------------
-# what leaves when, and what is lost.
 # Bytes are cut into packets when the congestion window lets them leave; Nagle is off, as gRPC has
 # it. A packet is lost once one that was sent after it has arrived and a quarter of a round trip
 # has passed (RACK, RFC 8985) or three have; that wait is on a timer. When the tail is silent a
@@ -566,7 +560,7 @@ class Lossless:
 
 
 class TcpConnection:
-    """``up`` and ``down`` are its paths. ``delays_s``: what packets take besides their links, each
+    """``up`` and ``down`` are its paths. ``delay_s``: what packets take besides their links, each
     way; ``message_s``: what a message takes at its ends besides."""
 
     def __init__(
@@ -574,13 +568,12 @@ class TcpConnection:
         queue: EventQueue,
         up: Sequence[PacketLink],
         down: Sequence[PacketLink],
-        delays_s: tuple[float, float] = (0.0, 0.0),
+        delay_s: float = 0.0,
         message_s: float = 0.0,
     ) -> None:
-        self.device = _End(queue, up, delays_s[0], message_s)
-        self.verifier = _End(queue, down, delays_s[1], message_s)
-        self.device.peer, self.verifier.peer = self.verifier, self.device
-        self.up, self.down = self.device, self.verifier
+        self.up = _End(queue, up, delay_s, message_s)
+        self.down = _End(queue, down, delay_s, message_s)
+        self.up.peer, self.down.peer = self.down, self.up
 
 
 class _End:
@@ -592,7 +585,7 @@ class _End:
         self, queue: EventQueue, links: Sequence[PacketLink], delay_s: float, message_s: float
     ) -> None:
         self.sender, self.receiver = TcpSender(), TcpReceiver()
-        self.packets = self.lost = 0
+        self.lost = 0
         self._queue, self._links, self._delay_s = queue, tuple(links), delay_s
         self._message_s = message_s
         self._written = 0
@@ -612,7 +605,6 @@ class _End:
         self._set_timer()
 
     def _packet(self, start: int, end: int) -> None:
-        self.packets += 1
         ack = self.receiver.answer()
         self._over(0, end - start, lambda: self.peer.arrive(start, end, ack))
 

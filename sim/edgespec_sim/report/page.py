@@ -10,7 +10,14 @@ from typing import Final
 
 from edgespec.bench.arms import Arm
 from edgespec_sim.report import plots, tables
-from edgespec_sim.report.document import Document, Figure, arms_csv, requests_csv, write_page
+from edgespec_sim.report.document import (
+    Document,
+    Figure,
+    ReportError,
+    arms_csv,
+    requests_csv,
+    write_page,
+)
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import (
     Clocks,
@@ -105,7 +112,7 @@ def headline(summary: RunSummary) -> str:
     against = tables.milliseconds(base.all.tpot_s.mean) if base.all.tpot_s else tables.MISSING
     ours = " (ours)" if tables.is_ours(arm.arm) else ""
     told = (
-        f"{arm.name}{ours} is {tables.times(_speedup(arm, base))} as fast as target-only "
+        f"{arm.name}{ours} is {tables.times(arm.speedup)} as fast as target-only "
         f"streaming{_sure(summary, arm)}: {what} against {against} ms, with {_per_pass(arm)} tokens"
         " a pass."
     )
@@ -123,14 +130,6 @@ def _sure(summary: RunSummary, arm: ArmSummary) -> str:
 
 def _per_pass(arm: ArmSummary) -> str:
     return tables.number(arm.all.tokens_per_pass)
-
-
-def _speedup(arm: ArmSummary, base: ArmSummary) -> float | None:
-    if arm.speedup is not None:
-        return arm.speedup
-    if base.all.tpot_s is None or arm.all.tpot_s is None or not arm.all.tpot_s.mean:
-        return None
-    return base.all.tpot_s.mean / arm.all.tpot_s.mean
 
 
 def _of_ours(summary: RunSummary) -> str:
@@ -184,20 +183,11 @@ def _settings(page: Document, summary: RunSummary) -> None:
 # up. A folder that is written to is left with ``report.html``, ``arms.csv``, ``requests.csv``
 # and, if there is a trace, ``timeline.json`` for ui.perfetto.dev.
 
-
 SUMMARY: Final = "summary.json"
 TRACE: Final = "trace.jsonl"
 FIRST_QUESTIONS: Final = "first-questions"
 PAGE: Final = "report.html"
 _BOTH_MAX: Final = 2
-
-
-class ResultInTheWay(ValueError):
-    """What would be written would replace the report of another run; the message says which."""
-
-
-class RunNotFound(ValueError):
-    """There is no run at the path given; the message says what was looked for."""
 
 
 def first_question(folder: Path, arm: str) -> Path:
@@ -210,53 +200,39 @@ def first_questions(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted((folder / FIRST_QUESTIONS).glob("*.jsonl"))}
 
 
-def write_report(folder: Path, out: Path | None = None) -> list[Path]:
-    """The files of the run in ``folder``, written to ``out`` or beside it; their paths.
-
-    Raises ``RunNotFound``, ``SummaryError``, ``TraceLineError``, ``ReportError``, ``OSError``, and
-    ``ResultInTheWay``."""
-    summary, trace = folder / SUMMARY, folder / TRACE
-    if not summary.is_file() and not trace.is_file():
-        raise RunNotFound(f"{folder}: holds neither {SUMMARY} nor {TRACE}")
-    traces = [trace] if trace.is_file() else []
-    run = read_summary(summary) if summary.is_file() else _summed_up(traces, folder.name)
-    if out is not None and out.resolve() != folder.resolve():
-        refuse_to_replace(out)
-    return _write(run, traces, out or folder)
-
-
 def report_on(paths: Sequence[Path], out: Path | None = None) -> list[Path]:
-    """Like ``write_report``, of a folder, of a summary, or of one or two traces of a real run
-    (the device's, the verifier's), next to the first of them unless ``out`` says otherwise. Of the
-    trace in a run's folder the report goes into a folder of its own there."""
-    first = paths[0]
-    if len(paths) == 1 and first.is_dir():
-        return write_report(first, out)
+    """Writes the files of a run to ``out``, or beside what it left; their paths. ``paths``: its
+    folder, its summary, or one or two traces of a real run (the device's, the verifier's). Of the
+    trace in a run's folder the report goes into a folder of its own there.
+
+    Raises ``ReportError``, ``SummaryError``, ``TraceLineError``, ``OSError``."""
+    first, alone = paths[0], len(paths) == 1
     for path in paths:
-        if not path.is_file():
-            raise RunNotFound(f"{path}: no such file")
-    if len(paths) == 1 and first.suffix == ".json":
-        return _report_on_summary(first, out)
+        if not path.is_file() and not (alone and path.is_dir()):
+            raise ReportError(f"{path}: no such file")
+    if alone and (first.is_dir() or first.suffix == ".json"):
+        folder = first if first.is_dir() else first.parent
+        summary = folder / SUMMARY if first.is_dir() else first
+        traces = [folder / TRACE] if (folder / TRACE).is_file() else []
+        if not summary.is_file() and not traces:
+            raise ReportError(f"{folder}: holds neither {SUMMARY} nor {TRACE}")
+        run = read_summary(summary) if summary.is_file() else _summed_up(traces, folder.name)
+        out = out or folder
+        if (out / SUMMARY).resolve() != summary.resolve():
+            refuse_to_replace(out)
+        return _write(run, traces, out)
     if len(paths) > _BOTH_MAX:
-        raise RunNotFound(f"{len(paths)} traces, but a report is on {_BOTH_MAX} at most")
+        raise ReportError(f"{len(paths)} traces, but a report is on {_BOTH_MAX} at most")
     if out is None:
         out = first.parent
         if (out / SUMMARY).is_file():
             out = out / f"{first.stem}-report"
     refuse_to_replace(out)
-    return _write(_summed_up(paths, first.stem if len(paths) == 1 else "run"), paths, out)
-
-
-def _report_on_summary(file: Path, out: Path | None) -> list[Path]:
-    run, folder = read_summary(file), out or file.parent
-    if (folder / SUMMARY).resolve() != file.resolve():
-        refuse_to_replace(folder)
-    beside = file.parent / TRACE
-    return _write(run, [beside] if beside.is_file() else [], folder)
+    return _write(_summed_up(paths, first.stem if alone else "run"), paths, out)
 
 
 def refuse_to_replace(out: Path) -> None:
-    """Raises ``ResultInTheWay`` where a run has left its summary."""
+    """Raises ``ReportError`` where a run has left its summary."""
     if not (out / SUMMARY).is_file():
         return
     try:
@@ -264,7 +240,7 @@ def refuse_to_replace(out: Path) -> None:
         what = f"{run.name}, seed {run.seed} and on: {run.seeds} played"
     except SummaryError:
         what = f"an unreadable {SUMMARY}"
-    raise ResultInTheWay(f"{out}: holds another run ({what}); name another folder, or remove it")
+    raise ReportError(f"{out}: holds another run ({what}); name another folder, or remove it")
 
 
 def _summed_up(traces: Sequence[Path], name: str) -> RunSummary:

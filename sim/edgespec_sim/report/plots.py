@@ -75,9 +75,7 @@ def band(xs: Sequence[Any], low: Sequence[float], high: Sequence[float], color: 
     }
 
 
-# --- the first picture of a simulated run ------------------------------------------------------
-# the time per token over the run, a band an arm.
-
+# --- the time per token over the run, a band an arm --------------------------------------------
 
 _TALLEST: Final = 3.0
 """Times the slowest arm's mean; an outage would make all else flat."""
@@ -161,7 +159,6 @@ def _pace_line(arm: ArmSummary, series: Pace, color: str, duration_s: float) -> 
 
 
 # --- lanes beneath each other: the same question by each arm, or sessions of a trace ------------
-
 
 SESSIONS_DRAWN: Final = 3
 _SPANS_MAX: Final = 500

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 from edgespec.core.device.events import DraftCounters
-from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Received
 from edgespec_sim import run_summary as rs
-from edgespec_sim.report.timeline import DEVICE, Line, sized
+from edgespec_sim.report.timeline import DEVICE, Line
 from edgespec_sim.sessions import message_bytes
 
 # --- what one device session's lines add up to, request by request -----------------------------
-
 
 UNFINISHED = "the trace ends before the request does"
 
@@ -107,9 +106,18 @@ class DeviceTally:
         request.tokens += count
 
 
+_SIZED: Final[dict[str, tuple[type[Draft | Received | Commit], str]]] = {
+    "Draft": (Draft, "first_node_id parents tokens base_position base_hash"),
+    "Received": (Received, "position echo"),
+    "Commit": (Commit, "position tokens accepted stale queue_us verify_us rows echo held_us"),
+}
+
+
 def _payload_bytes(message: Line) -> int:
-    payload = sized(message)
-    return 0 if payload is None else message_bytes(payload)
+    """0 for those that travel once a stream, whose size says more about the prompt than about the
+    way of decoding. A commit's reason to finish is left out."""
+    kind, names = _SIZED.get(message["name"], (None, ""))
+    return 0 if kind is None else message_bytes(kind(**{n: message[n] for n in names.split()}))
 
 
 # --- what one verifier's lines add up to -------------------------------------------------------
@@ -124,8 +132,7 @@ class VerifierTally:
         self.passes = 0
         self.rows = 0
         self.sessions_in_passes = 0
-        self.busy: list[tuple[float, float]] = []
-        """Begin and end of each pass."""
+        self.busy_s = 0.0
         self.queues_s: list[float] = []
         self.sessions: set[str] = set()
         self._begun_s: float | None = None
@@ -141,7 +148,7 @@ class VerifierTally:
                 self._begin(at_s, line["requests"])
             case "BatchDone" | "BatchFailed":
                 if self._begun_s is not None:
-                    self.busy.append((self._begun_s, at_s))
+                    self.busy_s += at_s - self._begun_s
                 self._begun_s = None
             case "SendTo" if line["message"]["name"] == "Commit":
                 if line["message"]["rows"]:
@@ -157,16 +164,12 @@ class VerifierTally:
 
 MAX_ROWS: Final = 300
 _NO_VERIFIER: Final = "Only devices' traces were given: the verifiers' load is not known."
-_DevicesOf = dict[str, DeviceTally]
-_VerifiersOf = dict[str, VerifierTally]
 
 
-def summarise(
-    lines: Iterable[Line], name: str = "run", *, simulated: bool = False
-) -> rs.RunSummary:
+def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
     """``name``: of the run and its arm. Raises ``ValueError`` without a request."""
-    devices: _DevicesOf = defaultdict(DeviceTally)
-    verifiers: _VerifiersOf = defaultdict(VerifierTally)
+    devices: dict[str, DeviceTally] = defaultdict(DeviceTally)
+    verifiers: dict[str, VerifierTally] = defaultdict(VerifierTally)
     first_s, last_s = math.inf, -math.inf
     for line in lines:
         if line["side"] == DEVICE:
@@ -202,7 +205,7 @@ def summarise(
         about="Summed up from the trace of a run.",
         tokens_from="the trace",
         seed=None,
-        simulated=simulated,
+        simulated=False,
         duration_s=duration_s,
         arms=(arm,),
         notes=notes,
@@ -251,7 +254,7 @@ def _row(device: str, verifier: str, one: Request, zero_s: float) -> rs.RequestR
 def _load(name: str, tally: VerifierTally, duration_s: float) -> rs.VerifierSummary:
     return rs.VerifierSummary(
         name=name or "verifier",
-        utilisation=_per(sum(end_s - start_s for start_s, end_s in tally.busy), duration_s),
+        utilisation=_per(tally.busy_s, duration_s),
         passes=tally.passes,
         rows_per_pass=_per(tally.rows, tally.passes),
         sessions_per_pass=_per(tally.sessions_in_passes, tally.passes),

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
+from edgespec_sim.report import tables
 from edgespec_sim.report.document import Document, Figure, arm_cells, csv_text, group_cells
 from edgespec_sim.report.plots import axis, band, colors, label, layout
-from edgespec_sim.report.tables import count, is_ours, milliseconds, number, percent, speedup, table
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 
 # An arm wins a point with the lowest mean time per token. The win is sure if the 95 % interval of
@@ -57,22 +57,22 @@ def answer(points: Points) -> str:
     for _, win in wins:
         counts.setdefault(win.arm.name, []).append(win.sure)
     parts = [
-        f"{arm}{' (ours)' if is_ours(arm) else ''} is fastest at {len(sures)} of {len(wins)} points"
-        f" ({sum(sures)} of them surely)"
+        f"{arm}{' (ours)' if tables.is_ours(arm) else ''} is fastest at {len(sures)} of"
+        f" {len(wins)} points ({sum(sures)} of them surely)"
         for arm, sures in sorted(counts.items(), key=lambda pair: -len(pair[1]))
     ]
     ours = [
         (arm.speedup, varied, arm)
         for varied, run in points
         for arm in run.arms
-        if is_ours(arm.arm) and arm.speedup is not None
+        if tables.is_ours(arm.arm) and arm.speedup is not None
     ]
     told = "; ".join(parts) + "."
     if not ours:
         return told
     least, most = min(ours, key=lambda one: one[0]), max(ours, key=lambda one: one[0])
     ends = [
-        f"{speedup(arm)} at "
+        f"{tables.speedup(arm)} at "
         + (", ".join(f"{key} = {value}" for key, value in varied.items()) or "its one point")
         for _, varied, arm in (least, most)
     ]
@@ -115,10 +115,8 @@ _METRICS: Final = (
 
 
 def render_sweep(points: Points, title: str = "sweep") -> str:
-    """One HTML file; ``points`` pair what was varied (the same keys in each) with its run. Raises
-    ``ValueError`` without points."""
-    if not points:
-        raise ValueError("a sweep without points: there is nothing to draw")
+    """One HTML file; ``points``, at least one, pair what was varied (the same keys in each) with
+    its run."""
     keys = list(points[0][0])
     lossy = "LOSSY: " if any(arm.lossy for _, run in points for arm in run.arms) else ""
     page = Document(f"{lossy}{title}: sweep")
@@ -214,7 +212,7 @@ def _panel(metric: _Metric, points: Points, x_key: str, rest: str, top: float) -
                 "name": label(name),
                 "x": line_xs,
                 "y": [value for _, value, _ in mine],
-                "line": {"color": paint[name], "width": 3 if is_ours(name) else 1.5},
+                "line": {"color": paint[name], "width": 3 if tables.is_ours(name) else 1.5},
                 "marker": {"size": 6},
             }
         )
@@ -251,31 +249,28 @@ def _scale(xs: Sequence[Any]) -> dict[str, Any]:
 def _table(points: Points, keys: Sequence[str]) -> str:
     first, *others = keys or [""]
     header = (first or "run", *others, "arm", "TPOT mean ms", "p95 ms", "TTFT p50 ms", "speed-up")
-    rows, ours = [], []
+    rows = []
     for varied, run in points:
         values = [str(_plain(varied[key])) for key in keys] or [run.name]
         win = winner(run)
         for arm in run.arms:
-            tpot, ttft = arm.all.tpot_s, arm.all.ttft_s
             rows.append(
                 (
                     *values,
                     arm.name,
-                    milliseconds(None if tpot is None else tpot.mean),
-                    milliseconds(None if tpot is None else tpot.p95),
-                    milliseconds(None if ttft is None else ttft.median),
-                    speedup(arm),
+                    tables.mean_ms(arm.all.tpot_s),
+                    tables.quantile_ms(arm.all.tpot_s, 0.95),
+                    tables.quantile_ms(arm.all.ttft_s, 0.5),
+                    tables.speedup(arm),
                     "" if win is None or win.arm is not arm else "yes" if win.sure else "?",
-                    number(arm.all.tokens_per_pass),
-                    percent(arm.all.acceptance),
-                    count(arm.all.failed),
+                    tables.number(arm.all.tokens_per_pass),
+                    tables.percent(arm.all.acceptance),
+                    tables.count(arm.all.failed),
                 )
             )
-            ours.append(is_ours(arm.arm))
     more = ("fastest", "tokens / pass", "acceptance", "failed")
-    texts = range(1, 2 + len(others))
     caption = (
         "Every point of the sweep. Fastest: of the arms of the point; a question mark: the 95 %"
         " intervals do not say so surely."
     )
-    return table(caption, (*header, *more), rows, ours, tuple(texts))
+    return tables.table(caption, (*header, *more), rows, 1 + len(others), range(1, 1 + len(others)))

@@ -30,6 +30,15 @@ def milliseconds(seconds: float | None) -> str:
     return number(None if seconds is None else 1e3 * seconds)
 
 
+def mean_ms(spread: Spread | None) -> str:
+    return milliseconds(None if spread is None else spread.mean)
+
+
+def quantile_ms(spread: Spread | None, share: float) -> str:
+    """``share``: one of ``QUANTILES``."""
+    return milliseconds(None if spread is None else spread.quantiles[QUANTILES.index(share)])
+
+
 def percent(share: float | None) -> str:
     """A share as percent, the unit included."""
     if share is None or not math.isfinite(share):
@@ -76,7 +85,6 @@ def duration(seconds: float) -> str:
 
 
 ROWS_SHOWN = 50
-_MEDIAN, _P95, _P99 = (QUANTILES.index(share) for share in (0.5, 0.95, 0.99))
 
 
 def is_ours(arm: str) -> bool:
@@ -88,18 +96,22 @@ def table(
     caption: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    ours: Sequence[bool] = (),
+    arm: int = 0,
     texts: Sequence[int] = (),
 ) -> str:
-    """``rows`` start with their name; ``texts`` are further columns of words."""
-    kinds = [' class="text"' if column in texts else "" for column in range(len(header))]
+    """``rows`` start with their name; ``texts`` are further columns of words, and ``arm`` is the
+    column of arms, by which rows of ours are marked. Empty without rows."""
+    if not rows:
+        return ""
+    words = {*texts, arm} - {0}
+    kinds = [' class="text"' if column in words else "" for column in range(len(header))]
     head = "".join(
         f'<th scope="col"{kind}>{escape(text)}</th>'
         for text, kind in zip(header, kinds, strict=True)
     )
     lines = []
-    for index, row in enumerate(rows):
-        mark = ' class="ours"' if index < len(ours) and ours[index] else ""
+    for row in rows:
+        mark = ' class="ours"' if is_ours(row[arm]) else ""
         name, _, small = row[0].partition("\n")
         below = f"<small>{escape(small)}</small>" if small else ""
         cells = "".join(
@@ -116,11 +128,11 @@ def table(
 
 _Columns = dict[str, Callable[[GroupSummary], str]]
 _TIMES: Final[_Columns] = {
-    "TTFT p50 ms": lambda group: _ms(group.ttft_s, _MEDIAN),
-    "TPOT mean ms": lambda group: milliseconds(None if group.tpot_s is None else group.tpot_s.mean),
-    "p50 ms": lambda group: _ms(group.tpot_s, _MEDIAN),
-    "p95 ms": lambda group: _ms(group.tpot_s, _P95),
-    "p99 ms": lambda group: _ms(group.tpot_s, _P99),
+    "TTFT p50 ms": lambda group: quantile_ms(group.ttft_s, 0.5),
+    "TPOT mean ms": lambda group: mean_ms(group.tpot_s),
+    "p50 ms": lambda group: quantile_ms(group.tpot_s, 0.5),
+    "p95 ms": lambda group: quantile_ms(group.tpot_s, 0.95),
+    "p99 ms": lambda group: quantile_ms(group.tpot_s, 0.99),
 }
 _WORK: Final[_Columns] = {
     "tokens / pass": lambda group: number(group.tokens_per_pass),
@@ -167,7 +179,7 @@ def arms_table(run: RunSummary) -> str:
         "brackets its 95 % interval. Bytes and energy are per token; differ: tokens that are not "
         "the target's own."
     )
-    return table(caption, ("arm", *columns), rows, [is_ours(arm.arm) for arm in run.arms])
+    return table(caption, ("arm", *columns), rows)
 
 
 def _a_token(arm: ArmSummary, known: Sequence[float | None]) -> float | None:
@@ -181,18 +193,14 @@ def _named(arm: ArmSummary) -> str:
     return f"{arm.name}{ours}\n{arm.label}"
 
 
-def _ms(spread: Spread | None, quantile: int) -> str:
-    return milliseconds(None if spread is None else spread.quantiles[quantile])
-
-
 def requests_ended_table(run: RunSummary) -> str:
     columns: _Columns = {
         "completed": lambda group: count(group.requests),
         "failed": lambda group: count(group.failed),
         "reconnects": lambda group: count(group.reconnects),
         "tokens": lambda group: count(group.tokens),
-        "ITL p50 ms": lambda group: _ms(group.itl_s, _MEDIAN),
-        "ITL p99 ms": lambda group: _ms(group.itl_s, _P99),
+        "ITL p50 ms": lambda group: quantile_ms(group.itl_s, 0.5),
+        "ITL p99 ms": lambda group: quantile_ms(group.itl_s, 0.99),
     }
     caption = (
         "How the requests ended, and the gaps between deliveries (ITL): tokens that come together "
@@ -206,22 +214,21 @@ def requests_ended_table(run: RunSummary) -> str:
         columns["memory more"] = lambda group: count(group.memory_loosened)
         caption += " Memory: what the draft may hold, by its budget."
     rows = [(arm.name, *(of(arm.all) for of in columns.values())) for arm in run.arms]
-    return table(caption, ("arm", *columns), rows, [is_ours(arm.arm) for arm in run.arms])
+    return table(caption, ("arm", *columns), rows)
 
 
 def groups_table(run: RunSummary) -> str:
     """Empty when no arm has groups."""
     header = ("group", "arm", "completed", "failed", *_TIMES, *_WORK)
     names = list(dict.fromkeys(name for arm in run.arms for name in arm.groups))
-    rows, ours = [], []
+    rows = []
     for name in names:
         for arm in run.arms:
             if (group := arm.groups.get(name)) is not None:
                 ended = (count(group.requests), count(group.failed))
                 cells = [of(group) for of in (_TIMES | _WORK).values()]
                 rows.append((name, arm.name, *ended, *cells))
-                ours.append(is_ours(arm.arm))
-    return table("Groups of devices.", header, rows, ours, texts=(1,)) if rows else ""
+    return table("Groups of devices.", header, rows, arm=1)
 
 
 def verifiers_table(run: RunSummary) -> str:
@@ -230,7 +237,7 @@ def verifiers_table(run: RunSummary) -> str:
         *("verifier", "arm", "busy", "passes", "rows / pass", "sessions / pass"),
         *("queue p50 ms", "queue p95 ms"),
     )
-    rows, ours, left = [], [], 0
+    rows, left = [], 0
     for arm in run.arms:
         busiest = sorted(arm.verifiers, key=lambda one: -one.utilisation)
         left += max(0, len(busiest) - ROWS_SHOWN)
@@ -238,16 +245,14 @@ def verifiers_table(run: RunSummary) -> str:
             load = (percent(one.utilisation), count(one.passes))
             sizes = (number(one.rows_per_pass), number(one.sessions_per_pass))
             queue_s = None if arm.all.acceptance is None else one.queue_s
-            rows.append(
-                (one.name, arm.name, *load, *sizes, _ms(queue_s, _MEDIAN), _ms(queue_s, _P95))
-            )
-            ours.append(is_ours(arm.arm))
+            queue = quantile_ms(queue_s, 0.5), quantile_ms(queue_s, 0.95)
+            rows.append((one.name, arm.name, *load, *sizes, *queue))
     more = f" {left:,} less busy ones are left out." if left else ""
     caption = (
         "Verifiers; the queue is from a draft's arrival to its pass, so there is none without "
         f"drafts.{more}"
     )
-    return table(caption, header, rows, ours, (1,)) if rows else ""
+    return table(caption, header, rows, arm=1)
 
 
 DRAFTS_HEADER: Final = (
@@ -284,8 +289,7 @@ def drafts_table(run: RunSummary) -> str:
         "Who drafted: nodes that went into passes or to the verifier, and their accepted share; "
         "milliseconds of the verifiers' machines in draft steps and in passes."
     )
-    rows = drafts_rows(run)
-    return table(caption, DRAFTS_HEADER, rows, [is_ours(row[0]) for row in rows]) if rows else ""
+    return table(caption, DRAFTS_HEADER, drafts_rows(run))
 
 
 def links_table(run: RunSummary) -> str:
@@ -299,5 +303,4 @@ def links_table(run: RunSummary) -> str:
         "Share of the run for which messages occupied each link (its airtime, with radio), with"
         " the share that others take; the busiest first, links without a limit left out."
     )
-    ours = [is_ours(row[1]) for row in rows]
-    return table(caption, ("link", "arm", "busy up", "busy down"), rows, ours, (1,)) if rows else ""
+    return table(caption, ("link", "arm", "busy up", "busy down"), rows, arm=1)

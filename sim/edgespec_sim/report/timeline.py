@@ -31,19 +31,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from edgespec.core.protocol.messages import Commit, Draft, Received
-
 # --- lines of a trace (``telemetry/trace.py``) as plain dicts, one at a time -------------------
-
 
 Line = dict[str, Any]
 DEVICE: Final = "device"
 VERIFIER: Final = "verifier"
-_SIZED: Final[dict[str, tuple[type[Draft | Received | Commit], str]]] = {
-    "Draft": (Draft, "first_node_id parents tokens base_position base_hash"),
-    "Received": (Received, "position echo"),
-    "Commit": (Commit, "position tokens accepted stale queue_us verify_us rows echo held_us"),
-}
 _FARTHEST_S: Final = 1e12
 _KEYS: Final = ("at_s", "side", "session", "kind", "name")
 
@@ -87,16 +79,7 @@ def _parsed(path: Path, number: int, text: str) -> Line:
     return line
 
 
-def sized(message: Line) -> Draft | Received | Commit | None:
-    """A message as its core class, to be sized; None for those that travel once a stream, whose
-    size says more about the prompt than about the way of decoding. A commit's reason to finish is
-    left out."""
-    kind, names = _SIZED.get(message["name"], (None, ""))
-    return None if kind is None else kind(**{name: message[name] for name in names.split()})
-
-
 # --- the parts of a timeline, and how spans that overlap share a lane --------------------------
-
 
 Args = dict[str, int | float | str]
 
@@ -110,6 +93,10 @@ class Lane(Enum):
     PASS = "pass"
     DOWNLINK = "downlink"
     STALL = "stall"
+
+
+_OF_DEVICE: Final = (Lane.DRAFT, Lane.STALL)
+"""Lanes whose times are a device's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +136,7 @@ class Crossing:
     """One end of a message's way over the link, on the clock of that end."""
 
     at_s: float
-    name: str
+    name: str = ""
     args: Args = field(default_factory=dict)
 
 
@@ -166,36 +153,43 @@ def rows_apart(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
         yield row, span
 
 
-class _SideSpans:
-    """Marks go to ``marks`` as (written by a device, mark)."""
+@dataclass(slots=True)
+class _Found:
+    """What the lines came to so far, each time on the clock of the side that wrote it."""
 
-    def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
-        self.spans: list[Span] = []
-        self.sent: dict[CrossingKey, list[Crossing]] = defaultdict(list)
-        self.arrived: dict[CrossingKey, list[Crossing]] = defaultdict(list)
-        self._marks = marks
+    spans: list[Span] = field(default_factory=list)
+    marks: list[tuple[bool, Mark]] = field(default_factory=list)
+    """With whether a device wrote it."""
+    sent: dict[CrossingKey, list[Crossing]] = field(default_factory=lambda: defaultdict(list))
+    arrived: dict[CrossingKey, list[Crossing]] = field(default_factory=lambda: defaultdict(list))
+    ends: int = 0
+    """Of crossings."""
+
+    def leaves(self, key: CrossingKey, at_s: float, name: str, args: Args) -> None:
+        self.sent[key].append(Crossing(at_s, name, args))
+        self.ends += 1
+
+    def arrives(self, key: CrossingKey, at_s: float) -> None:
+        self.arrived[key].append(Crossing(at_s))
+        self.ends += 1
 
 
 # --- one device session's lines as spans -------------------------------------------------------
-# its steps and stalls, and its ends of the crossings.
 
 
-class DeviceSpans(_SideSpans):
+class DeviceSpans:
     """Feed it one session's lines in order; generations of one name may follow each other."""
 
-    def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
-        super().__init__(marks)
+    def __init__(self, found: _Found) -> None:
+        self._found = found
         self._step: tuple[float, int] | None = None
         """When it began, and the tokens fed."""
         self._waiting_since: float | None = None
         self._ended = True
 
-    def read(self, line: Line) -> int:
-        """How many spans and ends of spans that made."""
-        at_s, session, name = line["at_s"], line["session"], line["name"]
-        before = len(self.spans)
-        ends = 0
-        match name:
+    def read(self, line: Line) -> None:
+        at_s, session = line["at_s"], line["session"]
+        match line["name"]:
             case "Start":
                 self._ended, self._waiting_since = False, at_s
             case "StartStep":
@@ -205,13 +199,11 @@ class DeviceSpans(_SideSpans):
                 self._step_over(line)
             case "Transmit" if line["message"]["name"] == "Draft":
                 self._send(session, at_s, line["message"])
-                ends = 1
             case "Commit" if not self._ended:
                 key = CrossingKey(session, Lane.DOWNLINK, line["position"], len(line["tokens"]))
-                self.arrived[key].append(Crossing(at_s, "commit"))
+                self._found.arrives(key, at_s)
                 self._stall(session, at_s)
                 self._wait(at_s)
-                ends = 1
             case "Deliver":
                 corrected = line["kinds"].count("corrected")
                 if corrected:
@@ -224,21 +216,21 @@ class DeviceSpans(_SideSpans):
                 self._mark(line, "connected")
             case "Finish" | "Fail":
                 self._over(line)
-        return len(self.spans) - before + ends
 
     def _send(self, session: str, at_s: float, draft: Line) -> None:
         size = len(draft["tokens"])
         key = CrossingKey(session, Lane.UPLINK, draft["first_node_id"], size)
         name = f"draft of {size}" if size else "no draft"
         args: Args = {"tokens": size, "first_node_id": draft["first_node_id"]}
-        self.sent[key].append(Crossing(at_s, name, args))
+        self._found.leaves(key, at_s, name, args)
 
     def _step_over(self, line: Line) -> None:
         if self._step is not None:
             start_s, fed = self._step
             args: Args = {"fed": fed, "guesses": len(line.get("candidates", ()))}
             name = "draft step" if line["name"] == "StepDone" else "failed step"
-            self.spans.append(Span(line["session"], Lane.DRAFT, start_s, line["at_s"], name, args))
+            span = Span(line["session"], Lane.DRAFT, start_s, line["at_s"], name, args)
+            self._found.spans.append(span)
         self._step = None
         self._wait(line["at_s"])
 
@@ -250,7 +242,7 @@ class DeviceSpans(_SideSpans):
         """The device waited until now, if it did."""
         since, self._waiting_since = self._waiting_since, None
         if since is not None and at_s > since:
-            self.spans.append(Span(session, Lane.STALL, since, at_s, "waits"))
+            self._found.spans.append(Span(session, Lane.STALL, since, at_s, "waits"))
 
     def _over(self, line: Line) -> None:
         if not self._ended:
@@ -262,54 +254,46 @@ class DeviceSpans(_SideSpans):
                 self._mark(line, "finished", reason=str(line["reason"]))
 
     def _mark(self, line: Line, name: str, **args: int | float | str) -> None:
-        self._marks.append((True, Mark(line["session"], line["at_s"], name, args)))
+        self._found.marks.append((True, Mark(line["session"], line["at_s"], name, args)))
 
 
 # --- one verifier's lines as spans -------------------------------------------------------------
-# queues and passes by session, and its ends of the crossings.
 
 
-class VerifierSpans(_SideSpans):
+class VerifierSpans:
     """Feed it one verifier's lines in order."""
 
-    def __init__(self, marks: list[tuple[bool, Mark]]) -> None:
-        super().__init__(marks)
+    def __init__(self, found: _Found) -> None:
+        self._found = found
         self._session_of: dict[int, str] = {}
         self._batch: tuple[float, list[Line]] | None = None
         self._passes: dict[str, Span] = {}
         """The pass of each session that ended last, until its commit is seen."""
 
-    def read(self, line: Line) -> int:
-        """How many spans and ends of spans that made."""
+    def read(self, line: Line) -> None:
         at_s = line["at_s"]
-        before = len(self.spans)
-        ends = 0
         match line["name"]:
             case "StreamOpened":
                 self._session_of[line["stream"]] = line["request"]["session_id"]
             case "StreamLost":
                 lost = self._session_of.pop(line["stream"], None)
                 if lost is not None:
-                    self._marks.append((False, Mark(lost, at_s, "stream lost")))
+                    self._found.marks.append((False, Mark(lost, at_s, "stream lost")))
             case "CloseStream":
                 self._session_of.pop(line["stream"], None)
             case "StreamMessage" if line["message"]["name"] == "Draft":
-                ends = self._on_draft(line["stream"], at_s, line["message"])
+                self._on_draft(line["stream"], at_s, line["message"])
             case "RunBatch":
                 self._batch = (at_s, line["requests"])
             case "BatchDone" | "BatchFailed":
                 self._end(at_s, failed=line["name"] == "BatchFailed")
             case "SendTo" if line["message"]["name"] == "Commit":
-                ends = self._on_commit(line["stream"], at_s, line["message"])
-        return len(self.spans) - before + ends
+                self._on_commit(line["stream"], at_s, line["message"])
 
-    def _on_draft(self, stream: int, at_s: float, draft: Line) -> int:
-        session = self._session_of.get(stream)
-        if session is None:
-            return 0
-        key = CrossingKey(session, Lane.UPLINK, draft["first_node_id"], len(draft["tokens"]))
-        self.arrived[key].append(Crossing(at_s, "draft"))
-        return 1
+    def _on_draft(self, stream: int, at_s: float, draft: Line) -> None:
+        if (session := self._session_of.get(stream)) is not None:
+            key = CrossingKey(session, Lane.UPLINK, draft["first_node_id"], len(draft["tokens"]))
+            self._found.arrives(key, at_s)
 
     def _end(self, at_s: float, *, failed: bool) -> None:
         if self._batch is None:
@@ -327,12 +311,12 @@ class VerifierSpans(_SideSpans):
             name = "failed pass" if failed else "pass" if request["sample"] else "prefill"
             span = Span(request["key"], Lane.PASS, start_s, at_s, name, args)
             self._passes[span.session] = span
-            self.spans.append(span)
+            self._found.spans.append(span)
 
-    def _on_commit(self, stream: int, at_s: float, commit: Line) -> int:
+    def _on_commit(self, stream: int, at_s: float, commit: Line) -> None:
         session = self._session_of.get(stream)
         if session is None:
-            return 0
+            return
         tokens, accepted = len(commit["tokens"]), commit["accepted"]
         ended = self._passes.pop(session, None)
         if ended is not None and commit["verify_us"]:
@@ -340,17 +324,15 @@ class VerifierSpans(_SideSpans):
             self._queued(ended, commit)
         key = CrossingKey(session, Lane.DOWNLINK, commit["position"], tokens)
         args: Args = {"tokens": tokens, "accepted": accepted, "stale": commit["stale"]}
-        self.sent[key].append(Crossing(at_s, f"commit of {tokens}", args))
-        return 1
+        self._found.leaves(key, at_s, f"commit of {tokens}", args)
 
     def _queued(self, taken: Span, commit: Line) -> None:
         """Which arrivals a pass has taken up only its commit tells: others had gone stale."""
         if commit["rows"] and commit["queue_us"]:
             since_s = taken.start_s - commit["queue_us"] / 1e6
             args: Args = {"nodes": commit["rows"]}
-            self.spans.append(
-                Span(taken.session, Lane.QUEUE, since_s, taken.start_s, "waits", args)
-            )
+            span = Span(taken.session, Lane.QUEUE, since_s, taken.start_s, "waits", args)
+            self._found.spans.append(span)
 
 
 MAX_SPANS: Final = 200_000
@@ -376,49 +358,31 @@ class Timeline:
     clock_offsets_s: Mapping[str, float]
     """What was added to a device's clock, by session; only those that were estimated."""
     truncated: bool = False
-    """The trace goes on after ``max_spans``."""
+    """The trace goes on after ``MAX_SPANS``."""
 
 
-def build_timeline(
-    lines: Iterable[Line], clocks: Clocks = Clocks.ESTIMATED, max_spans: int = MAX_SPANS
-) -> Timeline:
+def build_timeline(lines: Iterable[Line], clocks: Clocks = Clocks.ESTIMATED) -> Timeline:
     """Reads ``lines`` once, in any interleaving of the sides, each side in its own order."""
-    devices: dict[str, DeviceSpans] = defaultdict(lambda: DeviceSpans(marks))
-    verifiers: dict[str, VerifierSpans] = defaultdict(lambda: VerifierSpans(marks))
-    marks: list[tuple[bool, Mark]] = []
-    truncated, count = False, 0
+    found, truncated = _Found(), False
+    devices: dict[str, DeviceSpans] = defaultdict(lambda: DeviceSpans(found))
+    verifiers: dict[str, VerifierSpans] = defaultdict(lambda: VerifierSpans(found))
     for line in lines:
-        if line["side"] == DEVICE:
-            count += devices[line["session"]].read(line)
-        else:
-            count += verifiers[line["session"]].read(line)
-        if count + len(marks) >= max_spans:
+        (devices if line["side"] == DEVICE else verifiers)[line["session"]].read(line)
+        if len(found.spans) + found.ends + len(found.marks) >= MAX_SPANS:
             truncated = True
             break
-    readers: list[_SideSpans] = [*devices.values(), *verifiers.values()]
-    sent = _merged(reader.sent for reader in readers)
-    arrived = _merged(reader.arrived for reader in readers)
+    sent, arrived = found.sent, found.arrived
     offsets = _offsets(sent, arrived) if clocks is Clocks.ESTIMATED else {}
-    spans = [span for reader in verifiers.values() for span in reader.spans]
-    for session, device in devices.items():
-        offset_s = offsets.get(session, 0.0)
-        spans += [_moved(span, offset_s) for span in device.spans]
+    spans = [span for span in found.spans if span.lane not in _OF_DEVICE]
+    for span in found.spans:
+        if span.lane in _OF_DEVICE:
+            spans.append(_moved(span, offsets.get(span.session, 0.0)))
     spans += _crossings(sent, arrived, offsets)
     placed = [
         replace(mark, at_s=mark.at_s + (offsets.get(mark.session, 0.0) if on_device else 0.0))
-        for on_device, mark in marks
+        for on_device, mark in found.marks
     ]
     return _from_zero(spans, placed, offsets, truncated)
-
-
-def _merged(
-    parts: Iterable[Mapping[CrossingKey, list[Crossing]]],
-) -> dict[CrossingKey, list[Crossing]]:
-    merged: dict[CrossingKey, list[Crossing]] = defaultdict(list)
-    for part in parts:
-        for key, crossings in part.items():
-            merged[key] += crossings
-    return merged
 
 
 def _offsets(

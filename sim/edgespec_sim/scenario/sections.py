@@ -14,7 +14,7 @@ from edgespec.config.loading import ConfigError, load_config
 from edgespec.core.association.policies import Association
 from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
-from edgespec.core.protocol.checks import Section, bounded, check_limits, limited
+from edgespec.core.protocol.checks import Section, among, bounded, check_limits, limited
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
 from edgespec_sim.scenario.verifiers import RADIOS
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
@@ -311,7 +311,7 @@ class TokensSection:
     """toy only; a tape has its own."""
     lossy_threshold: float | None = limited(None, 0.0, 1.0)
     """toy only: LOSSY. Tolerate drafts at least so likely, relative to the target's best token
-    (``relaxed_rule.py``); null: commit the target's own tokens and nothing else."""
+    (the rule ``dsd``); null: commit the target's own tokens and nothing else."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -346,7 +346,7 @@ class WorkloadSection(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSection:
+class DeviceSection(Section):
     """A group of devices that are alike."""
 
     count: int = limited(1, 1, MAX_DEVICES)
@@ -358,17 +358,11 @@ class DeviceSection:
     """Power while a draft step runs, in watts, above idle."""
     policy: PolicyName = DEFAULT_POLICY
     """By which the arm ``edgespec`` drafts."""
-    radio_power: str = ""
+    radio_power: str = among("", ("", *RADIOS))
     """lte or wifi: what the radio takes in each of its states. Without it, or
     without ``draft_w``, no energy is reported."""
     conditions: ConditionsSection | None = None
     """Other programs and memory over time; null: they are not looked at."""
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.radio_power and self.radio_power not in RADIOS:
-            known = ", ".join(RADIOS)
-            raise ValueError(f"radio_power is {self.radio_power!r}, but must be one of {known}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-from edgespec.core.protocol.checks import Section, check_limits, limited
+from edgespec.core.protocol.checks import Section, among, check_limits, limited
 from edgespec_sim.cost_profile import TimeLaw, read_profile
 from edgespec_sim.links.network_trace import file_named
 
@@ -197,7 +197,7 @@ class ServerDraftSection(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifierSection:
+class VerifierSection(Section):
     count: int = limited(1, 1, 10_000)
     pass_time: CostSection = field(default_factory=lambda: CostSection(ms=25.0))
     path: tuple[str, ...] = ()
@@ -207,19 +207,13 @@ class VerifierSection:
     """null: it does not draft, and the arms ``server-draft`` and ``both`` are not played."""
     max_sessions: int = limited(64, 1, MAX_DEVICES)
     max_rows_per_pass: int = limited(1024, 1, 1 << 20)
-    gpu_power: str = ""
+    gpu_power: str = among("", ("", *GPU_POWERS))
     """h200, h100, a100-80g or l4: published powers of each machine."""
     busy_w: float = limited(0.0, 0.0, 1e6)
     """Of each machine while a pass runs, in place of that; the data sheet's most is an upper bound.
     Fans and the host are not in it. 0: not known, and not reported."""
     idle_w: float | None = limited(None, 0.0, 1e6)
     """While it is powered and no pass runs. null: as ``gpu_power`` has it, else not known."""
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.gpu_power and self.gpu_power not in GPU_POWERS:
-            known = ", ".join(GPU_POWERS)
-            raise ValueError(f"gpu_power is {self.gpu_power!r}, but must be one of {known}")
 
     @property
     def power_busy_w(self) -> float:

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_sim.token_sources.match_tape import MISS, MatchTape
+from edgespec_sim.token_sources.match_tape import MISS, Agreement, MatchTape
 
 _ROUNDS = 80
 _LEAST_CHANCE = 1e-4
@@ -44,19 +44,10 @@ _THOUGHTS: Final = 200
 """That a law keeps of each kind of place: so many quantiles."""
 
 
-class DrawnText(NamedTuple):
-    """As in ``TapedGeneration``."""
-
-    ranks: list[int]
-    logprobs: list[float]
-    second_logprobs: list[float]
-
-
 @dataclass(frozen=True, slots=True)
 class AcceptanceLaw:
     """Chances of each rank in easy and hard stretches, and at the start or after a rank other than
-    0 (what is missing to 1 is a miss), and how the stretches come. Raises ``ValueError`` naming
-    the field, the value and the limit."""
+    0 (what is missing to 1 is a miss), and how the stretches come."""
 
     easy: tuple[float, ...]
     hard: tuple[float, ...]
@@ -73,19 +64,7 @@ class AcceptanceLaw:
     None: the draft says nothing of its choices."""
 
     def __post_init__(self) -> None:
-        sets = (("easy", self.easy), ("hard", self.hard), ("after_miss", self.after_miss))
-        for name, chances in sets:
-            if len(chances) != len(self.easy) or not chances:
-                raise ValueError(f"{name} has {len(chances)} ranks, but easy {len(self.easy)}")
-            if not (all(0.0 <= chance <= 1.0 for chance in chances) and sum(chances) <= 1 + 1e-9):
-                raise ValueError(
-                    f"{name} is {chances}, but must be chances that add up to at most 1"
-                )
-        for name, value in (("share_alpha", self.share_alpha), ("share_beta", self.share_beta)):
-            if not 0.0 < value < 1e6:
-                raise ValueError(f"{name} is {value:g}, but must be in (0, 1e6)")
-        if not 0.0 <= self.persistence < 1.0:
-            raise ValueError(f"persistence is {self.persistence:g}, but must be in [0, 1)")
+        assert len(self.easy) == len(self.hard) == len(self.after_miss)
 
     @property
     def width(self) -> int:
@@ -112,8 +91,6 @@ class AcceptanceLaw:
     def at(self, acceptance: float) -> AcceptanceLaw:
         """The same stretches, with the odds of the first rank scaled alike everywhere until
         the mean is ``acceptance``; other ranks keep their shares of what the first leaves."""
-        if not 0.0 < acceptance < 1.0:
-            raise ValueError(f"acceptance is {acceptance:g}, but must be in (0, 1)")
         low, high = -40.0, 40.0
         for _ in range(100):
             middle = (low + high) / 2
@@ -121,20 +98,18 @@ class AcceptanceLaw:
             low, high = (middle, high) if below else (low, middle)
         return replace(self._shifted(low), origin=f"{self.origin}, moved to {acceptance:.0%}")
 
-    def ranks(self, count: int, dice: np.random.Generator) -> list[int]:
-        """Of the first ``count`` tokens of one text; a longer draw from equal dice begins alike."""
-        return self._ranks_and_kinds(count, dice)[0]
-
     def text(
         self, count: int, dice: np.random.Generator, thinking: np.random.Generator
-    ) -> DrawnText:
-        """``ranks``, and from dice of its own what the draft thinks at each place."""
+    ) -> Agreement:
+        """The first ``count`` ranks of one text, and from dice of its own what the draft thinks at
+        each place; a longer draw from equal dice begins alike."""
         ranks, kinds = self._ranks_and_kinds(count, dice)
         if not self.thoughts:
-            return DrawnText(ranks, [], [])
+            return Agreement(tuple(ranks), (), ())
         places = thinking.integers(_THOUGHTS, size=count).tolist()
         picked = [self.thoughts[kind][at] for kind, at in zip(kinds, places, strict=True)]
-        return DrawnText(ranks, [one for one, _ in picked], [one for _, one in picked])
+        first, second = tuple(one for one, _ in picked), tuple(one for _, one in picked)
+        return Agreement(tuple(ranks), first, second)
 
     def _ranks_and_kinds(
         self, count: int, dice: np.random.Generator

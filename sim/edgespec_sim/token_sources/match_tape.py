@@ -82,8 +82,8 @@ class MatchTape:
         return sum(r == rank for r in ranks) / len(ranks)
 
 
-class Walk(NamedTuple):
-    """A drafter's way along a text, as in ``TapedGeneration``."""
+class Agreement(NamedTuple):
+    """Of a draft with a text, position by position, as in ``TapedGeneration``."""
 
     ranks: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -95,7 +95,7 @@ def walk_along(
     prompt: Sequence[int],
     tokens: Sequence[int],
     width: int,
-) -> Walk:
+) -> Agreement:
     """The rank of each of ``tokens`` among the ``width`` guesses of a drafter that walks along
     them behind ``prompt``, one token a step, and the log-probabilities of first and second choices
     to a thousandth; none where the drafter had no such guess somewhere. ``step`` is that of a
@@ -114,7 +114,7 @@ def walk_along(
         tuple(kept) if len(kept) == len(ranks) and all(map(math.isfinite, kept)) else ()
         for kept in logprobs
     )
-    return Walk(tuple(ranks), first, second)
+    return Agreement(tuple(ranks), first, second)
 
 
 def write_tape(tape: MatchTape, path: Path) -> None:

@@ -34,7 +34,7 @@ from edgespec.core.ports import (
     TargetModel,
     never_cancelled,
 )
-from edgespec.core.protocol.messages import FinishReason
+from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.core.protocol.tree import Ending
 from edgespec.core.toy_model import ToyModel
@@ -55,6 +55,9 @@ class Request:
 
 
 class TokenSource(Protocol):
+    rule: str
+    """Under this name sessions ask for the target's own tokens or, LOSSY, for a relaxed rule."""
+
     @property
     def about(self) -> str:
         """One line for reports: which source, from what, its acceptance rate."""
@@ -75,7 +78,6 @@ class TokenSource(Protocol):
 
 
 # --- texts known beforehand, and the two models that act them out ------------------------------
-# no logits, no time.
 # A *script* is the target's text behind a prompt, with the rank each token has among the draft's
 # guesses. Which script it is stands in the prompt, so any target and any drafter find it by
 # themselves. The target says the script's token wherever the tokens before it are the script's;
@@ -85,7 +87,6 @@ class TokenSource(Protocol):
 #     on script every token so far is the script's; an index of the output, -1 before it
 # Work a step or pass is proportional to what is fed, whatever the length of the text. Both check
 # the cache contract of ``ports`` as they go and raise ``ScriptError`` when it is broken.
-
 
 CONTEXT_LENGTH: Final = 1 << 24
 """A script needs no memory of its context; bounds are the verifier's."""
@@ -137,7 +138,10 @@ def number_of(prompt: Sequence[int], base: int) -> int:
 class _Reading:
     """One sequence's way along its script: how far the cache reaches, and how far on script."""
 
-    __slots__ = ("_find", "_max_tokens", "length", "off_at", "prompt", "prompt_length", "script")
+    __slots__ = (
+        *("_find", "_max_tokens", "length", "nodes", "off_at", "parents", "prompt"),
+        *("prompt_length", "script"),
+    )
 
     def __init__(self, prompt_length: int, max_tokens: int, find: FindScript) -> None:
         self.prompt_length, self._max_tokens, self._find = prompt_length, max_tokens, find
@@ -146,6 +150,9 @@ class _Reading:
         self.length = 0
         self.off_at = _NEVER
         """The first cached position that is not the script's."""
+        self.nodes: tuple[int, ...] = ()
+        self.parents: tuple[int, ...] = ()
+        """A target's: the tree of its last pass, until that is kept or dropped."""
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate, append; the index of the next token of the output, -1 within the prompt."""
@@ -181,17 +188,6 @@ class _Reading:
         return self.advance(self.length, feed[missing:]) if len(feed) > missing else 0
 
 
-class _Played(_Reading):
-    """A sequence of a target, with the tree of its last pass until that is kept or dropped."""
-
-    __slots__ = ("nodes", "parents")
-
-    def __init__(self, prompt_length: int, max_tokens: int, find: FindScript) -> None:
-        super().__init__(prompt_length, max_tokens, find)
-        self.nodes: tuple[int, ...] = ()
-        self.parents: tuple[int, ...] = ()
-
-
 class ScriptedTarget:
     """``ports.TargetModel`` that acts scripts out. Raises ``ScriptError``."""
 
@@ -200,7 +196,7 @@ class ScriptedTarget:
         """Passes so far, and the rows they had."""
         self.rows = 0
         self._info, self._find = info, find
-        self._sequences: dict[str, _Played] = {}
+        self._sequences: dict[str, _Reading] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -215,7 +211,7 @@ class ScriptedTarget:
     ) -> None:
         if key in self._sequences:
             raise ScriptError(f"sequence {key!r} is already open")
-        self._sequences[key] = _Played(prompt_length, sampling.max_tokens, self._find)
+        self._sequences[key] = _Reading(prompt_length, sampling.max_tokens, self._find)
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         self.passes += 1
@@ -323,12 +319,10 @@ def _at(logprobs: Sequence[float], place: int) -> float:
 
 
 # --- tokens from a match tape ------------------------------------------------------------------
-# real texts, and how well a real draft did on them.
 # Request number n plays generation n of the tape, in an order that ``seed`` shuffles and that
 # begins anew when the tape is through. With a prompt length of 0 the request has the recorded
 # prompt; with any other, a prompt of that length which names the generation, for worlds that say
 # how long prompts are. The text and its ranks are the recorded ones either way.
-
 
 LEAST_VOCABULARY = 32_000
 _FOLDER = "data/tapes"
@@ -351,6 +345,8 @@ def tape_named(name: str, folder: Path = Path()) -> MatchTape:
 
 class _ScriptedSource(ABC):
     """What sources of scripts have in common: ``_find``, and a draft that knows so many ranks."""
+
+    rule = EXACT_RULE
 
     def __init__(self, info: ModelInfo, width: int) -> None:
         self._info, self._width = info, width
@@ -429,11 +425,9 @@ def _until(ends: frozenset[int], tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # --- tokens from an acceptance process ---------------------------------------------------------
-# made-up texts with agreement as on a tape, as many as wanted.
 # Text and ranks of request n are drawn from generators seeded by (seed, n), the text's apart from
 # the ranks', so that equal seeds give equal texts under any law. They are drawn when the prompt
 # is read, for all of ``max_tokens``, and kept for the other side of the same request.
-
 
 VOCABULARY_SIZE = 32_000
 
@@ -484,18 +478,7 @@ class ProcessSource(_ScriptedSource):
         return Script(tokens, *self.law.text(length, agreement, thinking))
 
 
-def drafter_of(source: TokenSource, acceptance: float | None) -> Callable[[], Drafter]:
-    """Makes drafts of a verifier: the devices' own, or one that is right so often, which only a
-    process has. Raises ``ValueError``."""
-    if acceptance is None:
-        return source.drafter
-    if not isinstance(source, ProcessSource):
-        raise ValueError(f"acceptance is {acceptance:g}, but only source: process takes one")
-    return source.drafting_at(acceptance).drafter
-
-
 # --- tokens from the toy model -----------------------------------------------------------------
-# a real law of a few lines, sampled as any model is.
 # Prompts are drawn from (seed of the sampling, number), and the sampling of request n has a seed
 # of its own, so that its noise is not another request's. Slower than a tape or a process, and the
 # only source in which wrong guesses have laws of their own.
@@ -506,10 +489,20 @@ _TRIAL_TOKENS = 256
 
 
 class ToySource:
-    """``tokens.TokenSource`` over a toy model and its perturbed draft."""
+    """``tokens.TokenSource`` over a toy model and its perturbed draft. ``lossy_threshold`` in
+    [0, 1]: LOSSY, its sessions ask for the product's own ``dsd`` of that threshold, its engines
+    offer nothing else, and what ``expected`` tells, the exact text, need not be what they say."""
 
-    def __init__(self, model: ToyModel, noise: float, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        model: ToyModel,
+        noise: float,
+        sampling: SamplingParams,
+        lossy_threshold: float | None = None,
+    ) -> None:
         self._model, self._noise, self._sampling = model, noise, sampling
+        self._lossy_threshold = lossy_threshold
+        self.rule = EXACT_RULE if lossy_threshold is None else f"dsd:{lossy_threshold}"
 
     @cached_property
     def about(self) -> str:
@@ -518,11 +511,13 @@ class ToySource:
         drafter = self.drafter()
         drafter.begin(len(request.prompt), request.sampling)
         ranks = walk_along(drafter.step, request.prompt, tokens, 1).ranks
-        return (
+        about = (
             f"toy model of {self._model.vocabulary_size} tokens, draft noise {self._noise:g},"
             f" temperature {self._sampling.temperature:g}:"
             f" {ranks.count(0) / len(ranks):.0%} accepted"
         )
+        share = self._lossy_threshold
+        return about if share is None else f"{about}; LOSSY from {share} of the best token on"
 
     def target(self) -> ToyTarget:
         return ToyTarget(

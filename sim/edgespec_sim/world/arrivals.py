@@ -32,7 +32,6 @@ from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevic
 # ``prompt_tokens`` and ``output_tokens``; published traces of cloud inference call them
 # ``TIMESTAMP``, ``ContextTokens`` and ``GeneratedTokens``. The first request comes at 0.
 
-
 MAX_ROWS: Final = 1_000_000
 MAX_BYTES: Final = 256 << 20
 MAX_TOKENS: Final = 32_000
@@ -179,12 +178,9 @@ class Reception:
         self.arrivals = arrivals
         self._queue, self._at, self._servers = queue, at, servers
         self._waiting: dict[int | str, deque[Arrival]] = {}
-        self._groups: Mapping[str, list[int]] = _by_group(servers)
-        self._place = {
-            device: place
-            for devices in self._groups.values()
-            for place, device in enumerate(devices)
-        }
+        self._groups: dict[str, list[int]] = {}
+        for device, server in enumerate(servers):
+            self._groups.setdefault(server.group, []).append(device)
 
     def start(self) -> None:
         for arrival in self.arrivals:
@@ -219,7 +215,7 @@ class Reception:
         if self._at is AtDevice.OWN:
             return None
         alike = self._groups[self._servers[drawn].group]
-        place = self._place[drawn]
+        place = alike.index(drawn)
         for device in (*alike[place + 1 :], *alike[:place]):
             if not self._servers[device].busy:
                 return device
@@ -228,10 +224,3 @@ class Reception:
     def _begin(self, device: int, arrival: Arrival) -> None:
         self._servers[device].busy = True
         self._servers[device].serve(arrival)
-
-
-def _by_group(servers: Sequence[Server]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for device, server in enumerate(servers):
-        found.setdefault(server.group, []).append(device)
-    return found

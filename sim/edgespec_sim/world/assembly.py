@@ -21,23 +21,16 @@ from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Stream
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
-from edgespec_sim.world.conservation import Conservation
+from edgespec_sim.world.conservation import StreamWatch, check_device
 from edgespec_sim.world.meters import Meters, RequestRecord
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import Change
-from edgespec_sim.world.site import (
-    Hardware,
-    Powered,
-    Site,
-    SiteCounters,
-    Surrounding,
-    build_site,
-    charge,
-)
+from edgespec_sim.world.site import Site, SiteCounters, Surrounding, charge
 from edgespec_sim.world.user import ConditionCourse, User
 
 _MAX_PROGRESS_STEPS = 200
 _DRAIN_STEPS = 100
+_TRACED_DEVICES = 2
 
 
 @dataclass(slots=True)
@@ -50,7 +43,8 @@ class WorldOutcome:
 
 
 class World:
-    """One shard of a scenario under one arm. ``tracer`` gets both sides of ``traced`` devices."""
+    """One shard of a scenario under one arm. ``tracer`` gets the verifiers' side and that of
+    the first devices."""
 
     def __init__(
         self,
@@ -59,28 +53,19 @@ class World:
         seed: str,
         surrounding: Surrounding,
         tracer: Tracer | None = None,
-        traced: int = 0,
     ) -> None:
         if not arm.on_server:
             scenario = without_server_drafts(scenario)
         self.scenario, self.arm, self.surrounding = scenario, arm, surrounding
         self.queue = EventQueue()
         self.meters = Meters(scenario.duration_s, scenario.window_s)
-        self.conservation = Conservation() if surrounding.checks else None
+        self._watches: list[StreamWatch] = []
+        """Of all streams, where the laws of ``conservation.py`` are judged."""
         self.network = Network(self.queue, scenario, seed, surrounding.folder)
-        self._tracer, self._traced = tracer, traced
+        self._tracer = tracer
         limits = Limits(context_length=1 << 16, lease_s=scenario.lease_s)
-        self.sites: list[tuple[Site, Hardware]] = [
-            build_site(
-                self.queue,
-                scenario,
-                kind,
-                number,
-                limits,
-                surrounding,
-                seed,
-                tracer if traced else None,
-            )
+        self.sites = [
+            Site(self.queue, scenario, kind, number, limits, surrounding, seed, tracer)
             for kind, section in scenario.verifiers.items()
             for number in range(section.count)
         ]
@@ -122,7 +107,7 @@ class World:
     # --- what users ask of the world -------------------------------------------------------
 
     def choose(self, user: User) -> Site:
-        sites = [site for site, _ in self.sites if site.reachable] or [s for s, _ in self.sites]
+        sites = [site for site in self.sites if site.reachable] or self.sites
         if len(sites) == 1:
             return sites[0]
         offers = [
@@ -136,16 +121,17 @@ class World:
             return None
         up, down, rtt_s = self.network.route(user.group, user.number, site.name)
         watch = None
-        if self.conservation is not None:
-            least_s = self.network.least_ways_s(user.group, site.name)
-            watch = self.conservation.watch(site.session, user.name, key, *least_s)
+        if self.surrounding.checks:
+            least_s = self.network.least_way_s(user.group, site.name)
+            watch = StreamWatch(site.session, key, least_s)
+            self._watches.append(watch)
         stream = Stream(self.queue, up, down, watch, user.radio)
         site.accept(stream, key)
-        self.network.connections.watch(user.group, user.number, stream)
+        self.network.watch(user.group, user.number, stream)
         return stream, rtt_s
 
     def tracer(self, user: User) -> Tracer | None:
-        return self._tracer if user.number < self._traced else None
+        return self._tracer if user.number < _TRACED_DEVICES else None
 
     def counts(self, asked_s: float) -> bool:
         return self.scenario.warm_up_s <= asked_s <= self.scenario.duration_s
@@ -158,7 +144,7 @@ class World:
         duration_s = self.scenario.duration_s
         for step in range(1, _MAX_PROGRESS_STEPS + 1):
             now_s = duration_s * step / _MAX_PROGRESS_STEPS
-            self.meters.events += self.queue.run(now_s)
+            self.queue.run(now_s)
             progress(now_s)
         self._after, links = self._counters(), self.network.loads()
         self._drain()
@@ -166,15 +152,12 @@ class World:
             user.finish()
         if self.reception is not None:
             self._count_waiting(self.reception)
-        if self.conservation is not None:
-            self._check_end(self.conservation)
-        powered = [self._powered(index) for index in range(len(self.sites))]
-        charge(self.meters.records, powered)
-        return WorldOutcome(
-            self.meters,
-            [one.told(self._verifier(index)) for index, one in enumerate(powered)],
-            links,
-        )
+        if self.surrounding.checks:
+            self._check_end()
+        told = zip(self.sites, self._before, self._after, strict=True)
+        verifiers = [self._verifier(*one) for one in told]
+        charge(self.meters.records, self.sites, verifiers)
+        return WorldOutcome(self.meters, verifiers, links)
 
     def _start(self) -> None:
         if self.scenario.warm_up_s:
@@ -189,12 +172,7 @@ class World:
         self._before = self._counters()
 
     def _counters(self) -> list[SiteCounters]:
-        counted = []
-        for site, hardware in self.sites:
-            drafts = [one.model for one in site.draft_counts]
-            guessed, accepted = (sum(one.nodes for one in drafts), sum(o.accepted for o in drafts))
-            counted.append(replace(hardware.counters, guessed=guessed, accepted=accepted))
-        return counted
+        return [site.counters for site in self.sites]
 
     def _drain(self) -> None:
         """Under the same load, until the requests that count have ended, or for so long."""
@@ -206,7 +184,7 @@ class World:
             if not drain_s or not any(map(self.counts, asked_s)):
                 return
             until_s = self.scenario.duration_s + drain_s * step / _DRAIN_STEPS
-            self.meters.events += self.queue.run(until_s)
+            self.queue.run(until_s)
 
     def _count_waiting(self, reception: Reception) -> None:
         """Requests that no device has begun are unfinished like those under way."""
@@ -215,37 +193,37 @@ class World:
                 user = self.users[arrival.device]
                 self.meters.records.append(RequestRecord(user.group, user.name, "", arrival.at_s))
 
-    def _check_end(self, conservation: Conservation) -> None:
+    def _check_end(self) -> None:
         now_s = self.queue.now
-        conservation.check_end(now_s)
+        for watch in self._watches:
+            watch.check(now_s)
         for user in self.users:
             longest_s = user.step.seconds(32_000, 32_000, 1.0)
             if user.course is not None:
                 longest_s *= user.course.most_slowdown
-            conservation.check_device(user.name, now_s, user.drafting_s, longest_s)
+            check_device(user.name, now_s, user.drafting_s, longest_s)
 
-    def _verifier(self, index: int) -> VerifierSummary:
-        site, hardware = self.sites[index]
+    def _verifier(self, site: Site, before: SiteCounters, after: SiteCounters) -> VerifierSummary:
         assert not any(one.failures for one in site.draft_counts), "a draft model failed"
-        before, after = self._before[index], self._after[index]
         passes, busy_s = after.passes - before.passes, after.busy_s - before.busy_s
+        window_s = len(site.nodes) * self.scenario.window_s
+        idle_s = max(0.0, window_s - busy_s)
+        busy_w, idle_w = site.section.power_busy_w, site.section.power_idle_w
         return VerifierSummary(
             name=site.name,
-            utilisation=min(1.0, busy_s / (hardware.machines * self.scenario.window_s)),
+            utilisation=min(1.0, busy_s / window_s),
             passes=passes,
             rows_per_pass=(after.rows - before.rows) / passes if passes else 0.0,
             sessions_per_pass=(after.sessions - before.sessions) / passes if passes else 0.0,
             queue_s=self.meters.queue_s(site.name),
+            energy_j=busy_w * busy_s if busy_w else None,
+            idle_j=None if idle_w is None else idle_w * idle_s,
+            idle_s=None if idle_w is None else idle_s,
             busy_s=busy_s,
             draft_s=after.draft_s - before.draft_s,
             guessed=after.guessed - before.guessed,
             accepted=after.accepted - before.accepted,
         )
-
-    def _powered(self, index: int) -> Powered:
-        site, hardware = self.sites[index]
-        busy_s = self._after[index].busy_s - self._before[index].busy_s
-        return Powered(site.section, hardware, busy_s, self.scenario.window_s)
 
 
 def without_server_drafts(scenario: Scenario) -> Scenario:

@@ -34,11 +34,6 @@ def broken(now_s: float, what: str) -> ConservationError:
     return ConservationError(f"at {now_s:.6f} s: {what}")
 
 
-def require(law: bool, now_s: float, what: str) -> None:
-    if not law:
-        raise broken(now_s, what)
-
-
 @dataclass(slots=True)
 class Way:
     """One direction of a stream; ``least_s``: what it takes at least."""
@@ -68,23 +63,17 @@ class Way:
 
     def check(self, now_s: float) -> None:
         under_way = sum(size_bytes for _, _, size_bytes in self.under_way)
-        require(
-            self.sent_bytes == self.delivered_bytes + under_way,
-            now_s,
-            f"{self.what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered, "
-            f"{under_way} under way",
-        )
+        if self.sent_bytes != self.delivered_bytes + under_way:
+            sent = f"{self.what}: {self.sent_bytes} bytes sent, {self.delivered_bytes} delivered"
+            raise broken(now_s, f"{sent}, {under_way} under way")
 
 
 class StreamWatch:
-    """Sees all messages of a stream leave and arrive, after ``up_s`` or ``down_s`` at least."""
+    """Sees all messages of a stream leave and arrive, after ``least_s`` at least."""
 
-    def __init__(
-        self, session: FindSession, device: str, key: str, up_s: float, down_s: float
-    ) -> None:
+    def __init__(self, session: FindSession, key: str, least_s: float) -> None:
         self._session, self._key = session, key
-        self.device = device
-        self.up, self._down = Way(f"{key} up", up_s), Way(f"{key} down", down_s)
+        self.up, self._down = Way(f"{key} up", least_s), Way(f"{key} down", least_s)
 
     def sent_down(self, message: Downlink, now_s: float, size_bytes: int) -> None:
         self._down.sent(message, now_s, size_bytes)
@@ -110,25 +99,7 @@ class StreamWatch:
             raise broken(now_s, f"{self._key}: {why}")
 
 
-class Conservation:
-    """The watches of one world."""
-
-    def __init__(self) -> None:
-        self._watches: list[StreamWatch] = []
-
-    def watch(
-        self, session: FindSession, device: str, key: str, up_s: float, down_s: float
-    ) -> StreamWatch:
-        watch = StreamWatch(session, device, key, up_s, down_s)
-        self._watches.append(watch)
-        return watch
-
-    def check_device(self, name: str, now_s: float, drafting_s: float, step_s: float) -> None:
-        """``step_s``: how long the last draft step may go on behind the end."""
-        require(
-            drafting_s <= now_s + step_s + SLACK_S, now_s, f"{name} drafted for {drafting_s:.3f} s"
-        )
-
-    def check_end(self, now_s: float) -> None:
-        for watch in self._watches:
-            watch.check(now_s)
+def check_device(name: str, now_s: float, drafting_s: float, step_s: float) -> None:
+    """``step_s``: how long the last draft step may go on behind the end."""
+    if drafting_s > now_s + step_s + SLACK_S:
+        raise broken(now_s, f"{name} drafted for {drafting_s:.3f} s")

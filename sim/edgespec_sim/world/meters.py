@@ -80,14 +80,11 @@ class Meters:
     pace_at: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)] * PACE_STEPS)
     """Of the tokens behind a request's first that came in each step: the time since the token
     before, summed, and their number."""
-    events: int = 0
     seeds: int = 1
     """How many are pooled here."""
 
-    def delivered(self, times_s: Sequence[float], *, counts: bool = True) -> None:
-        """Each token of one request, when it came; ``counts``: whether the request does."""
-        if not counts:
-            return
+    def delivered(self, times_s: Sequence[float]) -> None:
+        """Each token of one request that counts, when it came."""
         for before_s, at_s in itertools.pairwise(times_s):
             if at_s > before_s:
                 self.gaps_s.append(at_s - before_s)
@@ -99,7 +96,6 @@ class Meters:
     def merge(self, other: Meters) -> None:
         self.records += other.records
         self.gaps_s.extend(other.gaps_s)
-        self.events += other.events
         for step, (seconds, tokens) in enumerate(other.pace_at):
             mine_s, mine = self.pace_at[step]
             self.pace_at[step] = (mine_s + seconds, mine + tokens)

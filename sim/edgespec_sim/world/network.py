@@ -12,9 +12,10 @@ TCP connections out of there, whose packets would have to change their way.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path as FilePath
@@ -24,11 +25,11 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.generators import generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, file_named
-from edgespec_sim.links.path import Link, LoadedQueue, ManyHops, OneHop, Path, TraceLinks
+from edgespec_sim.links.path import Hops, Link, LoadedQueue, Path, TraceLinks, both_ways
 from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection
 from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
-from edgespec_sim.sessions import FixedDelay, Stream
+from edgespec_sim.sessions import Stream
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
 from edgespec_sim.world.site import LinkView
 
@@ -36,8 +37,6 @@ Queues = tuple[SharedQueue, SharedQueue]
 """Up and down."""
 
 # --- the trace that a link of a scenario names -------------------------------------------------
-# from a file, or generated.
-
 
 _GENERATE = "generate:"
 
@@ -64,8 +63,6 @@ def number_of(seed: str) -> int:
 
 
 # --- what interrupts a device's way ------------------------------------------------------------
-# outages and handovers, drawn once, before anything moves.
-
 
 Gaps = tuple[tuple[float, float], ...]
 
@@ -106,44 +103,33 @@ def _joined(gaps: list[tuple[float, float]]) -> Gaps:
 
 
 # --- one link of a scenario in as many instances as it has devices -----------------------------
-# queues, weather, models.
-# Queues last as long as the world, one for all devices or one each; models, with their order of
-# messages, as long as a stream or a connection. Outages and handovers of a device are drawn once,
-# before anything moves.
 
 
 class LinkInstances:
-    """One link of the scenario, in as many instances as it has devices."""
+    """Queues, models and weather of one link. Outages and handovers of a device are drawn once,
+    before anything moves."""
 
     def __init__(
         self, section: LinkSection, duration_s: float, seed: str, folder: FilePath
     ) -> None:
         self.section = section
         self._duration_s, self._seed = duration_s, seed
-        self._trace = trace_of(section, seed, duration_s, folder)
-        self._traced = TraceLinks.of(self._trace) if self._trace else None
+        trace = trace_of(section, seed, duration_s, folder)
+        self._traced = TraceLinks.of(trace) if trace else None
         self._queues: dict[int, Queues] = {}
         self._weather: dict[int, Weather] = {}
         least_rtt_s = section.rtt_ms / 1e3
         self.typical_rtt_s = section.rtt_ms / 1e3 + 2 * section.jitter_ms / 1e3
-        if self._trace is not None:
-            least_rtt_s = min(self._trace.rtt_s)
-            self.typical_rtt_s = TraceStatistics.of(self._trace).rtt_median_s
-        self.least_ways_s = (least_rtt_s * 0.5, least_rtt_s * 0.5)
-        """What a small message takes up and down when nothing is in the way."""
-
-    @property
-    def plain(self) -> bool:
-        """It only takes time."""
-        section = self.section
         bare = LinkSection(rtt_ms=section.rtt_ms, framing_bytes=section.framing_bytes)
-        return replace(section, shared=False) == bare
-
-    @property
-    def lossy(self) -> bool:
-        if self._trace is not None:
-            return self._trace.loss is not None and max(self._trace.loss) > 0.0
-        return self.section.loss > 0.0
+        self.plain = replace(section, shared=False) == bare
+        """It only takes time."""
+        self.lossy = section.loss > 0.0
+        if trace is not None:
+            self.lossy = trace.loss is not None and max(trace.loss) > 0.0
+            least_rtt_s = min(trace.rtt_s)
+            self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
+        self.least_way_s = least_rtt_s * 0.5
+        """What a small message takes each way when nothing is in the way."""
 
     def models(
         self, number: int, stream: int, *, packets: bool = False
@@ -153,7 +139,7 @@ class LinkInstances:
         if packets:
             framing_bytes = max(0, framing_bytes - MESSAGE_BYTES)
         section, seed = self.section, number_of(f"{self._seed}/stream/{stream}")
-        queues, outages_s = self._queues_of(number), self._weather_of(number).outages_s
+        queues, outages_s = self._queues_of(number), self.weather(number).outages_s
         if self._traced is not None:
             return self._traced.pair(
                 offset_s=self._offset_s(number),
@@ -162,23 +148,14 @@ class LinkInstances:
                 outages_s=outages_s,
                 queues=queues,
             )
-        up, down = (
-            LinkSettings(
-                one_way_s=one_way_s,
-                jitter_s=section.jitter_ms / 1e3,
-                loss=section.loss,
-                overhead_bytes=framing_bytes,
-                outages_s=outages_s,
-                seed=link_seed,
-            )
-            for one_way_s, link_seed in zip(
-                self.least_ways_s, (2 * seed, 2 * seed + 1), strict=True
-            )
+        settings = LinkSettings(
+            one_way_s=self.least_way_s,
+            jitter_s=section.jitter_ms / 1e3,
+            loss=section.loss,
+            overhead_bytes=framing_bytes,
+            outages_s=outages_s,
         )
-        return LinkModel(up, queues[0]), LinkModel(down, queues[1])
-
-    def handovers_s(self, number: int) -> tuple[float, ...]:
-        return self._weather_of(number).handovers_s
+        return both_ways(settings, seed, queues)
 
     def _queues_of(self, number: int) -> Queues:
         key = 0 if self.section.shared else number
@@ -200,7 +177,7 @@ class LinkInstances:
     def _offset_s(self, number: int) -> float:
         return self.section.trace_spread_s * number
 
-    def _weather_of(self, number: int) -> Weather:
+    def weather(self, number: int) -> Weather:
         if number not in self._weather:
             seed = f"{self._seed}/handover/{number}"
             self._weather[number] = Weather.of(self.section, self._duration_s, seed)
@@ -224,111 +201,87 @@ class LinkInstances:
         return LinkLoad(name, up, down)
 
 
-# --- which device is connected to which verifier, and what ends a connection -------------------
-# A device connects once to a verifier; later streams share the connection and pay nothing for it.
-# Where packets are lost that is one TCP connection, played packet by packet. A handover that
-# changes a device's address ends all of its connections, and cuts the stream that runs.
-
-
-class Connections:
-    """Handovers that break connections are on the queue from the start."""
-
-    def __init__(
-        self, queue: EventQueue, scenario: Scenario, links: Mapping[str, LinkInstances]
-    ) -> None:
-        self._scenario, self._links = scenario, links
-        self._connected: set[tuple[int, str]] = set()
-        """Devices and verifiers that have a connection."""
-        self._tcp: dict[tuple[int, str], TcpConnection] = {}
-        self._current: dict[int, Stream] = {}
-        """Of devices whose handovers break streams."""
-        self._schedule(queue)
-
-    def meet(self, number: int, verifier: str) -> bool:
-        """The device has a connection to that verifier from now on; whether it had one before."""
-        known = (number, verifier) in self._connected
-        self._connected.add((number, verifier))
-        return known
-
-    def tcp(self, number: int, verifier: str, make: Callable[[], TcpConnection]) -> TcpConnection:
-        """The device's connection; it is made where there is none."""
-        if (number, verifier) not in self._tcp:
-            self._tcp[number, verifier] = make()
-        return self._tcp[number, verifier]
-
-    def watch(self, group: str, number: int, stream: Stream) -> None:
-        """This is the stream that a handover of the device would cut, if one can."""
-        if any(self._breaks(name) for name in self._scenario.devices[group].path):
-            self._current[number] = stream
-
-    def _breaks(self, name: str) -> bool:
-        handover = self._links[name].section.handover
-        return handover is not None and handover.breaks
-
-    def _schedule(self, queue: EventQueue) -> None:
-        number = 0
-        for section in self._scenario.devices.values():
-            breaking = [self._links[name] for name in section.path if self._breaks(name)]
-            for _ in range(section.count):
-                for link in breaking:
-                    for at_s in link.handovers_s(number):
-                        queue.at(at_s, partial(self._break, number))
-                number += 1
-
-    def _break(self, number: int) -> None:
-        self._connected = {key for key in self._connected if key[0] != number}
-        for key in [key for key in self._tcp if key[0] == number]:
-            del self._tcp[key]
-        stream = self._current.get(number)
-        if stream is not None:
-            stream.cut(0.0, 1.0, "the address changed at a handover")
-
-
 # Of a call on an HTTP/2 connection that has had one before: they leave before its first message.
 _HEADERS_BYTES = 60
 
 
 class Network:
+    """The ways between devices and verifiers.
+
+    A device connects once to a verifier; later streams share the connection and pay nothing for it.
+    Where packets are lost that is one TCP connection, played packet by packet. A handover that
+    changes a device's address ends all of its connections, and cuts the stream that runs."""
+
     def __init__(self, queue: EventQueue, scenario: Scenario, seed: str, folder: FilePath) -> None:
         self._queue, self._scenario = queue, scenario
-        self._stations = {
-            scenario.verifier_name(kind, number): index
-            for index, (kind, number) in enumerate(
-                (kind, number)
-                for kind, section in scenario.verifiers.items()
-                for number in range(section.count)
-            )
-        }
+        verifiers = [
+            scenario.verifier_name(kind, number)
+            for kind, section in scenario.verifiers.items()
+            for number in range(section.count)
+        ]
+        self._stations = {name: index for index, name in enumerate(verifiers)}
         self._radio: RadioNetwork | None = None
         self.cells: Cells | None = None
         """With handover: which cell each device is in."""
+        self._access_s = 0.0
+        """Round trip on the air, if there is any."""
         if (radio := scenario.radio) is not None:
-            devices, stations = scenario.device_count, len(self._stations)
-            self._radio = RadioNetwork(queue, radio, devices, stations, f"{seed}/radio")
+            self._access_s, devices = ACCESS_S, scenario.device_count
+            self._radio = RadioNetwork(queue, radio, devices, len(verifiers), f"{seed}/radio")
             if radio.handover is not None:
                 self.cells = Cells(queue, self._radio, radio.handover, self._stations)
         self._links = {
             name: LinkInstances(section, scenario.duration_s, f"{seed}/link/{name}", folder)
             for name, section in scenario.links.items()
         }
-        self.connections = Connections(queue, scenario, self._links)
+        self._fixed_s = scenario.message_ms / 1e3
+        """What each way takes at least, whatever the links do."""
         self._streams = 0
+        self._connected: dict[tuple[int, str], TcpConnection | None] = {}
+        """Devices and verifiers that have a connection; None: nothing is lost on its way."""
+        self._cut: dict[int, Stream] = {}
+        """The streams that a handover of their device would cut."""
         self._wired: dict[tuple[str, str], LinkView] = {}
         """What does not change of ways: asked for by each request, of each verifier."""
+        self._schedule_breaks()
+
+    def _schedule_breaks(self) -> None:
+        first = 0
+        for group, section in self._scenario.devices.items():
+            numbers = range(first, first + section.count)
+            for number, link in itertools.product(numbers, self._breaking(group)):
+                for at_s in link.weather(number).handovers_s:
+                    self._queue.at(at_s, partial(self._break, number))
+            first += section.count
+
+    def _breaking(self, group: str) -> list[LinkInstances]:
+        """Links of a device whose handovers break connections."""
+        links = [self._links[name] for name in self._scenario.devices[group].path]
+        return [one for one in links if one.section.handover and one.section.handover.breaks]
+
+    def _break(self, number: int) -> None:
+        self._connected = {key: one for key, one in self._connected.items() if key[0] != number}
+        if (stream := self._cut.get(number)) is not None:
+            stream.cut(0.0, 1.0, "the address changed at a handover")
+
+    def watch(self, group: str, number: int, stream: Stream) -> None:
+        """This is the stream that a handover of the device would cut, if one can."""
+        if self._breaking(group):
+            self._cut[number] = stream
 
     def route(self, group: str, number: int, verifier: str) -> tuple[Path, Path, float]:
         """Paths up and down for one stream of device ``number``, and what connecting takes: a round
         trip for the first, and nothing for those that share the connection later."""
         self._streams += 1
-        known = self.connections.meet(number, verifier)
-        connect_s = 0.0 if known else self.view(group, number, verifier).rtt_s
-        names = self.names(group, verifier)
-        if any(self._links[name].lossy for name in names):
-            connect = partial(self._make_connection, number, verifier, names)
-            connection = self.connections.tcp(number, verifier, connect)
+        key, names, connect_s = (number, verifier), self.names(group, verifier), 0.0
+        if key not in self._connected:
+            connect_s = self.view(group, number, verifier).rtt_s
+            lossy = any(self._links[name].lossy for name in names)
+            self._connected[key] = self._connection(number, verifier, names) if lossy else None
+        if (connection := self._connected[key]) is not None:
             connection.up.send(_HEADERS_BYTES, lambda: None)  # nobody waits for them
             return connection.up, connection.down, connect_s
-        make = partial(self._paths, group, number, verifier, self._streams)
+        make = partial(self._paths, number, verifier, names, self._streams)
         up, down = make() if self.cells is None else self.cells.ride(number, make)
         return up, down, connect_s
 
@@ -349,11 +302,6 @@ class Network:
         kind = verifier if known else verifier.rpartition("-")[0]
         return self._scenario.devices[group].path + self._scenario.verifiers[kind].path
 
-    @property
-    def fixed_s(self) -> float:
-        """What each way takes at least, whatever the links do."""
-        return self._scenario.message_ms / 1e3
-
     def view(self, group: str, number: int, verifier: str) -> LinkView:
         """What a device could know: typical round trip and capacities."""
         view = self._wired.get((group, verifier))
@@ -372,62 +320,44 @@ class Network:
             min(view.down_bits_per_s, down),
         )
 
-    def least_ways_s(self, group: str, verifier: str) -> tuple[float, float]:
-        """What a small message takes up and down on a good day."""
-        names = self.names(group, verifier)
-        fixed_s = self.fixed_s + self._access_s / 2.0
-        up_s = sum(self._links[name].least_ways_s[0] for name in names)
-        down_s = sum(self._links[name].least_ways_s[1] for name in names)
-        return fixed_s + up_s, fixed_s + down_s
+    def least_way_s(self, group: str, verifier: str) -> float:
+        """What a small message takes each way on a good day."""
+        links_s = sum(self._links[name].least_way_s for name in self.names(group, verifier))
+        return self._fixed_s + self._access_s / 2.0 + links_s
 
     def _wired_view(self, group: str, verifier: str) -> LinkView:
         links = [self._links[name] for name in self.names(group, verifier)]
-        rtt_s = 2 * self.fixed_s + sum(link.typical_rtt_s for link in links)
+        rtt_s = 2 * self._fixed_s + sum(link.typical_rtt_s for link in links)
         up = min((link.section.up_mbps for link in links), default=math.inf)
         down = min((link.section.down_mbps for link in links), default=math.inf)
         return LinkView(rtt_s, up * 1e6, down * 1e6)
 
-    @property
-    def _access_s(self) -> float:
-        """Round trip on the air, if there is any."""
-        return 0.0 if self._scenario.radio is None else ACCESS_S
-
     # --- parts -----------------------------------------------------------------------------
 
-    def _paths(self, group: str, number: int, verifier: str, stream: int) -> tuple[Path, Path]:
+    def _paths(
+        self, number: int, verifier: str, names: Sequence[str], stream: int
+    ) -> tuple[Path, Path]:
         """Up and down of one stream, as the device is attached now."""
-        hops: list[tuple[Link, Link]] = []
+        links = [self._links[name] for name in names]
+        plain_s = sum((link.least_way_s for link in links if link.plain), self._fixed_s)
+        hops: list[tuple[Link, Link]] = [
+            *self._air(number, verifier),
+            *(link.models(number, stream) for link in links if not link.plain),
+        ]
+        up = Hops(self._queue, [up for up, _ in hops], plain_s)
+        return up, Hops(self._queue, [down for _, down in reversed(hops)], plain_s)
+
+    def _air(self, number: int, verifier: str) -> list[tuple[Link, Link]]:
         if self.cells is not None:
-            hops += self.cells.hops(number, verifier)
-        elif self._radio is not None:
-            hops.append(self._radio.hop(number, self._stations[verifier]))
-        up_s = down_s = self.fixed_s
-        for link in map(self._links.__getitem__, self.names(group, verifier)):
-            if link.plain:
-                up_s, down_s = up_s + link.least_ways_s[0], down_s + link.least_ways_s[1]
-            else:
-                hops.append(link.models(number, stream))
-        up = self._path([up for up, _ in hops], up_s)
-        down = self._path([down for _, down in reversed(hops)], down_s)
-        return up, down
+            return self.cells.hops(number, verifier)
+        return [self._radio.hop(number, self._stations[verifier])] if self._radio else []
 
-    def _path(self, links: Sequence[Link], fixed_s: float) -> Path:
-        if not links:
-            return FixedDelay(self._queue, fixed_s)
-        if len(links) == 1:
-            return OneHop(self._queue, links[0], fixed_s)
-        return ManyHops(self._queue, links, fixed_s)
-
-    def _make_connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
-        hops: list[tuple[PacketLink, PacketLink]] = []
-        if self._radio is not None:
-            up, down = self._radio.hop(number, self._stations[verifier])
-            hops.append((Lossless(up), Lossless(down)))
-        up_s = down_s = 0.0
-        for link in map(self._links.__getitem__, names):
-            if link.plain:
-                up_s, down_s = up_s + link.least_ways_s[0], down_s + link.least_ways_s[1]
-            else:
-                hops.append(link.models(number, self._streams, packets=True))
+    def _connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
+        links = [self._links[name] for name in names]
+        plain_s = sum(link.least_way_s for link in links if link.plain)
+        hops: list[tuple[PacketLink, PacketLink]] = [
+            *((Lossless(up), Lossless(down)) for up, down in self._air(number, verifier)),
+            *(link.models(number, self._streams, packets=True) for link in links if not link.plain),
+        ]
         ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
-        return TcpConnection(self._queue, *ways, (up_s, down_s), self.fixed_s)
+        return TcpConnection(self._queue, *ways, plain_s, self._fixed_s)

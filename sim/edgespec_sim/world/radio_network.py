@@ -35,7 +35,6 @@ from edgespec_sim.scenario.sections import FRAMING_BYTES, CellHandoverSection, R
 # (7.5-6: 10 m and 13 m), half of its variance common to all stations. Fading: Rician, K of 9 dB
 # with a spread of 5 dB, or Rayleigh without line of sight; new in every slot.
 
-
 Floats = NDArray[np.float64]
 
 Flags = NDArray[np.bool_]
@@ -62,8 +61,7 @@ BREAKPOINT_M: Final = (
 def los_probability(distance_m: Floats) -> Floats:
     """Table 7.4.2-1, over the ground distance."""
     distance = np.maximum(distance_m, 18.0)
-    chance: Floats = 18.0 / distance + np.exp(-distance / 36.0) * (1.0 - 18.0 / distance)
-    return chance
+    return np.asarray(18.0 / distance + np.exp(-distance / 36.0) * (1.0 - 18.0 / distance))
 
 
 def path_loss_db(distance_m: Floats, line_of_sight: Flags) -> Floats:
@@ -78,8 +76,7 @@ def path_loss_db(distance_m: Floats, line_of_sight: Flags) -> Floats:
     sight = np.where(ground <= BREAKPOINT_M, near, far)
     height = 0.3 * (DEVICE_HEIGHT_M - 1.5)
     blocked = 35.3 * log_distance + 22.4 + 21.3 * log_carrier - height
-    loss: Floats = np.where(line_of_sight, sight, np.maximum(sight, blocked))
-    return loss
+    return np.asarray(np.where(line_of_sight, sight, np.maximum(sight, blocked)))
 
 
 class UmiGains:
@@ -102,8 +99,7 @@ class UmiGains:
         sight = self._luck < los_probability(distance_m)
         shadowing_db = self._shadowing_db(sight, gone_m)
         loss_db = path_loss_db(distance_m, sight) + shadowing_db
-        gains: Floats = 10.0 ** (-loss_db / 10.0) * self._fading(sight)
-        return gains
+        return np.asarray(10.0 ** (-loss_db / 10.0) * self._fading(sight))
 
     def _shadowing_db(self, sight: Flags, gone_m: Floats) -> Floats:
         reach_m = np.where(sight, LOS_SHADOWING_M, NLOS_SHADOWING_M)
@@ -111,8 +107,7 @@ class UmiGains:
         common_reach = np.exp(-gone_m / NLOS_SHADOWING_M)[:, None]
         self._common = self._moved(self._common, common_reach)
         normal = np.sqrt(SHARED_VARIANCE) * self._common + np.sqrt(1 - SHARED_VARIANCE) * self._own
-        shadowing: Floats = np.where(sight, LOS_SHADOWING_DB, NLOS_SHADOWING_DB) * normal
-        return shadowing
+        return np.asarray(np.where(sight, LOS_SHADOWING_DB, NLOS_SHADOWING_DB) * normal)
 
     def _moved(self, normal: Floats, memory: Floats) -> Floats:
         """One step of a unit-variance autoregression (Gudmundson, 1991)."""
@@ -125,8 +120,7 @@ class UmiGains:
         """Power of mean 1: a fixed ray of share K/(K+1) and many weak ones."""
         k = np.where(sight, 10.0 ** (self._k_db / 10.0), 0.0)
         real, imaginary = self._rng.standard_normal((2, *self._shape)) / np.sqrt(2.0 * (k + 1.0))
-        fading: Floats = (np.sqrt(k / (k + 1.0)) + real) ** 2 + imaginary**2
-        return fading
+        return np.asarray((np.sqrt(k / (k + 1.0)) + real) ** 2 + imaginary**2)
 
 
 class RandomWaypoint:
@@ -201,8 +195,7 @@ class Attachment:
 
 
 def _db(gains: Floats) -> Floats:
-    heard: Floats = 10.0 * np.log10(np.maximum(gains, 1e-30))
-    return heard
+    return np.asarray(10.0 * np.log10(np.maximum(gains, 1e-30)))
 
 
 # 3GPP TS 38.214: the highest spectral efficiency of table 5.1.3.1-2, the lowest of 5.1.3.1-3. A

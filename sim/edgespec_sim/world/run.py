@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import assert_never
+from typing import Any, assert_never
 
 from edgespec.bench.arms import Arm
 from edgespec.config.loading import dump_config
@@ -27,13 +27,11 @@ from edgespec_sim.scenario import sections
 from edgespec_sim.scenario.verifiers import measured
 from edgespec_sim.token_sources import source as sources
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
-from edgespec_sim.token_sources.relaxed_rule import LossySource
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
 from edgespec_sim.world.meters import Meters, RequestRecord, pace
 from edgespec_sim.world.site import Surrounding
 
 # --- what a reader of a run has to know --------------------------------------------------------
-# where times and energies come from, and what was relaxed.
 
 
 def notes_of(scenario: sections.Scenario) -> tuple[str, ...]:
@@ -206,7 +204,6 @@ LABELS = {
 
 # Watches of a city's streams would be kept to its end; its laws are those of a household.
 _CHECKED_DEVICES = 64
-_TRACED_DEVICES = 2
 _TOY = ToyModel(vocabulary_size=64, order=3, sharpness=2.0)
 
 
@@ -263,8 +260,7 @@ def _world(job: Job, tracer: Tracer | None) -> World:
         checks=job.checks and job.scenario.device_count <= _CHECKED_DEVICES,
     )
     seed = f"{job.seed}/{job.shard}"
-    traced = _TRACED_DEVICES if tracer is not None else 0
-    return World(scenario, job.arm, seed, surrounding, tracer, traced)
+    return World(scenario, job.arm, seed, surrounding, tracer)
 
 
 def token_source(
@@ -279,9 +275,8 @@ def token_source(
             return sources.ProcessSource(_process_law(tokens.tape, folder, tokens.acceptance), seed)
         case sections.TokensFrom.TOY:
             sampling = SamplingParams(temperature=tokens.temperature, seed=seed)
-            if lossy and tokens.lossy_threshold is not None:
-                return LossySource(_TOY, tokens.noise, sampling, tokens.lossy_threshold)
-            return sources.ToySource(_TOY, tokens.noise, sampling)
+            threshold = tokens.lossy_threshold if lossy else None
+            return sources.ToySource(_TOY, tokens.noise, sampling, threshold)
         case _:
             assert_never(tokens.source)
 
@@ -401,6 +396,9 @@ def _pooled_links(found: Sequence[tuple[rs.LinkLoad, ...]]) -> tuple[rs.LinkLoad
     )
 
 
+_SUMMED = ("energy_j", "idle_j", "idle_s", "busy_s", "draft_s", "guessed", "accepted")
+
+
 def _pooled_verifiers(
     found: Sequence[rs.VerifierSummary], meters: Meters, seeds: int
 ) -> tuple[rs.VerifierSummary, ...]:
@@ -411,27 +409,18 @@ def _pooled_verifiers(
     for index in range(count):
         same = found[index::count]
         passes = sum(one.passes for one in same)
-        name = same[0].name
+        each = {name: [getattr(one, name) for one in same] for name in _SUMMED}
+        sums: dict[str, Any] = {k: None if None in v else sum(v) for k, v in each.items()}
         pooled.append(
-            rs.VerifierSummary(
-                name=name,
+            replace(
+                same[0],
                 utilisation=sum(one.utilisation for one in same) / seeds,
                 passes=passes,
                 rows_per_pass=sum(o.rows_per_pass * o.passes for o in same) / max(1, passes),
                 sessions_per_pass=sum(o.sessions_per_pass * o.passes for o in same)
                 / max(1, passes),
-                queue_s=meters.queue_s(name),
-                energy_j=_summed([one.energy_j for one in same]),
-                idle_j=_summed([one.idle_j for one in same]),
-                idle_s=_summed([one.idle_s for one in same]),
-                busy_s=sum(one.busy_s for one in same),
-                draft_s=sum(one.draft_s for one in same),
-                guessed=sum(one.guessed for one in same),
-                accepted=sum(one.accepted for one in same),
+                queue_s=meters.queue_s(same[0].name),
+                **sums,
             )
         )
     return tuple(pooled)
-
-
-def _summed(values: Sequence[float | None]) -> float | None:
-    return None if None in values else sum(one or 0.0 for one in values)

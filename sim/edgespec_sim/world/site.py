@@ -27,11 +27,10 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
-from edgespec_sim.scenario.sections import Scenario, StagesSection, VerifierSection
+from edgespec_sim.scenario.sections import Scenario, StagesSection
 from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Compute, DraftModel, SimulatedVerifier, Stream
-from edgespec_sim.token_sources.relaxed_rule import rule_of
-from edgespec_sim.token_sources.source import TokenSource, drafter_of
+from edgespec_sim.token_sources.source import ProcessSource, TokenSource
 from edgespec_sim.world.meters import RequestRecord
 
 # A draft of a few nodes or a commit, with the framing of HTTP/2, TCP and IP around it.
@@ -81,9 +80,7 @@ class Machine:
     """Runs one pass at a time, in the order in which they come; counts what it did. ``law`` may
     change: passes that come later take it."""
 
-    def __init__(
-        self, queue: EventQueue, law: TimeLaw, seed: str, *, charges: bool = False
-    ) -> None:
+    def __init__(self, queue: EventQueue, law: TimeLaw, seed: str, charges: bool = False) -> None:
         """``charges``: note what its passes take for each session."""
         self.counters = SiteCounters()
         self.pass_s_of: dict[str, float] | None = {} if charges else None
@@ -125,30 +122,67 @@ class Machine:
 
 
 class Site:
-    """``accept`` takes a stream; ``reachable`` is False while the process is down. There is an
-    engine for each of ``computes``."""
+    """``accept`` takes a stream; ``reachable`` is False while the process is down."""
 
     def __init__(
         self,
         queue: EventQueue,
-        name: str,
-        section: VerifierSection,
+        scenario: Scenario,
+        kind: str,
+        number: int,
         limits: Limits,
-        source: TokenSource,
-        computes: tuple[Compute, ...],
-        pass_s: float,
-        session_s: float,
+        surrounding: Surrounding,
+        seed: str,
         tracer: Tracer | None = None,
     ) -> None:
-        self.name, self.section = name, section
+        self.section = section = scenario.verifiers[kind]
+        self.name = name = scenario.verifier_name(kind, number)
         self._queue, self._limits, self._tracer = queue, limits, tracer
-        self._source, self._computes = source, computes
-        self.pass_s, self._session_s = pass_s, session_s
+        self._source = surrounding.source
+        law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
+        law, split = law_of_share(1.0), section.stages
+        count = 1 if split is None else split.nodes
+        charges = section.power_busy_w > 0.0
+        self.nodes = tuple(
+            Machine(queue, law_of_share(1.0 / count), f"{seed}/machine/{name}/{index}", charges)
+            for index in range(count)
+        )
+        """The machines, one behind another."""
+        self.pass_s = law.seconds(1)
+        rows, sessions = 1 + _ROWS_PER_SESSION, 2
+        self._session_s = max(0.0, law.seconds(rows, sessions=sessions) - law.seconds(1))
         self._down_until_s = 0.0
         self._next = 0
         self._ended: list[SimulatedVerifier] = []
         """Before restarts."""
+        self._computes: tuple[Compute, ...] = self.nodes
+        """There is an engine for each."""
+        if split is not None:
+            stages = Stages(queue, split, law_of_share, self.nodes, f"{seed}/{name}")
+            self._computes, self.pass_s = (stages,) * split.slots, stages.pass_s
+            for at_s in split.lost_at_s:
+                queue.at(at_s, partial(self._lose, stages, split.reroute_s))
         self._servers = self._start()
+
+    @property
+    def counters(self) -> SiteCounters:
+        """Passes are counted once, however many nodes they go through; ``busy_s`` is of all."""
+        drafts = [one.model for one in self.draft_counts]
+        return replace(
+            self.nodes[0].counters,
+            busy_s=sum(node.counters.busy_s for node in self.nodes),
+            guessed=sum(one.nodes for one in drafts),
+            accepted=sum(one.accepted for one in drafts),
+        )
+
+    @property
+    def pass_s_of(self) -> dict[str, float]:
+        """By session, its part of all nodes' passes; empty where nobody asked for it."""
+        taken_s: dict[str, float] = {}
+        for node in self.nodes:
+            for session, seconds in (node.pass_s_of or {}).items():
+                taken_s[session] = taken_s.get(session, 0.0) + seconds
+        return taken_s
 
     @property
     def reachable(self) -> bool:
@@ -186,6 +220,11 @@ class Site:
         self._next = (self._next + 1) % len(self._servers)
         self._servers[self._next].accept(stream)
 
+    def _lose(self, stages: Stages, reroute_s: float) -> None:
+        stages.lose()
+        self.pass_s = stages.pass_s
+        self.restart(reroute_s)
+
     def restart(self, down_s: float) -> None:
         self._down_until_s = max(self._down_until_s, self._queue.now + down_s)
         for server in self._servers:
@@ -199,7 +238,7 @@ class Site:
             max_sessions=max(1, self.section.max_sessions // slots),
             max_rows_per_pass=self.section.max_rows_per_pass,
             drafter=self.section.server_draft is not None,
-            rules=(rule_of(self._source),),
+            rules=(self._source.rule,),
         )
         servers = []
         for number, compute in enumerate(self._computes):
@@ -214,42 +253,19 @@ class Site:
         return tuple(servers)
 
     def _draft_model(self) -> DraftModel | None:
-        section = self.section.server_draft
+        section, source = self.section.server_draft, self._source
         if section is None:
             return None
-        return DraftModel(drafter_of(self._source, section.acceptance), section.step_s)
+        if section.acceptance is not None:
+            assert isinstance(source, ProcessSource), "as a scenario checks"
+            source = source.drafting_at(section.acceptance)
+        return DraftModel(source.drafter, section.step_s)
 
 
 LawOfShare = Callable[[float], TimeLaw]
 
 # What a session adds to a pass: its last token and a few nodes (docs/measurements.md).
 _ROWS_PER_SESSION = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """The machines of one verifier, one behind another."""
-
-    nodes: tuple[Machine, ...]
-
-    @property
-    def machines(self) -> int:
-        return len(self.nodes)
-
-    @property
-    def pass_s_of(self) -> dict[str, float]:
-        """By session, its part of all nodes' passes; empty where nobody asked for it."""
-        taken_s: dict[str, float] = {}
-        for node in self.nodes:
-            for session, seconds in (node.pass_s_of or {}).items():
-                taken_s[session] = taken_s.get(session, 0.0) + seconds
-        return taken_s
-
-    @property
-    def counters(self) -> SiteCounters:
-        """Passes are counted once, however many nodes they go through; ``busy_s`` is of all."""
-        busy_s = sum(node.counters.busy_s for node in self.nodes)
-        return replace(self.nodes[0].counters, busy_s=busy_s)
 
 
 class Stages:
@@ -312,130 +328,41 @@ class Stages:
     def _on_node(
         self, index: int, losses: int, requests: tuple[PassRequest, ...], done: Callable[[], None]
     ) -> None:
-        if losses != self._losses:
-            return
-        if index + 1 == len(self._nodes):
-            self._nodes[index].run(requests, partial(self._finish, losses, done))
-            return
+        """A pass that began before a node was lost goes no further."""
 
-        def pass_on() -> None:
+        def over() -> None:
             if losses != self._losses:
+                return
+            if index + 1 == len(self._nodes):
+                done()
                 return
             rows = sum(request.row_count for request in requests)
             size_bytes = rows * self._section.hidden_bytes
             at_s = self._links[index].arrival(self._queue.now, size_bytes)
             self._queue.at(at_s, lambda: self._on_node(index + 1, losses, requests, done))
 
-        self._nodes[index].run(requests, pass_on)
-
-    def _finish(self, losses: int, done: Callable[[], None]) -> None:
         if losses == self._losses:
-            done()
+            self._nodes[index].run(requests, over)
 
 
-def build_site(
-    queue: EventQueue,
-    scenario: Scenario,
-    kind: str,
-    number: int,
-    limits: Limits,
-    surrounding: Surrounding,
-    seed: str,
-    tracer: Tracer | None,
-) -> tuple[Site, Hardware]:
-    section = scenario.verifiers[kind]
-    name = scenario.verifier_name(kind, number)
-    law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
-    law, split = law_of_share(1.0), section.stages
-    count = 1 if split is None else split.nodes
-    nodes = tuple(
-        Machine(
-            queue,
-            law_of_share(1.0 / count),
-            f"{seed}/machine/{name}/{index}",
-            charges=section.power_busy_w > 0.0,
-        )
-        for index in range(count)
-    )
-    computes: tuple[Compute, ...] = nodes
-    pass_s, stages = law.seconds(1), None
-    if split is not None:
-        stages = Stages(queue, split, law_of_share, nodes, f"{seed}/{name}")
-        computes, pass_s = (stages,) * split.slots, stages.pass_s
-    site = Site(
-        queue,
-        name,
-        section,
-        limits,
-        surrounding.source,
-        computes,
-        pass_s,
-        max(0.0, law.seconds(1 + _ROWS_PER_SESSION, sessions=2) - law.seconds(1)),
-        tracer,
-    )
-    if stages is not None and split is not None:
-        for at_s in split.lost_at_s:
-            queue.at(at_s, partial(_lose, site, stages, split.reroute_s))
-    return site, Hardware(nodes)
-
-
-def _lose(site: Site, stages: Stages, reroute_s: float) -> None:
-    stages.lose()
-    site.pass_s = stages.pass_s
-    site.restart(reroute_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Powered:
-    """One verifier with its machines. ``summary`` is of the window in which requests count."""
-
-    section: VerifierSection
-    hardware: Hardware
-    busy_s: float
-    """Of all machines, within the window."""
-    window_s: float
-
-    @property
-    def idle_s(self) -> float:
-        """Of all machines: powered, and no pass runs."""
-        return max(0.0, self.hardware.machines * self.window_s - self.busy_s)
-
-    @property
-    def busy_j(self) -> float | None:
-        watts = self.section.power_busy_w
-        return watts * self.busy_s if watts else None
-
-    @property
-    def idle_j(self) -> float | None:
-        watts = self.section.power_idle_w
-        return None if watts is None else watts * self.idle_s
-
-    def told(self, summary: VerifierSummary) -> VerifierSummary:
-        """With what it drew."""
-        idle_s = self.idle_s if self.idle_j is not None else None
-        return replace(summary, energy_j=self.busy_j, idle_j=self.idle_j, idle_s=idle_s)
-
-
-def charge(records: Sequence[RequestRecord], verifiers: Sequence[Powered]) -> None:
+def charge(
+    records: Sequence[RequestRecord], sites: Sequence[Site], summaries: Sequence[VerifierSummary]
+) -> None:
     """Write into each record what it bears of passes and idle time, where all verifiers tell."""
-    if any(one.busy_j is None for one in verifiers):
+    if any(one.energy_j is None for one in summaries):
         return
-    idle_known = all(one.idle_j is not None for one in verifiers)
+    idle_known = all(one.idle_j is not None for one in summaries)
     for record in records:
         record.verifier_j = 0.0
         record.verifier_idle_j = 0.0 if idle_known else None
-    for one in verifiers:
-        _charge(records, one)
-
-
-def _charge(records: Sequence[RequestRecord], verifier: Powered) -> None:
-    taken_s = verifier.hardware.pass_s_of
-    shares = [taken_s.get(record.session, 0.0) for record in records]
-    total_s = sum(shares)
-    if not total_s:
-        return
-    for record, share_s in zip(records, shares, strict=True):
-        assert record.verifier_j is not None
-        record.verifier_j += verifier.section.power_busy_w * share_s
-        if record.verifier_idle_j is not None and verifier.idle_j is not None:
-            record.verifier_idle_j += verifier.idle_j * share_s / total_s
+    for site, summary in zip(sites, summaries, strict=True):
+        taken_s = site.pass_s_of
+        shares = [taken_s.get(record.session, 0.0) for record in records]
+        total_s = sum(shares)
+        if not total_s:
+            continue
+        for record, share_s in zip(records, shares, strict=True):
+            assert record.verifier_j is not None
+            record.verifier_j += site.section.power_busy_w * share_s
+            if record.verifier_idle_j is not None and summary.idle_j is not None:
+                record.verifier_idle_j += summary.idle_j * share_s / total_s

@@ -23,7 +23,7 @@ from edgespec.core.device.memory import MemoryGuard, Restriction, margin_bytes
 from edgespec.core.device.policy import DEFAULT_WIDTH
 from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
-from edgespec.core.protocol.messages import Open
+from edgespec.core.protocol.messages import EXACT_RULE, Open
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.guarded import GuardedDrafter
 from edgespec.device.drafters.token_cache import DraftWindow
@@ -33,7 +33,6 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.scenario.sections import ConditionSection, ConditionsSection, Scenario
 from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream
-from edgespec_sim.token_sources.relaxed_rule import LossySource, rule_of
 from edgespec_sim.token_sources.source import Request
 from edgespec_sim.world.arrivals import Arrival, drawn_length
 from edgespec_sim.world.meters import Meters, RequestRecord, Walked
@@ -130,8 +129,9 @@ def _carried(rows: Sequence[ConditionSection]) -> Iterator[ConditionSection]:
         yield ConditionSection(**held)
 
 
-class Governors:
-    """Of one device. ``drafter`` is the one to draft with."""
+class Governor:
+    """Keeps the draft of one device within ``section.budget_mib``; ``drafter`` is the one to draft
+    with."""
 
     def __init__(
         self,
@@ -140,44 +140,25 @@ class Governors:
         course: ConditionCourse,
         drafter: Drafter,
     ) -> None:
-        self.walked = Walked()
-        self._queue, self._course = queue, course
+        assert section.budget_mib is not None
+        budget_bytes = int(section.budget_mib * _MIB)
+        row_bytes = max(1, int(section.token_kib * _KIB))
+        full = self._standing = Restriction(section.window, DEFAULT_WIDTH)
+        rows = WindowedDrafter(drafter, full.window, full.width, row_bytes, self._restricted)
+        guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
+        self.rows, self.walked = rows, Walked()
+        self.drafter = GuardedDrafter(
+            rows,
+            guard,
+            lambda: course.resident_bytes(queue.now) + rows.held_tokens * row_bytes,
+            lambda: queue.now,
+        )
+        self._queue, self._key = queue, ""
         self._tracer: Tracer | None = None
-        self._key = ""
-        self._rows: WindowedDrafter | None = None
-        self._standing = Restriction(section.window, DEFAULT_WIDTH)
-        self.drafter = drafter
-        if section.budget_mib is not None:
-            self.drafter = self._guarded(section, int(section.budget_mib * _MIB), drafter)
 
     def begin(self, key: str, tracer: Tracer | None) -> None:
         """The request of this session starts now; its changes are counted from here on."""
         self.walked, self._tracer, self._key = Walked(), tracer, key
-
-    def ended(self) -> Walked:
-        """What was done since ``begin``."""
-        self._tracer = None
-        return replace(self.walked)
-
-    def step_of(self, kept: int, fed: int) -> tuple[int, int]:
-        """Rows that the last step found and fed, where it was asked for these; none at rest."""
-        rows = self._rows
-        return (kept, fed) if rows is None else (rows.kept, rows.fed)
-
-    def _guarded(
-        self, section: ConditionsSection, budget_bytes: int, drafter: Drafter
-    ) -> GuardedDrafter:
-        row_bytes = max(1, int(section.token_kib * _KIB))
-        full = self._standing
-        rows = WindowedDrafter(drafter, full.window, full.width, row_bytes, self._restricted)
-        self._rows = rows
-        guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
-        return GuardedDrafter(
-            rows,
-            guard,
-            lambda: self._course.resident_bytes(self._queue.now) + rows.held_tokens * row_bytes,
-            lambda: self._queue.now,
-        )
 
     def _restricted(self, window: int, width: int) -> None:
         less = (window, width) < (self._standing.window, self._standing.width)
@@ -249,14 +230,16 @@ class User:
         # Costs have dice of their own: the questions are the same whatever the arm.
         self._cost_dice = random.Random(f"{seed}/cost") if len(step.spread) > 1 else None
         self._drafter: Drafter = self._source.drafter()
-        self.governors = self._make_governors()
+        self._governor: Governor | None = None
+        conditions = self._section.conditions
+        if course is not None and world.arm.is_ours and conditions and conditions.budget_mib:
+            self._governor = Governor(self._queue, conditions, course, self._drafter)
+            self._drafter = self._governor.drafter
         self._verifiers: dict[str, VerifierEstimates] = {}
         """What each verifier last asked for a row."""
         self._learned = Learned()
         self.asked_s = 0.0
         """Of the request under way, which may have had to wait here."""
-        self.first_s = 0.0
-        """When it asks its first question, once ``start`` has drawn that."""
         self._asked = 0
         self.handovers = 0
         """Changes of cell since the last request was asked."""
@@ -265,19 +248,10 @@ class User:
         self._request: Request | None = None
         self._streams: list[Stream] = []
 
-    def _make_governors(self) -> Governors | None:
-        section, course = self._section.conditions, self.course
-        if section is None or course is None or not self._world.arm.is_ours:
-            return None
-        governors = Governors(self._queue, section, course, self._drafter)
-        self._drafter = governors.drafter
-        return governors
-
     def start(self) -> None:
         workload = self._section.workload
         first_s = self._dice.uniform(0.0, workload.start_within_s)
-        self.first_s = self._pause_s() if workload.start_thinking else first_s
-        self._queue.after(self.first_s, self._ask)
+        self._queue.after(self._pause_s() if workload.start_thinking else first_s, self._ask)
 
     def serve(self, arrival: Arrival) -> None:
         """Begin a request that came at ``arrival.at_s``, now or earlier."""
@@ -311,7 +285,6 @@ class User:
         self.site = site = self._world.choose(self)
         ours = named_policy(self._section.policy) if arm.is_ours else None
         policy, run_ahead = arm_settings(arm, self._world.scenario.gamma, ours)
-        governors = self.governors
         key = f"{self.name}#{self._asked}"
         self.key = key
         request = Open(
@@ -321,7 +294,7 @@ class User:
             prompt=self._request.prompt,
             sampling=self._request.sampling,
             run_ahead=run_ahead,
-            rule=rule_of(source),
+            rule=source.rule,
             drafting=arm.drafts,
         )
         session = DraftSession(
@@ -343,15 +316,15 @@ class User:
             tracer,
             self._ended,
         )
-        if governors is not None:
-            governors.begin(key, tracer)
+        if self._governor is not None:
+            self._governor.begin(key, tracer)
         self.device.start()
 
     def _step_s(self, kept: int, fed: int) -> float:
         chance = self._cost_dice.random() if self._cost_dice else 0.5
         slowdown = 1.0 if self.course is None else self.course.slowdown(self._queue.now)
-        if self.governors is not None:
-            kept, fed = self.governors.step_of(kept, fed)
+        if self._governor is not None:
+            kept, fed = self._governor.rows.kept, self._governor.rows.fed
             if not fed:
                 return 0.0  # a draft at rest computes nothing
         return slowdown * self.step.seconds(fed, kept, chance)
@@ -389,8 +362,6 @@ class User:
         times_s = delivery.times_s[:count]
         pace_s = (times_s[-1] - times_s[0]) / (count - 1) if count > 1 else None
         energy_j = self._energy_j(device)
-        counts = self._world.counts(self.asked_s)
-        self._meters.delivered(times_s, counts=counts)
         self._last = RequestRecord(
             group=self.group,
             device=self.name,
@@ -407,13 +378,14 @@ class User:
             session=self.key,
             energy_known=self.radio is not None and self._section.draft_w > 0.0,
             mismatches=self._mismatches(device),
-            lossy=isinstance(self._source, LossySource),
+            lossy=self._source.rule != EXACT_RULE,
             complete=complete,
             handovers=self.handovers,
-            walked=Walked() if self.governors is None else self.governors.ended(),
+            walked=Walked() if self._governor is None else self._governor.walked,
             failed=ended.why if isinstance(ended, Fail) else "",
         )
-        if counts:
+        if self._world.counts(self.asked_s):
+            self._meters.delivered(times_s)
             self._meters.records.append(self._last)
 
     def _energy_j(self, device: SimulatedDevice) -> float:
@@ -433,7 +405,7 @@ class User:
         change makes another text, after what was delivered before them."""
         assert self._request is not None
         source, tokens = self._source, device.delivery.tokens
-        if isinstance(source, LossySource):
+        if source.rule != EXACT_RULE:
             return device.session.counters.replaced
         if not tokens:
             return 0
