@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 
@@ -244,18 +245,14 @@ MAX_COMPUTE: Mapping[str, Callable[[Snapshot], Ints]] = {
 """What the paper's baseline may mean: ours, then its words with two ways to break ties."""
 
 
-def _swaps(s: Situation) -> Ints:
-    return _two_phase(s, Steps.SWAPS)
-
-
-def _moves(s: Situation) -> Ints:
-    return _two_phase(s, Steps.SWAPS_AND_MOVES)
-
-
 def _two_phase(s: Situation, steps: Steps) -> Ints:
     """Under even shares."""
     even, start = Weights.even(s.terms), best_gain(s.snapshot.gains)
     return two_phase_matching(s.terms, even, start, steps)
+
+
+_SWAPS = partial(_two_phase, steps=Steps.SWAPS)
+_MOVES = partial(_two_phase, steps=Steps.SWAPS_AND_MOVES)
 
 
 def every_method(max_compute: str) -> dict[str, Method]:
@@ -265,9 +262,9 @@ def every_method(max_compute: str) -> dict[str, Method]:
         "random": Method(lambda s: s.rng.integers(s.terms.servers, size=s.terms.devices)),
         "max-SINR": Method(lambda s: best_gain(s.snapshot.gains)),
         "max-compute": Method(lambda s: reading(s.snapshot)),
-        PAPERS_MATCHING: Method(_swaps),
-        WITH_OPTIMAL: Method(_swaps, optimal),
-        WITH_MOVES: Method(_moves),
-        WITH_MOVES_OPTIMAL: Method(_moves, optimal),
+        PAPERS_MATCHING: Method(_SWAPS),
+        WITH_OPTIMAL: Method(_SWAPS, optimal),
+        WITH_MOVES: Method(_MOVES),
+        WITH_MOVES_OPTIMAL: Method(_MOVES, optimal),
         NO_SPECULATION: Method(lambda s: _spread(s.snapshot), optimal, speculates=False),
     }

@@ -24,15 +24,6 @@ PACE_STEPS = 30
 
 
 @dataclass(slots=True)
-class Walked:
-    """What the governor did while one request ran."""
-
-    tightened: int = 0
-    """Restrictions of the draft's memory."""
-    loosened: int = 0
-
-
-@dataclass(slots=True)
 class RequestRecord:
     """One request, as far as it came."""
 
@@ -55,7 +46,9 @@ class RequestRecord:
     failed: str = ""
     handovers: int = 0
     """Changes of cell while it ran."""
-    walked: Walked = field(default_factory=Walked)
+    memory_tightened: int = 0
+    """Restrictions of the draft's memory while it ran, and their ends."""
+    memory_loosened: int = 0
     pace_s: float | None = None
     """As ``tpot_s``, also of a request that the world's end cut off: so far."""
     energy_known: bool = False
@@ -167,8 +160,8 @@ class Meters:
             down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
             handovers=int(total(lambda one: one.handovers)),
-            memory_tightened=int(total(lambda one: one.walked.tightened)),
-            memory_loosened=int(total(lambda one: one.walked.loosened)),
+            memory_tightened=int(total(lambda one: one.memory_tightened)),
+            memory_loosened=int(total(lambda one: one.memory_loosened)),
             energy_j_per_token=total(lambda one: one.energy_j) / tokens if known else None,
             mismatches=_mismatches(records),
             verifier_j_per_token=_mean_j([one.verifier_j for one in records], tokens),

@@ -35,7 +35,7 @@ from edgespec_sim.scenario.verifiers import RADIOS, RadioMeter
 from edgespec_sim.sessions import SimulatedDevice, Stream
 from edgespec_sim.token_sources.source import Request
 from edgespec_sim.world.arrivals import Arrival, drawn_length
-from edgespec_sim.world.meters import Meters, RequestRecord, Walked
+from edgespec_sim.world.meters import Meters, RequestRecord
 from edgespec_sim.world.site import Site, Surrounding
 
 
@@ -146,7 +146,8 @@ class Governor:
         full = self._standing = Restriction(section.window, DEFAULT_WIDTH)
         rows = WindowedDrafter(drafter, full.window, full.width, row_bytes, self._restricted)
         guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
-        self.rows, self.walked = rows, Walked()
+        self.rows = rows
+        self.tightened = self.loosened = 0
         self.drafter = GuardedDrafter(
             rows,
             guard,
@@ -158,13 +159,14 @@ class Governor:
 
     def begin(self, key: str, tracer: Tracer | None) -> None:
         """The request of this session starts now; its changes are counted from here on."""
-        self.walked, self._tracer, self._key = Walked(), tracer, key
+        self.tightened = self.loosened = 0
+        self._tracer, self._key = tracer, key
 
     def _restricted(self, window: int, width: int) -> None:
         less = (window, width) < (self._standing.window, self._standing.width)
         self._standing = Restriction(window, width)
-        self.walked.tightened += less
-        self.walked.loosened += not less
+        self.tightened += less
+        self.loosened += not less
         if self._tracer is not None:
             line = DraftRestricted(window, width)
             self._tracer.record(self._queue.now, "device", self._key, "event", line)
@@ -381,7 +383,8 @@ class User:
             lossy=self._source.rule != EXACT_RULE,
             complete=complete,
             handovers=self.handovers,
-            walked=Walked() if self._governor is None else self._governor.walked,
+            memory_tightened=self._governor.tightened if self._governor else 0,
+            memory_loosened=self._governor.loosened if self._governor else 0,
             failed=ended.why if isinstance(ended, Fail) else "",
         )
         if self._world.counts(self.asked_s):
