@@ -6,7 +6,6 @@ An ``Envelope`` is the one place that knows the JSON of a kind of answer.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ from typing import Any, ClassVar, Final
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Chunk, GenerationStats
-from edgespec.endpoint.request_json import ApiError
+from edgespec.endpoint.request_json import ApiError, compact
 from edgespec.endpoint.requests import Request
 from edgespec.endpoint.tool_calls import ToolCall, ToolReader
 
@@ -315,8 +314,7 @@ def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + written.encode() + b"\n\n"
+    return b"data: " + compact(data).encode() + b"\n\n"
 
 
 def _chat_chunk(choice: Choice, delta: Json) -> Json:

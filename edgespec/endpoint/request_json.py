@@ -255,6 +255,11 @@ def encodable(name: str, text: str) -> str:
     return text
 
 
+def compact(value: object) -> str:
+    """Its JSON, without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def shown(value: object) -> str:
     """A value in an error, in part if it is long: no more of it is written out than is shown."""
     text = _shortened.repr(value)

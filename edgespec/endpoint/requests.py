@@ -25,7 +25,7 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.core.verifier.relaxed_rules import full_name
-from edgespec.endpoint.request_json import MAX_TOKEN_ID, Fields, encodable, invalid, shown
+from edgespec.endpoint.request_json import MAX_TOKEN_ID, Fields, compact, encodable, invalid, shown
 from edgespec.models.tokenizer import MAX_MESSAGES
 
 COMMON: Final = frozenset(
@@ -341,7 +341,7 @@ def _schema(fields: Fields) -> str | None:
     if not isinstance(schema, dict):
         name = "response_format.json_schema.schema"
         raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return compact(schema)
 
 
 def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.device.agent import Piece
-from edgespec.endpoint.request_json import invalid
+from edgespec.endpoint.request_json import compact, invalid
 
 MISTRAL_MARK: Final = "[TOOL_CALLS]"
 LLAMA_MARK: Final = "<|python_tag|>"
@@ -235,7 +235,7 @@ def forced_call(
         function = tool["function"]
         arguments = {"type": "object", **(function.get("parameters") or {})}
         name, start = function["name"], f"call_{place}: "
-        head = json.dumps(f'{{"name": {_compact(name)}, "{key}": ')
+        head = json.dumps(f'{{"name": {compact(name)}, "{key}": ')
         if named:
             rule = f"{mark(MISTRAL_MARK)} {json.dumps(name)} {mark(_ARGUMENTS)} "
             rules.append(f"{start}{rule}arguments_{place}")
@@ -244,7 +244,7 @@ def forced_call(
             rules.append(f"{start}{mark(OPEN)} {inner} {mark(CLOSE)}")
         else:
             rules.append(f'{start}{head} arguments_{place} "}}"')
-        rules.append(f"arguments_{place}: %json {_compact(arguments)}")
+        rules.append(f"arguments_{place}: %json {compact(arguments)}")
     calls = " | ".join(f"call_{place}" for place in range(len(tools)))
     more = "" if one else f" ({between}call){{0,{_MOST_CALLS - 1}}}"
     lines = [f"start: {before}call{more}{after}", f"call: {calls}", *rules]
@@ -252,10 +252,6 @@ def forced_call(
         return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines))
     except ValueError as error:
         raise invalid("tools", str(error)) from None
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class MarkedText:
