@@ -77,6 +77,7 @@ class World:
         self.off: list[str] = []
         self.guesses: tuple[int, ...] = ()
         self.asked: list[int] = []
+        self.most_steps = set[int]()
         self.pending: list[ee.EngineEvent] = []
 
     def open(self, stream: int, prompt_length: int = 2, **changes: object) -> None:
@@ -112,6 +113,7 @@ class World:
         if self.fails:
             return ee.DraftsFailed("out of memory")
         drafting = od.DraftRound(action)
+        self.most_steps.add(action.times.most_steps)
         while batch := drafting.next_step():
             drafting.take(self.drafter.step(batch), self.step_s)
             self.now += self.step_s
@@ -227,6 +229,7 @@ def test_many_sessions_share_the_steps_and_a_long_prompt_is_fed_apart() -> None:
     world.check()
     fed = [len(step) for step in world.drafter.caches.values()]
     assert max(fed) >= 700
+    assert world.most_steps == {od.LONGEST_CHAIN, od.MOST_STEPS}  # prompts wait for some rounds
 
 
 def test_a_sequence_without_room_is_fed_anew_once_there_is_some() -> None:
@@ -419,6 +422,26 @@ def test_prompts_make_a_step_dear_by_whom_they_hold_up_and_by_the_time_they_take
         ran += 1
         drafting.take([(Candidate(1, -0.1),)] * len(batch), 0.008)
     assert ran == steps
+
+
+def test_a_round_that_prompts_wait_for_is_short() -> None:
+    start = od.ChainStart(DraftStep("s", 0, (1,)), 1.0, 0.9, 16, 1, GuessChances(), 1.0)
+    times = od.RoundTimes(0.025, 1e-4, 0.0, 0.0, 512, most_steps=2)
+    drafting = od.DraftRound(od.RunDrafts((start,), times))
+    for _ in range(2):
+        drafting.take([(Candidate(1, -0.1),)] * len(drafting.next_step()), 1e-4)
+    assert not drafting.next_step()
+
+
+@pytest.mark.parametrize(("others", "fed"), [(0, 0), (30, 2)])
+def test_prompts_are_fed_for_the_steps_that_all_will_share(others: int, fed: int) -> None:
+    """A step of 2.5 ms beside passes of 25 ms costs a tenth of what the pass brings: 0.2 for each
+    of two sessions alone, 0.1 with 30 more of one token each."""
+    step = DraftStep("s", 0, tuple(range(40)), guess=False)
+    start = od.ChainStart(step, 0.25, 0.7, 16, 40, GuessChances(), 2.0)
+    times = od.RoundTimes(0.025, 0.0025, 0.0, 0.0, 512)
+    drafting = od.DraftRound(od.RunDrafts((start, start), times, others))
+    assert len(drafting.next_step()) == fed
 
 
 def test_a_record_knows_what_the_models_cache_holds() -> None:

@@ -207,7 +207,24 @@ def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take(
     cost = row_s / decode_s * (1 + 2 / 1)
     assert scheduler.least_chance == pytest.approx(cost * (1 + cost), rel=0.05)
     assert scheduler.row_price == round(1000 * scheduler.least_chance)
-    assert scheduler._price.decode_s == pytest.approx(decode_s, rel=0.05)
+
+
+def test_own_drafts_make_rows_cheaper_by_the_time_of_their_steps_and_passes_shorter_without() -> (
+    None
+):
+    price = RowPriceKeeper()
+    for rows in (1, 41) * 40:
+        price.note_round(0.004)
+        price.note_round(0.006)
+        price.note_pass(rows, 0, PASS_S + 10 * ROW_S + rows * ROW_S, served=rows // 4)
+        price.note_tokens(5)
+        price.note_line(1, 0)
+    pass_s = price.pass_s
+    assert pass_s is not None
+    cost = 5 * ROW_S / (pass_s + 0.01)
+    assert price.least_chance == pytest.approx(cost * (1 + cost), rel=0.02)
+    served = (pass_s - PASS_S - 10 * ROW_S) / ROW_S / 4
+    assert price.undrafted_s == pytest.approx(pass_s - served * ROW_S, rel=0.02)
 
 
 def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> None:
@@ -221,7 +238,7 @@ def test_a_price_fades_when_rows_vary_no_more_and_is_guessed_dear_before() -> No
         price.note_line(1, 0)
     known = price.row_s
     assert known == pytest.approx(ROW_S, rel=0.01)
-    assert price.decode_s == price.pass_s
+    assert price.undrafted_s == price.pass_s
     for _ in range(400):
         price.note_pass(1, 0, PASS_S + ROW_S)
     assert 0.0 < price.row_s < known / 4

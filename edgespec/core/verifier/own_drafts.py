@@ -30,6 +30,8 @@ arXiv 2402.14160): where the chain is wrong, one of them is often right.
 What the device brings does not count against a step. It would have a pass later what the chain
 brings now, so eight devices kept each other's verifier from drafting, at 0.83 of its speed.
 
+Prompts that wait for the target wait for a round of at most ``MOST_STEPS`` steps.
+
 A prompt is read if the guesses behind it repay its rows within ``PAID_BACK_IN`` passes: on a full
 verifier, whose passes go to prompts, they do not.
 
@@ -60,6 +62,8 @@ from edgespec.core.protocol.work import Candidate, DraftStep
 from edgespec.core.statically_frozen import statically_frozen
 
 LONGEST_CHAIN: Final = 16
+MOST_STEPS: Final = 4
+"""Of a round that prompts of the target wait for."""
 CATCH_UP: Final = 32
 """A sequence that lacks more tokens than this is fed apart from the guessing, like a prompt."""
 PROMPT_ROWS: Final = 512
@@ -255,7 +259,7 @@ class RoundTimes:
     """Seconds, as measured."""
 
     pass_s: float
-    """Of a pass, but what its prompt rows take."""
+    """Of a pass, but what its prompt rows and the verifier's own guesses take."""
     step_s: float
     step_row_s: float
     pass_row_s: float
@@ -265,6 +269,7 @@ class RoundTimes:
     """As of ``RowPriceKeeper``: prompts that wait for the target wait for the round too."""
     least_chance: float = 0.0
     """That a node has to be right with to be let into the pass."""
+    most_steps: int = LONGEST_CHAIN
 
 
 @statically_frozen
@@ -323,12 +328,16 @@ class DraftRound:
         self._times, self._probe = action.times, action.probe
         self._running = [_Running(start) for start in action.starts]
         self._batch: list[_Running] = []
+        self._sharing = max(1, len(self._running) + action.others)
+        """Those who would share a step in the end: prompts are fed some at a time."""
         self._tokens = action.others + sum(start.expected for start in action.starts)
         self._time_s = max(LEAST_PASS_S, action.times.pass_s)
         self._steps: list[tuple[int, float]] = []
 
     def next_step(self) -> list[DraftStep]:
         times = self._times
+        if len(self._steps) >= times.most_steps:
+            return []
         goodput = times.held_up * self._tokens / self._time_s
         row = (times.step_row_s + times.pass_row_s) * goodput
         step = times.step_s * goodput
@@ -338,7 +347,7 @@ class DraftRound:
         if sum(one.gain for one in batch) <= len(batch) * _asked(cost, row):
             batch = guessing if self._probe and not self._steps else []
         if not self._steps:  # prompts are fed once a round, if guesses behind them will pay
-            cost = row + step / max(1, len(self._running))
+            cost = row + step / self._sharing
             fed = times.step_row_s * goodput / PAID_BACK_IN
             batch += [
                 one

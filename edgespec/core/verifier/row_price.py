@@ -1,10 +1,11 @@
 """What a draft's row costs the others now: the least chance of being right with which it pays.
 
 Theory of operation. A row that is added to a pass makes everybody who waits for the pass wait
-longer. Let a pass take T seconds, of which ``decode_s`` without its prompt rows, a row take r, N
-sessions decode, W wait with their prompts, and the pass commit ``tokens``. A token more in a pass
-saves its session a share of T; a row costs N + W sessions r seconds each, and what prompts bring in
-that time. So a node pays when its chance of being right is at least
+longer. Let a pass take T seconds with the verifier's own draft steps before it, ``decode_s``
+without its prompt rows, a row take r, N sessions decode, W wait with their prompts, and the pass
+commit ``tokens``. A token more in a pass saves its session a share of T; a row costs N + W sessions
+r seconds each, and what prompts bring in that time. So a node pays when its chance of being right
+is at least
 
     cost = r * tokens * (1 + W / N) / decode_s
 
@@ -48,7 +49,8 @@ class RowPriceKeeper:
         self._slope_s = SlopeEstimator()
         self._row_s: float | None = None
         self._tokens = MovingAverage()
-        self._prompt_rows = MovingAverage()
+        self._round_s, self._drafting_s = MovingAverage(), 0.0
+        self._prompt_rows, self._served_rows = MovingAverage(), MovingAverage()
         self._decoding, self._prompts_waiting = MovingAverage(), MovingAverage()
 
     @property
@@ -67,10 +69,13 @@ class RowPriceKeeper:
         return max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
 
     @property
-    def decode_s(self) -> float:
-        """Of the passes that sampled, what they take without their prompt rows."""
+    def undrafted_s(self) -> float:
+        """What a pass takes without its prompt rows and the verifier's own guesses."""
+        return self._without(self._prompt_rows.get(0.0) + self._served_rows.get(0.0))
+
+    def _without(self, rows: float) -> float:
         pass_s = self._pass_s.get(0.0)
-        return max(pass_s - self.row_s * self._prompt_rows.get(0.0), _LEAST_DECODING * pass_s)
+        return max(pass_s - self.row_s * rows, _LEAST_DECODING * pass_s)
 
     @property
     def held_up(self) -> float:
@@ -83,19 +88,31 @@ class RowPriceKeeper:
         self._prompts_waiting.add(prompts)
 
     def note_pass(
-        self, rows: int, prompt_rows: int, took_s: float, target_s: float | None = None
+        self,
+        rows: int,
+        prompt_rows: int,
+        took_s: float,
+        target_s: float | None = None,
+        served: int = 0,
     ) -> None:
         """A pass that sampled is over. It took ``took_s``, of which the target ``target_s``: rows
         are the dearer the longer the target takes for more of them, not the longer a busy event
-        loop takes to hear of it."""
+        loop takes to hear of it. ``served`` rows were guesses of the verifier's own."""
         self._pass_s.add(took_s)
+        self._round_s.add(self._drafting_s)
+        self._drafting_s = 0.0
         self._slope_s.add(rows, took_s if target_s is None else target_s)
         self._prompt_rows.add(prompt_rows)
+        self._served_rows.add(served)
         slope_s = self._slope_s.get()
         if slope_s is not None:
             self._row_s = max(0.0, slope_s)
         elif self._row_s is not None:
             self._row_s *= _FADES
+
+    def note_round(self, took_s: float) -> None:
+        """The verifier's own draft model ran before the next pass."""
+        self._drafting_s += took_s
 
     def note_tokens(self, tokens: int) -> None:
         """It committed so many, of all its sessions."""
@@ -107,10 +124,10 @@ class RowPriceKeeper:
         of a row is not known, it is 0, and 1 where the first prompts wait."""
         if self._row_s is None and self._pass_s.count < _LEAST_PASSES:
             return 1.0 if self._prompts_waiting.get(0.0) > _FEW else 0.0
-        row_s, decode_s = self.row_s, self.decode_s
-        if row_s <= 0.0 or decode_s <= 0.0:
+        time_s = self._without(self._prompt_rows.get(0.0)) + self._round_s.get(0.0)
+        if time_s <= 0.0:
             return 0.0
-        cost = row_s * self._tokens.get(0.0) * self.held_up / decode_s
+        cost = self.row_s * self._tokens.get(0.0) * self.held_up / time_s
         return cost * (1.0 + cost)
 
     @property

@@ -30,6 +30,8 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
 from edgespec.core.verifier.own_drafts import (
     LEAST_PASS_S,
+    LONGEST_CHAIN,
+    MOST_STEPS,
     PROBE_EVERY,
     ChainStart,
     DraftRound,
@@ -328,9 +330,10 @@ class PassScheduler:
         price = self._price
         times = replace(
             self.draft_times.of(pass_s, price.row_s),
-            pass_s=price.decode_s,
+            pass_s=price.undrafted_s,
             held_up=price.held_up,
             least_chance=price.least_chance,
+            most_steps=MOST_STEPS if len(decoding) < len(self._waiting) else LONGEST_CHAIN,
         )
         starts: list[ChainStart] = []
         prompt_rows = times.prompt_rows
@@ -355,6 +358,7 @@ class PassScheduler:
         """A round is over."""
         for rows, took_s in done.steps:
             self.draft_times.note_step(rows, took_s)
+            self._price.note_round(took_s)
         if any(chain.guesses for chain in done.chains):
             self._undrafted = 0
 
@@ -472,7 +476,8 @@ class PassScheduler:
             took_s = now - batch.started_at
             rows, prompt_rows, drafted = batch.count_rows()
             self.fairness.note(len(batch.parts), rows, took_s if target_s is None else target_s)
-            self._price.note_pass(rows, prompt_rows, took_s, target_s)
+            served = sum(request.served for _, request in batch.parts)
+            self._price.note_pass(rows, prompt_rows, took_s, target_s, served)
             drafts_s = drafted * self._price.row_s
             self._prompts.note(prompt_rows, took_s, drafts_s, self._price.pace, now)
         for _, request in batch.parts:
