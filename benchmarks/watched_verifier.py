@@ -252,14 +252,14 @@ def cpu_s(thread: threading.Thread) -> float:
 
 def look_tokens_up() -> None:
     """Replace the toy target that this process loads by its table; the pace of passes stays."""
-    from edgespec.verifier.targets.paced import PacedTarget
+    from edgespec.verifier.targets.toy import PacedModel
 
     command: Any = importlib.import_module("edgespec.cli.verifier")
     load = command.load_target
 
     def load_table(config: Any) -> Any:
         target = load(config)
-        assert isinstance(target, PacedTarget)
+        assert isinstance(target, PacedModel)
         target.inner = TableTarget(target.inner)
         return target
 

@@ -261,8 +261,8 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
 
     Raises ``SetupError`` naming the smallest budget, ``ValueError`` naming the file."""
     with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.device.drafters.guarded import CacheGroup, GuardedDrafter
         from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+        from edgespec.device.drafters.token_cache import CacheGroup, GuardedDrafter
     variants = variants_of(draft)
     folder = resolve_model(draft.model, Role.DRAFT)
     question = question_of(draft, most_width)

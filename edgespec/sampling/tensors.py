@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -191,29 +190,6 @@ class TextCounts:
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
             self._tokens[place] = token
         self._counts[0 if position < self._prompt_length else 1, place] += change
-
-
-class TextCountsCache:
-    """The counts of at most ``limit`` texts, by key; the one not used for longest goes first. It is
-    only a cache: the sequence's own tokens are the truth."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept: OrderedDict[str, tuple[list[int], TextCounts]] = OrderedDict()
-
-    def of(
-        self, key: str, text: list[int], prompt_length: int, unchanged_length: int
-    ) -> TextCounts:
-        """The counts of ``text``, which is known by its identity: another list under the same key
-        is another text. As for ``unchanged_length``, see ``TextCounts.follow``."""
-        known, counts = self._kept.pop(key, (None, None))
-        if counts is None or known is not text:
-            counts = TextCounts(prompt_length)
-        counts.follow(text, unchanged_length)
-        self._kept[key] = (text, counts)
-        if len(self._kept) > self._limit:
-            self._kept.popitem(last=False)
-        return counts
 
 
 def score_passes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +27,7 @@ from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
 from edgespec.verifier.vllm.loading import vllm_target
 from edgespec.wire.access import ServerAccess
 from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedTexts
@@ -143,11 +145,9 @@ def load_target(config: VerifierConfig) -> TargetModel:
         target: TargetModel = vllm_target(config, model_name(config))
     else:
         target = _toy_target(config) if config.model == TOY else _torch_target(config)
-    if config.pacing.pass_ms == 0.0 and config.pacing.row_ms == 0.0:
-        return target
-    from edgespec.verifier.targets.paced import PacedTarget
-
-    return PacedTarget(target, config.pacing.pass_ms, config.pacing.row_ms)
+    pass_ms, row_ms = config.pacing.pass_ms, config.pacing.row_ms
+    paced = pass_ms > 0.0 or row_ms > 0.0
+    return PacedModel(target, pass_ms, row_ms, time.sleep, time.monotonic) if paced else target
 
 
 def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter | None:
@@ -158,17 +158,13 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
     _check_draft(config, target.info.vocabulary)
     drafter: ServerDrafter
     if config.draft == TOY:
-        from edgespec.verifier.targets.toy import ToyServerDrafter
-
         model, tokens = TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), config.limits.max_cached_tokens
         drafter = ToyServerDrafter(model, toy_info(), max_cached_tokens=tokens)
     else:
         drafter = _packed_drafter(config, target)
-    if config.pacing.draft_ms == 0.0 and config.pacing.draft_row_ms == 0.0:
-        return drafter
-    from edgespec.verifier.targets.paced import PacedServerDrafter
-
-    return PacedServerDrafter(drafter, config.pacing.draft_ms, config.pacing.draft_row_ms)
+    step_ms, row_ms = config.pacing.draft_ms, config.pacing.draft_row_ms
+    paced = step_ms > 0.0 or row_ms > 0.0
+    return PacedModel(drafter, step_ms, row_ms, time.sleep, time.monotonic) if paced else drafter
 
 
 def target_mode(target: TargetModel) -> str:
@@ -200,8 +196,6 @@ def prefer_huge_pages() -> None:
 
 
 def _toy_target(config: VerifierConfig) -> TargetModel:
-    from edgespec.verifier.targets.toy import ToyTarget
-
     _check_draft(config, toy_info().vocabulary)
     return ToyTarget(
         TOY_MODEL,

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from typer.testing import CliRunner, Result
@@ -24,7 +25,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
 from edgespec.verifier.build import build_verifier
 from edgespec.verifier.daemon import Verifier
-from edgespec.verifier.targets.paced import PacedTarget
+from edgespec.verifier.targets.toy import PacedModel
 from edgespec.wire.access import ServerAccess
 from tests.present import present
 from tests.sources import ROOT
@@ -69,11 +70,11 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-class GatedTarget(PacedTarget):
+class GatedTarget(PacedModel):
     """A target that lets ``free_passes`` sampling passes through and then waits for ``gate``."""
 
     def __init__(self, inner: TargetModel, free_passes: int) -> None:
-        super().__init__(inner, 0.0, 0.0)
+        super().__init__(inner, 0.0, 0.0, time.sleep, time.monotonic)
         self._left = free_passes
         self.gate = threading.Event()
         self.reached = threading.Event()

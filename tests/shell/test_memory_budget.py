@@ -40,8 +40,8 @@ from edgespec.device import drafter_pool
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.build import BUNDLED, build_agent, connect, load_drafter
 from edgespec.device.drafter_pool import DraftThread
-from edgespec.device.drafters.guarded import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.model_drafter import exported_variant, source_variant, variants_of
 from edgespec.models.folders import Role, model_info, read_config, resolve_model

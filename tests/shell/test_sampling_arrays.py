@@ -327,19 +327,15 @@ def test_operations_of_a_pass_depend_neither_on_its_rows_nor_on_its_texts() -> N
 
 def test_counts_follow_a_text_that_is_cut_back_and_grows() -> None:
     rng = random.Random(8)
-    cache, text = tensors.TextCountsCache(1), [3, 1, 4]
+    counts, text = tensors.TextCounts(3), [3, 1, 4]
     for _ in range(200):
         kept = rng.randrange(max(0, len(text) - 9), len(text) + 1)
         del text[kept:]
         text += [rng.randrange(12) for _ in range(rng.randrange(1, 6))]
-        counts = cache.of("a", text, 3, kept)
+        counts.follow(text, kept)
         fresh = tensors.TextCounts(3)
         fresh.follow(text, 0)
         assert _table(counts) == _table(fresh)
-        if rng.random() < 0.3:
-            cache.of("b", [1], 1, 0)  # takes the only place: "a" is counted anew
-    other = [7, 7, 7, 7]
-    assert _table(cache.of("a", other, 3, 2)) == {7: (True, [1, 2, 1])}
 
 
 def _table(counts: tensors.TextCounts) -> dict[int, tuple[bool, list[int]]]:

@@ -33,10 +33,9 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.build import pool_budget
 from edgespec.verifier.targets import kv_pool
 from edgespec.verifier.targets import torch_target as target_module
-from edgespec.verifier.targets.paced import PacedTarget
 from edgespec.verifier.targets.pass_batch import PassBatch
 from edgespec.verifier.targets.pass_requests import check_batch
-from edgespec.verifier.targets.toy import ToyTarget
+from edgespec.verifier.targets.toy import PacedModel, ToyTarget
 from tests.present import present
 from tests.shell.live_verifier import toy_text
 from tests.shell.tiny_checkpoints import write_checkpoint
@@ -277,7 +276,7 @@ def test_what_the_cache_does_not_hold_is_an_error() -> None:
         with pytest.raises(ValueError, match="not a path"):
             _opened().keep("s", nodes)
     target.keep("s", [0, 2])
-    assert target.cached("s") == (1, 2, 3, 4, 6)
+    assert target._sequence("s").tokens == [1, 2, 3, 4, 6]
     target.forward([PassRequest("s", 3, (4, 6, 7))])
     with pytest.raises(ValueError, match="differ from the committed"):
         target.forward([PassRequest("s", 3, (4, 5))])
@@ -330,7 +329,7 @@ class SlowTarget(ToyTarget):
 )
 def test_a_paced_pass_takes_its_time_in_all(sample: bool, rows: int, expected_s: float) -> None:
     inner = SlowTarget()
-    port: TargetModel = PacedTarget(inner, 40.0, 4.0, sleep=inner.nap, clock=lambda: inner.now_s)
+    port: TargetModel = PacedModel(inner, 40.0, 4.0, inner.nap, lambda: inner.now_s)
     port.open("s", 1, SamplingParams())
     [result] = port.forward([PassRequest("s", 0, (1,) * rows, sample=sample)])
     assert inner.now_s - 100.0 == pytest.approx(expected_s, abs=2e-4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -36,8 +37,7 @@ from edgespec.device.build import build_agent
 from edgespec.telemetry.verifier_counts import StreamMeter, StreamRecord
 from edgespec.verifier.build import build_verifier, load_target
 from edgespec.verifier.daemon import Backlog, ConstraintDesk, Verifier
-from edgespec.verifier.targets.paced import PacedTarget
-from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
+from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
 from tests.core.test_constraints import Automaton, AutomatonMatcher
 from tests.present import present
 from tests.shell.live_verifier import ready, serving, start, toy_text
@@ -287,7 +287,7 @@ async def test_a_target_that_is_stuck_between_passes_does_not_hold_up_the_end(
         assert verifier.why_broken == "the target is still at work after 0.05 s"
 
 
-class StickyError(PacedTarget):
+class StickyError(PacedModel):
     """Passes go well five times and never again, as on a GPU with a sticky error."""
 
     passes = 5
@@ -621,6 +621,6 @@ async def test_the_addresses_of_one_key_are_served_in_turn() -> None:
 
 if __name__ == "__main__":
     serving_command.load_target = lambda config: StickyError(  # type: ignore[attr-defined]
-        load_target(config), 0.0, 0.0
+        load_target(config), 0.0, 0.0, time.sleep, time.monotonic
     )
     app(["verifier", "--model", "toy", "--port", "0", *sys.argv[1:]])

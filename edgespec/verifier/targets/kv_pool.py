@@ -29,7 +29,7 @@ from edgespec.core.ports import CapacityError, PassRequest, UnsupportedModelErro
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
-from edgespec.sampling.tensors import is_plain, to_device
+from edgespec.sampling.tensors import TextCounts, is_plain, to_device
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 from edgespec.verifier.targets.pass_requests import SequenceText
 
@@ -141,6 +141,8 @@ class CachedSequence(SequenceText):
     """Its table in the last pass."""
     bare: bool = False
     """Whether that came from the pool's own ledger."""
+    counts: TextCounts | None = None
+    """How often it has each token, where its sampling has penalties."""
 
 
 class KvPool:

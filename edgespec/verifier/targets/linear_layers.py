@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -99,24 +98,23 @@ def pack_model(model: Any) -> int:
     there = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     why_not = "" if there else "torch computes without oneDNN here"
     shapes: set[torch.Size] = set()
-    for one in found:
+    for name, tied_to in found.items():
         if why_not:
             break
-        layer = model.get_submodule(one.name)  # one by one: the plain weights go before the next
+        layer = model.get_submodule(name)  # one by one: the plain weights go before the next
         try:
             with torch.inference_mode():
-                packed = PackedLinear(layer.weight, layer.bias, tied_to=one.tied_to)
+                packed = PackedLinear(layer.weight, layer.bias, tied_to=tied_to)
                 if layer.weight.shape not in shapes:
-                    why_not = _difference(one.name, layer, packed)
+                    why_not = _difference(name, layer, packed)
         except (AttributeError, RuntimeError) as error:  # an operator that is missing or refuses
             why_not = str(error).partition("\n")[0]
         else:
             shapes.add(layer.weight.shape)
-            model.set_submodule(one.name, packed)
+            model.set_submodule(name, packed)
     if not why_not:
-        for one in found:
-            if one.tied_to:
-                _narrow(model, one.tied_to)
+        for embedding in filter(None, found.values()):
+            _narrow(model, embedding)
         return len(found)
     logger.info("weights are not packed: %s", why_not)
     unpack_model(model)
@@ -148,15 +146,9 @@ def unpack_model(model: Any) -> int:
     return len(names)
 
 
-@dataclass(frozen=True, slots=True)
-class _Packable:
-    name: str
-    tied_to: str
-    """The name of the embedding that reads these weights too, or nothing."""
-
-
-def _packable(model: Any) -> list[_Packable]:
-    """Plain layers with enough weights, of their own or an embedding's, and nothing hooked on."""
+def _packable(model: Any) -> dict[str, str]:
+    """Plain layers with enough weights and nothing hooked on, by name: the embedding that reads
+    these weights too, or nothing."""
     readers: dict[int, list[tuple[str, torch.nn.Module]]] = defaultdict(list)
     for name, part in model.named_modules():
         for parameter in part.parameters(recurse=False):
@@ -164,7 +156,7 @@ def _packable(model: Any) -> list[_Packable]:
     # A CPU without bfloat16 products spends its time elsewhere than on reading weights.
     computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     formats = (torch.float32, torch.bfloat16) if computes else (torch.float32,)
-    found = []
+    found = {}
     for name, part in model.named_modules():
         if (
             type(part) is torch.nn.Linear
@@ -175,9 +167,9 @@ def _packable(model: Any) -> list[_Packable]:
         ):
             others = [reader for reader in readers[id(part.weight)] if reader[1] is not part]
             if not others:
-                found.append(_Packable(name, ""))
+                found[name] = ""
             elif len(others) == 1 and isinstance(others[0][1], torch.nn.Embedding):
-                found.append(_Packable(name, others[0][0]))
+                found[name] = others[0][0]
     return found
 
 
@@ -203,14 +195,22 @@ def _narrow(model: Any, name: str) -> None:
 
 def _difference(name: str, layer: torch.nn.Linear, packed: PackedLinear) -> str:
     """What the products of some rows differ by, in words; empty where they agree."""
-    generator = torch.Generator().manual_seed(layer.in_features)
-    rows = torch.randn((_TRIED_ROWS, layer.in_features), generator=generator).to(packed.dtype)
+    rows = _tried_rows(layer).to(packed.dtype)
     expected = functional.linear(rows, layer.weight, layer.bias).float()
-    error = float((packed.product(rows).float() - expected).abs().max())
-    size = float(expected.abs().max())
+    error, size = _error(packed.product(rows), expected)
     if error <= _TOLERANCES[packed.dtype] * size and torch.equal(packed.unpacked(), layer.weight):
         return ""
     return f"the packed product of {name} differs by {error:.2g} of {size:.2g}"
+
+
+def _tried_rows(layer: torch.nn.Linear) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(layer.in_features)
+    return torch.randn((_TRIED_ROWS, layer.in_features), generator=generator)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """The largest difference from what is expected, and the largest of that."""
+    return float((found.float() - expected).abs().max()), float(expected.abs().max())
 
 
 FORMATS: Final = ("int8", "int4")
@@ -221,7 +221,6 @@ _INT8_TOP, _INT4_TOP = 127, 15
 
 # The middle of the 4-bit values, at which torch's product puts the second number of a group.
 _INT4_MIDDLE = 8
-_TRIED_INTEGER_ROWS = 5
 
 # bfloat16 rounds inputs, scales and results to 8 bits each.
 _TOLERANCE = 2**-5
@@ -297,13 +296,11 @@ def _check_groups(path: str, linear: list[tuple[str, torch.nn.Linear]]) -> None:
 def _check_product(
     path: str, name: str, layer: torch.nn.Linear, quantized: QuantizedLinear
 ) -> None:
-    generator = torch.Generator().manual_seed(layer.in_features)
-    rows = torch.randn((_TRIED_INTEGER_ROWS, layer.in_features), generator=generator).bfloat16()
+    rows = _tried_rows(layer).bfloat16()
     expected = functional.linear(rows.float(), unpacked(quantized))
     if layer.bias is not None:
         expected += layer.bias.detach().float()
-    error = float((quantized(rows).float() - expected).abs().max())
-    size = float(expected.abs().max())
+    error, size = _error(quantized(rows), expected)
     if not error <= _TOLERANCE * size:
         raise UnsupportedModelError(
             f"{path}: torch's {quantized.number_format} product is wrong on this machine: {name} "

@@ -7,12 +7,10 @@ in C, and what is left are operations on arrays. A batch that looks wrong is not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,25 +19,13 @@ from edgespec.core.ports import ModelInfo, PassRequest, PassResult
 from edgespec.core.protocol.work import NodeScore, TokenScore
 from edgespec.verifier.targets.pass_requests import node_depths
 
-# Drafters draw the same few trees again and again, so small ones are kept.
-_KEPT_NODES_MAX = 64
-
-
 Indices = npt.NDArray[np.int64]
 
 
+@lru_cache(maxsize=2048)  # drafters draw the same few trees again and again
 def tree_depths(parents: tuple[int, ...]) -> Indices:
     """[nodes]: 1 for a node that hangs on the last token before the tree, whose parent is -1.
     Raises ``ValueError`` for a parent that does not come before its node."""
-    return _kept(parents) if len(parents) <= _KEPT_NODES_MAX else _depths(parents)
-
-
-@lru_cache(maxsize=2048)
-def _kept(parents: tuple[int, ...]) -> Indices:
-    return _depths(parents)
-
-
-def _depths(parents: tuple[int, ...]) -> Indices:
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"node {node} hangs on {parent}, but must on -1 to {node - 1}")
@@ -51,11 +37,9 @@ _columns = attrgetter(
 )
 
 
-@dataclass(frozen=True)
-class PassBatch(Sequence[PassRequest]):
-    """The requests of a pass, which it is a sequence of, and their fields; arrays are int64."""
+class PassBatch(tuple[PassRequest, ...]):
+    """The requests of a pass, which it is made of, and their fields; arrays are int64."""
 
-    requests: tuple[PassRequest, ...]
     keys: tuple[str, ...]
     feeds: tuple[tuple[int, ...], ...]
     nodes: tuple[tuple[int, ...], ...]
@@ -76,30 +60,20 @@ class PassBatch(Sequence[PassRequest]):
         and ``OverflowError`` for a number beyond 64 bits."""
         if isinstance(requests, PassBatch):
             return requests
-        keys, cached, feeds, nodes, parents, samples, tables, node_scores = zip(
+        one = cls(requests)
+        one.keys, cached, one.feeds, one.nodes, one.parents, one.samples, one.tables, scored = zip(
             *map(_columns, requests), strict=True
         )
-        count = len(keys)
-        has_nodes = any(nodes) or any(parents)
-        return cls(
-            requests=tuple(requests),
-            keys=keys,
-            feeds=feeds,
-            nodes=nodes,
-            parents=parents,
-            samples=samples,
-            tables=tables,
-            node_scores=node_scores,
-            depths=tuple([tree_depths(one) if one else None for one in parents])
-            if has_nodes
-            else (None,) * count,
-            cached=np.array(cached, dtype=np.int64),
-            fed=np.fromiter(map(len, feeds), np.int64, count),
-            node_counts=np.fromiter(map(len, nodes), np.int64, count)
-            if has_nodes
-            else np.zeros(count, dtype=np.int64),
-            has_nodes=has_nodes,
-        )
+        count, one.node_scores = len(one), scored
+        one.cached = np.array(cached, dtype=np.int64)
+        one.fed = np.fromiter(map(len, one.feeds), np.int64, count)
+        one.has_nodes = any(one.nodes) or any(one.parents)
+        if one.has_nodes:
+            one.depths = tuple([tree_depths(tree) if tree else None for tree in one.parents])
+            one.node_counts = np.fromiter(map(len, one.nodes), np.int64, count)
+        else:
+            one.depths, one.node_counts = (None,) * count, np.zeros(count, dtype=np.int64)
+        return one
 
     @cached_property
     def ends(self) -> Indices:
@@ -136,19 +110,6 @@ class PassBatch(Sequence[PassRequest]):
             and int(self.tokens.view(np.uint64).max()) < info.vocabulary_size
             and int(lengths.max()) <= info.context_length
         )
-
-    @overload
-    def __getitem__(self, index: int) -> PassRequest: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PassRequest, ...]: ...
-    def __getitem__(self, index: int | slice) -> PassRequest | tuple[PassRequest, ...]:
-        return self.requests[index]
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    def __iter__(self) -> Iterator[PassRequest]:
-        return iter(self.requests)
 
 
 def share_out(

@@ -22,7 +22,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, Candidate, NodeScore
 from edgespec.sampling.tensors import (
     SampleBlock,
-    TextCountsCache,
+    TextCounts,
     best_choices,
     best_tokens,
     choose_tokens,
@@ -112,7 +112,6 @@ class TorchTarget:
             kv_pool.check_budget(pool_budget, loaded.device)
             max_cached_tokens = kv_pool.starting_tokens(pool_budget, loaded.device)
         self._pool = _pool(loaded, max_cached_tokens)
-        self._counts = TextCountsCache(max_sessions)
         self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
         self._attention: AttentionBackend = CanonicalAttention(RowTiles(attention_sizes=SIZES[2]))
@@ -350,9 +349,8 @@ class TorchTarget:
         params, length = sequence.sampling, sequence.first + len(sequence.tokens)
         counts = None
         if params.penalised:
-            counts = self._counts.of(
-                request.key, sequence.tokens, sequence.prompt_length, request.cache_length
-            )
+            counts = sequence.counts = sequence.counts or TextCounts(sequence.prompt_length)
+            counts.follow(sequence.tokens, request.cache_length)
         if not request.sample:
             return SampleBlock(request.key, params, ())
         positions = [length]

@@ -1,5 +1,5 @@
 """A target model of known distributions, and a draft model beside it, for tests, the simulator and
-demonstrations.
+demonstrations; and models whose passes take the time of bigger ones.
 
 It samples with the scalar specification from ``core/toy_model`` and keeps the tokens it has cached,
 so that a wrong ``cache_length``, a forgotten ``keep`` or a changed committed prefix is an error
@@ -9,12 +9,13 @@ here before it is a wrong text elsewhere.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from edgespec.core.ports import CapacityError, ModelInfo, ModelOutputError, PassRequest, PassResult
 from edgespec.core.protocol import sampling as laws
 from edgespec.core.protocol import work
-from edgespec.core.protocol.checks import bounded
 from edgespec.core.toy_model import ToyModel
 from edgespec.verifier.targets.pass_requests import (
     ConstrainedRows,
@@ -186,10 +187,6 @@ class ToyTarget:
         """As ``packed_drafter.DraftModel.shift``."""
         self._sequence(key).first = first
 
-    def cached(self, key: str) -> tuple[int, ...]:
-        """The committed tokens in the cache of ``key``, for tests. Raises ``ValueError``."""
-        return tuple(self._sequence(key).tokens)
-
     def _sequence(self, key: str) -> SequenceText:
         if key not in self._sequences:
             raise ValueError(f"sequence {key!r} is not open")
@@ -285,22 +282,15 @@ class ToyTarget:
 
 
 class ToyServerDrafter:
-    """``ports.ServerDrafter`` over a ``ToyModel``, standard library only. A guess is the model's
-    own token with probability ``acceptance``, else another one, as a function of the seed and the
-    position. ``max_cached_tokens`` bounds its cache: a sequence that finds no room gets no guess,
-    and the others keep theirs. Context and end tokens are those of ``info``."""
+    """``ports.ServerDrafter`` over a ``ToyModel``, standard library only. ``max_cached_tokens``
+    bounds its cache: a sequence that finds no room gets no guess, and the others keep theirs.
+    Context and end tokens are those of ``info``."""
 
     def __init__(
-        self,
-        model: ToyModel,
-        info: ModelInfo,
-        *,
-        acceptance: float = 1.0,
-        max_cached_tokens: int = 1 << 20,
+        self, model: ToyModel, info: ModelInfo, *, max_cached_tokens: int = 1 << 20
     ) -> None:
-        bounded("acceptance", acceptance, 0.0, 1.0)
         self._model, self.info = model, info
-        self._acceptance, self._max_cached_tokens = acceptance, max_cached_tokens
+        self._max_cached_tokens = max_cached_tokens
         self._sequences: dict[str, SequenceText] = {}
         self._constrained = ConstrainedRows(info)
 
@@ -316,10 +306,6 @@ class ToyServerDrafter:
     def close(self, key: str) -> None:
         self._sequences.pop(key, None)
         self._constrained.close(key)
-
-    def cached(self, key: str) -> tuple[int, ...]:
-        """The tokens in the cache of ``key``, for tests."""
-        return tuple(self._sequences[key].tokens)
 
     def _step(self, step: work.DraftStep) -> tuple[work.Candidate, ...]:
         sequence, length = self._sequences.get(step.key), step.keep_length + len(step.feed)
@@ -345,14 +331,44 @@ class ToyServerDrafter:
         logits = self._model.logits(tokens)
         prompt = tokens[: sequence.prompt_length]
         token = laws.choose(logits, sequence.sampling, length, prompt, output, mask)
-        logprob = work.score_token(logits, token, 1).logprob
-        guess = self._perhaps_another(token, sequence.sampling.seed, length)
-        return (work.Candidate(guess, logprob),)
+        return (work.Candidate(token, work.score_token(logits, token, 1).logprob),)
 
-    def _perhaps_another(self, token: int, seed: int, position: int) -> int:
-        # The complement of the session's seed: whether it is right does not follow its noise.
-        bits = laws.noise_bits(~seed, position, token)
-        if bits < self._acceptance * (laws.MASK_32 + 1):
-            return token
-        size = self.info.vocabulary_size
-        return (token + 1 + bits % (size - 1)) % size
+
+class PacedModel:
+    """``inner``, a target or a draft model of the verifier, with the time of a bigger one: a pass
+    takes ``base_ms + per_row_ms * rows`` in all, and one that samples nothing, so that it is
+    compute-bound, ``per_row_ms * rows``. One that takes longer by itself stays as long as it is.
+    Whatever is measured with it must be labelled as emulated."""
+
+    def __init__(
+        self,
+        inner: Any,
+        base_ms: float,
+        per_row_ms: float,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.inner, self._base_s, self._per_row_s = inner, base_ms / 1e3, per_row_ms / 1e3
+        self._sleep, self._clock = sleep, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
+        rows = sum(request.row_count for request in batch)
+        with self._in_time(rows, any(request.sample for request in batch)):
+            results: list[PassResult] = self.inner.forward(batch)
+        return results
+
+    def step(self, batch: Sequence[work.DraftStep]) -> list[tuple[work.Candidate, ...]]:
+        rows = sum(len(step.feed) for step in batch)
+        with self._in_time(rows, any(step.guess for step in batch)):
+            found: list[tuple[work.Candidate, ...]] = self.inner.step(batch)
+        return found
+
+    @contextmanager
+    def _in_time(self, rows: int, samples: bool) -> Iterator[None]:
+        end_s = self._clock() + self._per_row_s * rows + (self._base_s if samples else 0.0)
+        yield
+        while (left_s := end_s - self._clock()) > 0.0:
+            self._sleep(left_s)

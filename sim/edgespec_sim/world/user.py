@@ -25,8 +25,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
 from edgespec.core.protocol.messages import EXACT_RULE, Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.guarded import GuardedDrafter
-from edgespec.device.drafters.token_cache import DraftWindow
+from edgespec.device.drafters.token_cache import DraftWindow, GuardedDrafter
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue

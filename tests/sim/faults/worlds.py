@@ -754,7 +754,7 @@ class _World:
         for device in self.devices:
             key = device.session.request.session_id
             try:
-                self.targets[-1].cached(key)
+                self.targets[-1]._sequence(key)
             except ValueError:
                 continue
             raise checks.CheckFailure(f"{key}: its sequence is still open")
