@@ -45,7 +45,7 @@ from edgespec.device.build import connect
 from edgespec.device.drafters.manifest import DraftManifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.model_drafter import exported_variant, planned_drafter
-from edgespec.models.folders import Role, model_info, read_config, resolve_model
+from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 
 CONTEXT = 8192
@@ -158,7 +158,7 @@ class _NoText:
 
 def predicted(job: dict[str, Any], runtime: int) -> dict[str, int]:
     folder = Path(job["folder"])
-    variant = exported_variant(folder, read_config(folder))
+    variant = exported_variant(folder)
     settings = DraftSettings(
         job.get("window") or variant.context_length,
         job["width"],
@@ -272,7 +272,7 @@ class _RandomCheckpoint:
 
 def _random_matrix(weight: NDArray[np.float32], bits: int) -> object:
     """No two alike: the runtime keeps equal ones once."""
-    from edgespec.device.export.quantize import BLOCK_SIZE, QuantizedMatrix
+    from edgespec.device.export.quantize import BLOCK_SIZE
 
     rows, columns = weight.shape
     blocks = -(-columns // BLOCK_SIZE)
@@ -280,7 +280,7 @@ def _random_matrix(weight: NDArray[np.float32], bits: int) -> object:
     packed = rng.integers(0, 256, (rows, blocks, BLOCK_SIZE * bits // 8), dtype=np.uint8)
     sizes = rng.uniform(0.5, 1.5, (rows, blocks)) * rng.choice((-1.0, 1.0), (rows, blocks))
     scales = (sizes * 0.06 / (1 << bits)).astype(np.float16).astype(np.float32)
-    return QuantizedMatrix(packed, scales, bits, columns)
+    return packed, scales
 
 
 def config_of(name: str, context_length: int) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def make_draft(
     """Write the draft of shape ``name`` into ``folder``."""
     from unittest import mock
 
-    from edgespec.device.export import export, export_graph
+    from edgespec.device.export import export, quantize
 
     source = folder.parent / f"{folder.name}.source"
     source.mkdir(parents=True, exist_ok=True)
@@ -323,7 +323,7 @@ def make_draft(
     info = ModelInfo(name, f"random-{name}", SHAPES[name][6], context_length)
     with (
         mock.patch.object(export, "Checkpoint", _RandomCheckpoint),
-        mock.patch.object(export_graph, "quantize_matrix", _random_matrix),
+        mock.patch.object(quantize, "quantize_matrix", _random_matrix),
     ):
         return export.export_draft(
             source, folder, info, bits=bits, context_length=context_length, kv_type=kv_type

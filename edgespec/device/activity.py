@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -63,7 +63,7 @@ class Activity:
         self._events: deque[st.TimelineEvent] = deque(maxlen=st.MAX_EVENTS)
         self._open: dict[st.EventKind, tuple[float, st.TimelineEvent]] = {}
         """The entry of each kind that takes in further events, and until when."""
-        self._ended: dict[str, int] = {}
+        self._ended = Counter[str]()
         self._begun = 0
 
     def began(
@@ -103,10 +103,10 @@ class Activity:
     def totals(self) -> st.AgentTotals:
         """All counts, those of running generations as they stand."""
         with self.lock:
-            found = dict(self._ended)
+            found = self._ended.copy()
             running = tuple(self.running.values())
         for notes in running:
-            _add(found, notes.counted())
+            found.update(notes.counted())
         return st.AgentTotals(**{"generations": self._begun, **found})
 
     # --- for the notes ---------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Activity:
         with self.lock:
             if self.running.pop(notes.number, None) is None:
                 return
-            _add(self._ended, {**notes.counted(), notes.ending: 1})
+            self._ended.update({**notes.counted(), notes.ending: 1})
             if notes.session.counters.tried:
                 self.last_drafted = notes
             idle = not self.running
@@ -262,8 +262,3 @@ _NOTED: Final = frozenset(
     {ev.StartStep, ev.StepDone, ev.Transmit, Commit, ev.Deliver, ev.Finish, ev.Fail}
     | {ev.Connect, ev.Connected, Opened, ev.LinkDown, Fault}
 )
-
-
-def _add(to: dict[str, int], more: dict[str, int]) -> None:
-    for name, count in more.items():
-        to[name] = to.get(name, 0) + count

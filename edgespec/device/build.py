@@ -28,6 +28,7 @@ from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.device.agent import Agent, AgentOptions, TextDecoder
+from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import Answer, ask_all
 from edgespec.device.verifier_pool import (
     VerifierDirectory,
@@ -72,8 +73,6 @@ def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | No
     ``SetupError``, or ``ValueError`` naming the file or the setting."""
     drafter = _drafter(config, say or (lambda text: None))
     if drafter is not None and config.draft.draft_ms:
-        from edgespec.device.drafters.toy import PacedDrafter
-
         drafter = PacedDrafter(drafter, config.draft.draft_ms, time.sleep, time.monotonic)
     return drafter
 
@@ -272,24 +271,17 @@ def _drafter(config: AgentConfig, say: Say) -> Drafter | None:
     if draft.model == NONE:
         return None
     if draft.model == TOY:
-        from edgespec.device.drafters.toy import ToyDrafter
-
         return ToyDrafter(TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), toy_info())
+    reference = tokenizer_reference(config)
     if draft.model == LOOKUP:
-        from edgespec.device.drafters.toy import SilentDrafter
-
-        if (reference := tokenizer_reference(config)) == TOY:
+        if reference == TOY:
             return SilentDrafter(replace(toy_info(), name=LOOKUP))
         longest, folder = draft.context_length, folders.resolve_model(reference, folders.Role.DRAFT)
         info = folders.vocabulary_info(folder, longest or _MAX_CONTEXT_LENGTH)
         return SilentDrafter(replace(info, name=LOOKUP))
     if draft.model == RANDOM:
-        from edgespec.device.drafters.toy import RandomDrafter
-
-        reference = tokenizer_reference(config)
-        if reference == TOY:
-            return RandomDrafter(toy_info())
-        return RandomDrafter(folders.model_info(resolve_texts(reference)))
+        toy = reference == TOY
+        return RandomDrafter(toy_info() if toy else folders.model_info(resolve_texts(reference)))
     from edgespec.device.model_drafter import model_drafter
 
     tokenizer = "" if config.tokenizer == TOY else config.tokenizer

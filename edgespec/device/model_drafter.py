@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from edgespec.config import DraftSection, PolicySection
 from edgespec.config.common import SetupError, needs
 from edgespec.core.device import memory
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
+from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import exported
 from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, read_config, resolve_model
@@ -175,19 +176,17 @@ def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftV
     """The variants of a draft: the one in an exported folder, or what a Hugging Face folder can be
     exported to. Raises ``ValueError`` naming the file."""
     folder = resolve_model(reference or draft.model, Role.DRAFT)
-    config = read_config(folder)
     if (folder / DRAFT_MANIFEST).is_file():
-        return (exported_variant(folder, config),)
+        return (exported_variant(folder),)
     types = (draft.kv_type,) if draft.kv_type else _exportable_types()
-    return tuple(source_variant(folder.name, config, draft.bits, kv_type) for kv_type in types)
+    return tuple(source_variant(folder, draft.bits, kv_type) for kv_type in types)
 
 
-def exported_variant(folder: Path, config: dict[str, Any]) -> memory.DraftVariant:
-    """What the manifest and the files of a draft folder say; ``config`` is its config.json."""
-    manifest = read_manifest(folder)
-    whole = _shape(config)
+def exported_variant(folder: Path) -> memory.DraftVariant:
+    """What the manifest, the files and the config.json of a draft folder say."""
+    manifest, shape = read_manifest(folder), read_shape(folder)
     parts = [part for part in folder.glob(f"{MODEL_FILE}*") if part.is_file()]
-    table = manifest.model.vocabulary_size * whole["hidden"]
+    table = manifest.model.vocabulary_size * shape.hidden
     return memory.DraftVariant(
         name=manifest.model.name,
         bits=manifest.bits,
@@ -196,38 +195,42 @@ def exported_variant(folder: Path, config: dict[str, Any]) -> memory.DraftVarian
         table_bytes=int(table * _STORED_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
         layers=manifest.layers,
-        **(whole | {"kv_heads": manifest.kv_heads, "head_dim": manifest.head_dim}),
+        heads=shape.heads,
+        hidden=shape.hidden,
+        kv_heads=manifest.kv_heads,
+        head_dim=manifest.head_dim,
+        feed_forward=shape.feed_forward,
         vocabulary_size=manifest.model.vocabulary_size,
         context_length=manifest.window or manifest.model.context_length,
     )
 
 
-def source_variant(
-    name: str, config: dict[str, Any], bits: int, kv_type: memory.KvType
-) -> memory.DraftVariant:
+def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.DraftVariant:
     """What an export of a Hugging Face folder would be, from its config.json alone.
 
     Formula of what is stored: (layers * (hidden * (heads + 2 * kv_heads) * dim + heads * dim *
     hidden + 3 * hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables."""
-    shape = _shape(config)
-    hidden, dim, layers = shape["hidden"], shape["head_dim"], int(config["num_hidden_layers"])
-    vocabulary = int(config["vocab_size"])
+    config, shape = read_config(folder), read_shape(folder)
+    hidden, dim, vocabulary = shape.hidden, shape.head_dim, shape.vocabulary_size
     positions = min(int(config["max_position_embeddings"]), _LONGEST_EXPORTED)
     context = min(int(config.get("trained_length") or positions), positions)
-    heads = 2 * (shape["heads"] + shape["kv_heads"])
-    layer = hidden * dim * heads + 3 * hidden * shape["feed_forward"]
+    layer = hidden * dim * 2 * (shape.heads + shape.kv_heads) + 3 * hidden * shape.feed_forward
     tables = 1 if config.get("tie_word_embeddings", True) else 2
     per_weight = _STORED_PER_WEIGHT[bits]
     table = int(vocabulary * hidden * per_weight)
     return memory.DraftVariant(
-        name=name,
+        name=folder.name,
         bits=bits,
         kv_type=kv_type,
-        stored_bytes=int(layers * layer * per_weight) + tables * table + 4 * positions * dim,
+        stored_bytes=int(shape.layers * layer * per_weight) + tables * table + 4 * positions * dim,
         table_bytes=table,
         inline=False,
-        layers=layers,
-        **shape,
+        layers=shape.layers,
+        heads=shape.heads,
+        hidden=hidden,
+        kv_heads=shape.kv_heads,
+        head_dim=dim,
+        feed_forward=shape.feed_forward,
         vocabulary_size=vocabulary,
         context_length=context,
     )
@@ -270,7 +273,7 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):
             folder = exported(folder, draft.bits, say, plan.variant.kv_type)
-        real = exported_variant(folder, read_config(folder))
+        real = exported_variant(folder)
         plan = memory.plan_memory((real,), question)
     say(summary(plan, memory.unbounded(variants, question)))
     settings = plan.settings
@@ -308,17 +311,3 @@ def _exportable_types() -> tuple[memory.KvType, ...]:
     if runtime_version() >= _INT8_FROM:
         return tuple(memory.KvType)
     return memory.KvType.FLOAT32, memory.KvType.FLOAT16
-
-
-def _shape(config: dict[str, Any]) -> dict[str, int]:
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return {
-            "heads": heads,
-            "hidden": hidden,
-            "kv_heads": int(config.get("num_key_value_heads") or heads),
-            "head_dim": int(config.get("head_dim") or hidden // heads),
-            "feed_forward": int(config["intermediate_size"]),
-        }
-    except KeyError as error:
-        raise ValueError(f"config.json of the draft lacks the field {error}") from None

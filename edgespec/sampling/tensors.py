@@ -202,7 +202,7 @@ def score_passes(
     """
     if not any([request.logprobs for request in batch]):
         return {}
-    asked: list[tuple[str, int]] = []
+    asked: dict[str, int] = {}
     rows: list[int] = []
     counts: list[int] = []
     first = 0
@@ -213,15 +213,12 @@ def score_passes(
         if request.logprobs:
             rows += range(first, last)
             counts += [request.logprobs] * (last - first)
-            asked.append((request.key, len(rows)))
+            asked[request.key] = last - first
         first = last
     if not rows:
         return {}
-    scores = _score_rows(_only(logits, rows), [chosen[row] for row in rows], counts)
-    ends = [end for _, end in asked]
-    return {
-        key: tuple(scores[start:end]) for (key, end), start in zip(asked, [0, *ends], strict=False)
-    }
+    scores = iter(_score_rows(_only(logits, rows), [chosen[row] for row in rows], counts))
+    return {key: tuple(islice(scores, count)) for key, count in asked.items()}
 
 
 def _score_rows(

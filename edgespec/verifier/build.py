@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError, needs
@@ -34,15 +33,16 @@ from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedTe
 
 if TYPE_CHECKING:
     from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
+    from edgespec.verifier.targets.torch_target import TorchTarget
     from edgespec.wire.grpc_server import GrpcServer
 
 
 def pool_budget(limits: LimitsSection, draft: DraftMemory | None = None) -> PoolBudget | None:
     """``draft``: what the draft model takes that will be loaded beside the target."""
-    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
-
     if not limits.kv_budget and limits.gpu_memory_utilization is None:
         return None
+    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
+
     return PoolBudget(
         kv=parse_budget(limits.kv_budget) if limits.kv_budget else None,
         gpu_share=limits.gpu_memory_utilization,
@@ -52,7 +52,6 @@ def pool_budget(limits: LimitsSection, draft: DraftMemory | None = None) -> Pool
     )
 
 
-_Model = TypeVar("_Model")
 _LOG = logging.getLogger(__name__)
 
 _TOY_BLOCK_TOKENS = 16
@@ -243,23 +242,18 @@ def _draft_memory(config: VerifierConfig) -> DraftMemory:
 def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter:
     from edgespec.verifier.targets.kv_pool import check_draft_fits
     from edgespec.verifier.targets.packed_drafter import PackedDrafter
-    from edgespec.verifier.targets.torch_target import TorchTarget
 
     assert target.cache is not None, "an engine without a cache to give out has its own drafter"
-    folder, device, tokens = _draft_folder(config), config.device, target.cache.tokens
+    folder, tokens = _draft_folder(config), target.cache.tokens
     info = folders.model_info(folder)
-    check_draft_fits(_draft_memory(config), tokens, device, machine_memory)
+    check_draft_fits(_draft_memory(config), tokens, config.device, machine_memory)
     model = _loaded(
-        TorchTarget,
+        config,
         folder,
         name=info.name,
         vocabulary=info.vocabulary,
-        dtype=config.dtype,
-        device=device,
         max_cached_tokens=tokens,
-        max_sessions=config.limits.max_sessions,
         canonical=False,  # of a guess no bit is promised
-        quantize=config.quantize,
     )
     return PackedDrafter(
         model,
@@ -269,9 +263,19 @@ def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafte
     )
 
 
-def _loaded(load: Callable[..., _Model], folder: Path, **options: object) -> _Model:
+def _loaded(config: VerifierConfig, folder: Path, **options: Any) -> TorchTarget:
+    """With what target and draft model are loaded by alike, and ``options``."""
+    from edgespec.verifier.targets.torch_target import TorchTarget
+
     try:
-        return load(str(folder), **options)
+        return TorchTarget(
+            str(folder),
+            dtype=config.dtype,
+            device=config.device,
+            max_sessions=config.limits.max_sessions,
+            quantize=config.quantize,
+            **options,
+        )
     except (ValueError, OSError):
         raise
     except Exception as error:  # safetensors and torch have exceptions of their own
@@ -287,23 +291,19 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     if config.canonical is not False:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
-        from edgespec.verifier.targets.torch_target import TorchTarget
+        import edgespec.verifier.targets.torch_target  # noqa: F401
     sized_by_memory = config.limits.kv_budget or config.limits.gpu_memory_utilization is not None
     draft = _draft_memory(config) if config.draft and sized_by_memory else None
     return _loaded(
-        TorchTarget,
+        config,
         folder,
         name=model_name(config),
         vocabulary=info.vocabulary,
         weights=folders.weights_fingerprint(folder, info.vocabulary),
-        dtype=config.dtype,
-        device=config.device,
         max_cached_tokens=config.limits.max_cached_tokens,
-        max_sessions=config.limits.max_sessions,
         context_length=config.max_model_len,
         canonical=config.canonical,
         model_threads=config.threads,
-        quantize=config.quantize,
         pool_budget=pool_budget(config.limits, draft),
     )
 

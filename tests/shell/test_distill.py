@@ -98,10 +98,10 @@ def test_the_exporter_reproduces_rounded_weights(columns: int) -> None:
     weight[3] = 0
     coarse = training.rounded(weight)
     assert coarse.shape == weight.shape
-    packed = quantize_matrix(coarse.numpy(), 4)
-    low, high = packed.packed & 15, packed.packed >> 4
+    packed, scales = quantize_matrix(coarse.numpy(), 4)
+    low, high = packed & 15, packed >> 4
     integers = np.stack([low, high], -1).reshape(7, -1, 32).astype(np.float32) - 8
-    again = (integers * packed.scales[..., None]).reshape(7, -1)[:, :columns]
+    again = (integers * scales[..., None]).reshape(7, -1)[:, :columns]
     assert np.allclose(again, coarse.numpy(), atol=1e-6)
     assert (coarse - weight).abs().max() <= weight.abs().max() / 8
 

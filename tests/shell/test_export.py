@@ -124,8 +124,9 @@ def test_a_graph_is_the_model(name: str, checkpoints: Callable[[str], Path]) -> 
         expected = model(torch.tensor([TOKENS])).logits[0].numpy()
     deviation = float(expected.std())
     assert deviation > 0.5  # the weights are not so small that anything would pass
-    for bits, bound in ((32, 1e-4), (8, 0.15), (4, 0.9)):
-        got = draft_logits(export(source, bits))
+    half: dict[str, Any] = {"kv_type": KvType.FLOAT16}
+    for bits, bound, options in ((32, 1e-4, {}), (8, 0.15, {}), (4, 0.9, {}), (32, 0.01, half)):
+        got = draft_logits(export(source, bits, **options))
         difference = np.sqrt(np.mean((got - expected[[29, 30, 31, 79]]) ** 2)) / deviation
         assert difference < bound, bits
 

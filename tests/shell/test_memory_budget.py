@@ -44,7 +44,7 @@ from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.model_drafter import exported_variant, source_variant, variants_of
-from edgespec.models.folders import Role, model_info, read_config, resolve_model
+from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.toy import TOY_MODEL, ToyTokenizer
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.verifier.build import load_target
@@ -95,8 +95,7 @@ def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch: pytest.Monke
 def test_a_draft_that_is_not_exported_yet_is_predicted_as_it_becomes() -> None:
     """The bundled draft from its config.json alone, against its exported folder."""
     folder = resolve_model(BUNDLED, Role.DRAFT)
-    config = read_config(folder)
-    real, guessed = exported_variant(folder, config), source_variant("x", config, 4, KvType.FLOAT32)
+    real, guessed = exported_variant(folder), source_variant(folder, 4, KvType.FLOAT32)
     assert guessed.kv_bytes_per_token == real.kv_bytes_per_token
     assert abs(guessed.stored_bytes / real.stored_bytes - 1) < 0.05
     assert guessed.table_bytes == real.table_bytes
@@ -140,8 +139,7 @@ def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDr
     drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=512)
     full = Restriction(512, 4)
     drafter.restrict(full.window, full.width)
-    per_token = drafter.manifest.kv_bytes_per_token
-    guard = MemoryGuard(200 * MIB, 5 * MIB, full, per_token)
+    guard = MemoryGuard(200 * MIB, 5 * MIB, full, drafter.growth_bytes(1))
     return GuardedDrafter(drafter, guard, measure, clock)
 
 

@@ -55,11 +55,6 @@ class DraftManifest:
         it was trained on, a small draft guesses badly. 0: at all of them."""
         return self.trained_length if self.trained_length < self.model.context_length else 0
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * KvType(self.kv_type).bytes
-
 
 def write_manifest(folder: Path, manifest: DraftManifest) -> None:
     text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2, sort_keys=True)

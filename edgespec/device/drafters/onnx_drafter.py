@@ -316,12 +316,21 @@ def runtime_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _limited(info: ports.ModelInfo, context_length: int, usual: int) -> ports.ModelInfo:
+def _limited(
+    info: ports.ModelInfo, context_length: int, usual: int, window: int, trained: int = 0
+) -> tuple[ports.ModelInfo, int]:
+    """``info`` with the length of texts that are drafted for: any, where a window slides. And how
+    many rows of keys and values that takes."""
     if not 0 <= context_length <= info.context_length:
         raise ValueError(
             f"context_length is {context_length}, but must be in [0, {info.context_length}]"
         )
-    return replace(info, context_length=context_length or min(info.context_length, usual))
+    limit = context_length or min(info.context_length, usual)
+    bounded("window", window, 0, limit)
+    trained = min(trained, limit)
+    slides = window or (trained and not context_length)
+    longest = MAX_CONTEXT_LENGTH if slides else limit
+    return replace(info, context_length=longest), window or trained or limit
 
 
 # --- drafts of our own ----------------------------------------------------------------------
@@ -348,13 +357,10 @@ class OnnxDrafter(GraphDrafter):
         providers: Sequence[str] = dg.CPU,
     ) -> None:
         self.manifest = manifest = read_manifest(folder)
-        info = _limited(manifest.model, context_length, MAX_CONTEXT_LENGTH)
-        bounded("window", window, 0, info.context_length)
+        info, capacity = _limited(
+            manifest.model, context_length, MAX_CONTEXT_LENGTH, window, manifest.window
+        )
         bounded("chunk", chunk, 1, CHUNK)
-        trained = min(manifest.window, info.context_length)
-        capacity = window or trained or info.context_length
-        if window or (trained and not context_length):
-            info = replace(info, context_length=MAX_CONTEXT_LENGTH)
         path = folder / MODEL_FILE
         two_from = _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0)
         threads = threads or dg.usual_threads(dg.weights_bytes(path), two_from)
@@ -482,11 +488,7 @@ class ForeignDrafter(GraphDrafter):
         )
         inputs, outputs = dg.ports(session.get_inputs()), dg.ports(session.get_outputs())
         self.graph = graph = dg.read_graph(path, inputs, outputs, hint)
-        limited = _limited(info, context_length, DEFAULT_CONTEXT_LIMIT)
-        bounded("window", window, 0, limited.context_length)
-        capacity = max(window or limited.context_length, _CHECKED_LENGTH)
-        if window:
-            limited = replace(limited, context_length=MAX_CONTEXT_LENGTH)
+        limited, capacity = _limited(info, context_length, DEFAULT_CONTEXT_LIMIT, window)
         size = graph.logits.shape[-1]
         size = size if isinstance(size, int) else info.vocabulary_size
         super().__init__(
@@ -494,7 +496,7 @@ class ForeignDrafter(GraphDrafter):
             session,
             graph,
             replace(limited, vocabulary_size=size),
-            capacity=capacity,
+            capacity=max(capacity, _CHECKED_LENGTH),
             proposable=min(token_count or size, size),
             window=window,
         )

@@ -248,9 +248,7 @@ class _Builder:
         if self._bits == 32:
             self._constant(f"{name}.weight", weight)
             return self._node("Gather", [f"{name}.weight", "input_ids"], name)
-        matrix = qz.quantize_matrix(weight, self._bits)
-        self._quantized(name, matrix)
-        filled = matrix.scales.shape[1] * qz.BLOCK_SIZE
+        filled = self._quantized(name, weight)
         width = filled * self._bits // 8
         self._constant(f"{name}.shape", np.array([shape.vocabulary_size, width], dtype=np.int64))
         table = self._node("Reshape", [f"{name}.packed", f"{name}.shape"], f"{name}.table")
@@ -258,10 +256,7 @@ class _Builder:
             "GatherBlockQuantized",
             [table, "input_ids", f"{name}.scales"],
             name if filled == shape.hidden else f"{name}.filled",
-            bits=self._bits,
-            block_size=qz.BLOCK_SIZE,
-            gather_axis=0,
-            quantize_axis=1,
+            **qz.rows_of(self._bits),
         )
         if filled == shape.hidden:
             return rows
@@ -338,7 +333,7 @@ class _Builder:
             for x, count in heads.items()
         ]
         joint = f"{name}.qkv_proj"
-        product = self._product(joint, normed, np.concatenate(weights), self._bits)
+        product = self._product(joint, normed, np.concatenate(weights))
         if f"{name}.q_proj.bias" not in self._checkpoint:
             return product
         biases = [
@@ -361,7 +356,7 @@ class _Builder:
         weight = self._read(f"{name}.weight", (hidden, self._shape.heads * dim))
         # Columns are widened as rows are.
         weight = np.ascontiguousarray(pad_outputs(np.ascontiguousarray(weight.T), dim).T)
-        return self._biased(name, self._product(name, attended, weight, self._bits), hidden)
+        return self._biased(name, self._product(name, attended, weight), hidden)
 
     def _head_norm(self, name: str, value: str, heads: int) -> str:
         """RMS norm of every head's vector (Qwen3); the weight is shared by the heads."""
@@ -404,15 +399,15 @@ class _Builder:
         )
 
     def _head(self, normed: str) -> None:
-        shape, bits, table = self._shape, self._bits, "model.embed_tokens"
+        shape, table = self._shape, "model.embed_tokens"
         size = (shape.vocabulary_size, shape.hidden)
         out = "logits.uncapped" if shape.logits_cap else "logits"
         if not shape.tied and "lm_head.weight" in self._checkpoint:
-            self._product("lm_head", normed, self._read("lm_head.weight", size), bits, out)
-        elif bits == 32:  # the table as it stands, read transposed
+            self._product("lm_head", normed, self._read("lm_head.weight", size), out)
+        elif self._bits == 32:  # the table as it stands, read transposed
             self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
         else:
-            self._block_product(table, normed, size, bits, out)
+            self._block_product(table, normed, size, out)
         if shape.logits_cap:
             self._constant("logits.cap", np.array(shape.logits_cap, dtype=np.float32))
             share = self._node("Div", [out, "logits.cap"], "logits.share")
@@ -423,7 +418,7 @@ class _Builder:
 
     def _linear(self, name: str, value: str, rows: int, columns: int) -> str:
         weight = self._read(f"{name}.weight", (rows, columns))
-        return self._biased(name, self._product(name, value, weight, self._bits), rows)
+        return self._biased(name, self._product(name, value, weight), rows)
 
     def _biased(self, name: str, product: str, rows: int) -> str:
         if f"{name}.bias" not in self._checkpoint:
@@ -431,32 +426,27 @@ class _Builder:
         self._constant(f"{name}.bias", self._read(f"{name}.bias", (rows,)))
         return self._node("Add", [product, f"{name}.bias"], f"{name}.biased")
 
-    def _product(
-        self, name: str, value: str, weight: NDArray[np.float32], bits: int, output: str = ""
-    ) -> str:
-        if bits == 32:
+    def _product(self, name: str, value: str, weight: NDArray[np.float32], output: str = "") -> str:
+        if self._bits == 32:
             self._constant(f"{name}.weight", np.ascontiguousarray(weight.T))
             return self._node("MatMul", [value, f"{name}.weight"], output or name)
-        self._quantized(name, qz.quantize_matrix(weight, bits))
+        self._quantized(name, weight)
         rows, columns = weight.shape
-        return self._block_product(name, value, (rows, columns), bits, output or name)
+        return self._block_product(name, value, (rows, columns), output or name)
 
-    def _quantized(self, name: str, matrix: qz.QuantizedMatrix) -> None:
-        self._constant(f"{name}.packed", matrix.packed)
-        self._constant(f"{name}.scales", matrix.scales)
+    def _quantized(self, name: str, weight: NDArray[np.float32]) -> int:
+        """How many columns the matrix has, those that fill up the last block included."""
+        packed, scales = qz.quantize_matrix(weight, self._bits)
+        self._constant(f"{name}.packed", packed)
+        self._constant(f"{name}.scales", scales)
+        return int(scales.shape[1]) * qz.BLOCK_SIZE
 
-    def _block_product(
-        self, name: str, value: str, size: tuple[int, int], bits: int, output: str
-    ) -> str:
+    def _block_product(self, name: str, value: str, size: tuple[int, int], output: str) -> str:
         return self._node(
             "MatMulNBits",
             [value, f"{name}.packed", f"{name}.scales"],
             output,
-            N=size[0],
-            K=size[1],
-            bits=bits,
-            block_size=qz.BLOCK_SIZE,
-            accuracy_level=qz.INT8_ACCUMULATION,
+            **qz.product_of(*size, self._bits),
         )
 
     # --- plumbing ---------------------------------------------------------------------------

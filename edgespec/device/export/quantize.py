@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -41,21 +41,12 @@ _GRID_8 = (1.0,)
 _ROWS_A_TIME = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedMatrix:
-    """Integers and scales of a matrix [N, K], laid out as the head of this file says."""
-
-    packed: NDArray[np.uint8]
-    scales: NDArray[np.float32]
-    bits: int
-    columns: int
-    """K, without what fills up the last block."""
-
-
-def quantize_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
-    """Round ``weight`` [N, K] to nearest with fitted block scales; deterministic.
-
-    Raises ``ValueError`` when ``bits`` is not 4 or 8."""
+def quantize_matrix(
+    weight: NDArray[np.float32], bits: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """(integers, scales) of ``weight`` [N, K], laid out as the head of this file says: rounded to
+    nearest with fitted block scales; deterministic. Raises ``ValueError`` for other ``bits`` than 4
+    and 8."""
     if bits not in (4, 8):
         raise ValueError(f"bits is {bits}, but must be 4 or 8")
     rows, columns = weight.shape
@@ -68,7 +59,7 @@ def quantize_matrix(weight: NDArray[np.float32], bits: int) -> QuantizedMatrix:
         part = slice(start, start + _ROWS_A_TIME)
         values = weight[part].astype(np.float32).reshape(-1, blocks, BLOCK_SIZE)
         integers[part], scales[part] = _fit(values, bits)
-    return QuantizedMatrix(_pack(integers, bits), scales, bits, columns)
+    return _pack(integers, bits), scales
 
 
 def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
@@ -104,6 +95,17 @@ def _pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 CONTRIB = "com.microsoft"
 INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
 MAX_SINGLE_FILE_BYTES = 4_000_000
+
+
+def product_of(rows: int, columns: int, bits: int) -> dict[str, Any]:
+    """The attributes of ``MatMulNBits`` with a matrix [rows, columns]."""
+    accuracy = {"block_size": BLOCK_SIZE, "accuracy_level": INT8_ACCUMULATION}
+    return {"N": rows, "K": columns, "bits": bits, **accuracy}
+
+
+def rows_of(bits: int) -> dict[str, Any]:
+    """The attributes of ``GatherBlockQuantized`` on a matrix whose rows are looked up."""
+    return {"bits": bits, "block_size": BLOCK_SIZE, "gather_axis": 0, "quantize_axis": 1}
 
 
 def round_graph(path: Path, bits: int) -> int:
@@ -180,11 +182,7 @@ class _Rounding:
                 list(node.output),
                 name=node.name,
                 domain=CONTRIB,
-                N=rows,
-                K=columns,
-                bits=self.bits,
-                block_size=BLOCK_SIZE,
-                accuracy_level=INT8_ACCUMULATION,
+                **product_of(rows, columns, self.bits),
             )
         ]
 
@@ -208,10 +206,7 @@ class _Rounding:
                 list(node.output),
                 name=node.name,
                 domain=CONTRIB,
-                bits=self.bits,
-                block_size=BLOCK_SIZE,
-                gather_axis=0,
-                quantize_axis=1,
+                **rows_of(self.bits),
             ),
         ]
 
@@ -228,10 +223,10 @@ class _Rounding:
         if key not in self._known:
             weight = numpy_helper.to_array(tensor)
             weight = weight if turned else np.ascontiguousarray(weight.T)
-            matrix = quantize_matrix(weight, self.bits)
+            integers, floats = quantize_matrix(weight, self.bits)
             packed, scales = self._known[key] = f"{key}.packed", f"{key}.scales"
-            self.added.append(numpy_helper.from_array(matrix.packed, packed))
-            self.added.append(numpy_helper.from_array(matrix.scales, scales))
+            self.added.append(numpy_helper.from_array(integers, packed))
+            self.added.append(numpy_helper.from_array(floats, scales))
             self.count += 1
         return (*self._known[key], (first, second) if turned else (second, first))
 
@@ -317,18 +312,13 @@ def _scale(
         name = f"{node.name}.{part}_scale"
         graph.initializer.append(numpy_helper.from_array(scale, name))
         node.input.append(name)
-    node.attribute.extend(
-        [
-            helper.make_attribute("k_quant_type", "PER_CHANNEL"),
-            helper.make_attribute("v_quant_type", "PER_CHANNEL"),
-            helper.make_attribute("kv_cache_bit_width", 8),
-        ]
-    )
+    said = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())
 
 
 def _halve(graph: onnx.GraphProto, attentions: Sequence[onnx.NodeProto]) -> None:
     for tensor in graph.initializer:
-        if tensor.name in ("cos", "sin"):
+        if tensor.name.partition(".")[0] in ("cos", "sin"):
             half = numpy_helper.to_array(tensor).astype(np.float16)
             tensor.CopyFrom(numpy_helper.from_array(half, tensor.name))
     names = {node.name for node in attentions}

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgespec.verifier.targets.kv_pool import NULL_SLOT, Slots
+from edgespec.verifier.targets.kv_pool import NULL_SLOT
 from edgespec.verifier.targets.pass_batch import Indices
 from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates, SessionRows
 from edgespec.verifier.targets.row_tiles import RowTiles, cut
@@ -231,7 +231,7 @@ def _canonical_groups(
 
 
 def _canonical_group(
-    session: SessionRows, rows: Indices, size: int, slots: Slots, device: torch.device
+    session: SessionRows, rows: Indices, size: int, slots: Indices, device: torch.device
 ) -> CanonicalGroup:
     padded = np.pad(rows, (0, size - len(rows)), mode="edge")
     positions = session.positions[padded]

@@ -37,8 +37,6 @@ BLOCK_SIZE = 16
 TOKENS_NEEDED = 160
 """Of the self-test's longest schedule: prompt and siblings in whole blocks, and another session."""
 
-Blocks = npt.NDArray[np.int64]
-
 KeySlots = npt.NDArray[np.int32]
 
 _LEAST_ROWS, _LEAST_COLUMNS = 8, 16
@@ -86,7 +84,7 @@ class BlockTables:
         self._host[row, same : len(blocks)] = blocks[same:]
         self._tables[row] = blocks
 
-    def extend(self, rows: Blocks, ends: Blocks) -> None:
+    def extend(self, rows: Indices, ends: Indices) -> None:
         """Each of ``rows``, all different, has as many keys as ``ends`` says."""
         more = ends - self._filled[rows]
         if int(more.min()) < 0:
@@ -99,15 +97,15 @@ class BlockTables:
         self._slots[row, key] = self.slots_of(row, key)
         self._filled[rows] = ends
 
-    def slots_of(self, rows: Blocks, keys: Blocks) -> Blocks:
+    def slots_of(self, rows: Indices, keys: Indices) -> Indices:
         """[any]: where key ``keys[i]`` of row ``rows[i]`` lies."""
         return self._host[rows, keys // BLOCK_SIZE] * BLOCK_SIZE + keys % BLOCK_SIZE
 
-    def blocks_of(self, rows: Blocks, count: int) -> Blocks:
+    def blocks_of(self, rows: Indices, count: int) -> Indices:
         """[len(rows), count or fewer]: the first blocks of each row, and anything behind them."""
         return self._host[:, :count].take(rows, axis=0)
 
-    def key_slots(self, rows: Blocks, count: int) -> KeySlots:
+    def key_slots(self, rows: Indices, count: int) -> KeySlots:
         """[len(rows), count]: slots of the first keys, as of the last ``extend``; 0 behind them."""
         return self._slots[:, :count].take(rows, axis=0)
 
@@ -129,8 +127,6 @@ class BlockTables:
 
 
 NULL_SLOT = 0
-
-Slots = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -166,7 +162,7 @@ class KvPool:
         self._data = torch.zeros(shape, dtype=dtype, device=device)
         self._moves: list[tuple[int, int, int]] = []
         """Keys to copy: row of ``tables``, from which place and to which."""
-        self._placed: list[Slots] = []
+        self._placed: list[Indices] = []
         """[2, keys] each: the same by slots, of tables that have changed since."""
         self.tables = BlockTables()
         self._own = BlockLedger(CacheShape(self.block_count, BLOCK_SIZE))
@@ -475,17 +471,14 @@ def check_draft_fits(
         )
 
 
-def check_budget(budget: PoolBudget, device: torch.device) -> None:
-    """Raises ``ValueError`` for a share of a GPU on another device."""
+def starting_tokens(budget: PoolBudget, device: torch.device) -> int:
+    """The pool that the self-test and the measured pass need, in tokens. Raises ``ValueError`` for
+    a share of a GPU on another device."""
     if budget.gpu_share is not None and device.type != "cuda":
         raise ValueError(
             f"gpu_memory_utilization is {budget.gpu_share:g}, but the model is on {device}; give "
             "--kv-budget instead"
         )
-
-
-def starting_tokens(budget: PoolBudget, device: torch.device) -> int:
-    """The pool that the self-test and the measured pass need, in tokens."""
     rows = measured_rows(budget.rows, device)
     return max(TOKENS_NEEDED, -(-rows // SESSION_ROWS) * SESSION_ROWS)
 

@@ -206,26 +206,20 @@ def check_loading(path: str, info: dict[str, Any]) -> None:
     """Raises ``UnsupportedModelError`` naming tensors that are missing, unexpected or of another
     shape; ``info`` is what ``from_pretrained(output_loading_info=True)`` tells."""
     missing = _names(info["missing_keys"])
-    unexpected = _names(info["unexpected_keys"])
+    hint = ""
+    if "lm_head.weight" in missing:
+        hint = " (config.json says tie_word_embeddings: false, so the head is a tensor of its own)"
     shapes = sorted(
         f"{name} is {_shape(found)} in the checkpoint, {_shape(wanted)} in the model"
         for name, found, wanted in info["mismatched_keys"]
     )
-    faults = []
-    if missing:
-        hint = (
-            " (config.json says tie_word_embeddings: false, so the head is a tensor of its own)"
-            if "lm_head.weight" in missing
-            else ""
-        )
-        faults.append(f"{_count(missing)} missing: {_some(missing)}{hint}")
-    if unexpected:
-        faults.append(
-            f"{_count(unexpected)} in the checkpoint for which the model has no place: "
-            f"{_some(unexpected)}"
-        )
-    if shapes:
-        faults.append(f"{_count(shapes)} of another shape: {_some(shapes)}")
+    homeless = "in the checkpoint for which the model has no place"
+    kinds = (
+        ("missing", missing, hint),
+        (homeless, _names(info["unexpected_keys"]), ""),
+        ("of another shape", shapes, ""),
+    )
+    faults = [f"{_count(one)} {what}: {_some(one)}{more}" for what, one, more in kinds if one]
     faults.extend(str(message) for message in info.get("error_msgs") or ())
     if faults:
         raise UnsupportedModelError(

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from edgespec.core.ports import PassRequest
 from edgespec.sampling.tensors import to_device
-from edgespec.verifier.targets.kv_pool import KeySlots, KvPool, Slots
+from edgespec.verifier.targets.kv_pool import KeySlots, KvPool
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 from edgespec.verifier.targets.row_tiles import RowTiles
 
@@ -28,7 +28,7 @@ class SessionRows:
     request: PassRequest
     first_row: int
     positions: Indices
-    slots: Slots
+    slots: Indices
     """Of the cache, the feed and the nodes, in that order."""
 
     @property
@@ -110,7 +110,7 @@ def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
     )
 
 
-def write_slots(rows: BatchRows) -> Slots:
+def write_slots(rows: BatchRows) -> Indices:
     """[rows]: where each row's key and value go."""
     tables = rows.tables if rows.single else np.repeat(rows.tables, rows.counts)
     return rows.pool.tables.slots_of(tables, rows.own_keys)

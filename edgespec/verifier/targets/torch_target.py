@@ -109,7 +109,6 @@ class TorchTarget:
             f"{weights}-{number_format}" if weights else "",
         )
         if pool_budget is not None:
-            kv_pool.check_budget(pool_budget, loaded.device)
             max_cached_tokens = kv_pool.starting_tokens(pool_budget, loaded.device)
         self._pool = _pool(loaded, max_cached_tokens)
         self._constrained = ConstrainedRows(self.info)

@@ -267,14 +267,15 @@ REFUSED: Final = {
     "custom_class": "its proposals cannot be told apart from the engine's own",
 }
 
+_OUR_LAW: Final = "drafts are judged by the verifier's sampling law"
 # Settings that would decide what the verifier decides, or judge drafts by another law.
 _OURS: Final = {
     "num_speculative_tokens_per_batch_size": "the verifier decides in each step how many",
     "parallel_drafting": "all tokens of one pass would bound the drafts of devices",
-    "rejection_sample_method": "drafts are judged by the verifier's sampling law",
-    "synthetic_acceptance_rates": "drafts are judged by the verifier's sampling law",
-    "synthetic_acceptance_length": "drafts are judged by the verifier's sampling law",
-    "enable_adaptive_verification": "drafts are judged by the verifier's sampling law",
+    "rejection_sample_method": _OUR_LAW,
+    "synthetic_acceptance_rates": _OUR_LAW,
+    "synthetic_acceptance_length": _OUR_LAW,
+    "enable_adaptive_verification": _OUR_LAW,
     "draft_sample_method": "proposals follow the verifier's sampling law and its noise",
 }
 

@@ -275,23 +275,20 @@ def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
     return list(targets[: right + 1])
 
 
+_CHOOSING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+
+
 def arguments_of(prompt_length: int, sampling: SamplingParams) -> dict[str, Any]:
     """What a request's ``extra_args`` hold: plain data, for it may go to another process."""
-    return {
-        "prompt_length": prompt_length,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": [[token, bias] for token, bias in sampling.logit_bias.items()],
-        "seed": sampling.seed,
-    }
+    found = {name: getattr(sampling, name) for name in _CHOOSING}
+    bias = [list(one) for one in sampling.logit_bias.items()]
+    return {**found, "prompt_length": prompt_length, "logit_bias": bias}
 
 
 def sampling_of(arguments: dict[str, Any]) -> SamplingParams:
     """The part of the parameters that chooses tokens; how a text ends is the session's business."""
-    fields = {name: value for name, value in arguments.items() if name != "prompt_length"}
-    return SamplingParams(**fields | {"logit_bias": dict(fields["logit_bias"])})
+    found = {name: arguments[name] for name in _CHOOSING}
+    return SamplingParams(**found, logit_bias=dict(arguments["logit_bias"]))
