@@ -45,7 +45,8 @@ from edgespec.device.build import connect
 from edgespec.device.drafters.manifest import DraftManifest
 from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.device.model_drafter import exported_variant, planned_drafter
-from edgespec.models.folders import Role, model_info, resolve_model
+from edgespec.models import folders
+from edgespec.models.folders import Role, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 
 CONTEXT = 8192
@@ -323,10 +324,12 @@ def make_draft(
     info = ModelInfo(name, f"random-{name}", SHAPES[name][6], context_length)
     with (
         mock.patch.object(export, "Checkpoint", _RandomCheckpoint),
+        mock.patch.object(folders, "model_info", return_value=info),
+        mock.patch.object(folders, "token_count", return_value=0),
         mock.patch.object(quantize, "quantize_matrix", _random_matrix),
     ):
         return export.export_draft(
-            source, folder, info, bits=bits, context_length=context_length, kv_type=kv_type
+            source, folder, bits=bits, context_length=context_length, kv_type=kv_type
         )
 
 
@@ -531,7 +534,7 @@ def step(shape: str, rounds: int, cached: int = 300) -> None:
                 make_draft(out, shape, bits=bits)
             else:
                 source = resolve_model("bundled", Role.DRAFT)
-                export_draft(source, out, model_info(source), bits=bits)
+                export_draft(source, out, bits=bits)
             size_mb = (out / "model.onnx").stat().st_size / 1e6
             name = f"{bits:2d} bits ({size_mb:.1f} MB)"
             drafters[name] = OnnxDrafter(out)

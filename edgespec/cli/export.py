@@ -84,12 +84,9 @@ def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvT
             manifest = export_draft(
                 folder,
                 work,
-                folders.model_info(folder),
                 bits=bits,
                 context_length=context_length,
-                token_count=folders.token_count(folder),
                 kv_type=kv_type,
-                trained_length=folders.trained_length(folder),
                 progress=lambda done, all_: layers.update(bar, completed=done, total=all_),
             )
     _say_written(out, f"{manifest.layers} layers", manifest.bits, manifest.model.vocabulary)

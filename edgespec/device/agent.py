@@ -33,7 +33,7 @@ from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
 from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device.activity import Activity
-from edgespec.device.drafter_pool import DrafterPool
+from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute, link_for
@@ -319,7 +319,7 @@ class Agent:
         notes = self.activity.began(session, route, self._tracer)
         lease = None
         if drafter is not None:
-            lease = self._drafters(drafter).lease(len(tokens), sampling)
+            lease = DrafterLease(self._drafters(drafter), len(tokens), sampling)
         driver = SessionDriver(session, connect, lease, tracer=notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(

@@ -51,10 +51,6 @@ class DrafterPool:
         self._given_up: Future[StepDone] | None = None
         """The step that hung last."""
 
-    def lease(self, prompt_length: int, sampling: SamplingParams) -> DrafterLease:
-        """For one generation; call its ``end``."""
-        return DrafterLease(self, prompt_length, sampling)
-
     def close(self) -> None:
         """Free the model. A step that runs is waited for, unless it hangs: then what it uses is
         freed when it comes back, or lost with the process, which may end without it."""
@@ -132,7 +128,8 @@ class DrafterPool:
 
 
 class DrafterLease:
-    """One generation's use of a pool. ``tokens`` are what its cache holds, or would hold."""
+    """One generation's use of a pool; call its ``end``. ``tokens`` are what its cache holds, or
+    would hold."""
 
     def __init__(self, pool: DrafterPool, prompt_length: int, sampling: SamplingParams) -> None:
         self.prompt_length, self.sampling = prompt_length, sampling

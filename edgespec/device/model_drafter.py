@@ -72,7 +72,7 @@ def foreign_drafter(
     """A drafter on the first graph of ``source`` that can be used; ``say`` hears why others cannot.
     ``tokenizer`` is a folder whose tokenizer goes with a graph that has none. Raises ``ValueError``
     naming the first file where none can."""
-    from edgespec.device.drafters.decoder_graph import EXECUTION, HeadHint
+    from edgespec.device.drafters.decoder_graph import EXECUTION
     from edgespec.device.drafters.onnx_drafter import ForeignDrafter
 
     found = read_foreign_info(source.folder, source.name, tokenizer)
@@ -82,7 +82,7 @@ def foreign_drafter(
             return ForeignDrafter(
                 path,
                 found.model,
-                hint=HeadHint(found.kv_heads, found.head_size),
+                hint=(found.kv_heads, found.head_size),
                 threads=draft.threads,
                 context_length=draft.context_length,
                 window=draft.window,
@@ -288,9 +288,10 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     drafter.restrict(full.window, full.width)
     row_bytes = settings.caches * plan.variant.kv_bytes_per_token
     guard = memory.MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
-    caches = CacheGroup(drafter, settings.caches, plan.budget_bytes)
+    most, budget_bytes = settings.caches, plan.budget_bytes
+    caches = CacheGroup(guard, resident_bytes, time.monotonic, most, budget_bytes)
     caches.restriction = full
-    return GuardedDrafter(drafter, guard, resident_bytes, time.monotonic, caches)
+    return GuardedDrafter(drafter, caches)
 
 
 def summary(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:

@@ -362,8 +362,7 @@ def best_choices(
     if not logits.shape[0]:
         return []
     logits, _ = _allowed(logits, blocks)
-    params = [block.params for block in blocks for _ in block.positions]
-    positions = [position for block in blocks for position in block.positions]
+    params, positions = _by_row(blocks)
     scores = _adjusted(logits, blocks)
     if _row_by_row(logits):
         rows = zip(scores.numpy(), params, positions, strict=True)
@@ -400,8 +399,7 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     """float32 [rows, vocabulary]: ``core/protocol/sampling.warp`` of every row."""
-    params = [block.params for block in blocks for _ in block.positions]
-    return _truncated(_adjusted(logits, blocks), params)[:, : logits.shape[-1]]
+    return _truncated(_adjusted(logits, blocks), _by_row(blocks)[0])[:, : logits.shape[-1]]
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -423,42 +421,30 @@ def _at(indices: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(np.array(indices, dtype=np.int64), device)
 
 
+def _by_row(blocks: Sequence[SampleBlock]) -> tuple[list[SamplingParams], list[int]]:
+    """The parameters of every row, and the position of its token."""
+    rows = [(block.params, position) for block in blocks for position in block.positions]
+    return [params for params, _ in rows], [position for _, position in rows]
+
+
 def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list[int]:
-    params = [block.params for block in blocks for _ in block.positions]
-    positions = [position for block in blocks for position in block.positions]
-    if _row_by_row(logits):
-        return _choose_row_by_row(logits, blocks, params, positions)
-    return _draw(_adjusted(logits, blocks), params, positions)
-
-
-def _row_by_row(logits: torch.Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.shape[-1] >= _LARGE_VOCABULARY
-
-
-def _choose_row_by_row(
-    logits: torch.Tensor,
-    blocks: Sequence[SampleBlock],
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-) -> list[int]:
-    """The same tokens by ``arrays.py``, which looks at few of them closely."""
+    params, positions = _by_row(blocks)
+    if not _row_by_row(logits):
+        scores = _truncated(_adjusted(logits, blocks), params)
+        chosen: list[int] = _noisy(scores, params, positions).argmax(-1).tolist()
+        return chosen
     scores = logits.float()
     if any(block.params.penalised or block.params.logit_bias for block in blocks):
         scores = scores.clone() if scores is logits else scores
         _add_bias(scores, blocks, logits.shape[-1])
         _penalise(scores, blocks)
-    return [
-        best_token(row.numpy(), one, position, _SCRATCH.work)
-        for row, one, position in zip(scores, params, positions, strict=True)
-    ]
+    rows = zip(scores.numpy(), params, positions, strict=True)
+    return [best_token(row, one, at, _SCRATCH.work) for row, one, at in rows]
 
 
-def _draw(
-    scores: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> list[int]:
-    """Of each row of adjusted scores the token, by its sampling alone; ``scores`` may change."""
-    chosen: list[int] = _noisy(_truncated(scores, params), params, positions).argmax(-1).tolist()
-    return chosen
+def _row_by_row(logits: torch.Tensor) -> bool:
+    """Whether ``arrays.py`` is to look at few tokens of each row closely."""
+    return logits.device.type == "cpu" and logits.shape[-1] >= _LARGE_VOCABULARY
 
 
 def _noisy(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters import kv_buffers, onnx_drafter
+from edgespec.device.drafters import kv_buffers
 from edgespec.device.drafters.decoder_graph import CacheTensor
 from edgespec.device.drafters.kv_buffers import PROBED_ROWS, KvBuffers, frequencies_of
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest, write_manifest
@@ -33,7 +33,6 @@ from edgespec.device.drafters.token_cache import SINKS, DraftWindow
 from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import export_draft
 from edgespec.device.export.export_graph import rope_tables
-from edgespec.models.folders import model_info
 from tests.shell.test_export import VARIANTS
 from tests.shell.tiny_checkpoints import (
     VOCABULARY_SIZE,
@@ -77,7 +76,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[KvType, Path]:
     found = {}
     for kv_type in KvType:
         found[kv_type] = root / kv_type.value
-        export_draft(source, found[kv_type], model_info(source), bits=8, kv_type=kv_type)
+        export_draft(source, found[kv_type], bits=8, kv_type=kv_type)
     return found
 
 
@@ -100,7 +99,7 @@ def test_tokens_are_those_of_a_plain_cache(
     kv_type: KvType, drafts: dict[KvType, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grown = OnnxDrafter(drafts[kv_type])
-    monkeypatch.setattr(onnx_drafter, "KvBuffers", PlainBuffers)
+    monkeypatch.setattr(kv_buffers, "KvBuffers", PlainBuffers)
     plain = OnnxDrafter(drafts[kv_type])
     for drafter in (grown, plain):
         drafter.begin(10, GREEDY)
@@ -397,7 +396,7 @@ class PlainDecoder:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root: Path = tmp_path_factory.mktemp("window")
     source = write_checkpoint(root / "source", tiny_config(max_position_embeddings=CONTEXT))
-    export_draft(source, root / "draft", model_info(source), bits=32)
+    export_draft(source, root / "draft", bits=32)
     return root / "draft"
 
 
@@ -426,7 +425,7 @@ def test_logits_are_those_of_a_decoder_that_sees_the_first_and_the_last_tokens(
 @pytest.mark.parametrize("bits", [4, 32])
 def test_frequencies_are_found_as_the_model_was_made(name: str, bits: int, tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", VARIANTS[name])
-    export_draft(source, tmp_path / "draft", model_info(source), bits=bits)
+    export_draft(source, tmp_path / "draft", bits=bits)
     shape, drafter = read_shape(source), OnnxDrafter(tmp_path / "draft")
     drafter.begin(1, SamplingParams())
     drafter.step(0, [7] * PROBED_ROWS, 1)

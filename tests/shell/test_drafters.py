@@ -44,7 +44,6 @@ from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDraf
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
-from edgespec.models.folders import model_info
 from tests.adversarial import AdversarialDrafter
 from tests.present import present
 from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder
@@ -81,7 +80,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def own_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("own") / "draft"
-    export_draft(checkpoint, folder, model_info(checkpoint), bits=32)
+    export_draft(checkpoint, folder, bits=32)
     return folder
 
 
@@ -130,7 +129,7 @@ def drafter_of(
             case ("onnx", bits):
                 folder: Path = checkpoint.parent / kind
                 if not folder.exists():
-                    export_draft(checkpoint, folder, model_info(checkpoint), bits=int(bits))
+                    export_draft(checkpoint, folder, bits=int(bits))
                 return OnnxDrafter(folder)
             case _:
                 return load(folder_of(kind))
@@ -408,7 +407,7 @@ class NoMoreMemory(ReslicedCache):
 def test_without_memory_a_step_fails_and_what_is_kept_stays(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.device.drafters.onnx_drafter.ReslicedCache", NoMoreMemory)
+    monkeypatch.setattr("edgespec.device.drafters.kv_buffers.ReslicedCache", NoMoreMemory)
     drafter = load(folder_of("optimum"))
     drafter.begin(30, SamplingParams())
     drafter.step(0, TOKENS[:30], 1)

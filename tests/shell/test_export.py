@@ -35,7 +35,7 @@ from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, w
 from edgespec.device.export.quantize import round_graph
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
-from edgespec.models.folders import model_info, token_count
+from edgespec.models.folders import token_count
 from tests.shell.foreign_graphs import concatenating_graph
 from tests.shell.live_verifier import call, start
 from tests.shell.test_grammar import runs, until
@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = EXPORTS["made"]
 
 def export(source: Path, bits: int, **options: Any) -> Path:
     target = source.parent / f"{source.name}-{bits}-{'-'.join(map(str, options.values()))}"
-    export_draft(source, target, model_info(source), bits=bits, **options)
+    export_draft(source, target, bits=bits, **options)
     return target
 
 
@@ -136,7 +136,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     for bits in (4, 32):
         first, again = tmp_path / "first", tmp_path / "again"
         for folder in (first, again):
-            export_draft(source, folder, model_info(source), bits=bits)
+            export_draft(source, folder, bits=bits)
         names = sorted(path.name for path in first.iterdir())
         texts = ["tokenizer.json", "tokenizer_config.json"]
         assert names == ["config.json", "edgespec.json", "model.onnx", *texts]
@@ -156,7 +156,7 @@ def test_ids_that_pad_the_vocabulary_are_never_proposed(tmp_path: Path) -> None:
     tensors["lm_head.weight"][VOCABULARY_SIZE:] = tensors["lm_head.weight"][5] * 9.0  # likeliest
     source = write_checkpoint(tmp_path / "padded", config, tensors)
     folder = tmp_path / "draft"
-    export_draft(source, folder, model_info(source), bits=4, token_count=known)
+    export_draft(source, folder, bits=4)
     for sampling in (SamplingParams(), SamplingParams(temperature=1.5, repetition_penalty=1.3)):
         drafter = OnnxDrafter(folder)
         assert drafter.info.vocabulary_size == padded
@@ -240,27 +240,27 @@ def test_a_model_that_cannot_be_built_is_refused_by_name(
     config = tiny_config() | changes
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
-        export_draft(source, tmp_path / "out", model_info(source))
+        export_draft(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
-    info, out = model_info(source), tmp_path / "out"
+    out = tmp_path / "out"
     tensors = tiny_tensors(tiny_config())
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     write_checkpoint(source, tensors=missing)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in no"):
-        export_draft(source, out, info)
+        export_draft(source, out)
     write_checkpoint(source, tensors=tensors | {"model.norm.weight": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match=r"shape \(3,\), not \(64,\)"):
-        export_draft(source, out, info)
+        export_draft(source, out)
     (source / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a readable"):
-        export_draft(source, out, info)
+        export_draft(source, out)
     (source / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
-        export_draft(source, out, info)
+        export_draft(source, out)
 
 
 @pytest.fixture(scope="module")

@@ -140,7 +140,7 @@ def guarded(measure: Callable[[], int], clock: Callable[[], float]) -> GuardedDr
     full = Restriction(512, 4)
     drafter.restrict(full.window, full.width)
     guard = MemoryGuard(200 * MIB, 5 * MIB, full, drafter.growth_bytes(1))
-    return GuardedDrafter(drafter, guard, measure, clock)
+    return GuardedDrafter(drafter, CacheGroup(guard, measure, clock))
 
 
 def test_the_draft_gets_less_when_the_process_grows_and_more_when_it_shrinks() -> None:
@@ -236,10 +236,8 @@ def test_further_caches_are_bounded_together() -> None:
     def now() -> float:
         return float(next(ticks))
 
-    caches = CacheGroup(drafter, 2)
-    first = GuardedDrafter(
-        drafter, Halves(1, 0, Restriction(256, 4), 1), resident_bytes, now, caches
-    )
+    halves = Halves(1, 0, Restriction(256, 4), 1)
+    first = GuardedDrafter(drafter, CacheGroup(halves, resident_bytes, now, 2))
     second, text = first.twin(), (PROMPT * 9)[:120]
     for one in (first, second):
         one.begin(40, SamplingParams())

@@ -213,7 +213,7 @@ def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
     budget = kv_pool.PoolBudget(parse_budget("1MiB"), None, rows=100, machine=machine)
     sized = torch_target(folder, canonical=canonical, pool_budget=budget)
     # 2 layers x 2 x 2 heads x 16 numbers of 4 bytes are 512 bytes a token.
-    assert sized.cache.block_count * kv_pool.BLOCK_SIZE == sized.free_tokens == MIB // 512
+    assert sized.cache.block_count * kv_pool.BLOCK_SIZE == sized._pool.free_tokens == MIB // 512
     assert asked == [1]
     assert sized.mode.endswith(", 2048 cached tokens in 1 MiB")
     results = []
@@ -236,7 +236,7 @@ def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None
     torch.cuda.empty_cache()
     budget = kv_pool.PoolBudget(None, 0.5, rows=64, machine=_machine)
     target = torch_target(folder, device="cuda", pool_budget=budget, max_sessions=8)
-    assert target.free_tokens == 8 * 256
+    assert target._pool.free_tokens == 8 * 256
     free, total = torch.cuda.mem_get_info()
     assert total - free < 0.5 * total
 

@@ -68,7 +68,7 @@ def test_greedy_texts_are_those_of_generate(family: str, tmp_path: Path) -> None
     for canonical in (None, False):
         target = schedules.torch_target(tmp_path, canonical=canonical)
         assert schedules.decode_beside(target, PROMPTS, texts) == texts
-        assert target.free_tokens == 2048
+        assert target._pool.free_tokens == 2048
 
 
 @pytest.mark.parametrize("canonical", [True, False])

@@ -14,15 +14,15 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from edgespec.device.export.export import COPIED_FILES, export_draft
-from edgespec.models.folders import BUNDLED_FOLDER, model_info, trained_length
+from edgespec.models.folders import BUNDLED_FOLDER
 
 WEIGHTS = "model.safetensors"
 
 
 def pack(checkpoint: Path, bundled: Path) -> None:
     """What ``edgespec distill`` wrote becomes the bundled draft: float32 and int4 ONNX."""
-    out, length = bundled / "draft", trained_length(checkpoint)
-    export_draft(checkpoint, out, model_info(checkpoint), bits=4, trained_length=length)
+    out = bundled / "draft"
+    export_draft(checkpoint, out, bits=4)
     shutil.copyfile(checkpoint / WEIGHTS, out / WEIGHTS)
 
 

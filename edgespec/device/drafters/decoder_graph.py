@@ -111,16 +111,12 @@ class DecoderGraph:
     """Is it known that there are float32 logits [1, V] of the last token alone?"""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadHint:
-    """Sizes from a config, for graphs that leave them open; 0: not known."""
-
-    heads: int = 0
-    head_size: int = 0
+HeadHint = tuple[int, int]
+"""Key-value heads and head size of a config, for graphs that leave them open; 0: not known."""
 
 
 def read_graph(
-    path: Path, inputs: Sequence[Port], outputs: Sequence[Port], hint: HeadHint | None = None
+    path: Path, inputs: Sequence[Port], outputs: Sequence[Port], hint: HeadHint = (0, 0)
 ) -> DecoderGraph:
     """Raises ``DraftModelError`` naming the file, the input or output and what was expected."""
     roles: dict[Role, Port] = {}
@@ -138,7 +134,7 @@ def read_graph(
         raise DraftModelError(
             f"{path}: input 'input_ids' is missing; the graph takes {[p.name for p in inputs]}"
         )
-    caches = _caches(path, pasts, outputs, hint or HeadHint())
+    caches = _caches(path, pasts, outputs, hint)
     return DecoderGraph(roles, caches, _logits(path, outputs))
 
 
@@ -237,8 +233,8 @@ def _cache(path: Path, part: str, past: Port, present: Port, hint: HeadHint) -> 
     length, heads = (second, third) if tokens_first else (third, second)
     if isinstance(length, int) and length > 0:
         raise DraftModelError(f"{what}: a cache of a fixed length of {length} is not supported")
-    heads = heads if isinstance(heads, int) and heads > 0 else hint.heads
-    size = last if isinstance(last, int) and last > 0 else hint.head_size
+    heads = heads if isinstance(heads, int) and heads > 0 else hint[0]
+    size = last if isinstance(last, int) and last > 0 else hint[1]
     if heads < 1 or size < 1:
         raise DraftModelError(
             f"{what} and leaves {'heads' if heads < 1 else 'head size'} open; a config.json or"

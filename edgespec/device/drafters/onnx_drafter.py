@@ -19,7 +19,6 @@ them leave, and those behind move down, their keys turned back (``kv_buffers``).
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -35,14 +34,7 @@ from edgespec.core import ports
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
-from edgespec.device.drafters.kv_buffers import (
-    PROBED_ROWS,
-    Buffer,
-    Frequencies,
-    KvBuffers,
-    ReslicedCache,
-    frequencies_of,
-)
+from edgespec.device.drafters import kv_buffers as kv
 from edgespec.device.drafters.manifest import (
     MAX_CONTEXT_LENGTH,
     MODEL_FILE,
@@ -52,6 +44,7 @@ from edgespec.device.drafters.manifest import (
 )
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
+from edgespec.telemetry.process_memory import trim_heap
 
 CHUNK = ports.PREFILL_CHUNK
 # Past this, positions and masks are longer than most models' contexts; as of our own drafts.
@@ -85,13 +78,13 @@ class GraphDrafter:
         self._binding: Any = None  # onnxruntime has no types
         self._chunks = True
         """May several tokens be fed behind a cache, or one at a time only?"""
-        self._store_kind: type[KvBuffers] | type[ReslicedCache] = KvBuffers
+        self._store_kind: type[kv.KvBuffers] | type[kv.ReslicedCache] = kv.KvBuffers
         self.weights_bytes = dg.weights_bytes(path)
         """Of the file and its external data."""
         self._run_options: ort.RunOptions | None = None
         moving = not any(cache.dtype == "int8" for cache in graph.caches)
         self._most_guesses, self._window = MAX_WIDTH, DraftWindow(window or capacity, moving=moving)
-        self._frequencies: list[Frequencies | None] = []
+        self._frequencies: list[kv.Frequencies | None] = []
         """Of each cache tensor, found when a text first outgrows the window; None: of values."""
 
     @property
@@ -171,9 +164,9 @@ class GraphDrafter:
         self._cache.forget(0)
         self._session = self._binding = None
         self._store.close()
-        give_back()
+        trim_heap()  # else half of the weights would stay there
 
-    def cached_rows(self, length: int) -> Iterator[tuple[dg.CacheTensor, Buffer]]:
+    def cached_rows(self, length: int) -> Iterator[tuple[dg.CacheTensor, kv.Buffer]]:
         """Layer by layer keys and values: the first ``length`` rows, [heads, length, head size]."""
         return self._store.rows(length)
 
@@ -194,12 +187,14 @@ class GraphDrafter:
     def _find_frequencies(self) -> None:
         """By a few tokens in a cache beside this one, once. A graph that turns its keys in no way
         that is known gets a window whose rows do not move."""
-        probe, count = self.twin(), min(PROBED_ROWS, self._window.size)
+        probe, count = self.twin(), min(kv.PROBED_ROWS, self._window.size)
         try:
             probe.begin(1, SamplingParams())
             probe.step(0, [self._proposable // 2] * count, 1)
             self._frequencies = [
-                frequencies_of(rows, f"{self._path}: {cache.past}") if cache.part == "key" else None
+                kv.frequencies_of(rows, f"{self._path}: {cache.past}")
+                if cache.part == "key"
+                else None
                 for cache, rows in probe.cached_rows(count)
             ]
         except DraftModelError as error:
@@ -299,15 +294,6 @@ class GraphDrafter:
     def _bind_input(self, role: dg.Role, array: NDArray[Any], shape: tuple[int, ...]) -> None:
         name = self._graph.roles[role].name
         self._binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-
-
-def give_back() -> None:
-    """Ask the C library to return what it keeps of freed memory; a model that was closed leaves
-    half of its weights there. Does nothing where the library cannot (only glibc can)."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        pass
 
 
 def runtime_version() -> tuple[int, int]:
@@ -476,7 +462,7 @@ class ForeignDrafter(GraphDrafter):
         path: Path,
         info: ports.ModelInfo,
         *,
-        hint: dg.HeadHint | None = None,
+        hint: dg.HeadHint = (0, 0),
         threads: int = 0,
         context_length: int = 0,
         window: int = 0,
@@ -508,7 +494,7 @@ class ForeignDrafter(GraphDrafter):
         """Find the way to use the graph that works. Raises ``DraftModelError``."""
         reason = ""
         in_place = not any(cache.tokens_first for cache in self.graph.caches)
-        for kind in (KvBuffers, ReslicedCache) if in_place else (ReslicedCache,):
+        for kind in (kv.KvBuffers, kv.ReslicedCache) if in_place else (kv.ReslicedCache,):
             self._store_kind = kind
             try:
                 self._lay_out()
@@ -517,7 +503,7 @@ class ForeignDrafter(GraphDrafter):
                 reason = f"it does not run: {error}"
                 continue
             if found.works:
-                self.behaviour = replace(found, in_place=kind is KvBuffers)
+                self.behaviour = replace(found, in_place=kind is kv.KvBuffers)
                 self._chunks, self._run_options = found.chunks, None
                 self._lay_out()
                 return

@@ -219,73 +219,32 @@ class Restrictable(Drafter, Protocol):
 
 
 class CacheGroup:
-    """The caches of one draft: they are bounded together. ``most``: so many may there be;
-    ``budget_bytes``: what the process is kept below, for whoever shows it."""
-
-    def __init__(self, first: Restrictable, most: int = 1, budget_bytes: int = 0) -> None:
-        self.members: list[Restrictable] = [first]
-        self.budget_bytes = budget_bytes
-        self.restriction: Restriction | None = None
-        """The last one that the governor laid on; None: none yet."""
-        self.most = most
-
-    @property
-    def held_tokens(self) -> int:
-        """Rows that the fullest one holds: a governor bounds them all alike."""
-        return max(member.held_tokens for member in self.members)
-
-    def restrict(self, restriction: Restriction) -> None:
-        self.restriction = restriction
-        for member in self.members:
-            member.restrict(restriction.window, restriction.width)
-
-
-class GuardedDrafter:
-    """``inner`` with a ``governor`` on it; ``measure`` gives the process's resident bytes.
-
-    ``caches``: those that share the governor, this drafter's among them. The governor is to know
-    that a row it takes away goes in each of them."""
+    """The caches of one draft, which ``governor`` bounds together: it is to know that a row it
+    takes away goes in each of them. ``measure`` gives the process's resident bytes, ``most`` says
+    how many caches there may be, and ``budget_bytes`` is for whoever shows it."""
 
     def __init__(
         self,
-        inner: Restrictable,
         governor: MemoryGuard,
         measure: Callable[[], int],
         clock: Callable[[], float],
-        caches: CacheGroup | None = None,
+        most: int = 1,
+        budget_bytes: int = 0,
     ) -> None:
-        self.inner, self.info = inner, inner.info
-        self.begin, self.close = inner.begin, inner.close
-        self.caches = caches or CacheGroup(inner)
-        self._governor = governor
-        self._measure, self._clock = measure, clock
+        self.members: list[Restrictable] = []
+        self.most, self.budget_bytes = most, budget_bytes
+        self.restriction: Restriction | None = None
+        """The last one that the governor laid on; None: none yet."""
+        self._governor, self._measure, self._clock = governor, measure, clock
         self._measured_at = -MEASURE_EVERY_S
         self._resident = 0
         self._failed = False
 
-    def twin(self) -> GuardedDrafter:
-        """Another cache under the same governor. Raises ``MemoryError`` when there is no room."""
-        if len(self.caches.members) >= self.caches.most:
-            raise MemoryError(f"the memory budget was planned with {self.caches.most} caches")
-        inner = twin_of(self.inner)
-        assert isinstance(inner, Restrictable)
-        self.caches.members.append(inner)
-        return GuardedDrafter(inner, self._governor, self._measure, self._clock, self.caches)
-
-    def step(
-        self,
-        keep_length: int,
-        feed: Sequence[int],
-        width: int,
-        cancelled: Cancelled = never_cancelled,
-    ) -> tuple[Candidate, ...]:
-        growth = self.inner.growth_bytes(keep_length + len(feed))
+    def look(self, growth: int) -> None:
+        """Before a step that may add so many bytes."""
         now = self._clock()
-        if growth >= _MUCH_BYTES or now - self._measured_at >= MEASURE_EVERY_S:
-            self._look(growth, now)
-        return self.inner.step(keep_length, feed, width, cancelled)
-
-    def _look(self, growth: int, now: float) -> None:
+        if growth < _MUCH_BYTES and now - self._measured_at < MEASURE_EVERY_S:
+            return
         self._measured_at = now
         try:
             self._resident = self._measure()
@@ -294,14 +253,40 @@ class GuardedDrafter:
             if not self._failed:
                 self._failed = True
                 _log.warning("this process's memory cannot be measured any more: %s", error)
-        seen = Observation(self._resident, growth, self.caches.held_tokens)
-        restriction = self._governor.observe(seen, now)
+        held = max(member.held_tokens for member in self.members)
+        restriction = self._governor.observe(Observation(self._resident, growth, held), now)
         if restriction is None:
             return
-        _log.info(
-            "%d MiB resident: the draft may hold %d tokens and give %d guesses a step",
-            self._resident >> 20,
-            restriction.window,
-            restriction.width,
-        )
-        self.caches.restrict(restriction)
+        window, width = restriction.window, restriction.width
+        told = "%d MiB resident: the draft may hold %d tokens and give %d guesses a step"
+        _log.info(told, self._resident >> 20, window, width)
+        self.restriction = restriction
+        for member in self.members:
+            member.restrict(window, width)
+
+
+class GuardedDrafter:
+    """``inner`` as one of ``caches``."""
+
+    def __init__(self, inner: Restrictable, caches: CacheGroup) -> None:
+        self.inner, self.info, self.caches = inner, inner.info, caches
+        self.begin, self.close = inner.begin, inner.close
+        caches.members.append(inner)
+
+    def twin(self) -> GuardedDrafter:
+        """Another one of the same caches. Raises ``MemoryError`` when there is no room."""
+        if len(self.caches.members) >= self.caches.most:
+            raise MemoryError(f"the memory budget was planned with {self.caches.most} caches")
+        inner = twin_of(self.inner)
+        assert isinstance(inner, Restrictable)
+        return GuardedDrafter(inner, self.caches)
+
+    def step(
+        self,
+        keep_length: int,
+        feed: Sequence[int],
+        width: int,
+        cancelled: Cancelled = never_cancelled,
+    ) -> tuple[Candidate, ...]:
+        self.caches.look(self.inner.growth_bytes(keep_length + len(feed)))
+        return self.inner.step(keep_length, feed, width, cancelled)

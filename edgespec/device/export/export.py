@@ -16,17 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.core.device.memory import KvType
-from edgespec.core.ports import ModelInfo
 from edgespec.device.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
-from edgespec.device.export.checkpoint import Checkpoint, CheckpointError, read_shape
-from edgespec.models.folders import (
-    DRAFT_MANIFEST,
-    cache_folder,
-    check_checkpoint,
-    model_info,
-    token_count,
-    trained_length,
-)
+from edgespec.device.export.checkpoint import Checkpoint, read_shape
+from edgespec.models import folders
 
 if TYPE_CHECKING:
     import onnx
@@ -49,34 +41,23 @@ DEFAULT_CONTEXT_LIMIT = 16_384
 def export_draft(
     source: Path,
     target: Path,
-    info: ModelInfo,
     *,
     bits: int = 4,
     context_length: int = 0,
-    token_count: int = 0,
     kv_type: KvType = KvType.FLOAT32,
-    trained_length: int = 0,
     progress: Progress | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
 
-    ``info`` describes the source (``models.folders.model_info``); its vocabulary fingerprint goes
-    into the manifest. ``bits`` is 4, 8 or 32 (float32). ``context_length`` 0 means the model's own,
-    at most 16384. ``token_count`` says how many ids of the vocabulary the tokenizer knows, where
-    the model's is padded; 0: all. ``kv_type`` is that of the cached keys and values; int8 needs
-    onnxruntime here, to try the draft. ``trained_length``: how many tokens the texts had that it
-    was trained on (``DraftManifest``). ``progress`` hears how many layers of how many are done. The
-    same input gives the same bytes. Raises ``CheckpointError`` naming the file and the field,
-    ``ValueError`` naming the value and the limit."""
+    ``bits`` is 4, 8 or 32 (float32). ``context_length`` 0 means the model's own, at most 16384.
+    ``kv_type`` is that of the cached keys and values; int8 needs onnxruntime here, to try the
+    draft. ``progress`` hears how many layers of how many are done. The same input gives the same
+    bytes. Raises ``CheckpointError`` or another ``ValueError``, naming the file and the field, or
+    the value and the limit."""
     from edgespec.device.export.export_graph import build_graph, padded_head_dim
     from edgespec.device.export.quantize import BLOCK_SIZE, save_graph
 
-    shape = read_shape(source)
-    if info.vocabulary_size != shape.vocabulary_size:
-        raise CheckpointError(
-            f"{source / 'config.json'}: vocab_size is {shape.vocabulary_size},"
-            f" but the model info says {info.vocabulary_size}"
-        )
+    shape, info = read_shape(source), folders.model_info(source)
     limit = info.context_length
     length = context_length or min(limit, DEFAULT_CONTEXT_LIMIT)
     if not 1 <= length <= limit:
@@ -91,8 +72,8 @@ def export_draft(
         head_dim=padded_head_dim(shape.head_dim),
         source=source.name,
         kv_type=kv_type.value,
-        token_count=min(token_count, shape.vocabulary_size),
-        trained_length=trained_length,
+        token_count=min(folders.token_count(source), shape.vocabulary_size),
+        trained_length=folders.trained_length(source),
     )
     model = build_graph(shape, Checkpoint(source), length, bits, progress)
     if kv_type is not KvType.FLOAT32:
@@ -162,27 +143,18 @@ def exported(
     """The draft folder made from the Hugging Face folder ``source``: in the user's cache under a
     key of its weights, its tokenizer and these settings, made now if need be. Raises ``ValueError``
     naming the file for a folder that cannot be exported."""
-    check_checkpoint(source)
-    folder = cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
-    if (folder / DRAFT_MANIFEST).is_file():
+    folders.check_checkpoint(source)
+    folder = folders.cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
+    if (folder / folders.DRAFT_MANIFEST).is_file():
         return folder
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
     # Built aside and moved: a half-written folder is never found, nor by a second process.
     with work_folder(folder.parent) as work:
-        info, tokens = model_info(source), token_count(source)
-        export_draft(
-            source,
-            work,
-            info,
-            bits=bits,
-            token_count=tokens,
-            kv_type=kv_type,
-            trained_length=trained_length(source),
-        )
+        export_draft(source, work, bits=bits, kv_type=kv_type)
         try:
             work.rename(folder)
         except OSError:
-            if not (folder / DRAFT_MANIFEST).is_file():
+            if not (folder / folders.DRAFT_MANIFEST).is_file():
                 raise
     return folder
 

@@ -21,7 +21,7 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,28 +34,20 @@ from edgespec.device.export import quantize as qz
 from edgespec.device.export.checkpoint import Checkpoint, DecoderShape, FamilyWeights
 
 
-def graph_signature(
-    shape: DecoderShape,
-) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-    """(inputs, outputs) of the graph for this shape."""
-
-    def cache(kind: str) -> Iterator[onnx.ValueInfoProto]:
-        dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
-        for layer in range(shape.layers):
-            for part in ("key", "value"):
-                name = f"{kind}.{layer}.{part}"
-                yield helper.make_tensor_value_info(name, TensorProto.FLOAT, dims)
-
+def _signature(shape: DecoderShape) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
+    """(inputs, outputs) of the graph."""
+    value = helper.make_tensor_value_info
+    dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
+    parts = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
     inputs = [
-        helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "length"]),
-        helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [1]),
-        helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
-        *cache("past"),
+        value("input_ids", TensorProto.INT64, [1, "length"]),
+        value("seqlens_k", TensorProto.INT32, [1]),
+        value("total_sequence_length", TensorProto.INT32, []),
+        *[value(f"past.{part}", TensorProto.FLOAT, dims) for part in parts],
     ]
-    logits = [1, shape.vocabulary_size]
     outputs = [
-        helper.make_tensor_value_info("logits", TensorProto.FLOAT, logits),
-        *cache("present"),
+        value("logits", TensorProto.FLOAT, [1, shape.vocabulary_size]),
+        *[value(f"present.{part}", TensorProto.FLOAT, dims) for part in parts],
     ]
     return inputs, outputs
 
@@ -221,7 +213,7 @@ class _Builder:
             progress(layer + 1, shape.layers)
         normed, _ = self._norm("model.norm", residual, branch)
         self._head(normed)
-        inputs, outputs = graph_signature(self._shape)
+        inputs, outputs = _signature(self._shape)
         graph = helper.make_graph(
             self._nodes, "edgespec_draft", inputs, outputs, self._initializers
         )

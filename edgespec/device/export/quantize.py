@@ -163,52 +163,33 @@ class _Rounding:
         """What stands in the place of ``node``."""
         if node.op_type == "MatMul":
             name = node.input[1]
-            if name in self._turned:
-                return self._product(node, self._turned[name], turned=True)
-            return self._product(node, name, turned=False)
-        if node.op_type == "Gather":
-            return self._rows(node)
-        return [node]
-
-    def _product(self, node: onnx.NodeProto, name: str, *, turned: bool) -> list[onnx.NodeProto]:
-        found = self._matrix(name, turned=turned)
+            found = self._matrix(self._turned.get(name, name), turned=name in self._turned)
+        elif node.op_type == "Gather" and self._looks_rows_up(node):
+            found = self._matrix(node.input[0], turned=True)
+        else:
+            found = None
         if found is None:
             return [node]
         packed, scales, (rows, columns) = found
-        return [
-            helper.make_node(
-                "MatMulNBits",
-                [node.input[0], packed, scales],
-                list(node.output),
-                name=node.name,
-                domain=CONTRIB,
-                **product_of(rows, columns, self.bits),
-            )
-        ]
-
-    def _rows(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        axis = next((one.i for one in node.attribute if one.name == "axis"), 0)
-        tensor = self._constants.get(node.input[0])
-        if axis or tensor is None or len(tensor.dims) != 2 or tensor.dims[1] % BLOCK_SIZE:
-            return [node]
-        found = self._matrix(node.input[0], turned=True)
-        if found is None:
-            return [node]
-        packed, scales, (rows, columns) = found
+        where, named = list(node.output), {"name": node.name, "domain": CONTRIB}
+        if node.op_type == "MatMul":
+            product, inputs = product_of(rows, columns, self.bits), [node.input[0], packed, scales]
+            return [helper.make_node("MatMulNBits", inputs, where, **named, **product)]
         shape, table = f"{packed}.shape", f"{packed}.table"
         width = columns * self.bits // 8
         self.added.append(numpy_helper.from_array(np.array([rows, width], dtype=np.int64), shape))
+        inputs, looked_up = [table, node.input[1], scales], rows_of(self.bits)
         return [
             helper.make_node("Reshape", [packed, shape], [table], name=table),
-            helper.make_node(
-                "GatherBlockQuantized",
-                [table, node.input[1], scales],
-                list(node.output),
-                name=node.name,
-                domain=CONTRIB,
-                **rows_of(self.bits),
-            ),
+            helper.make_node("GatherBlockQuantized", inputs, where, **named, **looked_up),
         ]
+
+    def _looks_rows_up(self, node: onnx.NodeProto) -> bool:
+        """Of a table with rows of whole blocks."""
+        axis = next((one.i for one in node.attribute if one.name == "axis"), 0)
+        tensor = self._constants.get(node.input[0])
+        whole = tensor is not None and len(tensor.dims) == 2 and not tensor.dims[1] % BLOCK_SIZE
+        return axis == 0 and whole
 
     def _matrix(self, name: str, *, turned: bool) -> tuple[str, str, tuple[int, int]] | None:
         """(integers, scales, (outputs, inputs)) of a constant; ``turned``: it lies [outputs,

@@ -117,13 +117,10 @@ class BlockTables:
 
     def _grow(self, rows: int, columns: int) -> None:
         height, width = self._host.shape
-        grown = np.zeros((rows, columns), dtype=np.int64)
-        grown[:height, :width] = self._host
-        slots = np.zeros((rows, columns * BLOCK_SIZE), dtype=np.int32)
-        slots[:height, : width * BLOCK_SIZE] = self._slots
-        filled = np.zeros(rows, dtype=np.int64)
-        filled[:height] = self._filled
-        self._host, self._slots, self._filled = grown, slots, filled
+        below, right = (0, rows - height), columns - width
+        self._host = np.pad(self._host, (below, (0, right)))
+        self._slots = np.pad(self._slots, (below, (0, right * BLOCK_SIZE)))
+        self._filled = np.pad(self._filled, below)
 
 
 NULL_SLOT = 0

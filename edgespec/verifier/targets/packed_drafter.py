@@ -29,7 +29,7 @@ from typing import Protocol
 from edgespec.core.ports import CapacityError, ModelOutputError, TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import CommittedPrefix
-from edgespec.core.protocol.work import Candidate, DraftStep, ModelInfo, PassRequest
+from edgespec.core.protocol.work import Candidate, DraftStep, PassRequest
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.cache_keeper import PrefixSharing
 from edgespec.core.verifier.own_drafts import CHOICES
@@ -76,7 +76,7 @@ class PackedDrafter:
         window: int | None = None,
     ) -> None:
         assert model.cache is not None, "the draft model has no cache to give out"
-        self._model = model
+        self._model, self.info = model, model.info
         self._vocabulary_size = vocabulary_size
         self._window = min(window or model.info.context_length, model.info.context_length)
         self._ledger = BlockLedger(model.cache)
@@ -87,10 +87,6 @@ class PackedDrafter:
         self.evictions = 0
         self.shared_tokens = 0
         """Fed tokens whose blocks were there."""
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._model.info
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()

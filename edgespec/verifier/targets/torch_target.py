@@ -20,15 +20,7 @@ import torch
 from edgespec.core.ports import ModelInfo, PassRequest, PassResult, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, Candidate, NodeScore
-from edgespec.sampling.tensors import (
-    SampleBlock,
-    TextCounts,
-    best_choices,
-    best_tokens,
-    choose_tokens,
-    score_nodes,
-    score_passes,
-)
+from edgespec.sampling import tensors
 from edgespec.verifier.targets import kv_pool
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import (
@@ -152,11 +144,6 @@ class TorchTarget:
             how = f"canonical ({self._row_tiles})"
         return ", ".join([how, *self._notes])
 
-    @property
-    def free_tokens(self) -> int:
-        """Room in the pool, in tokens (whole blocks), for requests that bring no block table."""
-        return self._pool.free_tokens
-
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
     ) -> None:
@@ -179,7 +166,7 @@ class TorchTarget:
         logits = self._pass(batch)
         with torch.inference_mode():
             tokens, nodes_scored = self._choose(logits, batch)
-            scores = score_passes(logits, batch, tokens)
+            scores = tensors.score_passes(logits, batch, tokens)
         if scores or batch.has_nodes or not all(batch.samples):
             return share_out(batch, tokens, scores, nodes_scored)
         return [PassResult(key, (token,)) for key, token in zip(batch.keys, tokens, strict=True)]
@@ -190,7 +177,7 @@ class TorchTarget:
         logits = self._pass(batch)
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
         with torch.inference_mode():
-            found = iter(best_choices(logits, blocks, width))
+            found = iter(tensors.best_choices(logits, blocks, width))
         return [next(found) if sample else () for sample in batch.samples]
 
     def _pass(self, batch: PassBatch) -> torch.Tensor:
@@ -336,22 +323,24 @@ class TorchTarget:
         """The sampled rows' tokens, and what nodes are worth, by the key of a session that asks."""
         asked = any(batch.node_scores)
         if not asked and self._pool.special.isdisjoint(batch.keys):
-            best = best_tokens(logits)
+            best = tensors.best_tokens(logits)
             if best is not None:
                 return best, {}
         blocks = [block for block in map(self._sample_block, batch) if block.positions]
-        return choose_tokens(logits, blocks), score_nodes(logits, batch, blocks) if asked else {}
+        tokens = tensors.choose_tokens(logits, blocks)
+        return tokens, tensors.score_nodes(logits, batch, blocks) if asked else {}
 
-    def _sample_block(self, request: PassRequest) -> SampleBlock:
+    def _sample_block(self, request: PassRequest) -> tensors.SampleBlock:
         """The rows of ``request`` whose tokens are wanted; the counts follow in any case."""
         sequence = self._pool.sequence(request.key)
         params, length = sequence.sampling, sequence.first + len(sequence.tokens)
         counts = None
         if params.penalised:
-            counts = sequence.counts = sequence.counts or TextCounts(sequence.prompt_length)
+            known = sequence.counts or tensors.TextCounts(sequence.prompt_length)
+            counts = sequence.counts = known
             counts.follow(sequence.tokens, request.cache_length)
         if not request.sample:
-            return SampleBlock(request.key, params, ())
+            return tensors.SampleBlock(request.key, params, ())
         positions = [length]
         if request.parents:
             positions += (tree_depths(request.parents) + length).tolist()
@@ -360,7 +349,7 @@ class TorchTarget:
         if params.constraint is not None:
             output = sequence.tokens[sequence.prompt_length :]
             masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
-        return SampleBlock(request.key, params, positions, before, masks)
+        return tensors.SampleBlock(request.key, params, positions, before, masks)
 
 
 def _pool(loaded: LoadedModel, max_cached_tokens: int) -> kv_pool.KvPool:

@@ -9,6 +9,7 @@ here before it is a wrong text elsewhere.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,16 +78,13 @@ class ToyMemory:
         self._marks.pop(key, None)
 
     def _check_writes(self, batch: Sequence[PassRequest]) -> None:
-        held: set[int] = set()
-        written: set[int] = set()
+        held = Counter(block for request in batch for block in request.blocks)
         for request in batch:
             if len(set(request.blocks)) != len(request.blocks):
                 raise ValueError(f"{request.key!r}: a block stands in its table twice")
-            writes = set(request.blocks[request.cache_length // self._block_tokens :])
-            if not writes.isdisjoint(held) or not written.isdisjoint(request.blocks):
+            writes = request.blocks[request.cache_length // self._block_tokens :]
+            if any(held[block] > 1 for block in writes):
                 raise ValueError(f"{request.key!r}: a block that is written is another's too")
-            written |= writes
-            held.update(request.blocks)
 
     def _check(self, request: PassRequest, marks: array[int]) -> None:
         size, length = self._block_tokens, request.cache_length

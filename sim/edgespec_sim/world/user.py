@@ -25,7 +25,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Cancelled, Candidate, Drafter, never_cancelled
 from edgespec.core.protocol.messages import EXACT_RULE, Open
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.drafters.token_cache import DraftWindow, GuardedDrafter
+from edgespec.device.drafters.token_cache import CacheGroup, DraftWindow, GuardedDrafter
 from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
@@ -147,12 +147,12 @@ class Governor:
         guard = MemoryGuard(budget_bytes, margin_bytes(budget_bytes) // 2, full, row_bytes)
         self.rows = rows
         self.tightened = self.loosened = 0
-        self.drafter = GuardedDrafter(
-            rows,
+        caches = CacheGroup(
             guard,
             lambda: course.resident_bytes(queue.now) + rows.held_tokens * row_bytes,
             lambda: queue.now,
         )
+        self.drafter = GuardedDrafter(rows, caches)
         self._queue, self._key = queue, ""
         self._tracer: Tracer | None = None
 

@@ -32,7 +32,7 @@ from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.own_drafts import LONGEST_CHAIN
 from edgespec.core.verifier.session import VerifySession
-from edgespec.device.drafters.guarded import MEASURE_EVERY_S, GuardedDrafter
+from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
 from edgespec_sim.event_queue import EventQueue
@@ -178,12 +178,12 @@ def guarded(drafter: Drafter, options: WorldOptions, queue: EventQueue) -> Draft
         return drafter
     rows = WindowedDrafter(drafter, _FULL.window, _FULL.width, _ROW_BYTES)
     guard = MemoryGuard(BUDGET, _MARGIN, _FULL, _ROW_BYTES, _RECOVERY_S * _CLOCK_RATE)
-    return GuardedDrafter(
-        rows,
+    caches = CacheGroup(
         guard,
         lambda: others(queue.now) + rows.held_tokens * _ROW_BYTES,
         lambda: queue.now * _CLOCK_RATE,
     )
+    return GuardedDrafter(rows, caches)
 
 
 class CheckedDrafter(WrappedDrafter):
