@@ -19,7 +19,7 @@ import pytest
 
 import edgespec
 from edgespec.cli.device import Progress, summary
-from edgespec.config import VerifierConfig
+from edgespec.config import PolicyName, VerifierConfig
 from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import PassRequest
 from edgespec.core.protocol import messages as m
@@ -263,7 +263,7 @@ def test_the_command_line_labels_a_lossy_text() -> None:
 
 
 async def test_http_takes_a_rule_and_tells_of_it() -> None:
-    policy = config("x", run_ahead=m.RunAhead.NEVER, width=1).policy
+    policy = config("x", name=PolicyName.FIXED, gamma=2, run_ahead=m.RunAhead.NEVER, width=1).policy
     async with serving(config=OFFER) as (address, _):
         async with over_verifiers(address, policy=policy) as live, live.client() as client:
             asked: Any = {"model": "toy", "prompt": PROMPT, "max_tokens": 60, "seed": 3}

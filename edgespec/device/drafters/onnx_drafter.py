@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnxruntime as ort
@@ -52,6 +52,14 @@ DEFAULT_CONTEXT_LIMIT = 16_384
 
 # Below about 10M parameters a second thread costs more than it brings; so many bytes of weights.
 _TWO_THREADS_FROM_BYTES = {4: 6_000_000, 8: 11_000_000, 32: 40_000_000}
+
+# Inputs that are one number, which follows from the tokens cached and those in all.
+_NUMBERS: Final[dict[dg.Role, Callable[[int, int], int]]] = {
+    dg.Role.CACHED: lambda cached, length: cached > 0,
+    dg.Role.ROWS: lambda cached, length: 1,
+    dg.Role.LAST_INDEX: lambda cached, length: length - 1,
+    dg.Role.LENGTH: lambda cached, length: length,
+}
 
 Row = NDArray[np.float32]
 _log = logging.getLogger(__name__)
@@ -222,23 +230,12 @@ class GraphDrafter:
             for role in (dg.Role.POSITIONS, dg.Role.CACHE_POSITIONS)
             if role in roles
         }
-        self._cached: NDArray[Any] | None = None
-        self._lengths: list[tuple[NDArray[Any], int]] = []
-        """Numbers that say how much is cached, and by how many they are less than the length."""
-        for role in roles.keys() & {
-            dg.Role.CACHED,
-            dg.Role.ROWS,
-            dg.Role.LAST_INDEX,
-            dg.Role.LENGTH,
-        }:
+        self._numbers: list[tuple[NDArray[Any], Callable[[int, int], int]]] = []
+        """Bound by their addresses; what each is when a number of tokens are cached and in all."""
+        for role in roles.keys() & _NUMBERS.keys():
             number = np.ones((1,) * len(roles[role].shape), dtype=roles[role].dtype)
             self._bind_input(role, number, number.shape)
-            if role is dg.Role.CACHED:
-                self._cached = number
-            elif role is dg.Role.ROWS:
-                self._one_wanted = number  # kept: it is bound by its address
-            else:
-                self._lengths.append((number, int(role is dg.Role.LAST_INDEX)))
+            self._numbers.append((number, _NUMBERS[role]))
         self._row: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
         self._one_row = self._graph.one_row
         if self._one_row:
@@ -260,10 +257,8 @@ class GraphDrafter:
         for role, array in self._counted.items():
             shape = (1, count) if role is dg.Role.POSITIONS else (count,)
             self._bind_input(role, array[cached:], shape)
-        if self._cached is not None:
-            self._cached.fill(cached > 0)
-        for number, less in self._lengths:
-            number.fill(length - less)
+        for number, value_of in self._numbers:
+            number.fill(value_of(cached, length))
         if not self._one_row:
             self._binding.bind_output(self._graph.logits.name, "cpu")  # before all others
         self._store.bind(self._binding, cached, count)
