@@ -495,15 +495,9 @@ def measured_rows(rows: int, device: torch.device) -> int:
     return rows if device.type == "cuda" else min(rows, _MOST_CPU_ROWS)
 
 
-def memory_figures(
-    budget: PoolBudget,
-    run: Callable[[], object],
-    *,
-    token_bytes: int,
-    layer_count: int,
-    device: torch.device,
-) -> MemoryFigures:
-    """Measure ``run``, a pass of ``measured_rows`` rows, and the memory beside it."""
+def memory_figures(budget: PoolBudget, run: Callable[[], object], pool: KvPool) -> MemoryFigures:
+    """Measure ``run``, a pass of ``measured_rows`` rows over ``pool``, and the memory beside it."""
+    device, layer_count = pool.device, pool.data.shape[1]
     scale = budget.rows / measured_rows(budget.rows, device)
     peak = _cuda_peak(run, device) if device.type == "cuda" else _resident_peak(run)
     if device.type == "cuda":
@@ -512,7 +506,8 @@ def memory_figures(
     else:
         machine = budget.machine()
         free, total = machine.available, machine.total
-    return MemoryFigures(total, free, int(peak * scale), budget.rows, token_bytes, layer_count)
+    activations = int(peak * scale)
+    return MemoryFigures(total, free, activations, budget.rows, pool.token_bytes, layer_count)
 
 
 def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:

@@ -209,13 +209,7 @@ class TorchTarget:
         for request in batch:
             self._pool.open(request.key, 1, sampling)
         try:
-            figures = kv_pool.memory_figures(
-                budget,
-                lambda: self.forward(batch),
-                token_bytes=self._pool.token_bytes,
-                layer_count=loaded.layer_count,
-                device=loaded.device,
-            )
+            figures = kv_pool.memory_figures(budget, lambda: self.forward(batch), self._pool)
             if isinstance(self._attention, PagedAttention):
                 figures = replace(figures, activations=figures.activations + MEMORY_BYTES)
         finally:
