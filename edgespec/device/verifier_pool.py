@@ -44,7 +44,8 @@ class VerifierPool:
         self.failover = failover
         self._directory = directory
         self._transports: Mapping[str, Transport] = {}
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
+        """Of routes."""
         self._dials: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._dialed: dict[tuple[int, str], DeviceStream] = {}
         self._waiting: dict[int, asyncio.Future[PooledStream]] = {}
@@ -55,14 +56,6 @@ class VerifierPool:
         self._none_found = False
         self._models: dict[str, m.ModelIdentity] = {}
         """Of the text before, by the name that it asked for."""
-
-    def route(
-        self, needed_length: int = 0, conversation: str = "", model: str = ""
-    ) -> VerifierRoute:
-        """For one generation of that conversation, whose prompt and longest output are so many
-        tokens, by the model of that name."""
-        wanted = ev.Wanted(next(self._numbers), needed_length, conversation, model)
-        return VerifierRoute(self, wanted)
 
     async def known(self) -> Mapping[str, Transport]:
         """The verifiers, to ask them how they are. Raises ``LinkError``."""
@@ -246,7 +239,8 @@ def link_for(
     verifiers. Prompt and longest output are ``needed_length`` tokens, by the model of that name."""
     if not isinstance(transport, VerifierPool):
         return partial(_dial, transport, conversation), None
-    route = transport.route(needed_length, conversation, model)
+    wanted = ev.Wanted(next(transport.numbers), needed_length, conversation, model)
+    route = VerifierRoute(transport, wanted)
     return route.connect, route
 
 

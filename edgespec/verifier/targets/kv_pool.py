@@ -298,10 +298,6 @@ class KvPool:
         if sequence.bare:
             self._own.trim(key, len(sequence.tokens))
 
-    def table_rows(self, batch: PassBatch) -> Indices:
-        sequences = self.sequences
-        return np.array([sequences[key].table for key in batch.keys])
-
     def cached_lengths(self, batch: PassBatch) -> Indices:
         """[sessions]: tokens that passes have cached. Raises as ``sequence`` does."""
         try:

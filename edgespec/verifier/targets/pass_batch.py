@@ -60,20 +60,20 @@ class PassBatch(tuple[PassRequest, ...]):
         and ``OverflowError`` for a number beyond 64 bits."""
         if isinstance(requests, PassBatch):
             return requests
-        one = cls(requests)
-        one.keys, cached, one.feeds, one.nodes, one.parents, one.samples, one.tables, scored = zip(
-            *map(_columns, requests), strict=True
-        )
-        count, one.node_scores = len(one), scored
-        one.cached = np.array(cached, dtype=np.int64)
-        one.fed = np.fromiter(map(len, one.feeds), np.int64, count)
-        one.has_nodes = any(one.nodes) or any(one.parents)
-        if one.has_nodes:
-            one.depths = tuple([tree_depths(tree) if tree else None for tree in one.parents])
-            one.node_counts = np.fromiter(map(len, one.nodes), np.int64, count)
+        batch = cls(requests)
+        columns = zip(*map(_columns, requests), strict=True)
+        batch.keys, cached, batch.feeds, batch.nodes, *others = columns
+        batch.parents, batch.samples, batch.tables, batch.node_scores = others
+        count = len(batch)
+        batch.cached = np.array(cached, dtype=np.int64)
+        batch.fed = np.fromiter(map(len, batch.feeds), np.int64, count)
+        batch.has_nodes = any(batch.nodes) or any(batch.parents)
+        if batch.has_nodes:
+            batch.depths = tuple([tree_depths(tree) if tree else None for tree in batch.parents])
+            batch.node_counts = np.fromiter(map(len, batch.nodes), np.int64, count)
         else:
-            one.depths, one.node_counts = (None,) * count, np.zeros(count, dtype=np.int64)
-        return one
+            batch.depths, batch.node_counts = (None,) * count, np.zeros(count, dtype=np.int64)
+        return batch
 
     @cached_property
     def ends(self) -> Indices:

@@ -79,7 +79,7 @@ class BatchRows:
 def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
     """The rows of ``requests``, whose blocks are reserved."""
     batch = PassBatch.of(requests)
-    tables = pool.table_rows(batch)
+    tables = np.array([pool.sequences[key].table for key in batch.keys])
     pool.tables.extend(tables, batch.ends)
     counts = batch.fed + batch.node_counts
     ends = np.cumsum(counts)
