@@ -349,6 +349,8 @@ def main() -> int:
     cheap = RoundTimes(1.0, 0.05, 0.0, 0.0, 512)
     with (
         mock.patch.object(DraftTimes, "of", return_value=cheap),
+        mock.patch.object(RowPriceKeeper, "undrafted_s", 1.0),
+        mock.patch.object(RowPriceKeeper, "held_up", 1.0),
         mock.patch.object(RowPriceKeeper, "least_chance", 0.02),
         mock.patch.object(RowPriceKeeper, "least_guess", 0.02),
     ):
