@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Final
@@ -24,6 +22,7 @@ from edgespec.cli.running import fail, reported, run, say
 from edgespec.config import ConfigError
 from edgespec.config.common import SetupError, needs
 from edgespec.core.device.memory import KvType
+from edgespec.device.drafters.manifest import MODEL_FILE
 from edgespec.device.export.export import COPIED_FILES, export_draft, work_folder
 from edgespec.models import folders
 from edgespec.models.draft_sources import find_draft
@@ -71,7 +70,7 @@ def export(
         elif (context_length, kv_type) != (0, KvType.FLOAT32):
             raise ConfigError("--optimum takes no --context-length and no --kv-type")
         else:
-            run(_export_by_optimum(optimum, source, out, bits))
+            _export_by_optimum(optimum, source, out, bits)
 
 
 def _export(source: str, out: Path, bits: int, context_length: int, kv_type: KvType) -> None:
@@ -150,110 +149,61 @@ def placed(out: Path, before: Path | None = None) -> Iterator[Path]:
         work.rename(out)
 
 
-# --- Optimum ---------------------------------------------------------------------------------
-#
-# It needs transformers 4, so it runs in a process and with a Python of its own, which somebody has
-# made. What it writes is float32; its matrices are rounded here. The graph is loaded once at the
-# end, which tries its cache.
-
 INSTALL: Final = (
     "python -m venv optimum-env && optimum-env/bin/pip install optimum==2.1.0 optimum-onnx==0.1.0"
     " transformers==4.57.6 torch onnx onnxruntime"
 )
 """What makes the Python that is asked for; versions as they were tried."""
-_CONFIG: Final = "config.json"
-# What the process must not take over from this one: it has packages of its own.
-_NOT_PASSED_ON: Final = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
-async def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
-    """Optimum's words go to stderr. Raises ``SetupError`` with the line that installs it,
-    ``ValueError`` naming the file or the value."""
+def _export_by_optimum(python: Path, source: str, out: Path, bits: int) -> None:
+    """Optimum needs transformers 4, so it runs with a Python of its own. It writes float32, which
+    is rounded here; then the graph is tried as any of others. Raises ``SetupError``, with the line
+    that installs it, or ``ValueError``, naming the file or the value."""
     folder = folders.resolve_model(source, folders.Role.TARGET)
-    if not (folder / "tokenizer.json").is_file():
-        raise folders.ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
-    if bits not in (known := (4, 8, 32)):
-        raise ValueError(f"bits is {bits}, but must be one of {known}")
-    with placed(out) as work:
-        with _readable_by_transformers_4(folder) as readable:
-            exporter = (str(python), "-m", "optimum.exporters.onnx", "--model", str(readable))
-            await _run((*exporter, "--task", "text-generation-with-past", str(work)))
-        path = _written(folder, work)
-        with needs("onnx and onnxruntime", "edgespec[export,cpu]"):
-            from edgespec.device.export.quantize import round_graph
-            from edgespec.device.model_drafter import foreign_drafter
+    config = folders.read_config(folder)
+    if "rope_parameters" in config and "rope_theta" not in config:
+        raise folders.ModelFolderError(
+            f"{folder / 'config.json'}: has rope_parameters without rope_theta: transformers 4"
+            " would rotate by base 10,000; write rope_theta and rope_scaling there, too"
+        )
+    with needs("onnx and onnxruntime", "edgespec[export,cpu]"), placed(out) as work:
+        from edgespec.device.export.export_graph import BITS
+        from edgespec.device.export.quantize import round_graph
+        from edgespec.device.model_drafter import foreign_drafter
 
-            if bits != 32:
-                await asyncio.to_thread(round_graph, path, bits)
-            found = find_draft(str(work))
-            tried = await asyncio.to_thread(foreign_drafter, found, lambda text: None)
+        if bits not in BITS:
+            raise ValueError(f"bits is {bits}, but must be one of {BITS}")
+        run(_optimum(python, folder, work, *([] if bits == 32 else ["--no-post-process"])))
+        for name in COPIED_FILES:  # its tokenizer may have tokens that the model's own has not
+            if (folder / name).is_file() and "token" in name:
+                shutil.copyfile(folder / name, work / name)
+        if bits != 32:
+            round_graph(work / MODEL_FILE, bits)
+        tried = foreign_drafter(find_draft(str(work / MODEL_FILE)), say)
         tried.close()
     _say_written(out, "by Optimum", bits, tried.info.vocabulary)
 
 
-def _written(source: Path, target: Path) -> Path:
-    """The one graph in ``target``, with the texts that a device needs beside it."""
-    for name in COPIED_FILES:
-        # Exporters write the tokenizer as their library knows it, which may add tokens to it.
-        ours = "config" not in name or name == "tokenizer_config.json"
-        if (source / name).is_file() and (ours or not (target / name).exists()):
-            shutil.copyfile(source / name, target / name)
-    graphs = find_draft(str(target)).graphs
-    if len(graphs) != 1:
-        found = ", ".join(sorted(file.name for file in target.iterdir())) or "nothing"
-        raise folders.ModelFolderError(f"Optimum wrote no single decoder graph, but: {found}")
-    return next(iter(graphs.values()))
-
-
-@contextmanager
-def _readable_by_transformers_4(source: Path) -> Iterator[Path]:
-    """``source``, or a folder of links to its files with a config of its own: transformers 5 writes
-    ``rope_parameters``, which transformers 4 passes over without a word, and then rotates by base
-    10,000. Raises ``ModelFolderError`` for rotations that have no older words."""
-    config = folders.read_json(source / _CONFIG)
-    if "rope_parameters" not in config or "rope_theta" in config:
-        yield source
-        return
-    scaling = dict(config["rope_parameters"])
-    theta = scaling.pop("rope_theta", None)
-    if not isinstance(theta, int | float):
-        raise folders.ModelFolderError(
-            f"{source / _CONFIG}: has rope_parameters without one rope_theta for all layers, which"
-            " transformers 4 has other words for in each family: write them there, too"
-        )
-    plain = scaling.get("rope_type", "default") == "default"
-    older = {**config, "rope_theta": theta, "rope_scaling": None if plain else scaling}
-    with tempfile.TemporaryDirectory(prefix="edgespec-source-") as name:
-        folder = Path(name)
-        for file in source.iterdir():
-            if file.name != _CONFIG:
-                os.symlink(file.resolve(), folder / file.name)
-        (folder / _CONFIG).write_text(json.dumps(older), encoding="utf-8")
-        yield folder
-
-
-async def _run(command: Sequence[str]) -> None:
-    """Run ``command`` to its end. Whoever is cancelled meanwhile (Ctrl-C, SIGTERM) ends it first,
-    with all that it has started. Raises ``SetupError``."""
-    environment = {key: value for key, value in os.environ.items() if key not in _NOT_PASSED_ON}
+async def _optimum(python: Path, source: Path, target: Path, *options: str) -> None:
+    """Its words go to stderr. Whoever is cancelled meanwhile (Ctrl-C, SIGTERM) ends it first, with
+    all that it has started. Raises ``SetupError``."""
+    words = ["-E", "-m", "optimum.exporters.onnx", "--task", "text-generation-with-past"]
+    words += [*options, "--model", str(source), str(target)]
     try:
         process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,
-            env=environment,
-            start_new_session=True,
+            python, *words, stdin=asyncio.subprocess.DEVNULL, stdout=2, start_new_session=True
         )
     except OSError as error:
-        raise SetupError(f"{command[0]}: {error.strerror}") from error
+        raise SetupError(f"{python}: {error.strerror}") from error
     try:
         code = await process.wait()
     finally:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-    if code:
+    if code or not (target / MODEL_FILE).is_file():
         raise SetupError(
-            f"Optimum failed (exit code {code}), as its words above say. Where it is missing,\n"
-            f"  run: {INSTALL}\n  and give --optimum optimum-env/bin/python"
+            f"Optimum wrote no {MODEL_FILE} (exit code {code}); its words are above. Where it is"
+            f" missing,\n  run: {INSTALL}\n  and give --optimum optimum-env/bin/python"
         )

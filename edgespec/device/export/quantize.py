@@ -17,8 +17,9 @@ grid of roundings and the best one is kept (the practice of llama.cpp's ``make_q
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,26 +109,54 @@ def rows_of(bits: int) -> dict[str, Any]:
     return {"bits": bits, "block_size": BLOCK_SIZE, "gather_axis": 0, "quantize_axis": 1}
 
 
-def round_graph(path: Path, bits: int) -> int:
-    """Round the matrices of the float32 graph at ``path``, which others exported, in the place of
-    the graph and its external data; returns how many. Products with a constant matrix become
-    ``MatMulNBits``, the embedding ``GatherBlockQuantized``, and a head that reads the embedding
-    transposed shares its bytes. Matrices of fewer rows or columns than a block stay as they are.
-    Raises ``ValueError`` when ``bits`` is not 4 or 8, ``OSError``."""
+def round_graph(path: Path, bits: int) -> None:
+    """Round the matrices of the float32 graph at ``path``, which others exported, to 4 or 8 bits,
+    in the place of the graph and its external data. Products with a constant matrix become
+    ``MatMulNBits``, the embedding ``GatherBlockQuantized``; a head that is tied to it shares its
+    bytes. Matrices of fewer rows or columns than a block stay as they are."""
     model = onnx.load(path)
-    rounding = _Rounding(model.graph, bits)
-    nodes = [one for node in model.graph.node for one in rounding.node(node)]
-    del model.graph.node[:]
-    model.graph.node.extend(_used(nodes, model.graph))
-    model.graph.initializer.extend(rounding.added)
-    read = {name for node in model.graph.node for name in node.input}
-    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)
-    if not any(opset.domain == CONTRIB for opset in model.opset_import):
-        model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+    graph, nodes, added = model.graph, list[onnx.NodeProto](), dict[str, NDArray[Any]]()
+    large = [one for one in graph.initializer if len(one.dims) == 2 and min(one.dims) >= BLOCK_SIZE]
+    matrices = {one.name: one for one in large if one.data_type == TensorProto.FLOAT}
+
+    def rounded(weight: NDArray[np.float32]) -> tuple[str, str]:
+        """(integers, scales) under names of their content, so that equal matrices are one."""
+        digest = hashlib.blake2b(weight.data, digest_size=16).hexdigest()
+        packed, scales = f"{digest}.packed", f"{digest}.scales"
+        if packed not in added:
+            added[packed], added[scales] = quantize_matrix(weight, bits)
+        return packed, scales
+
+    for node in graph.node:
+        make, read = partial(helper.make_node, name=node.name, domain=CONTRIB), node.input
+        if node.op_type == "MatMul" and read[1] in matrices:
+            weight = np.ascontiguousarray(numpy_helper.to_array(matrices[read[1]]).T)
+            (rows, columns), inputs = weight.shape, [read[0], *rounded(weight)]
+            sizes = product_of(rows, columns, bits)
+            nodes.append(make("MatMulNBits", inputs, node.output, **sizes))
+        elif (
+            node.op_type == "Gather"
+            and read[0] in matrices
+            and not matrices[read[0]].dims[1] % BLOCK_SIZE
+            and not any(axis.i for axis in node.attribute)
+        ):
+            weight = numpy_helper.to_array(matrices[read[0]])
+            packed, scales = rounded(weight)
+            table, shape = f"{packed}.table", f"{packed}.shape"
+            added[shape] = np.array([len(weight), weight.shape[1] * bits // 8], dtype=np.int64)
+            nodes.append(helper.make_node("Reshape", [packed, shape], [table], name=table))
+            inputs = [table, read[1], scales]
+            nodes.append(make("GatherBlockQuantized", inputs, node.output, **rows_of(bits)))
+        else:
+            nodes.append(node)
+    known = {name for node in nodes for name in node.input}
+    constants = [one for one in graph.initializer if one.name in known]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(constants)
+    graph.initializer.extend(numpy_helper.from_array(value, one) for one, value in added.items())
+    model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
     save_graph(model, path)
-    return rounding.count
 
 
 def save_graph(model: onnx.ModelProto, path: Path) -> None:
@@ -141,81 +170,6 @@ def save_graph(model: onnx.ModelProto, path: Path) -> None:
     large = size > MAX_SINGLE_FILE_BYTES
     location = f"{path.name}.data" if large else None
     onnx.save_model(model, path, save_as_external_data=large, location=location)
-
-
-@dataclass
-class _Rounding:
-    graph: onnx.GraphProto
-    bits: int
-    added: list[onnx.TensorProto] = field(default_factory=list)
-    count: int = 0
-
-    def __post_init__(self) -> None:
-        self._constants = {tensor.name: tensor for tensor in self.graph.initializer}
-        self._turned = {
-            node.output[0]: node.input[0]
-            for node in self.graph.node
-            if node.op_type == "Transpose" and node.input[0] in self._constants
-        }
-        self._known: dict[str, tuple[str, str]] = {}
-
-    def node(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-        """What stands in the place of ``node``."""
-        if node.op_type == "MatMul":
-            name = node.input[1]
-            found = self._matrix(self._turned.get(name, name), turned=name in self._turned)
-        elif node.op_type == "Gather" and self._looks_rows_up(node):
-            found = self._matrix(node.input[0], turned=True)
-        else:
-            found = None
-        if found is None:
-            return [node]
-        packed, scales, (rows, columns) = found
-        where, named = list(node.output), {"name": node.name, "domain": CONTRIB}
-        if node.op_type == "MatMul":
-            product, inputs = product_of(rows, columns, self.bits), [node.input[0], packed, scales]
-            return [helper.make_node("MatMulNBits", inputs, where, **named, **product)]
-        shape, table = f"{packed}.shape", f"{packed}.table"
-        width = columns * self.bits // 8
-        self.added.append(numpy_helper.from_array(np.array([rows, width], dtype=np.int64), shape))
-        inputs, looked_up = [table, node.input[1], scales], rows_of(self.bits)
-        return [
-            helper.make_node("Reshape", [packed, shape], [table], name=table),
-            helper.make_node("GatherBlockQuantized", inputs, where, **named, **looked_up),
-        ]
-
-    def _looks_rows_up(self, node: onnx.NodeProto) -> bool:
-        """Of a table with rows of whole blocks."""
-        axis = next((one.i for one in node.attribute if one.name == "axis"), 0)
-        tensor = self._constants.get(node.input[0])
-        whole = tensor is not None and len(tensor.dims) == 2 and not tensor.dims[1] % BLOCK_SIZE
-        return axis == 0 and whole
-
-    def _matrix(self, name: str, *, turned: bool) -> tuple[str, str, tuple[int, int]] | None:
-        """(integers, scales, (outputs, inputs)) of a constant; ``turned``: it lies [outputs,
-        inputs]. None for what is no float32 matrix, or a small one."""
-        tensor = self._constants.get(name)
-        if tensor is None or tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) != 2:
-            return None
-        if min(tensor.dims) < BLOCK_SIZE:
-            return None
-        first, second = tensor.dims
-        key = f"{name}{'' if turned else '.turned'}"
-        if key not in self._known:
-            weight = numpy_helper.to_array(tensor)
-            weight = weight if turned else np.ascontiguousarray(weight.T)
-            integers, floats = quantize_matrix(weight, self.bits)
-            packed, scales = self._known[key] = f"{key}.packed", f"{key}.scales"
-            self.added.append(numpy_helper.from_array(integers, packed))
-            self.added.append(numpy_helper.from_array(floats, scales))
-            self.count += 1
-        return (*self._known[key], (first, second) if turned else (second, first))
-
-
-def _used(nodes: list[onnx.NodeProto], graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Without transposes that nobody reads any more."""
-    read = {name for node in nodes for name in node.input} | {one.name for one in graph.output}
-    return [n for n in nodes if n.op_type != "Transpose" or read.intersection(n.output)]
 
 
 Scales = Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
