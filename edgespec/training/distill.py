@@ -1,8 +1,9 @@
 """A draft learns its target's next-token distribution.
 
 The loop is plain: take the texts that were learned from least, ask target and draft for their
-distributions behind each prefix, take the loss between them (``LOSSES``), step. Texts are recorded
-ones, or what the target writes after prompts; new ones are written as they are used up.
+distributions behind each prefix, take the loss between them (``LOSSES``), step. Texts are
+recorded ones, what the target writes after prompts, or what the draft itself writes; new ones are
+written as they are used up.
 
 Drafts are exported in 4 bits, so training goes *through* the rounding (straight-through estimator,
 Bengio et al. 1308.3432): the model computes with rounded weights, its gradients move weights that
@@ -15,6 +16,7 @@ stopped and goes on ends with the same weights, if its budget counts steps.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
@@ -47,10 +49,14 @@ LOOKS: Final = 10
 """How often the held-back texts are looked at."""
 SAVE_EVERY_S: Final = 60.0
 _ROUND: Final = 32  # texts that are written at once
-# How often a text is learned from on average, and the rounds that are written ahead.
+# How often a text is learned from on average, and the rounds that are written ahead. A draft's own
+# texts grow old as it learns: few of them are kept.
 _USES, _AHEAD = 4, 4
+_OWN_USES, _OWN_AHEAD, _OWN_KEPT = 2, 1, 4
 _NUMBERS_AT_ONCE: Final = 1 << 24  # logits of one forward pass
 FIRST_CHOICE_WEIGHT: Final = 0.5
+SELECTED_SHARE: Final = 0.4
+"""Of the tokens of a step, as in AdaSPEC."""
 
 
 # --- losses of a draft's next-token distribution q against the target's p -------------------------
@@ -64,6 +70,16 @@ def forward_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (target.exp() * (target - draft)).sum(-1)
 
 
+def reverse_kl(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """KL(q || p): the draft says nothing that the target would not (DistillSpec, 2310.08461)."""
+    return (draft.exp() * (draft - target)).sum(-1)
+
+
+def total_variation(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """TV(p, q), the share that even the best coupling rejects (DistillSpec, 2310.08461)."""
+    return 0.5 * (draft.exp() - target.exp()).abs().sum(-1)
+
+
 def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """KL(p || q) plus half the cross-entropy on the target's first choice, which is what greedy
     acceptance counts; the bundled pair was trained by it."""
@@ -72,10 +88,27 @@ def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return forward_kl(draft, target) - FIRST_CHOICE_WEIGHT * likelihood
 
 
+def most_to_gain(
+    draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor, share: float
+) -> torch.Tensor:
+    """bool [rows]: the ``share`` of rows, at least one, at which the draft is furthest behind
+    ``reference``, a trained draft of its size. What no draft of this size learns is left out
+    (AdaSPEC, 2510.19779). Ties go to the first rows."""
+    behind = (forward_kl(draft, target) - forward_kl(reference, target)).detach()
+    order = behind.argsort(descending=True, stable=True)
+    chosen = torch.zeros(len(behind), dtype=torch.bool, device=behind.device)
+    chosen[order[: max(1, round(share * len(behind)))]] = True
+    return chosen
+
+
 LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
     LossName.FIRST_CHOICE: first_choice,
     LossName.FORWARD_KL: forward_kl,
+    LossName.REVERSE_KL: reverse_kl,
+    LossName.TOTAL_VARIATION: total_variation,
+    LossName.SELECTIVE: forward_kl,
 }
+"""``selective`` takes the rows of ``most_to_gain`` alone, once there is a reference."""
 
 
 def load_model(folder: Path, *, exact: bool) -> Any:
@@ -127,8 +160,10 @@ class Progress:
 
 class Distillation:
     """``draft`` learns from ``target`` and ends with the weights that were best on ``choosing``.
-    ``pieces`` are prompts, after which ``target`` writes, or texts as they are. ``check`` is called
-    where a stop loses nothing, and may raise; ``state`` then has all that ``restore`` needs."""
+    ``pieces`` are prompts, after which ``target`` writes, or texts as they are; a loss on the
+    draft's own samples takes their beginnings as prompts. ``selective`` spends half of the budget
+    on a reference, then begins again with the draft that came in. ``check`` is called where a stop
+    loses nothing, and may raise; ``state`` then has all that ``restore`` needs."""
 
     def __init__(
         self,
@@ -142,16 +177,26 @@ class Distillation:
         self._target, self._draft, self._choosing = target, draft, choosing
         self._settings, self._check = settings, check
         self._size = min(target.config.vocab_size, draft.config.vocab_size)
-        self._prompts = [piece.tokens for piece in pieces if piece.is_prompt]
-        self._texts = [piece for piece in pieces if not piece.is_prompt]
+        self._own = settings.loss.on_own_samples
+        prompts = [piece for piece in pieces if self._own or piece.is_prompt]
+        self._prompts = [ids[: max(start, len(ids) // 2)] for ids, start in prompts]
+        self._texts = [piece for piece in pieces if not (self._own or piece.is_prompt)]
         self._uses = [0] * len(self._texts)
         self._written = self._looked = self._step = 0
         self._seconds = 0.0
-        self._masters = [weight.detach().clone() for weight in draft.parameters()]
+        self._selective = settings.loss is LossName.SELECTIVE
+        self._initial = self._weights() if self._selective else {}
+        self._first_score = self._look()
+        self._reference: Any = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Train the weights that the draft has now, those that came in."""
+        self._masters = [weight.detach().clone() for weight in self._draft.parameters()]
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.best_score = self.acceptance = self._look()
+        self.best_score = self.acceptance = self._first_score
         self._best: dict[str, torch.Tensor] = {}
         self._place()
 
@@ -180,6 +225,10 @@ class Distillation:
                 self._looked = int(LOOKS * share)
             if share >= 1.0:
                 break
+            if self._selective and self._reference is None and share >= 0.5:
+                self._reference = copy.deepcopy(self._draft)
+                self._draft.load_state_dict(self._initial)
+                self._begin()
             self._write_ahead()
             loss = self._learn(share)
             self._step += 1
@@ -218,7 +267,8 @@ class Distillation:
             master.grad, weight.grad = weight.grad, None
         torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate() * rate(share)
+            # Each half of ``selective`` is a training of its own.
+            group["lr"] = self._learning_rate() * rate(2 * share % 1 if self._selective else share)
         self._optimizer.step()
         self._place()
         for at in chosen:
@@ -230,7 +280,12 @@ class Distillation:
         with torch.no_grad():
             wanted = self._log_probabilities(self._target, tokens, places)
         own = self._log_probabilities(self._draft, tokens, places)
-        return LOSSES[self._settings.loss](own, wanted)
+        values = LOSSES[self._settings.loss](own, wanted)
+        if self._reference is None:
+            return values
+        with torch.no_grad():
+            theirs = self._log_probabilities(self._reference, tokens, places)
+        return values * most_to_gain(own, wanted, theirs, SELECTED_SHARE) / SELECTED_SHARE
 
     def _log_probabilities(
         self, model: Any, tokens: torch.Tensor, places: torch.Tensor
@@ -244,20 +299,24 @@ class Distillation:
         return rows.float().log_softmax(-1)
 
     def _write_ahead(self) -> None:
-        """Let the target write texts until there are enough for the steps to come."""
-        settings = self._settings
-        wanted = self._step * settings.rows / _USES + _AHEAD * _ROUND
-        if not any(settings.temperatures):
+        """Let target or draft write texts until there are enough for the steps to come."""
+        settings, model, uses, ahead = self._settings, self._target, _USES, _AHEAD
+        if self._own:
+            model, uses, ahead = self._draft, _OWN_USES, _OWN_AHEAD
+        wanted = self._step * settings.rows / uses + ahead * _ROUND
+        if not (self._own or any(settings.temperatures)):
             wanted = min(wanted, len(self._prompts))
         while self._prompts and self._written < wanted:
             numbers = range(self._written, self._written + _ROUND)
             prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
             heat = [self._temperature(number) for number in numbers]
             seeds = [settings.seed * 1_000_003 + number for number in numbers]
-            new = write(self._target, prompts, heat, seeds, settings.length // 2, self._check)
+            new = write(model, prompts, heat, seeds, settings.length // 2, self._check)
             # They join the pass that is on, or they alone would be drawn for a while.
             self._uses += [min(self._uses, default=0)] * len(new)
             self._texts += new
+            if self._own:
+                del self._texts[: -_OWN_KEPT * _ROUND], self._uses[: -_OWN_KEPT * _ROUND]
             self._written += _ROUND
 
     def _temperature(self, number: int) -> float:
@@ -294,6 +353,7 @@ class Distillation:
             "masters": self._masters,
             "optimizer": self._optimizer.state_dict(),
             "best": self._best,
+            "reference": self._reference and self._reference.state_dict(),
             "texts": [tuple(text) for text in self._texts],
             "uses": self._uses,
         }
@@ -307,6 +367,9 @@ class Distillation:
                 master.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self._best = state["best"]
+        if state["reference"]:
+            self._reference = copy.deepcopy(self._draft)
+            self._reference.load_state_dict(state["reference"])
         self._texts = [Text(*text) for text in state["texts"]]
         self._uses = state["uses"]
         self._place()

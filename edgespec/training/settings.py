@@ -13,6 +13,14 @@ class LossName(Enum):
 
     FIRST_CHOICE = "first-choice"
     FORWARD_KL = "forward-kl"
+    REVERSE_KL = "reverse-kl"
+    TOTAL_VARIATION = "total-variation"
+    SELECTIVE = "selective"
+
+    @property
+    def on_own_samples(self) -> bool:
+        """Whether the texts are the draft's own, which change as it learns."""
+        return self in (LossName.REVERSE_KL, LossName.TOTAL_VARIATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class TrainingSettings(Section):
     length: int = limited(256, 16, 8192)
     """Tokens of a text, at most; a prompt takes up to half of them."""
     temperatures: tuple[float, ...] = limited((0.0, 0.7), 0.0, 10.0)
-    """Of what the target writes: each for its share of the texts."""
+    """Of what the target, or the draft, writes: each for its share of the texts."""
     bits: int = among(4, (4, 8, 32))
     """Of the export to come. With 4 the weights are trained through the rounding."""
     learning_rate: float = limited(0.0, 0.0, 1.0)

@@ -7,6 +7,7 @@ exporter's own rounding, and a run that nobody stopped.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -14,7 +15,9 @@ import resource
 import shutil
 import signal
 import sys
-from itertools import pairwise
+from contextlib import chdir
+from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +28,13 @@ from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.bench.prompts import read_prompts
+from edgespec.cli.running import Interrupted
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.export.quantize import quantize_matrix
 from edgespec.models.folders import BUNDLED_FOLDER, check_checkpoint, model_info, trained_length
 from edgespec.telemetry.recording import Recording
 from edgespec.training import distill as training
-from edgespec.training.distill import (
-    LOSSES,
-    Distillation,
-    Progress,
-    Verdict,
-    read_state,
-    save_state,
-)
+from edgespec.training.distill import LOSSES, Distillation, Progress, Verdict
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 from edgespec.training.texts import SHORTEST, HeldBack, Text, read_pieces, split, write
 from tests.present import present
@@ -67,12 +64,19 @@ def tiny(seed: int) -> Any:
 
 
 TARGET = tiny(1)
+each_loss = pytest.mark.parametrize("name", LossName, ids=lambda name: name.value)
 
 
 def scalar_loss(name: LossName, q: list[float], p: list[float]) -> float:
     divergence = sum(b * math.log(b / a) for a, b in zip(q, p, strict=True))
-    best = math.log(q[p.index(max(p))]) if name is LossName.FIRST_CHOICE else 0.0
-    return divergence - 0.5 * best
+    match name:
+        case LossName.FIRST_CHOICE:
+            return divergence - 0.5 * math.log(q[p.index(max(p))])
+        case LossName.REVERSE_KL:
+            return scalar_loss(LossName.FORWARD_KL, p, q)
+        case LossName.TOTAL_VARIATION:
+            return 1 - sum(map(min, q, p))
+    return divergence
 
 
 def distributions(seed: int, rows: int = 6) -> torch.Tensor:
@@ -80,7 +84,7 @@ def distributions(seed: int, rows: int = 6) -> torch.Tensor:
     return (2 * torch.randn(rows, 5, generator=drawn, dtype=torch.float64)).log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", LossName, ids=lambda name: name.value)
+@each_loss
 def test_a_loss_is_the_sum_of_its_paper(name: LossName) -> None:
     draft, target = distributions(1).requires_grad_(), distributions(2)
     found = LOSSES[name](draft, target)
@@ -88,8 +92,18 @@ def test_a_loss_is_the_sum_of_its_paper(name: LossName) -> None:
     assert found.tolist() == pytest.approx([scalar_loss(name, q, p) for q, p in rows])
     found.sum().backward()
     assert present(draft.grad).abs().max() > 0
-    least = LOSSES[name](target, target)
-    assert (least < found).all()
+    assert (LOSSES[name](target, target) < found).all()
+
+
+def test_the_rows_with_most_to_gain_are_selected() -> None:
+    draft, target, reference = (distributions(seed) for seed in (1, 2, 3))
+    rows = zip(*(one.exp().tolist() for one in (draft, target, reference)), strict=True)
+    kl = LossName.FORWARD_KL
+    behind = [scalar_loss(kl, q, p) - scalar_loss(kl, r, p) for q, p, r in rows]
+    for share, best in ((0.4, 2), (0.5, 3), (0.0, 1), (1.0, 6)):
+        chosen = sorted(range(6), key=lambda row: -behind[row])[:best]
+        found = training.most_to_gain(draft, target, reference, share)
+        assert found.tolist() == [row in chosen for row in range(6)]
 
 
 @pytest.mark.parametrize("columns", [64, 40])
@@ -126,22 +140,20 @@ def test_what_is_written_is_the_scalar_law_behind_each_prefix() -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_acceptance_is_the_share_of_equal_choices(recorded: bool) -> None:
-    draft, pieces = tiny(2), PROMPTS[:4]
+    draft = tiny(2)
     held = HeldBack(TARGET, (RECORDED if recorded else PIECES)[:4], 6, SIZE, nothing)
     same = held.acceptance(TARGET)
     assert all(share == 1.0 for shares in same.values() for share in shares)
     for temperature, shares in held.acceptance(draft).items():
-        heat = [temperature] * 4
-        written = write(TARGET, pieces, heat, range(4), 6, nothing)
-        texts = [Text(ids, 1) for ids in pieces] if recorded else written
+        written = write(TARGET, PROMPTS[:4], [temperature] * 4, range(4), 6, nothing)
+        texts = RECORDED[:4] if recorded else written
         for seed, (text, share) in enumerate(zip(texts, shares, strict=True)):
             prefixes = [text.tokens[:at] for at in range(text.start, len(text.tokens))]
-            hits = [
-                scalar_choice(draft, ids, temperature, seed)
-                == scalar_choice(TARGET, ids, temperature, seed)
-                for ids in prefixes
-            ]
-            assert share == pytest.approx(sum(hits) / len(hits))
+            own, wanted = (
+                [scalar_choice(model, ids, temperature, seed) for ids in prefixes]
+                for model in (draft, TARGET)
+            )
+            assert share == pytest.approx(np.mean(np.equal(own, wanted)))
 
 
 def test_files_are_cut_into_pieces(tmp_path: Path) -> None:
@@ -149,16 +161,11 @@ def test_files_are_cut_into_pieces(tmp_path: Path) -> None:
     lines.write_text('{"prompt": "' + "x" * 40 + '"}\n{"text": "yz"}\n')
     whole.write_text("w" * 70)
 
-    def encode(text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def sizes(as_prompts: bool) -> list[int]:
-        found = read_pieces([lines, whole], encode, 32, "", as_prompts=as_prompts)
-        assert all(piece.start == (len(piece.tokens) if as_prompts else 1) for (piece,) in found)
-        return [len(piece.tokens) for (piece,) in found]
-
-    assert sizes(as_prompts=True) == [16, 2] + [8] * 8
-    assert sizes(as_prompts=False) == [32, 8, 32, 32]
+    letters = (lambda text: [*map(ord, text)], 32, "")
+    for as_prompts, sizes in ((True, [16, 2] + [8] * 8), (False, [32, 8, 32, 32])):
+        found = [piece for (piece,) in read_pieces([lines, whole], *letters, as_prompts=as_prompts)]
+        assert [len(piece.tokens) for piece in found] == sizes
+        assert all(piece.start == (len(piece.tokens) if as_prompts else 1) for piece in found)
 
 
 def test_each_committed_token_of_a_recording_is_guessed_once(tmp_path: Path) -> None:
@@ -181,8 +188,8 @@ def test_each_committed_token_of_a_recording_is_guessed_once(tmp_path: Path) -> 
 
 
 def test_what_is_held_back_is_not_learned_from() -> None:
-    for count, held in ((24, 12), (100, 20), (2000, 96)):
-        pieces = [Text([number], 1) for number in range(count)]
+    for total, held in ((24, 12), (100, 20), (2000, 96)):
+        pieces = [Text([number], 1) for number in range(total)]
         parts = split([[piece] for piece in pieces * 2], seed=3)
         assert len(parts.choosing) + len(parts.judging) == held
         assert sorted([*parts.training, *parts.choosing, *parts.judging]) == pieces
@@ -198,92 +205,107 @@ def test_the_pieces_of_a_text_stay_together() -> None:
     assert sum(map(len, texts)) <= 60 + 2
 
 
-class Stop(BaseException):
-    """Somebody asked for a stop."""
-
-
 @pytest.fixture(autouse=True)
 def _few_texts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_ROUND", 4)
 
 
-def run(
-    folder: Path, stop_at: int = 0, *, steps: int = 8, recorded: bool = False, **settings: Any
-) -> tuple[int, dict[str, torch.Tensor]]:
+def begun(draft: Any, pieces: list[Text], check: Any = nothing, **settings: Any) -> Distillation:
+    held = HeldBack(TARGET, pieces[20:], LENGTH // 2, SIZE, nothing)
+    chosen = TrainingSettings(length=LENGTH, **{"rows": 4} | settings)
+    return Distillation(TARGET, draft, pieces[:20], held, chosen, check)
+
+
+def run(folder: Path, stop_at: int = 0, pieces: list[Text] = PIECES, **how: Any) -> tuple[int, Any]:
     """How often a small training looked whether to stop, and its weights; the ``stop_at``-th look
     stops it, and another run goes on."""
-    chosen = TrainingSettings(length=LENGTH, rows=4, **settings)
-    pieces = RECORDED if recorded else PIECES
-    held = HeldBack(TARGET, pieces[20:], LENGTH // 2, SIZE, nothing)
-    looks, draft = 0, tiny(2)
+    looks, draft = count(1), tiny(2)
 
     def check() -> None:
-        nonlocal looks
-        looks += 1
-        if looks == stop_at:
-            raise Stop
+        if next(looks) == stop_at:
+            raise Interrupted(signal.SIGINT)
 
     def report(now: Progress) -> None:
-        assert now.share == pytest.approx(now.step / steps)
+        assert now.share == pytest.approx(now.step / 8)
 
-    def begun(draft: Any) -> Distillation:
-        return Distillation(TARGET, draft, pieces[:20], held, chosen, check)
-
-    found = begun(draft)
+    found = begun(draft, pieces, check, **how)
     try:
-        found.run(Budget(steps=steps), report, nothing)
-    except Stop:
-        save_state(folder / "state", found.state())
+        found.run(Budget(steps=8), report, nothing)
+    except Interrupted:
+        training.save_state(folder / "state", found.state())
         draft = tiny(2)
-        found = begun(draft)
-        found.restore(read_state(folder / "state"))
-        found.run(Budget(steps=steps), report, nothing)
-    return looks, draft.state_dict()
+        found = begun(draft, pieces, check, **how)
+        found.restore(training.read_state(folder / "state"))
+        found.run(Budget(steps=8), report, nothing)
+    return next(looks) - 1, draft.state_dict()
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
-def test_a_run_that_was_stopped_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
-    looks, whole = run(tmp_path)
+@each_loss
+def test_a_stopped_run_ends_with_the_weights_of_a_whole_one(tmp_path: Path, name: LossName) -> None:
+    looks, whole = run(tmp_path, loss=name)
     for stop_at in (looks // 3, looks - 1):
-        assert equal(run(tmp_path, stop_at)[1], whole), stop_at
+        assert equal(run(tmp_path, stop_at, loss=name)[1], whole), stop_at
     assert (tmp_path / "state").exists()
 
 
+def test_a_draft_writes_its_own_texts_where_the_loss_asks_for_them() -> None:
+    draft, heat = tiny(2), [0.0, 0.7] * 2
+    found = begun(draft, PIECES, loss=LossName.TOTAL_VARIATION)
+    written = write(draft, PROMPTS[:4], heat, range(4), LENGTH // 2, nothing)
+    found.run(Budget(steps=1), lambda now: None, nothing)
+    assert found.state()["texts"] == written
+    found.run(Budget(steps=9), lambda now: None, nothing)
+    assert len(found.state()["texts"]) == 16
+
+
+def test_selective_trains_a_reference_then_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(count: int, loss: LossName) -> list[dict[str, torch.Tensor]]:
+        """The weights before a training and after each step; the first one's rate is 0."""
+        draft = tiny(2)
+        found, seen = begun(draft, PIECES, loss=loss), [copy.deepcopy(draft)]
+        found.run(Budget(steps=count), lambda now: seen.append(copy.deepcopy(draft)), nothing)
+        return [one.state_dict() for one in seen]
+
+    whole, both = steps(4, LossName.FORWARD_KL), steps(8, LossName.SELECTIVE)
+    assert all(map(equal, both[:6], [*whole, whole[0]]))
+    monkeypatch.setattr(training, "SELECTED_SHARE", 1.0)
+    every = steps(8, LossName.SELECTIVE)
+    assert [*map(equal, both, every)] == [True] * 6 + [False] * 3
+
+
 def test_the_seed_and_nothing_else_decides(tmp_path: Path) -> None:
-    _, first = run(tmp_path, recorded=True)
-    assert equal(run(tmp_path, recorded=True)[1], first)
-    assert not equal(run(tmp_path, recorded=True, seed=1)[1], first)
-    slow = run(tmp_path, recorded=True, rate_share=0.2)[1]
-    assert equal(run(tmp_path, recorded=True, learning_rate=2e-4)[1], slow)
+    _, first = run(tmp_path, 0, RECORDED)
+    assert equal(run(tmp_path, 0, RECORDED)[1], first)
+    assert not equal(run(tmp_path, 0, RECORDED, seed=1)[1], first)
+    slow = run(tmp_path, 0, RECORDED, rate_share=0.2)[1]
+    assert equal(run(tmp_path, 0, RECORDED, learning_rate=2e-4)[1], slow)
     assert not equal(slow, first)
 
 
-@pytest.mark.parametrize("name", LossName, ids=lambda name: name.value)
+@each_loss
 def test_a_damaged_copy_of_the_target_gets_better(name: LossName) -> None:
     draft = tiny(1)
     dice = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in draft.parameters():
             weight += 0.15 * torch.randn(weight.shape, generator=dice)
-    held = HeldBack(TARGET, PIECES[20:], 8, SIZE, nothing)
-    settings = TrainingSettings(loss=name, length=LENGTH, rows=8, learning_rate=0.01)
-    found = Distillation(TARGET, draft, PIECES[:20], held, settings, nothing)
+    held = HeldBack(TARGET, PIECES[20:], LENGTH // 2, SIZE, nothing)
+    found = begun(draft, PIECES, rows=8, loss=name, learning_rate=0.01)
     before = found.best_score
     found.run(Budget(steps=24), lambda now: None, nothing)
     assert found.improved
-    after = np.mean([share for shares in held.acceptance(draft).values() for share in shares])
+    after = np.mean([*held.acceptance(draft).values()])
     assert after == pytest.approx(found.best_score)
     assert after > before + 0.02
 
 
 def test_a_loss_that_is_no_number_ends_the_run_by_name() -> None:
     draft = tiny(2)
-    held = HeldBack(TARGET, RECORDED[20:], 2, SIZE, nothing)
-    how = TrainingSettings()
-    found = Distillation(TARGET, draft, RECORDED[:20], held, how, nothing)
+    found = begun(draft, RECORDED)
     torch.nn.init.constant_(draft.model.norm.weight, math.inf)
     with pytest.raises(ValueError, match=r"the loss is nan at step 0: give a --learning-rate"):
         found.run(Budget(steps=1), lambda now: None, nothing)
@@ -292,29 +314,26 @@ def test_a_loss_that_is_no_number_ends_the_run_by_name() -> None:
 def test_a_gain_is_taken_text_by_text() -> None:
     before, after = {0.0: [0.1, 0.5], 0.7: [0.2, 0.2]}, {0.0: [0.2, 0.6], 0.7: [0.2, 0.4]}
     verdict = Verdict.of(before, after)
-    gain = verdict.by_temperature[0.0][2]
-    assert gain.mean == pytest.approx(0.1)
-    assert gain.interval == pytest.approx((0.1, 0.1))
-    assert verdict.gain.mean == pytest.approx(0.1)
-    assert verdict.gain.interval == pytest.approx((0.05, 0.15))
+    for gain, low, high in ((verdict.by_temperature[0.0][2], 0.1, 0.1), (verdict.gain, 0.05, 0.15)):
+        assert (gain.mean, *gain.interval) == pytest.approx((0.1, low, high))
     assert [one.mean for one in verdict.by_temperature[0.7]] == pytest.approx([0.2, 0.3, 0.1])
 
 
 def test_a_full_disk_leaves_the_state_that_was_there(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    save_state(path, {"steps": 3})
+    training.save_state(path, {"steps": 3})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match=r"state cannot be written: .*File too large"):
-            save_state(path, {"steps": torch.zeros(100_000)})
+            training.save_state(path, {"steps": torch.zeros(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert read_state(path) == {"steps": 3}
+    assert training.read_state(path) == {"steps": 3}
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"no state")
     with pytest.raises(ValueError, match="state holds no state of a training"):
-        read_state(path)
+        training.read_state(path)
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +349,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = " ".join(SENTENCES).split()
     rows = [{"prompt": " ".join(random.Random(n).choices(words, k=4))} for n in range(30)]
     (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recording, dice = Recording(root / "recording", 1 << 20), random.Random(1)
+    for _ in range(40):
+        tokens = [dice.randrange(1, 300) for _ in range(20)]
+        recording.add(model_info(root / "target").vocabulary, tokens[:4], tokens[4:])
     return root
 
 
@@ -347,10 +370,14 @@ def stopped_at_step_three(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return steps
 
 
-def distill(folder: Path, out: Path, *arguments: object) -> Any:
+def learn(option: str, file: str, steps: int, folder: Path, out: Path, *more: object) -> Any:
     models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
-    prompts = ("--prompts", folder / "prompts.jsonl", "--steps", 6, "--learning-rate", 0.01)
-    return call("distill", *models, *prompts, "--out", out, *arguments)
+    how = ("--steps", steps, "--learning-rate", 0.01, "--out", out)
+    return call("distill", *models, option, folder / file, *how, *more)
+
+
+distill = partial(learn, "--prompts", "prompts.jsonl", 6)
+online = partial(learn, "--online", "recording", 30)
 
 
 def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
@@ -359,9 +386,8 @@ def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
     whole = distill(folder, tmp_path / "whole")
     assert whole.exit_code == 0, whole.output
     assert "acceptance, texts held back: 8" in whole.stdout
-    assert whole.stdout.splitlines()[-1] == (
-        f"edgespec export {tmp_path / 'whole'} {tmp_path / 'whole-draft'}"
-    )
+    export = f"edgespec export {tmp_path / 'whole'} {tmp_path / 'whole-draft'}"
+    assert whole.stdout.splitlines()[-1] == export
     check_checkpoint(tmp_path / "whole")
     assert trained_length(tmp_path / "whole") == 23
     steps = stopped_at_step_three(monkeypatch)
@@ -393,83 +419,59 @@ def test_a_draft_that_is_not_better_is_not_written(folder: Path, tmp_path: Path)
 # --- from a recording -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recording(folder: Path, tmp_path: Path) -> Path:
-    vocabulary, dice = model_info(folder / "target").vocabulary, random.Random(1)
-    path = tmp_path / "recording"
-    recorded = Recording(path, 1 << 20)
-    for _ in range(40):
-        tokens = [dice.randrange(1, 300) for _ in range(20)]
-        recorded.add(vocabulary, tokens[:4], tokens[4:])
-    return path
-
-
-def online(folder: Path, recording: Path, out: Path, *arguments: object) -> Any:
-    models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
-    how = ("--online", recording, "--steps", 30, "--learning-rate", 0.01)
-    return call("distill", *models, *how, "--out", out, *arguments)
-
-
 def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_a_draft_in_use_is_replaced_by_a_better_one_alone(
-    folder: Path, recording: Path, tmp_path: Path
-) -> None:
+def test_a_draft_in_use_is_replaced_by_a_better_one_alone(folder: Path, tmp_path: Path) -> None:
     out, before = tmp_path / "out", tmp_path / "out.before"
     # Whether so short a training is sure to help hangs on a machine's last bits: not asked here.
-    first = online(folder, recording, out, "--force")
-    assert first.exit_code == 0, first.output
-    assert f"{out} is written" in first.stdout
+    first = online(folder, out, "--force")
+    assert f"{out} is written" in first.stdout, first.output
     assert not before.exists()
-    begun = weights(out)
-    second = online(folder, recording, out, "--draft", "missing", "--force")
-    assert second.exit_code == 0, second.output
-    assert weights(before) == begun
-    assert weights(out) != begun
+    old = weights(out)
+    assert online(folder, out, "--draft", "missing", "--force").exit_code == 0
+    assert weights(before) == old
+    assert weights(out) != old
     third = weights(out)
-    assert online(folder, recording, out, "--force", "--seed", 1).exit_code == 0
+    assert online(folder, out, "--force", "--seed", 1).exit_code == 0
     assert weights(before) == third
     shutil.rmtree(out)
     shutil.copytree(folder / "target", out)
-    refused = online(folder, recording, out)
+    refused = online(folder, out)
     assert refused.exit_code == 0, refused.output
     assert "not better beyond its interval: no draft is written, none is replaced" in refused.stdout
     assert weights(out) == weights(folder / "target")
     assert weights(before) == third
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.before", "recording"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.before"]
 
 
 def test_an_online_run_goes_on_with_the_texts_that_it_began_with(
-    folder: Path, recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert online(folder, recording, tmp_path / "whole", "--force").exit_code == 0
+    assert online(folder, tmp_path / "whole", "--force").exit_code == 0
     stopped_at_step_three(monkeypatch)
-    assert online(folder, recording, tmp_path / "out", "--force").exit_code == 130
-    Recording(recording, 1 << 20).add(model_info(folder / "target").vocabulary, [1], [2] * 9)
-    resumed = online(folder, recording, tmp_path / "out", "--force")
+    assert online(folder, tmp_path / "out", "--force").exit_code == 130
+    more = tmp_path / "more"
+    Recording(more, 1 << 20).add(model_info(folder / "target").vocabulary, [1], [2] * 9)
+    resumed = online(folder, tmp_path / "out", "--force", "--online", more)
     assert resumed.exit_code == 0, resumed.output
     assert "it goes on, with the texts it had" in " ".join(resumed.stderr.split())
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
-def test_a_kill_between_two_renames_loses_no_draft(
-    folder: Path, recording: Path, tmp_path: Path
-) -> None:
+def test_a_kill_between_two_renames_loses_no_draft(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "target", tmp_path / "out.before")
-    assert online(folder, recording, tmp_path / "out").exit_code == 0
+    assert online(folder, tmp_path / "out").exit_code == 0
     assert weights(tmp_path / "out") == weights(folder / "target")
     assert not (tmp_path / "out.before").exists()
 
 
 @pytest.mark.parametrize("name", ["out", "out.before"])
-def test_what_is_no_draft_is_not_replaced(
-    folder: Path, recording: Path, tmp_path: Path, name: str
-) -> None:
+def test_what_is_no_draft_is_not_replaced(folder: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "diary").write_text("mine")
-    refused = online(folder, recording, tmp_path / "out")
+    refused = online(folder, tmp_path / "out")
     assert refused.exit_code == 1
     assert f"{name}/config.json: no such file" in refused.stderr.replace("\n", "")
     assert [*(tmp_path / name).iterdir()] == [tmp_path / name / "diary"]
@@ -477,15 +479,10 @@ def test_what_is_no_draft_is_not_replaced(
 
 @tabled
 def test_what_cannot_be_trained_is_refused_by_name(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[object, ...],
-    code: int,
-    words: str,
+    folder: Path, tmp_path: Path, arguments: tuple[object, ...], code: int, words: str
 ) -> None:
-    monkeypatch.chdir(folder)
-    result = distill(folder, tmp_path / "out", *arguments)
+    with chdir(folder):
+        result = distill(folder, tmp_path / "out", *arguments)
     assert result.exit_code == code, result.output
     assert words in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
@@ -517,5 +514,4 @@ def test_a_crippled_draft_is_the_bundled_one_with_so_much_noise(tmp_path: Path) 
         check_checkpoint(out)
         for name, weight in load_file(out / "model.safetensors").items():
             share = float((weight - bundled[name]).std() / bundled[name].std())
-            wanted = noise if weight.ndim == 2 else 0.0
-            assert np.isclose(share, wanted, rtol=0.02), name
+            assert np.isclose(share, noise if weight.ndim == 2 else 0.0, rtol=0.02), name
