@@ -30,7 +30,6 @@ certain, beyond its interval, is a bug, and is said to be one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 from statistics import fmean
@@ -120,8 +119,7 @@ def _behind(values: Law) -> Law:
     return np.append(np.cumsum(values[:0:-1])[::-1], 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedText:
+class ComparedText(NamedTuple):
     """One text, at least one place."""
 
     name: str
@@ -193,10 +191,11 @@ def beside_theory(texts: Sequence[ComparedText]) -> dict[str, Any]:
     """Everything, ready for JSON; at least one text."""
     hits = [[place.rank == 0 for place in text.places] for text in texts]
     pairs = [pair for one in hits for pair in pairwise(one)]
-    rate, after = fmean([hit for one in hits for hit in one]), dict[bool, float]()
-    for state in (False, True):
-        found = [hit for before, hit in pairs if before == state]
-        after[state] = fmean(found) if found else rate
+    rate = fmean([hit for one in hits for hit in one])
+    wrong, right = (
+        fmean([hit for before, hit in pairs if before == state] or [rate])
+        for state in (False, True)
+    )
     return {
         "texts": [
             {"name": text.name}
@@ -205,13 +204,13 @@ def beside_theory(texts: Sequence[ComparedText]) -> dict[str, Any]:
         ],
         "means": {name: _over_texts(texts, attrgetter(name)) for name in _COLUMNS},
         "by_variation": list(_by_variation(texts)),
-        "right_behind_wrong": after[False],
-        "right_behind_right": after[True],
+        "right_behind_wrong": wrong,
+        "right_behind_right": right,
         "chains": [
             {
                 "gamma": gamma,
                 "independent": chain_tokens(rate, rate, gamma),
-                "correlated": chain_tokens(after[False], after[True], gamma),
+                "correlated": chain_tokens(wrong, right, gamma),
                 "measured": _estimate([replayed_tokens(one, gamma) for one in hits]),
             }
             for gamma in GAMMAS
@@ -275,9 +274,9 @@ def theory_table(found: Mapping[str, Any]) -> Table:
     for name in ("TV", "places", "at least", "expected", "measured", "at most"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found["by_variation"]:
-        cells = {name: f"{row[name]:.3f}" for name in _IN_TABLE}
-        cells["measured"] = _shown({"mean": row["measured"], "interval": row["interval"]})
-        table.add_row(f"{row['from']:g}-{row['to']:g}", str(row["places"]), *cells.values())
+        measured = _shown({"mean": row["measured"], "interval": row["interval"]})
+        cells = [measured if one == "measured" else f"{row[one]:.3f}" for one in _IN_TABLE]
+        table.add_row(f"{row['from']:g}-{row['to']:g}", str(row["places"]), *cells)
     means, places = found["means"], sum(row["places"] for row in found["by_variation"])
     table.add_section()
     every = [_shown(means[name]) for name in _IN_TABLE]

@@ -269,10 +269,6 @@ class TextTokenizer:
         config = folder / "tokenizer_config.json"
         self._config = read_json(config) if config.is_file() else {}
 
-    @property
-    def vocabulary_size(self) -> int:
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; special tokens written out in it are recognised."""
         # Of the library's methods only those for batches let other threads run meanwhile; this one

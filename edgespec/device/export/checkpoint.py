@@ -164,15 +164,11 @@ def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int
         case "gemma2" | "gemma3_text":
             return _gemma(path, config, hidden)
         case "smollm3":
-            layers, every = (
-                int(config["num_hidden_layers"]),
-                config.get("no_rope_layer_interval", 4),
-            )
+            layers = range(int(config["num_hidden_layers"]))
+            every = config.get("no_rope_layer_interval", 4)
             # The list says which layers do rotate, whatever it is called.
-            rotated = config.get("no_rope_layers") or [
-                int((layer + 1) % every != 0) for layer in range(layers)
-            ]
-            unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
+            rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
+            unrotated = tuple(layer for layer in layers if not rotated[layer])
             return {"attention_scale": head_dim**-0.5, "unrotated": unrotated}
         case _:
             return {"attention_scale": head_dim**-0.5}
@@ -210,70 +206,27 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     rope |= config.get("rope_scaling") or {}
     parameters = config.get("rope_parameters") or {}
     rope |= parameters.get("full_attention", parameters)  # or one for each kind of layer
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    if rope["rope_type"] not in ROPE_TYPES:
-        raise CheckpointError(f"{path}: rope_type {rope['rope_type']!r} is not one of {ROPE_TYPES}")
-    if rope["rope_type"] == "yarn" and not rope.get("original_max_position_embeddings"):
+    rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(f"{path}: rope_type {kind!r} is not one of {ROPE_TYPES}")
+    if kind == "yarn" and not rope.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = config.get("max_position_embeddings")
-    for name in _ROPE_FIELDS.get(rope["rope_type"], ()):
-        if not isinstance(rope.get(name), int | float):
-            kind = rope["rope_type"]
-            raise CheckpointError(
-                f"{path}: rope_type {kind!r} needs {name}, which is {rope.get(name)!r}"
-            )
+    for name in _ROPE_FIELDS.get(kind, ()):
+        if not isinstance(value := rope.get(name), int | float):
+            raise CheckpointError(f"{path}: rope_type {kind!r} needs {name}, which is {value!r}")
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise CheckpointError(f"{path}: partial_rotary_factor {partial} is not supported")
     return rope
 
 
-class Checkpoint:
-    """Named tensors of a folder, read on demand; files are opened per read, nothing is kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = _tensor_files(folder)
-        self._folder = folder
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Float32 copy. Raises ``CheckpointError`` when missing or of another shape."""
-        from safetensors import safe_open
-
-        path = self._files.get(name)
-        if path is None:
-            raise CheckpointError(f"{self._folder}: tensor {name} is in no *.safetensors file")
-        with safe_open(path, framework="numpy") as tensors:
-            value = np.asarray(tensors.get_tensor(name))
-        if value.shape != shape:
-            raise CheckpointError(f"{path}: tensor {name} has shape {value.shape}, not {shape}")
-        return value.astype(np.float32)
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
-    from safetensors import SafetensorError, safe_open
-
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise CheckpointError(f"{folder}: no *.safetensors file")
-    files: dict[str, Path] = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="numpy") as tensors:
-                files |= dict.fromkeys(tensors.keys(), path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
-    return files
-
-
 _LAST_MATRICES = (".self_attn.o_proj.", ".mlp.down_proj.")
 _BRANCH_NORMS = (".post_attention_layernorm.", ".post_feedforward_layernorm.")
 
 
-class FamilyWeights:
-    """``Checkpoint``, under the names and with the meaning that Llama's tensors have.
+class Checkpoint:
+    """Tensors of a folder, under the names and with the meaning that Llama's have. They are read on
+    demand; files are opened per read, nothing is kept.
 
     * Phi-3 stores queries, keys and values as one matrix, gate and up as another: they are cut.
     * Gemma's norms multiply by 1 + weight: the 1 is added.
@@ -284,19 +237,36 @@ class FamilyWeights:
     * A factor on branches (Granite) goes into their last matrix, a divisor of logits into the last
       norm."""
 
-    def __init__(self, checkpoint: Checkpoint, shape: DecoderShape) -> None:
-        self._checkpoint, self._shape = checkpoint, shape
+    def __init__(self, folder: Path, shape: DecoderShape) -> None:
+        self._files = _tensor_files(folder)
+        self._folder, self._shape = folder, shape
 
     def __contains__(self, name: str) -> bool:
-        return name in self._checkpoint or self._joint_matrix(name)[0] in self._checkpoint
+        return name in self._files or self._joint_matrix(name)[0] in self._files
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """As ``Checkpoint.read``."""
-        value = self._cut(name, shape)
+        """Float32 copy. Raises ``CheckpointError`` when missing or of another shape."""
+        whole, start, rows = self._joint_matrix(name)
+        if name in self._files or whole not in self._files:
+            value = self._stored(name, shape)
+        else:
+            value = self._stored(whole, (rows, *shape[1:]))[start : start + shape[0]]
         if len(shape) == 1 and "norm." in name:
             value = value + np.float32(self._shape.norm_offset)
         factor = self._factor(name)
         return value if factor == 1.0 else value * np.float32(factor)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        from safetensors import safe_open
+
+        path = self._files.get(name)
+        if path is None:
+            raise CheckpointError(f"{self._folder}: tensor {name} is in no *.safetensors file")
+        with safe_open(path, framework="numpy") as tensors:
+            value = np.asarray(tensors.get_tensor(name))
+        if value.shape != shape:
+            raise CheckpointError(f"{path}: tensor {name} has shape {value.shape}, not {shape}")
+        return value.astype(np.float32)
 
     def _joint_matrix(self, name: str) -> tuple[str, int, int]:
         """(the matrix that families fuse ``name`` into with others, its first row there, rows of
@@ -319,12 +289,22 @@ class FamilyWeights:
         if name == "model.norm.weight":
             return 1.0 / shape.logits_divisor
         last = _BRANCH_NORMS if shape.normalises_branches else _LAST_MATRICES
-        if any(part in name for part in last):
-            return shape.branch_scale / shape.stream_scale
-        return 1.0
+        divided = any(part in name for part in last)
+        return shape.branch_scale / shape.stream_scale if divided else 1.0
 
-    def _cut(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        whole, start, rows = self._joint_matrix(name)
-        if name in self._checkpoint or whole not in self._checkpoint:
-            return self._checkpoint.read(name, shape)
-        return self._checkpoint.read(whole, (rows, *shape[1:]))[start : start + shape[0]]
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+    from safetensors import SafetensorError, safe_open
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{folder}: no *.safetensors file")
+    files: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="numpy") as tensors:
+                files |= dict.fromkeys(tensors.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+    return files

@@ -55,7 +55,7 @@ def export_draft(
     bytes. Raises ``CheckpointError`` or another ``ValueError``, naming the file and the field, or
     the value and the limit."""
     from edgespec.device.export.export_graph import build_graph, padded_head_dim
-    from edgespec.device.export.quantize import BLOCK_SIZE, save_graph
+    from edgespec.device.export.quantize import BLOCK_SIZE, halve_cache, save_graph
 
     shape, info = read_shape(source), folders.model_info(source)
     limit = info.context_length
@@ -75,9 +75,11 @@ def export_draft(
         token_count=min(folders.token_count(source), shape.vocabulary_size),
         trained_length=folders.trained_length(source),
     )
-    model = build_graph(shape, Checkpoint(source), length, bits, progress)
-    if kv_type is not KvType.FLOAT32:
-        model = _with_kv_type(model, kv_type, target, manifest)
+    model = build_graph(shape, Checkpoint(source, shape), length, bits, progress)
+    if kv_type is KvType.FLOAT16:
+        halve_cache(model)
+    elif kv_type is KvType.INT8:
+        model = _with_int8_cache(model, target, manifest)
     save_graph(model, target / MODEL_FILE)
     for name in COPIED_FILES:
         if (source / name).is_file() and source.resolve() != target.resolve():
@@ -86,17 +88,14 @@ def export_draft(
     return manifest
 
 
-def _with_kv_type(
-    model: onnx.ModelProto, kv_type: KvType, target: Path, manifest: DraftManifest
+def _with_int8_cache(
+    model: onnx.ModelProto, target: Path, manifest: DraftManifest
 ) -> onnx.ModelProto:
-    """For int8 the draft is tried as it is first, in a folder inside ``target``."""
-    from edgespec.device.export.quantize import calibrated_scales, save_graph, with_kv_type
-
-    if kv_type is not KvType.INT8:
-        return with_kv_type(model, kv_type)
+    """The draft is tried as it is first, in a folder inside ``target``."""
     import onnx
 
     from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+    from edgespec.device.export.quantize import calibrated_scales, save_graph, scale_cache
 
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".calibrate-", dir=target) as name:
@@ -107,7 +106,8 @@ def _with_kv_type(
         scales = calibrated_scales(drafter)
         drafter.close()
         model = onnx.load_model(folder / MODEL_FILE)  # saving may have moved the weights
-    return with_kv_type(model, kv_type, scales)
+    scale_cache(model, scales)
+    return model
 
 
 WORK_PREFIX = ".edgespec-export-"

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgespec.device.export import quantize as qz
-from edgespec.device.export.checkpoint import Checkpoint, DecoderShape, FamilyWeights
+from edgespec.device.export.checkpoint import Checkpoint, DecoderShape
 
 
 def _signature(shape: DecoderShape) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
@@ -76,16 +76,14 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
         np.float32
     )
     match rope["rope_type"]:
-        case "default":
-            return plain
         case "linear":
             return (plain / float(rope["factor"])).astype(np.float32)
         case "llama3":
             return _llama3(rope, plain)
         case "yarn":
             return _yarn(rope, plain, head_dim)
-        case other:
-            raise ValueError(f"rope_type {other!r} is not supported")
+        case _:  # the default
+            return plain
 
 
 def _llama3(rope: Mapping[str, Any], plain: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -127,8 +125,7 @@ def _yarn_sharpness(rope: Mapping[str, Any]) -> float:
         return float(rope["attention_factor"])
 
     def scale(weight: float) -> float:
-        factor = float(rope["factor"])
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+        return 0.1 * weight * math.log(max(1.0, float(rope["factor"]))) + 1.0
 
     weight, over_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if weight and over_all:
@@ -187,17 +184,17 @@ def build_graph(
     ``CheckpointError`` for a missing or misshapen tensor."""
     if bits not in BITS:
         raise ValueError(f"bits is {bits}, but must be one of {BITS}")
-    builder = _Builder(shape, FamilyWeights(checkpoint, shape), context_length, bits)
+    builder = _Builder(shape, checkpoint, context_length, bits)
     return builder.build(progress or (lambda done, layers: None))
 
 
 class _Builder:
     def __init__(
-        self, shape: DecoderShape, checkpoint: FamilyWeights, context_length: int, bits: int
+        self, shape: DecoderShape, checkpoint: Checkpoint, context_length: int, bits: int
     ) -> None:
         self._source = shape
         self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
-        self._checkpoint = checkpoint
+        self._checkpoint, self._read = checkpoint, checkpoint.read
         self._context_length = context_length
         self._bits = bits
         self._nodes: list[onnx.NodeProto] = []
@@ -267,7 +264,7 @@ class _Builder:
         attended = self._output_projection(f"{name}.self_attn.o_proj", attended)
         before = "post_attention_layernorm"
         if shape.normalises_branches:
-            attended = self._branch_norm(f"{name}.post_attention_layernorm", attended)
+            attended = self._simple_norm(f"{name}.{before}", attended, shape.norm_epsilon)
             before = "pre_feedforward_layernorm"
         normed, residual = self._norm(f"{name}.{before}", residual, attended)
         gate = self._linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
@@ -276,7 +273,7 @@ class _Builder:
         product = self._node("Mul", [active, up], f"{name}.mlp.product")
         down = self._linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
         if shape.normalises_branches:
-            down = self._branch_norm(f"{name}.post_feedforward_layernorm", down)
+            down = self._simple_norm(f"{name}.post_feedforward_layernorm", down, shape.norm_epsilon)
         return residual, down
 
     def _activation(self, name: str, value: str) -> str:
@@ -359,15 +356,15 @@ class _Builder:
         split = self._node("Reshape", [value, f"{name}.split"], f"{name}.heads")
         source_dim = self._source.head_dim
         weight = pad_outputs(self._read(f"{name}.weight", (source_dim,)), source_dim)
-        self._constant(f"{name}.weight", weight * np.float32(math.sqrt(source_dim / dim)))
-        normed = self._simple_norm(name, split, self._shape.norm_epsilon * source_dim / dim)
+        weight = weight * np.float32(math.sqrt(source_dim / dim))
+        normed = self._simple_norm(name, split, self._shape.norm_epsilon * source_dim / dim, weight)
         return self._node("Reshape", [normed, f"{name}.join"], f"{name}.joined")
 
     def _norm(self, name: str, residual: str, branch: str) -> tuple[str, str]:
         """(norm of residual + branch, residual + branch); an empty branch is the first layer's."""
-        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
         if not branch:
             return self._simple_norm(name, residual, self._shape.stream_epsilon), residual
+        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
         normed = self._node(
             "SkipSimplifiedLayerNormalization",
             [branch, residual, f"{name}.weight"],
@@ -377,18 +374,14 @@ class _Builder:
         )
         return normed, f"{name}.sum"
 
-    def _branch_norm(self, name: str, branch: str) -> str:
-        self._constant(f"{name}.weight", self._read(f"{name}.weight", (self._shape.hidden,)))
-        return self._simple_norm(name, branch, self._shape.norm_epsilon)
-
-    def _simple_norm(self, name: str, value: str, epsilon: float) -> str:
-        return self._node(
-            "SimplifiedLayerNormalization",
-            [value, f"{name}.weight"],
-            name,
-            axis=-1,
-            epsilon=epsilon,
-        )
+    def _simple_norm(
+        self, name: str, value: str, epsilon: float, weight: NDArray[np.float32] | None = None
+    ) -> str:
+        """``weight``: the checkpoint's own, for the whole stream."""
+        weight = self._read(f"{name}.weight", (self._shape.hidden,)) if weight is None else weight
+        self._constant(f"{name}.weight", weight)
+        inputs = [value, f"{name}.weight"]
+        return self._node("SimplifiedLayerNormalization", inputs, name, axis=-1, epsilon=epsilon)
 
     def _head(self, normed: str) -> None:
         shape, table = self._shape, "model.embed_tokens"
@@ -442,9 +435,6 @@ class _Builder:
         )
 
     # --- plumbing ---------------------------------------------------------------------------
-
-    def _read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        return self._checkpoint.read(name, shape)
 
     def _constant(self, name: str, value: NDArray[np.generic]) -> None:
         self._initializers.append(onnx.numpy_helper.from_array(value, name))

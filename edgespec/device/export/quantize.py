@@ -28,7 +28,6 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -60,7 +59,8 @@ def quantize_matrix(
         part = slice(start, start + _ROWS_A_TIME)
         values = weight[part].astype(np.float32).reshape(-1, blocks, BLOCK_SIZE)
         integers[part], scales[part] = _fit(values, bits)
-    return _pack(integers, bits), scales
+    low, high = integers[..., 0::2], integers[..., 1::2]
+    return integers if bits == 8 else low | (high << np.uint8(4)), scales
 
 
 def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
@@ -87,10 +87,6 @@ def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDA
             scales = np.where(better, product / safe, scales)
             best = np.where(better[..., None], rounded, best)
     return (best + half).astype(np.uint8), scales
-
-
-def _pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    return integers if bits == 8 else integers[..., 0::2] | (integers[..., 1::2] << np.uint8(4))
 
 
 CONTRIB = "com.microsoft"
@@ -178,28 +174,57 @@ _ATTENTION = "GroupQueryAttention"
 _SEQUENCES, _LENGTH = 4, 64
 # Beyond the largest value seen: texts to come are not those seen.
 _HEADROOM = 1.15
-_ELEMENT = {KvType.FLOAT16: TensorProto.FLOAT16, KvType.INT8: TensorProto.INT8}
 # Inputs of the attention: keys' and values' scales stand at places 12 and 13.
 _SCALES_AT = 12
 
 
-def with_kv_type(model: onnx.ModelProto, kv_type: KvType, scales: Scales = ()) -> onnx.ModelProto:
-    """``model`` (float32 cache; changed in place) with a cache of ``kv_type``.
+def halve_cache(model: onnx.ModelProto) -> None:
+    """Give ``model`` (float32 cache) one of float16, in which type the attention computes, between
+    two casts; weights and activations stay as they are."""
+    graph, nodes = model.graph, list[onnx.NodeProto]()
+    _set_cache_type(graph, TensorProto.FLOAT16)
+    for tensor in graph.initializer:
+        if tensor.name.partition(".")[0] in ("cos", "sin"):
+            half = numpy_helper.to_array(tensor).astype(np.float16)
+            tensor.CopyFrom(numpy_helper.from_array(half, tensor.name))
+    for node in graph.node:
+        if node.op_type != _ATTENTION:
+            nodes.append(node)
+            continue
+        for index, value in enumerate(node.input[:3]):  # query, key, value; packed: the first
+            if value:
+                node.input[index] = f"{node.name}.half.{index}"
+                nodes.append(_cast(value, node.input[index], TensorProto.FLOAT16))
+        output = node.output[0]
+        node.output[0] = f"{node.name}.half"
+        nodes += [node, _cast(node.output[0], output, TensorProto.FLOAT)]
+    del graph.node[:]
+    graph.node.extend(nodes)
 
-    Weights and activations stay as they are. With float16 the attention computes in that type,
-    between two casts. With int8 it takes a static scale for each channel, one pair of ``scales`` a
-    layer, and needs an onnxruntime whose CPU attention takes such a cache (tried: 1.31)."""
+
+def scale_cache(model: onnx.ModelProto, scales: Scales) -> None:
+    """Give ``model`` (float32 cache) one of int8 with a static scale for each channel. It needs an
+    onnxruntime whose CPU attention takes such a cache (tried: 1.31)."""
     graph = model.graph
+    _set_cache_type(graph, TensorProto.INT8)
+    said = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
     attentions = [node for node in graph.node if node.op_type == _ATTENTION]
+    for node, pair in zip(attentions, scales, strict=True):
+        node.input.extend([""] * (_SCALES_AT - len(node.input)))
+        for part, scale in zip(("key", "value"), pair, strict=True):
+            node.input.append(f"{node.name}.{part}_scale")
+            graph.initializer.append(numpy_helper.from_array(scale, node.input[-1]))
+        node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())
+
+
+def _set_cache_type(graph: onnx.GraphProto, element: int) -> None:
     for value in (*graph.input, *graph.output):
         if value.name.startswith(("past.", "present.")):
-            value.type.tensor_type.elem_type = _ELEMENT[kv_type]
-    if kv_type is KvType.FLOAT16:
-        _halve(graph, attentions)
-    else:
-        for node, (keys, values) in zip(attentions, scales, strict=True):
-            _scale(graph, node, keys, values)
-    return model
+            value.type.tensor_type.elem_type = element
+
+
+def _cast(value: str, output: str, to: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [value], [output], name=f"{output}.cast", to=to)
 
 
 def calibrated_scales(drafter: OnnxDrafter) -> Scales:
@@ -234,44 +259,3 @@ def _largest(part: str, rows: NDArray[np.generic]) -> NDArray[np.float32]:
         found = np.concatenate((norm, norm), axis=-1)
     largest: NDArray[np.float32] = found.max(axis=1).reshape(-1)
     return largest
-
-
-def _scale(
-    graph: onnx.GraphProto,
-    node: onnx.NodeProto,
-    keys: NDArray[np.float32],
-    values: NDArray[np.float32],
-) -> None:
-    node.input.extend([""] * (_SCALES_AT - len(node.input)))
-    for part, scale in (("key", keys), ("value", values)):
-        name = f"{node.name}.{part}_scale"
-        graph.initializer.append(numpy_helper.from_array(scale, name))
-        node.input.append(name)
-    said = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in said.items())
-
-
-def _halve(graph: onnx.GraphProto, attentions: Sequence[onnx.NodeProto]) -> None:
-    for tensor in graph.initializer:
-        if tensor.name.partition(".")[0] in ("cos", "sin"):
-            half = numpy_helper.to_array(tensor).astype(np.float16)
-            tensor.CopyFrom(numpy_helper.from_array(half, tensor.name))
-    names = {node.name for node in attentions}
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        if node.name not in names:
-            nodes.append(node)
-            continue
-        for index, value in enumerate(node.input[:3]):  # query, key, value; packed: the first
-            if value:
-                node.input[index] = f"{node.name}.half.{index}"
-                nodes.append(_cast(value, node.input[index], TensorProto.FLOAT16))
-        output = node.output[0]
-        node.output[0] = f"{node.name}.half"
-        nodes += [node, _cast(node.output[0], output, TensorProto.FLOAT)]
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def _cast(value: str, output: str, to: int) -> onnx.NodeProto:
-    return helper.make_node("Cast", [value], [output], name=f"{output}.cast", to=to)
