@@ -29,7 +29,7 @@ certain, beyond its interval, is a bug, and is said to be one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from statistics import fmean
@@ -140,18 +140,13 @@ class TheoryRecorder:
         self._drafter: Any = inner
         self._sampling = sampling
 
-    def begin(self, prompt: Sequence[int], tokens: Sequence[int]) -> Callable[[], Place]:
-        """To be called behind each step of the drafter along ``tokens``."""
-        rows = self._target_rows(prompt, tokens)
-        number = iter(range(len(tokens)))
-
-        def place() -> Place:
-            laws = [law(row, self._sampling) for row in (rows[next(number)], self._drafter.logits)]
+    def places(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Place]:
+        """One for each of ``tokens``, to be asked for behind the drafter's step there."""
+        for row in self._target_rows(prompt, tokens):
+            laws = [law(one, self._sampling) for one in (row, self._drafter.logits)]
             size = max(one.size for one in laws)
             p, q = (np.pad(one, (0, size - one.size)) for one in laws)
-            return compared(p, q)
-
-        return place
+            yield compared(p, q)
 
     def _target_rows(self, prompt: Sequence[int], tokens: Sequence[int]) -> Row:
         """The logits behind ``prompt`` and each of ``tokens`` but the last, of one pass."""
@@ -202,7 +197,10 @@ def beside_theory(texts: Sequence[ComparedText]) -> dict[str, Any]:
             | {name: [getattr(one, name) for one in text.places] for name in Place._fields}
             for text in texts
         ],
-        "means": {name: _over_texts(texts, attrgetter(name)) for name in _COLUMNS},
+        "means": {
+            name: _estimate([fmean(map(attrgetter(name), text.places)) for text in texts])
+            for name in _COLUMNS
+        },
         "by_variation": list(_by_variation(texts)),
         "right_behind_wrong": wrong,
         "right_behind_right": right,
@@ -227,10 +225,6 @@ def _estimate(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": fmean(values), "interval": list(mean_interval(values))}
 
 
-def _over_texts(texts: Sequence[ComparedText], of: Callable[[Place], float]) -> dict[str, Any]:
-    return _estimate([fmean(map(of, text.places)) for text in texts])
-
-
 def _by_variation(texts: Sequence[ComparedText]) -> Iterator[dict[str, Any]]:
     """The places in groups by their total variation: means over the places of a group, with an
     interval of what was measured."""
@@ -251,16 +245,15 @@ def _by_variation(texts: Sequence[ComparedText]) -> Iterator[dict[str, Any]]:
 
 def _impossible(texts: Sequence[ComparedText]) -> Iterator[str]:
     """What cannot be, in words."""
-    above: dict[tuple[str, str], Callable[[Place], float]] = {
-        ("the first guess is right", "1 - TV"): lambda one: one.measured - one.ideal,
-        ("a guess of two is right", "two can"): lambda one: one.pair_measured - one.pair_ideal,
-        ("(1 - TV) / (1 + TV) lies", "the first guess is right"): lambda one: (
-            one.bound - one.measured
-        ),
-    }
-    for (what, than), of in above.items() if len(texts) >= _FEWEST_TEXTS else ():
-        low, high = _over_texts(texts, of)["interval"]
-        if low > _SLACK:
+    for what, more, than, less in (
+        ("the first guess is right", "measured", "1 - TV", "ideal"),
+        ("a guess of two is right", "pair_measured", "two can", "pair_ideal"),
+        ("(1 - TV) / (1 + TV) lies", "bound", "the first guess is right", "measured"),
+    ):
+        low, high = mean_interval(
+            [fmean(getattr(x, more) - getattr(x, less) for x in text.places) for text in texts]
+        )
+        if low > _SLACK and len(texts) >= _FEWEST_TEXTS:
             yield (
                 f"impossible: {what} {low:.3f} to {high:.3f} more often than {than}: that is a bug"
                 " of the sampling or of this comparison"

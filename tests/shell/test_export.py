@@ -22,7 +22,6 @@ import onnx
 import pytest
 import yaml
 from numpy.typing import NDArray
-from typer.testing import Result
 
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
@@ -337,11 +336,6 @@ def interpreter(mode: str, folder: Path) -> Path:
     return path
 
 
-def by_optimum(source: Path, out: Path, python: Path, *options: str) -> Result:
-    given = ("--optimum", str(python), *options)
-    return call("export", source, out, *given)
-
-
 def continued(drafter: OnnxDrafter | ForeignDrafter) -> list[int]:
     """The draft's own greedy text, with a rollback at each step."""
     text, done = [5, 6, 7], 0
@@ -362,11 +356,10 @@ def test_optimum_s_graph_drafts_as_ours(
 ) -> None:
     """A head that is tied to the embedding shares its bytes."""
     out, python = tmp_path / "out", os.environ.get("OPTIMUM_PYTHON")
-    if not real:
-        python = str(interpreter("good", tmp_path))
-    if python is None:
+    if real and python is None:
         pytest.skip("OPTIMUM_PYTHON names no interpreter that has Optimum")
-    result = by_optimum(plain_source, out, Path(python), "--bits", str(bits))
+    python = python if real else str(interpreter("good", tmp_path))
+    result = call("export", plain_source, out, "--optimum", python, "--bits", bits)
     assert result.exit_code == 0, result.output
     assert f"by Optimum, {bits} bits" in result.stdout
     foreign = foreign_drafter(find_draft(str(out)), lambda text: None)
@@ -384,19 +377,13 @@ def test_optimum_s_graph_drafts_as_ours(
 def test_what_goes_wrong_with_optimum_is_told_and_leaves_nothing(
     mode: str, options: tuple[str, ...], message: str, plain_source: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    result = by_optimum(plain_source, out, interpreter(mode, tmp_path), *options)
+    out, python = tmp_path / "out", interpreter(mode, tmp_path)
+    source = write_checkpoint(tmp_path / "source") if mode == "newer" else plain_source
+    result = call("export", source, out, "--optimum", python, *options)
     assert result.exit_code in (1, 2)
     assert message in result.stderr
     assert not out.exists()
     assert not list(tmp_path.glob(f"{WORK_PREFIX}*"))
-
-
-def test_rotations_in_newer_words_are_not_given_to_optimum(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source")
-    result = by_optimum(source, tmp_path / "out", interpreter("good", tmp_path))
-    assert result.exit_code == 1
-    assert "has rope_parameters without rope_theta" in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -404,8 +391,8 @@ def test_a_signal_ends_optimum_and_all_it_started(
     number: signal.Signals, plain_source: Path, tmp_path: Path
 ) -> None:
     python, pids = interpreter("hangs", tmp_path), tmp_path / "pids"
-    given = ("--optimum", str(python))
-    with start("export", str(plain_source), str(tmp_path / "out"), *given) as process:
+    words = (str(plain_source), str(tmp_path / "out"), "--optimum", str(python))
+    with start("export", *words) as process:
         try:
             until(pids.exists)
             process.send_signal(number)

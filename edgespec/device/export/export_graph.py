@@ -21,7 +21,7 @@ the other rows. Norms, SiLU and attention are onnxruntime's own fused operators.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +158,11 @@ def pad_outputs(weight: NDArray[np.float32], head_dim: int) -> NDArray[np.float3
 
 
 BITS = (4, 8, 32)
+_ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "silu": ("QuickGelu", {"alpha": 1.0}),
+    "gelu": ("Gelu", {}),
+    "gelu_tanh": ("Gelu", {"approximate": "tanh"}),
+}
 _OPSET = 21
 _IR_VERSION = 10
 # SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
@@ -269,28 +274,24 @@ class _Builder:
         normed, residual = self._norm(f"{name}.{before}", residual, attended)
         gate = self._linear(f"{name}.mlp.gate_proj", normed, shape.feed_forward, shape.hidden)
         up = self._linear(f"{name}.mlp.up_proj", normed, shape.feed_forward, shape.hidden)
-        active = self._activation(f"{name}.mlp.active", gate)
+        kind, form = _ACTIVATIONS[shape.activation]
+        active = self._node(kind, [gate], f"{name}.mlp.active", **form)
         product = self._node("Mul", [active, up], f"{name}.mlp.product")
         down = self._linear(f"{name}.mlp.down_proj", product, shape.hidden, shape.feed_forward)
         if shape.normalises_branches:
             down = self._simple_norm(f"{name}.post_feedforward_layernorm", down, shape.norm_epsilon)
         return residual, down
 
-    def _activation(self, name: str, value: str) -> str:
-        match self._shape.activation:
-            case "silu":
-                return self._node("QuickGelu", [value], name, alpha=1.0)
-            case "gelu":
-                return self._node("Gelu", [value], name)
-            case _:  # its tanh approximation
-                return self._node("Gelu", [value], name, approximate="tanh")
-
     def _attention(self, layer: int, normed: str) -> str:
         shape, name = self._shape, f"model.layers.{layer}.self_attn"
         heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
         query, key, value = self._joint_projection(name, normed, heads), "", ""
         if shape.normalises_heads:  # else the attention takes the three as they are
-            query, key, value = self._heads_apart(f"{name}.qkv", query, heads.values())
+            widths = np.array([*heads.values()], dtype=np.int64) * shape.head_dim
+            self._constant(f"{name}.qkv.widths", widths)
+            joint, parts = [query, f"{name}.qkv.widths"], [f"{name}.qkv.{x}" for x in range(3)]
+            self._node("Split", joint, f"{name}.qkv", outputs=parts, axis=-1)
+            query, key, value = parts
             query = self._head_norm(f"{name}.q_norm", query, shape.heads)
             key = self._head_norm(f"{name}.k_norm", key, shape.kv_heads)
         past = [f"past.{layer}.key", f"past.{layer}.value"]
@@ -331,14 +332,6 @@ class _Builder:
         ]
         self._constant(f"{joint}.bias", np.concatenate(biases))
         return self._node("Add", [product, f"{joint}.bias"], f"{joint}.biased")
-
-    def _heads_apart(self, name: str, value: str, counts: Iterable[int]) -> list[str]:
-        """``value`` [1, T, heads * dim], cut into parts of ``counts`` heads each."""
-        widths = np.array([count * self._shape.head_dim for count in counts], dtype=np.int64)
-        self._constant(f"{name}.widths", widths)
-        outputs = [f"{name}.{part}" for part in range(len(widths))]
-        self._node("Split", [value, f"{name}.widths"], name, outputs=outputs, axis=-1)
-        return outputs
 
     def _output_projection(self, name: str, attended: str) -> str:
         hidden, dim = self._shape.hidden, self._source.head_dim

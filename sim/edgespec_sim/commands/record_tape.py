@@ -73,11 +73,11 @@ def _walk(
     drafter.begin(len(prompt), sampling)
     if recorder is None:
         return walk_along(drafter.step, prompt, tokens, width)
-    place, places = recorder.begin(prompt, tokens), list[Place]()
+    laws, places = recorder.places(prompt, tokens), list[Place]()
 
     def step(keep: int, feed: Sequence[int], width: int) -> Sequence[Candidate]:
         found = drafter.step(keep, feed, width)
-        places.append(place())
+        places.append(next(laws))
         return found
 
     walk = walk_along(step, prompt, tokens, width)
