@@ -154,8 +154,8 @@ class Process:
         for _ in range(8):  # a driver asks before every step; here until nothing changes
             wanted = min(tokens, self.guard.current.window)
             growth = max(0, wanted - self.held) * ROW
-            seen = me.Observation(others + self.held * ROW, growth, self.held)
-            found = self.guard.observe(seen, self.now)
+            resident = others + self.held * ROW
+            found = self.guard.observe(resident, growth, self.held, self.now)
             if found is None:
                 break
             self.held = min(self.held, found.window)
@@ -178,17 +178,13 @@ def test_the_process_stays_below_the_margin_or_the_draft_rests(
 
 def test_it_takes_no_more_than_needed_and_in_order() -> None:
     guard = me.MemoryGuard(BUDGET, MARGIN, FULL, ROW)
-    assert guard.observe(me.Observation(900_000, 24_000, 400), 0.0) is None
+    assert guard.observe(900_000, 24_000, 400, 0.0) is None
     # 424 rows reached, 10 too many.
-    assert guard.observe(me.Observation(936_000, 24_000, 400), 1.0) == me.Restriction(414, 4)
-    assert guard.observe(me.Observation(2_000_000, 0, 400), 2.0) == me.Restriction(
-        me.SMALLEST_WINDOW, 4
-    )
-    assert guard.observe(me.Observation(2_000_000, 0, 64), 3.0) == me.Restriction(
-        me.SMALLEST_WINDOW, 1
-    )
-    assert guard.observe(me.Observation(2_000_000, 0, 64), 4.0) == me.Restriction(0, 0)
-    assert guard.observe(me.Observation(2_000_000, 0, 0), 5.0) is None
+    assert guard.observe(936_000, 24_000, 400, 1.0) == me.Restriction(414, 4)
+    assert guard.observe(2_000_000, 0, 400, 2.0) == me.Restriction(me.SMALLEST_WINDOW, 4)
+    assert guard.observe(2_000_000, 0, 64, 3.0) == me.Restriction(me.SMALLEST_WINDOW, 1)
+    assert guard.observe(2_000_000, 0, 64, 4.0) == me.Restriction(0, 0)
+    assert guard.observe(2_000_000, 0, 0, 5.0) is None
 
 
 def test_the_draft_comes_back_rung_by_rung_after_a_while() -> None:

@@ -30,7 +30,6 @@ from edgespec.core.device.memory import (
     KvType,
     MemoryGuard,
     MemoryPlanError,
-    Observation,
     Restriction,
 )
 from edgespec.core.ports import Candidate, Drafter
@@ -226,8 +225,10 @@ def test_further_caches_are_bounded_together() -> None:
     tight = [False]
 
     class Halves(MemoryGuard):
-        def observe(self, seen: Observation, now: float) -> Restriction | None:
-            assert seen.held_tokens <= 256
+        def observe(
+            self, resident_bytes: int, growth_bytes: int, held_tokens: int, now: float
+        ) -> Restriction | None:
+            assert held_tokens <= 256
             return Restriction(64, 1) if tight[0] else None
 
     drafter = OnnxDrafter(resolve_model(BUNDLED, Role.DRAFT), window=256)

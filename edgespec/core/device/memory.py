@@ -198,52 +198,36 @@ def memory_terms(
     variant: DraftVariant, settings: DraftSettings, runtime_bytes: int
 ) -> tuple[MemoryTerm, ...]:
     """The terms whose sum is the predicted peak of the process, in bytes."""
-    window, per_token = settings.window, variant.kv_bytes_per_token
-    tokens = f"{window} tokens of {per_token} bytes ({variant.kv_type.value})"
+    window, width, ids = settings.window, settings.width, variant.vocabulary_size
+    stored, nodes = f"{variant.stored_bytes / MIB:.1f} MiB stored", _MOST_NODES * _NODE_BYTES
+    tokens = f"{window} tokens of {variant.kv_bytes_per_token} bytes ({variant.kv_type.value})"
     if settings.caches > 1:
         tokens += f" in each of {settings.caches} caches"
+    working, workspace = f"{settings.chunk} tokens at a time", _workspace_bytes(variant, settings)
     rest = (
-        MemoryTerm("runtime and libraries", runtime_bytes, "measured, with the tokenizer"),
-        MemoryTerm("draft session", _SESSION_BYTES, "code and tables of the runtime"),
-        MemoryTerm(
-            "weights",
-            _weights_bytes(variant),
-            f"{variant.bits} bits, {variant.stored_bytes / MIB:.1f} MiB stored",
-        ),
+        ("runtime and libraries", runtime_bytes, "measured, with the tokenizer"),
+        ("draft session", _SESSION_BYTES, "code and tables of the runtime"),
+        ("weights", _weights_bytes(variant), f"{variant.bits} bits, {stored}"),
     )
     grown = (
-        MemoryTerm("keys and values", settings.caches * variant.kv_bytes(window), tokens),
-        MemoryTerm(
-            "candidate nodes",
-            _MOST_NODES * settings.width * _NODE_BYTES,
-            f"width {settings.width}, at most {_MOST_NODES} steps",
-        ),
-        MemoryTerm(
-            "logits and sampling",
-            _SAMPLING_ROWS * variant.vocabulary_size * 4,
-            f"{_SAMPLING_ROWS} rows of {variant.vocabulary_size} ids",
-        ),
-        MemoryTerm(
-            "workspace",
-            _workspace_bytes(variant, settings),
-            f"{settings.chunk} tokens at a time, threads: {settings.threads}",
-        ),
-        MemoryTerm("link", _LINK_BYTES, "gRPC, event loop, messages"),
+        ("keys and values", settings.caches * variant.kv_bytes(window), tokens),
+        ("candidate nodes", width * nodes, f"width {width}, at most {_MOST_NODES} steps"),
+        ("logits and sampling", _SAMPLING_ROWS * ids * 4, f"{_SAMPLING_ROWS} rows of {ids} ids"),
+        ("workspace", workspace, f"{working}, threads: {settings.threads}"),
+        ("link", _LINK_BYTES, "gRPC, event loop, messages"),
     )
     # The integers of the largest matrix, the table, before they are repacked.
-    loading = int(_TABLE_INTEGERS[variant.bits] * variant.table_bytes)
-    surplus = max(0, loading - sum(term.bytes for term in grown))
-    why = "what the loading of weights needs for a moment"
-    return (*rest, *grown, MemoryTerm("loading", surplus, why))
+    surplus = int(_TABLE_INTEGERS[variant.bits] * variant.table_bytes) - sum(x[1] for x in grown)
+    loading = ("loading", max(0, surplus), "what the loading of weights needs for a moment")
+    return tuple([MemoryTerm(*term) for term in (*rest, *grown, loading)])
 
 
 def _weights_bytes(variant: DraftVariant) -> int:
     """What the weights keep resident: the kernels' repacked copy, and of 8 and 32 bits the table
     again as it is stored, for looking up embeddings.
 
-    Formula: a * stored + b * table, (a, b) by bits: 4: (1.67, 0), 8: (1.255, 0.94), 32: (1, 1); and
-    0.55 * stored where the graph's file holds the weights itself. 100 MiB of 4 bits keep 167 MiB.
-    """
+    Formula: a * stored + b * table, (a, b) as in ``_KEPT``; and 0.55 * stored where the graph's
+    file holds the weights itself. 100 MiB of 4 bits keep 1.67 * 100 = 167 MiB."""
     kept, table = _KEPT[variant.bits]
     inline = _INLINE if variant.inline else 0.0
     return int((kept + inline) * variant.stored_bytes + table * variant.table_bytes)
@@ -418,16 +402,6 @@ class Restriction:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    resident_bytes: int
-    """Of the process."""
-    growth_bytes: int
-    """What the next draft step may add."""
-    held_tokens: int
-    """Rows that are resident now."""
-
-
 class MemoryGuard:
     """Keeps ``resident + growth`` below ``budget - margin``.
 
@@ -454,17 +428,20 @@ class MemoryGuard:
         self._recovery_s = recovery_s
         self._calm_since: float | None = None
 
-    def observe(self, seen: Observation, now: float) -> Restriction | None:
-        """The restriction that holds from now on; None: as before."""
-        excess = seen.resident_bytes + seen.growth_bytes - self._most
+    def observe(
+        self, resident_bytes: int, growth_bytes: int, held_tokens: int, now: float
+    ) -> Restriction | None:
+        """The restriction that holds from now on; None: as before. The process has
+        ``resident_bytes``, with ``held_tokens`` rows; the next step may add ``growth_bytes``."""
+        excess = resident_bytes + growth_bytes - self._most
         if excess > 0:
             self._calm_since = None
-            return self._tighten(seen, excess)
+            return self._tighten(held_tokens + growth_bytes // self._row_bytes, excess)
         if self.current == self._full:
             return None
         richer = self._richer()
-        added = max(0, richer.window - seen.held_tokens) * self._row_bytes
-        if seen.resident_bytes + added + self._slack > self._most:
+        added = max(0, richer.window - held_tokens) * self._row_bytes
+        if resident_bytes + added + self._slack > self._most:
             self._calm_since = None
             return None
         if self._calm_since is None:
@@ -474,15 +451,14 @@ class MemoryGuard:
         self._calm_since, self.current = now, richer
         return richer
 
-    def _tighten(self, seen: Observation, excess: int) -> Restriction | None:
+    def _tighten(self, reached: int, excess: int) -> Restriction | None:
         """The longest window that gives ``excess`` bytes back or does not take them.
 
-        Formula: held + growth / row - ceil(excess / row) tokens. 1000 rows of 1 KiB held, 24 more
-        to come and 100 KiB too much leave a window of 924."""
+        Formula: held + growth / row, which are ``reached``, - ceil(excess / row) tokens. 1000 rows
+        of 1 KiB held, 24 more to come and 100 KiB too much leave a window of 924."""
         current = self.current
         if not current.window:
             return None  # it has nothing to give
-        reached = seen.held_tokens + seen.growth_bytes // self._row_bytes
         window = min(current.window, reached) + -excess // self._row_bytes
         if window >= SMALLEST_WINDOW or current.window > SMALLEST_WINDOW:
             self.current = Restriction(max(window, SMALLEST_WINDOW), current.width)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-from edgespec.core.device.memory import MemoryGuard, Observation, Restriction
+from edgespec.core.device.memory import MemoryGuard, Restriction
 from edgespec.core.ports import (
     Cancelled,
     Candidate,
@@ -254,7 +254,7 @@ class CacheGroup:
                 self._failed = True
                 _log.warning("this process's memory cannot be measured any more: %s", error)
         held = max(member.held_tokens for member in self.members)
-        restriction = self._governor.observe(Observation(self._resident, growth, held), now)
+        restriction = self._governor.observe(self._resident, growth, held, now)
         if restriction is None:
             return
         window, width = restriction.window, restriction.width
