@@ -150,15 +150,9 @@ class ServerDrafter(Protocol):
         """Free the sequence; unknown keys are ignored."""
 
 
-class Speculating(Protocol):
-    """A target with a speculator of its own (``PassShape.own_drafts``)."""
-
-    def set_draft_steps(self, count: int) -> None:
-        """How many tokens to propose behind the passes that follow; 0: none."""
-
-
 def set_draft_steps(target: object, count: int) -> None:
-    """As ``Speculating.set_draft_steps``, for a target that speculates."""
+    """How many tokens ``target`` is to propose behind the passes that follow, by its own
+    ``set_draft_steps``, if it speculates (``PassShape.own_drafts``); 0: none."""
     set_steps = getattr(target, "set_draft_steps", None)
     if set_steps is not None:
         set_steps(count)

@@ -12,7 +12,7 @@ from edgespec.core.protocol.work import ModelInfo, PassRequest, PassResult
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.drafts import run_ahead_policy
+from edgespec.core.verifier.drafts import RUN_AHEAD
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.relaxed_rules import acceptance_rule
 from edgespec.core.verifier.served_drafts import ServedDrafts
@@ -31,7 +31,7 @@ def new_session(
     model: ModelInfo = MODEL,
     served: ServedDrafts | None = None,
 ) -> VerifySession:
-    rule, run_ahead = acceptance_rule(request.rule), run_ahead_policy(request.run_ahead)
+    rule, run_ahead = acceptance_rule(request.rule), RUN_AHEAD[request.run_ahead]
     session = VerifySession(request, model, limits, rule, run_ahead, 0.0, served)
     session.handle(se.Attach(request), 0.0)
     return session

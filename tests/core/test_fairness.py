@@ -24,7 +24,7 @@ from edgespec.core.verifier import traffic_budget as tb
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import MAX_KEYS, Credential, KeyChanges, KeyRing, digest
-from edgespec.core.verifier.drafts import ExactRule, run_ahead_policy
+from edgespec.core.verifier.drafts import RUN_AHEAD, ExactRule
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import AGE_PASSES, Fairness
@@ -427,10 +427,6 @@ def test_changes_tell_added_revoked_and_limits_apart() -> None:
 def test_what_cannot_be_a_ring_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="'a' and 'b' have the same key"):
         ring(a="k", b="k")
-    with pytest.raises(ValueError, match="digest of 'a' has 3 bytes, not 32"):
-        KeyRing({"a": (b"abc", Credential("a"))})
-    with pytest.raises(ValueError, match="'b' stands under 'a'"):
-        KeyRing({"a": (digest("k"), Credential("b"))})
     with pytest.raises(ValueError, match=f"{MAX_KEYS + 1} keys, but at most {MAX_KEYS}"):
         ring(**{f"n{number}": f"k{number}" for number in range(MAX_KEYS + 1)})
 
@@ -484,7 +480,7 @@ def _world(
     keeper = CacheKeeper(ledger, sessions, (lambda key: "") if share else None)
     for key, length in zip("abcdef", prompts, strict=False):
         request = replace(wanted, session_id=key, prompt=(1,) * length)
-        run_ahead = run_ahead_policy(RunAhead.ALWAYS)
+        run_ahead = RUN_AHEAD[RunAhead.ALWAYS]
         sessions[key] = VerifySession(request, FIXED, LIMITS, ExactRule(), run_ahead, 0.0)
         sessions[key].handle(Attach(request), 0.0)
     for key, session in sessions.items():

@@ -278,7 +278,7 @@ def test_a_chain_begins_behind_what_a_grammar_forces_and_not_behind_what_it_forb
     for path, lawful in (((7, 3), (7, 3, 5)), ((7, 8, 3), (7, 3, 5)), ((3, 3), ())):
         served = present(ServedDraftsMaker(text=False, model=True)(request, ANYBODY, (EOS,)))
         tree = PassTree(9)
-        tree.add_chain(path, [0.99] * len(path), Source.DEVICE)
+        tree.add_tree(path, (-1, 0, 1)[: len(path)], [0.99] * len(path), Source.DEVICE)
         start = present(served.begin_chain(tree, [1, 2, 5], 9, 0.0))
         assert start.step.feed == (1, 2, 5, *lawful)
 
@@ -293,7 +293,7 @@ def test_what_a_grammar_forces_is_in_the_pass_without_any_drafter(
     request = Open("s", "", "", (1, 2), sampling=sampling)
     served = present(ServedDraftsMaker()(request, ANYBODY, (EOS,)))
     tree, own = PassTree(9), len(path)
-    tree.add_chain(path, [0.5] * own, Source.DEVICE)
+    tree.add_tree(path, range(-1, own - 1), [0.5] * own, Source.DEVICE)
     served.fill(tree, [1, 2, *text], depth, 0.0, least)
     assert tuple(tree.tokens) == found
     assert tree.sources[own:] == [Source.TEXT] * (len(found) - own)
@@ -476,8 +476,8 @@ def test_a_record_knows_what_the_models_cache_holds() -> None:
 
 def test_a_pass_is_one_tree_of_all_sources() -> None:
     tree = PassTree(5)
-    tree.add_chain((7, 8), (0.8, 0.6), Source.DEVICE)
-    tree.add_chain((7, 9, 9), (0.8, 0.7, 0.5), Source.MODEL)
+    tree.add_tree((7, 8), (-1, 0), (0.8, 0.6), Source.DEVICE)
+    tree.add_tree((7, 9, 9), (-1, 0, 1), (0.8, 0.7, 0.5), Source.MODEL)
     tree.add_tree((7, 6, 5), (-1, 0, -1), (0.3, 0.2, 0.1), Source.TEXT)
     assert tree.tokens == [7, 8, 9, 9, 6]
     assert tree.parents == [-1, 0, 0, 2, 0]

@@ -19,7 +19,7 @@ from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.cache_keeper import CacheKeeper
-from edgespec.core.verifier.drafts import AutoRunAhead, NeverRunAhead, RunAheadView
+from edgespec.core.verifier.drafts import RunAheadView, auto_run_ahead, never_run_ahead
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.row_price import UNPRICED_GUESS, RowPriceKeeper
 from edgespec.core.verifier.scheduler import FIRST_ROWS, SLOTS, PassScheduler, PromptLoad
@@ -114,7 +114,7 @@ def test_a_verifiers_full_price_is_told() -> None:
         (3.0, (1000, 0)),
     ):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(PassScheduler, "least_chance", least_chance)
+            patched.setattr(RowPriceKeeper, "least_chance", least_chance)
             heard = passed(scenes.new_engine())
         assert {(one.row_price, one.credit) for one in heard} == {said}, least_chance
 
@@ -134,7 +134,7 @@ def test_a_busy_event_loop_does_not_make_rows_dear() -> None:
 def test_who_waits_for_its_drafts_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of 20 ms began 10 ms after the commit before: 0.9 * 20 / 30. Full price would silence
     it, and then it would wait a round trip for each token."""
-    monkeypatch.setattr(PassScheduler, "least_chance", 0.9)
+    monkeypatch.setattr(RowPriceKeeper, "least_chance", 0.9)
     engine = scenes.new_engine()
     waits = replace(scenes.RUNNING, run_ahead=RunAhead.NEVER)
     first = engine.handle(
@@ -184,7 +184,7 @@ def passes(row_s: float, count: int = 8, prompts: int = 0) -> PassScheduler:
         for other in others:
             sessions[other.key].handle(se.PassDone(()), now)
             scheduler.enqueue(other.key)
-        scheduler.count(1)
+        scheduler.price.note_tokens(1)
     return scheduler
 
 
@@ -196,7 +196,7 @@ def guesses(session: VerifySession, count: int) -> Draft:
 def test_a_node_has_to_bring_more_than_its_time_does_otherwise() -> None:
     scheduler = passes(ROW_S)
     otherwise = ROW_S / (PASS_S + 15 / 8 * ROW_S)  # tokens in a row's time
-    assert scheduler.least_chance == pytest.approx(otherwise * (1 + otherwise), rel=0.02)
+    assert scheduler.price.least_chance == pytest.approx(otherwise * (1 + otherwise), rel=0.02)
 
 
 def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take() -> None:
@@ -205,8 +205,8 @@ def test_prompts_raise_the_price_by_whom_they_hold_up_and_by_the_time_they_take(
     scheduler = passes(row_s, count=60, prompts=2)
     decode_s = PASS_S + 2 * row_s  # a fed token and one node, in the mean
     cost = row_s / decode_s * (1 + 2 / 1)
-    assert scheduler.least_chance == pytest.approx(cost * (1 + cost), rel=0.05)
-    assert scheduler.row_price == round(1000 * scheduler.least_chance)
+    assert scheduler.price.least_chance == pytest.approx(cost * (1 + cost), rel=0.05)
+    assert scheduler.row_price == round(1000 * scheduler.price.least_chance)
 
 
 def test_own_drafts_make_rows_cheaper_by_the_time_of_their_steps_and_passes_shorter_without() -> (
@@ -325,14 +325,13 @@ VIEW = RunAheadView(10.0, 9.0, 0.1, None, False, 1.0, False)
 
 
 def test_never_waits_for_its_patience_only() -> None:
-    assert NeverRunAhead(2.0).start_at(VIEW) == 11.0
-    assert NeverRunAhead(2.0).start_at(replace(VIEW, no_draft_coming=True)) <= 10.0
+    assert never_run_ahead(VIEW) == 11.0
+    assert never_run_ahead(replace(VIEW, no_draft_coming=True)) <= 10.0
 
 
 def test_auto_waits_for_a_draft_that_comes_soon_and_will_do() -> None:
-    auto = AutoRunAhead(unsure=0.5, sure=1.0, slack_share=0.1)
     soon = replace(VIEW, idle_since=10.0, expected_at=10.04, hit_rate=0.75)
-    assert auto.start_at(soon) == pytest.approx(10.05)
+    assert auto_run_ahead(soon, unsure=0.5, sure=1.0) == pytest.approx(10.05)
 
 
 @pytest.mark.parametrize("expected_at", [8.0, 9.0, 9.99, 10.0, 10.01, 10.03, 10.1, 11.0])
@@ -342,23 +341,20 @@ def test_auto_never_waits_past_its_share_for_an_overdue_draft(
 ) -> None:
     """Nor longer than a pass and its slack for any."""
     view = replace(VIEW, idle_since=10.0, expected_at=expected_at, hit_rate=hit_rate)
-    assert AutoRunAhead(slack_share=0.1).start_at(view) - 10.0 <= 1.1 * view.pass_s + 1e-9
+    assert auto_run_ahead(view) - 10.0 <= 1.1 * view.pass_s + 1e-9
     if expected_at <= 10.0:
         share = max(0.0, (hit_rate - 0.5) / 0.5)
-        auto = AutoRunAhead(unsure=0.5, sure=1.0, slack_share=0.1)
-        assert auto.start_at(view) <= 10.0 + share * view.pass_s
+        assert auto_run_ahead(view, unsure=0.5, sure=1.0) <= 10.0 + share * view.pass_s
 
 
-class WaitsAlone:
+def waits_alone(view: RunAheadView) -> float:
     """A policy that shares the passes of others and waits for a draft otherwise."""
-
-    def start_at(self, view: RunAheadView) -> float:
-        return view.now if view.runs_anyway else view.now + 1.0
+    return view.now if view.runs_anyway else view.now + 1.0
 
 
 def test_who_waits_for_a_draft_is_taken_along_by_a_pass_of_others() -> None:
     engine = VerifyEngine(
-        scenes.MODEL, scenes.LIMITS, ee.EngineLimits(), run_ahead=lambda kind: WaitsAlone()
+        scenes.MODEL, scenes.LIMITS, ee.EngineLimits(), run_ahead=lambda kind: waits_alone
     )
     first = scenes.batch(engine.handle(ee.StreamOpened(1, scenes.named("a", scenes.REQUEST)), 0.0))
     waiting = engine.handle(scenes.done(first), 0.1)

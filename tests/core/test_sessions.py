@@ -31,7 +31,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier import session_events as se
-from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
+from edgespec.core.verifier.drafts import ExactRule, always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.daemon import GRAMMAR_WITHIN_S
 from tests.core import scenes
@@ -171,7 +171,7 @@ def test_a_session_asks_a_target_without_trees_for_a_chain() -> None:
             scenes.MODEL,
             m.Limits(64),
             ExactRule(),
-            AlwaysRunAhead(),
+            always_run_ahead,
             0.0,
             trees=trees,
         )

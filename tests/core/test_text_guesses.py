@@ -27,7 +27,7 @@ from edgespec.core.protocol.work import Candidate, PassRequest
 from edgespec.core.verifier import served_drafts as sd
 from edgespec.core.verifier import session_events as se
 from edgespec.core.verifier.credential import ANYBODY, Credential
-from edgespec.core.verifier.drafts import AlwaysRunAhead, ExactRule
+from edgespec.core.verifier.drafts import ExactRule, always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from tests.core.draft_scripts import GREETING, RECONNECT, messages
 from tests.core.scenes import LIMITS, MODEL, chain, commit_in
@@ -210,7 +210,7 @@ def _session(max_tokens: int = 40, counts: sd.ServedCounts | None = None) -> Ver
     request = Open("s", "", "", PROMPT, sampling=sampling, run_ahead=RunAhead.ALWAYS)
     text = sd.TextDrafts(tg.TextTables(ngrams=False))
     served = sd.ServedDrafts("s", counts or sd.ServedCounts(), text, None)
-    session = VerifySession(request, MODEL, LIMITS, ExactRule(), AlwaysRunAhead(), 0.0, served)
+    session = VerifySession(request, MODEL, LIMITS, ExactRule(), always_run_ahead, 0.0, served)
     session.handle(se.Attach(request), 0.0)
     return session
 

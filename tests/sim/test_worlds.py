@@ -37,7 +37,7 @@ from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.drafts import DraftInbox, ExactRule, PassTree, Walk
 from edgespec.core.verifier.engine import Containment
 from edgespec.core.verifier.own_drafts import ChainRecord
-from edgespec.core.verifier.served_drafts import TextDrafts
+from edgespec.core.verifier.served_drafts import ServedDrafts, TextDrafts
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyTarget
@@ -209,7 +209,7 @@ def flow_control_is_off(offer: Any, session: VerifySession, *given: Any) -> Any:
 
 @MUTANTS.of(VerifySession, "handle", seeds=50)
 def eviction_is_not_told(handle: Any, session: VerifySession, event: Any, now: float) -> Any:
-    return () if isinstance(event, se.Evicted) else handle(session, event, now)
+    return () if event == se.Cached(0) else handle(session, event, now)
 
 
 @MUTANTS.of(Containment, "probe_done", seeds=200)
@@ -272,12 +272,12 @@ def older_ones_give_way(
     return [other for other in keeper.sessions if other != key and other not in spared]
 
 
-@MUTANTS.of(VerifySession, "_learn", seeds=60)
+@MUTANTS.of(ServedDrafts, "learn", seeds=60)
 def guesses_are_the_devices(
-    learn: Any, session: VerifySession, request: Any, targets: Any, accepted: Any, committed: Any
+    learn: Any, served: ServedDrafts, request: Any, targets: Any, accepted: Any, committed: Any
 ) -> int:
-    learn(session, request, targets, accepted, committed)
-    return len(accepted)
+    learn(served, request, targets, accepted, committed)
+    return 0
 
 
 @MUTANTS.of(TextDrafts, "propose", seeds=60)

@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 
 from edgespec.core.device.estimates import DraftEstimates, Learned, VerifierEstimates
 from edgespec.core.device.events import Deliver, DraftCounters, TokenKind
-from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Open, Received
+from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Received
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, UNRANKED, Node, SpeculationTree
 from edgespec.core.statically_frozen import statically_frozen
@@ -226,10 +226,6 @@ class CommitBounds:
     vocabulary_size: int = 0
     context_length: int = 0
 
-    @classmethod
-    def of(cls, request: Open, vocabulary_size: int) -> CommitBounds:
-        return cls(len(request.prompt), request.sampling.max_tokens, vocabulary_size)
-
     @property
     def length(self) -> int:
         """Tokens that prompt and output may have together."""
@@ -246,10 +242,10 @@ class CommitBounds:
             why = f"token id {wrong} is beyond the vocabulary of {self.vocabulary_size}"
         if commit.position + len(tokens) > self.length:
             tokens = tokens[: max(0, self.length - commit.position)]
-            why = (
-                f"tokens up to position {commit.position + len(commit.tokens)}, but {self._limit}"
-                f" end at {self.length}"
-            )
+            limit, last = "the context it announced", commit.position + len(commit.tokens)
+            if self.length == self.prompt_length + self.max_tokens:
+                limit = f"a prompt of {self.prompt_length} and max_tokens {self.max_tokens}"
+            why = f"tokens up to position {last}, but {limit} end at {self.length}"
         if why is None:
             return commit, None
         commit = replace(commit, tokens=tokens, logprobs=commit.logprobs[: len(tokens)])
@@ -260,9 +256,3 @@ class CommitBounds:
         if finish is FinishReason.LENGTH and generated < self.max_tokens:
             return FinishReason.CONTEXT
         return finish
-
-    @property
-    def _limit(self) -> str:
-        if self.length == self.prompt_length + self.max_tokens:
-            return f"a prompt of {self.prompt_length} and max_tokens {self.max_tokens}"
-        return "the context it announced"

@@ -127,10 +127,6 @@ class VerifierEstimates:
     own_tokens: MovingAverage = field(default_factory=MovingAverage)
     """Of a commit, what the verifier had without this device: a token and its own guesses."""
 
-    @property
-    def averages(self) -> tuple[MovingAverage, ...]:
-        return self.rtt_s, self.pass_s, self.commit_s, self.commit_tokens, self.own_tokens
-
 
 @dataclass(slots=True)
 class DraftEstimates(VerifierEstimates):
@@ -146,9 +142,10 @@ class DraftEstimates(VerifierEstimates):
     def of(cls, verifier: VerifierEstimates, guesses: DraftChances) -> DraftEstimates:
         """Learning goes on in both. The next text may have another verifier, or another network,
         or find the same one busy, so what is known counts for ``KEPT`` samples."""
-        for average in verifier.averages:
-            average.doubt(KEPT)
         known = {one.name: getattr(verifier, one.name) for one in fields(verifier)}
+        for value in known.values():
+            if isinstance(value, MovingAverage):
+                value.doubt(KEPT)
         return cls(**known, guesses=guesses)
 
     @property

@@ -120,11 +120,6 @@ class GoodputPolicy:
                     pending.append((its, paying, node.id, position + 1, node.children))
         return best, most
 
-    def fresh_gain(self, estimates: DraftEstimates) -> float:
-        """What a step would bring that begins a tree now, by ``estimates``."""
-        tree = SpeculationTree(CommittedPrefix((0,)))
-        return self.best(DraftView(tree, 0, 0, self.width, 1 << 30, estimates))[1]
-
     def _probe(self, view: DraftView) -> int | None:
         tree, trials = view.tree, view.estimates.acceptance.trials
         length = tree.prefix.length
@@ -179,7 +174,9 @@ def _left_open(children: Sequence[Node]) -> float:
 def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
     """Why the policy would not begin to draft now; None: it would, or its rule is another."""
     if price.credit == 0:
-        return _priced_out(price)
+        # Not that the verifier has no place for sessions: its passes are what is short.
+        why, least = "the verifier's passes are busy: it takes no drafts now", price.least_chance
+        return f"{why}, a row pays from a chance of {least:.2f} on" if least else why
     chance = estimates.acceptance.rate(0)
     if isinstance(policy, WindowedPolicy | GoodputPolicy) and price.least_chance > chance:
         return (
@@ -187,22 +184,13 @@ def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates)
             f" first choice is expected right with {chance:.2f}"
         )
     if isinstance(policy, GoodputPolicy):
-        gain = policy.fresh_gain(estimates)
+        tree = SpeculationTree(CommittedPrefix((0,)))
+        gain = policy.best(DraftView(tree, 0, 0, policy.width, 1 << 30, estimates))[1]
         if gain < policy.least_gain:
             return (
                 f"a draft step would save {gain:.3f} tokens, and has to save {policy.least_gain:g}"
             )
     return None
-
-
-def _priced_out(price: RowPrice) -> str:
-    """Not that the verifier has no place for sessions: its passes are what is short."""
-    why = "the verifier's passes are busy: it takes no drafts now"
-    return (
-        f"{why}, a row pays from a chance of {price.least_chance:.2f} on"
-        if price.least_chance
-        else why
-    )
 
 
 # --- policies by name, for command lines, configuration files and scenarios --------------------

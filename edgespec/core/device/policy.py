@@ -91,9 +91,9 @@ class DraftView:
     def settled_position(self) -> int:
         """Where the committed text ends at least when what is drafted now comes into a pass.
 
-        Formula: the root's position + (since_commit_s + step_s + rtt_s) / decoding_s, rounded up.
-        The first pass after the last commit began when that left the verifier, and each one that
-        begins before the draft arrives commits a token, or more by its own drafts. With a round
+        Formula: the root's position + arrival_s / decoding_s, rounded up. The first pass after the
+        last commit began when that left the verifier, and each one that begins before the draft
+        arrives commits a token, or more by its own drafts. With a round
         trip of 14 ms, steps of 8 ms and commits every 33 ms it is one token at first, and two from
         11 ms after the commit on. Where the verifier waits for drafts nothing is settled before
         they come."""

@@ -71,11 +71,12 @@ class DraftSession:
         self.limits = _LIMITS_BEFORE_OPENED
         self.drafting = request.drafting
         self._policy = policy
-        self._bounds = CommitBounds.of(request, vocabulary_size)
+        sampling, length = request.sampling, len(request.prompt)
+        self._bounds = CommitBounds(length, sampling.max_tokens, vocabulary_size)
         self._draft_context_length = draft_context_length
         self._outbox = DraftOutbox(self.tree)
         verifier, learned = verifier or VerifierEstimates(), learned or Learned()
-        self._reader = CommitReader(self.tree, self._outbox, verifier, learned, request.sampling)
+        self._reader = CommitReader(self.tree, self._outbox, verifier, learned, sampling)
         self.counters, self.estimates = self._reader.counters, self._reader.estimates
         self._text = None if text is None else TextDrafts(self.tree, text, self.estimates)
         self.link = LinkKeeper(reconnect, jitter_seed, self.counters)

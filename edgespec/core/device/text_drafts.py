@@ -5,12 +5,8 @@ position, and the text (``core/protocol/text_guesses.py``), which takes none. Af
 text's guesses are added where they are worth a row, behind whatever stands in the tree, the
 likeliest place first; so a chain of them is in flight before the model has begun a step.
 
-Each source is taken for what it was measured to be. A guess of the text has the chance of its cell,
-counted at every committed token, whether the guess was in the tree or not. Where the model has
-spoken and said otherwise it has that of a cell of its own, ``OPPOSED``; where both name a token,
-the larger of both chances, and the model's cell is that of guesses which the text confirms. The
-policy sees one tree of nodes with chances: a place that the text covers with 0.9 leaves 0.1 of its
-worth to a step of the model there.
+Each source is taken for what it was measured to be (``estimates.DraftChances``), whether its guess
+was in the tree or not. The policy sees one tree of nodes with chances.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ class PlaneEstimator:
         self.count = 0
         self._x = self._z = self._y = 0.0
         self._xx = self._zz = self._xz = self._xy = self._zy = 0.0
-        self._slopes: tuple[float, float] | None = None
+        self.slopes: tuple[float, float] | None = None
+        """Those of x and of z. None while there are few samples, or x and z have hardly varied;
+        what was once known stays until they vary again."""
 
     def add(self, x: float, z: float, y: float) -> None:
         self.count += 1
@@ -113,18 +115,13 @@ class PlaneEstimator:
         self._xy = keep * (self._xy + share * from_x * from_y)
         self._zy = keep * (self._zy + share * from_z * from_y)
         if self.count >= _LEAST_SAMPLES:
-            self._slopes = self._fitted()
-
-    def slopes(self) -> tuple[float, float] | None:
-        """Those of x and of z. None while there are few samples, or x and z have hardly varied;
-        what was once known stays until they vary again."""
-        return self._slopes
+            self.slopes = self._fitted()
 
     def value(self, x: float, z: float) -> float | None:
         """What y is at (x, z), by the plane; None while its slopes are not known."""
-        if self._slopes is None:
+        if self.slopes is None:
             return None
-        of_x, of_z = self._slopes
+        of_x, of_z = self.slopes
         return self._y + of_x * (x - self._x) + of_z * (z - self._z)
 
     def _fitted(self) -> tuple[float, float] | None:
@@ -136,7 +133,7 @@ class PlaneEstimator:
             return of_x, of_z
         together = xx + zz + 2.0 * xz
         if together < _LEAST_VARIANCE:
-            return self._slopes
+            return self.slopes
         slope = (self._xy + self._zy) / together
         return slope, slope
 

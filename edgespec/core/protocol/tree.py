@@ -183,28 +183,22 @@ class SpeculationTree:
         self._remember(node_id, position)
         return FORWARDED
 
-    def commit(self, tokens: Sequence[int]) -> int:
-        """Append the target's tokens and move the root along them; the number of nodes killed."""
-        before, walked = len(self.nodes), 0
-        if not before:
-            self.prefix.extend(tokens)
-            return 0
-        for position, token in enumerate(tokens, self.prefix.length):
-            walked += self._step(token, position)
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append the target's tokens and move the root along them."""
+        if self.nodes:
+            for position, token in enumerate(tokens, self.prefix.length):
+                self._step(token, position)
         self.prefix.extend(tokens)
-        return before - len(self.nodes) - walked
 
-    def clear(self) -> int:
-        """Kill every node and forget all ids (a new stream); the number of nodes killed."""
-        killed = len(self.nodes)
+    def clear(self) -> None:
+        """Kill every node and forget all ids (a new stream)."""
         self.nodes.clear()
         self.roots = []
         self._committed.clear()
         self.last_id = 0
-        return killed
 
-    def _step(self, token: int, position: int) -> int:
-        """Move the root over one committed token; 1 if a node was there."""
+    def _step(self, token: int, position: int) -> None:
+        """Move the root over one committed token."""
         match = None
         for child in self.roots:
             if child.token == token:
@@ -213,13 +207,12 @@ class SpeculationTree:
                 self._kill(child)
         if match is None:
             self.roots = []
-            return 0
+            return
         self._remember(match.id, position)
         del self.nodes[match.id]
         self.roots = match.children
         for child in self.roots:
             child.parent = ROOT
-        return 1
 
     def _kill(self, node: Node) -> None:
         if not node.children:

@@ -66,12 +66,9 @@ class BlockLedger:
         """Whether its one holder may write rows into the block."""
         return self._holders[block] == 1 and block not in self._name_of
 
-    def blocks_for(self, length: int) -> int:
-        return -(-length // self.block_tokens)
-
     def missing(self, key: str, length: int) -> int:
         """How many more blocks the session needs before it can hold ``length`` rows."""
-        return max(0, self.blocks_for(length) - self.held(key))
+        return max(0, -(-length // self.block_tokens) - self.held(key))
 
     def reserve(self, key: str, length: int) -> bool:
         """The session can hold ``length`` rows afterwards, unless too few blocks are free."""

@@ -263,7 +263,7 @@ class CacheKeeper:
             if all(left[block] for block in self.ledger.table(victim)):
                 continue  # its blocks all stay with others
             self.ledger.release(victim)
-            self.sessions[victim].handle(ev.Evicted(), now)
+            self.sessions[victim].handle(ev.Cached(0), now)
             self.evictions += 1
             self.preemptions += self.sessions[victim].missing_rows > 0
             self.evicted.append(victim)

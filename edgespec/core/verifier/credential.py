@@ -73,12 +73,8 @@ class KeyRing:
             raise ValueError(f"{len(keys)} keys, but at most {MAX_KEYS} can be held")
         owners: dict[bytes, str] = {}
         for name, (of_key, credential) in keys.items():
-            if len(of_key) != DIGEST_BYTES:
-                raise ValueError(
-                    f"the digest of {name!r} has {len(of_key)} bytes, not {DIGEST_BYTES}"
-                )
-            if credential.name != name or not name:
-                raise ValueError(f"the credential {credential.name!r} stands under {name!r}")
+            assert len(of_key) == DIGEST_BYTES
+            assert credential.name == name != ""
             if (other := owners.setdefault(of_key, name)) != name:
                 raise ValueError(f"{other!r} and {name!r} have the same key")
         self._keys = dict(keys)

@@ -7,15 +7,13 @@ is a ``Fault`` that makes the device come back with what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from itertools import islice
-from typing import Protocol
+from typing import Final, Protocol
 
 from edgespec.core.protocol.estimators import AcceptanceEstimator, MovingAverage
 from edgespec.core.protocol.messages import Draft, Fault, FaultCode, Limits, RunAhead
-from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, CommittedPrefix, Node, SpeculationTree
+from edgespec.core.protocol.tree import ALIVE, ROOT, STALE, CommittedPrefix, SpeculationTree
 from edgespec.core.protocol.work import NodeScore
 from edgespec.core.statically_frozen import statically_frozen
 
@@ -57,6 +55,10 @@ class ArrivalEstimator:
 # commits one token, as plain streaming does; waiting for a draft pays only when it comes soon.
 
 
+OVERDUE_SHARE: Final = 0.1
+"""How overdue (in passes) an expected draft may be before it is given up."""
+
+
 @statically_frozen
 class RunAheadView:
     """What is known when a pass could start and no draft is waiting; times as ``now``."""
@@ -73,64 +75,42 @@ class RunAheadView:
     """A pass of other sessions starts now; who does not take part waits for its end."""
 
 
-class RunAheadPolicy(Protocol):
-    def start_at(self, view: RunAheadView) -> float:
-        """The time from which a pass without a draft may start; ``view.now`` or less means now."""
+RunAheadPolicy = Callable[[RunAheadView], float]
+"""The time from which a pass without a draft may start; ``view.now`` or less means now."""
 
 
-@dataclass(frozen=True, slots=True)
-class NeverRunAhead:
+def never_run_ahead(view: RunAheadView, patience_s: float = 2.0) -> float:
     """Split decoding as the literature has it: the verifier waits for a draft until the device says
     that none is coming, or for ``patience_s``, so that a silent device cannot stop its stream."""
-
-    patience_s: float = 2.0
-
-    def start_at(self, view: RunAheadView) -> float:
-        return view.now if view.no_draft_coming else view.idle_since + self.patience_s
+    return view.now if view.no_draft_coming else view.idle_since + patience_s
 
 
-@dataclass(frozen=True, slots=True)
-class AlwaysRunAhead:
+def always_run_ahead(view: RunAheadView) -> float:
     """Plain streaming, which drafts may speed up."""
-
-    def start_at(self, view: RunAheadView) -> float:
-        return view.now
+    return view.now
 
 
-@dataclass(frozen=True, slots=True)
-class AutoRunAhead:
+def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94) -> float:
     """The verifier waits for an expected draft, but no longer than it is likely to be worth.
 
     The longest wait is a share of a pass: (hit rate - ``unsure``) / (``sure`` - ``unsure``), in
     [0, 1]. Waiting a whole pass costs nothing at a rate above 0.92 and 5 % of the speed at 0.8
     (virtual time, docs/measurements.md). Where others have a pass now, waiting costs that whole
     pass, and what the device drafts meanwhile is there for the next one all the same."""
-
-    unsure: float = 0.84
-    sure: float = 0.94
-    slack_share: float = 0.1
-    """How overdue (in passes) an expected draft may be before it is given up."""
-
-    def start_at(self, view: RunAheadView) -> float:
-        if view.no_draft_coming or view.expected_at is None or view.runs_anyway:
-            return view.now
-        latest = view.idle_since + self._share(view.hit_rate) * view.pass_s
-        if view.expected_at > latest:
-            return view.now
-        return min(latest, view.expected_at + self.slack_share * view.pass_s)
-
-    def _share(self, hit_rate: float) -> float:
-        return min(1.0, max(0.0, (hit_rate - self.unsure) / (self.sure - self.unsure)))
+    if view.no_draft_coming or view.expected_at is None or view.runs_anyway:
+        return view.now
+    share = min(1.0, max(0.0, (view.hit_rate - unsure) / (sure - unsure)))
+    latest = view.idle_since + share * view.pass_s
+    if view.expected_at > latest:
+        return view.now
+    return min(latest, view.expected_at + OVERDUE_SHARE * view.pass_s)
 
 
-def run_ahead_policy(kind: RunAhead) -> RunAheadPolicy:
-    match kind:
-        case RunAhead.NEVER:
-            return NeverRunAhead()
-        case RunAhead.ALWAYS:
-            return AlwaysRunAhead()
-        case RunAhead.AUTO:
-            return AutoRunAhead()
+RUN_AHEAD: Final[Mapping[RunAhead, RunAheadPolicy]] = {
+    RunAhead.NEVER: never_run_ahead,
+    RunAhead.ALWAYS: always_run_ahead,
+    RunAhead.AUTO: auto_run_ahead,
+}
 
 
 class Source(Enum):
@@ -189,9 +169,6 @@ class PassTree:
         for token, parent, reach in zip(tokens, parents, reaches, strict=True):
             before = -1 if parent < 0 else places[parent]
             places.append(None if before is None else self.add(before, token, reach, source))
-
-    def add_chain(self, tokens: Sequence[int], reaches: Sequence[float], source: Source) -> None:
-        self.add_tree(tokens, range(-1, len(tokens) - 1), reaches, source)
 
     def likeliest(self) -> list[int]:
         """The nodes of the path that the text most likely takes."""
@@ -268,44 +245,26 @@ class DraftInbox:
                 self._stale += 1
         return useful
 
-    def verifiable(self, room: int, end: int, least_chance: float = 0.0) -> list[Node]:
-        """The nodes that the next pass should look at, at most ``room``, oldest first.
+    def pass_tree(self, room: int, end: int, least_chance: float = 0.0) -> PassTree:
+        """The nodes that the next pass should look at, oldest first, with room for ``room`` in all.
 
         A node can matter only if the target's token after it lies before ``end``, and is worth its
         row only if the product of the acceptance rates of the ranks on its path is at least
         ``least_chance``. A parent is older and likelier than its children, so it is chosen too."""
-        nodes = self.tree.nodes
-        if not nodes or room <= 0:
-            return []
-        if least_chance <= 0.0:
-            return list(islice((node for node in nodes.values() if node.position < end - 1), room))
-        chosen: list[Node] = []
-        chances, rates = {ROOT: 1.0}, self._acceptance.rates
+        tree, rates, places = PassTree(room), self._acceptance.rates, {ROOT: -1}
         last = len(rates) - 1
-        for node in nodes.values():
-            before = chances.get(node.parent)
-            if before is None:  # its parent was not chosen
+        for node in self.tree.nodes.values():
+            if len(places) > room:
+                break
+            parent, rank = places.get(node.parent), node.rank
+            if parent is None:  # it was not chosen
                 continue
-            rank = node.rank
-            chance = before * rates[rank if rank < last else last]
-            if chance >= least_chance and node.position < end - 1:
-                chances[node.id] = chance
-                chosen.append(node)
-                if len(chosen) == room:
-                    break
-        return chosen
-
-    def pass_tree(self, nodes: Sequence[Node], room: int) -> PassTree:
-        """A tree of these nodes, as ``verifiable`` returns them, with room for so many in all."""
-        tree, rates = PassTree(room), self._acceptance.rates
-        last, places = len(rates) - 1, {ROOT: -1}
-        for node in nodes:
-            parent, rank = places.get(node.parent, -1), node.rank
             before = 1.0 if parent < 0 else tree.reach[parent]
             reach = before * rates[rank if rank < last else last]
-            place = tree.add(parent, node.token, reach, Source.DEVICE)
-            assert place is not None
-            places[node.id] = place
+            if reach >= least_chance and node.position < end - 1:
+                place = tree.add(parent, node.token, reach, Source.DEVICE)
+                assert place is not None
+                places[node.id] = place
         return tree
 
     @property

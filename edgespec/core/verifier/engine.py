@@ -23,7 +23,7 @@ from edgespec.core.verifier.admission import DISPLACED, SessionSlots, limits_of,
 from edgespec.core.verifier.block_ledger import BlockLedger, SharePrefixes
 from edgespec.core.verifier.cache_keeper import CacheKeeper
 from edgespec.core.verifier.credential import Credential
-from edgespec.core.verifier.drafts import AcceptanceRule, RunAheadPolicy, run_ahead_policy
+from edgespec.core.verifier.drafts import RUN_AHEAD, AcceptanceRule, RunAheadPolicy
 from edgespec.core.verifier.own_drafts import ChainStart
 from edgespec.core.verifier.relaxed_rules import acceptance_rule
 from edgespec.core.verifier.scheduler import PassScheduler
@@ -264,7 +264,7 @@ class Containment:
                 self.end(key, FaultCode.INTERNAL, failure.why)
             elif len(batch.parts) > 1:
                 if not failure.culprit:
-                    self._scheduler.run_alone(key)
+                    self._scheduler.alone.add(key)
             elif failure.full:
                 self.end(key, FaultCode.OVERLOADED, failure.why)
             else:
@@ -274,7 +274,7 @@ class Containment:
         self._suspect = key, why, now
         self._keeper.distrust(key)
         self._keeper.release(key)
-        self._registry.tell(key, ev.Evicted(), now)
+        self._registry.tell(key, ev.Cached(0), now)
         table = self._keeper.reserve(_PROBE_KEY, 1)
         request = PassRequest(_PROBE_KEY, 0, (0,), blocks=table)
         self._registry.actions.append(ee.RunProbe(request))
@@ -326,7 +326,7 @@ class VerifyEngine:
         limits: Limits,
         engine_limits: ee.EngineLimits,
         rules: RuleFactory = acceptance_rule,
-        run_ahead: RunAheadFactory = run_ahead_policy,
+        run_ahead: RunAheadFactory = RUN_AHEAD.__getitem__,
         *,
         contain: bool = True,
         adapters: Sequence[ModelInfo] = (),
@@ -382,7 +382,7 @@ class VerifyEngine:
 
     @property
     def pass_s(self) -> float | None:
-        return self._scheduler.pass_s
+        return self._scheduler.price.pass_s
 
     def handle(self, event: ee.EngineEvent, now: float) -> tuple[ee.EngineAction, ...]:
         if self._containment.broken is not None:
@@ -484,7 +484,7 @@ class VerifyEngine:
             return self._containment.give_up(f"a pass has not ended for {now - since:.0f} s")
         for key, session in tuple(self.sessions.items()):
             device = session.device
-            if not device.attached:
+            if device.detached_at is not None:
                 continue
             waited_s = 0.0 if device.unread_since is None else now - device.unread_since
             patience_s = limits.stall_s if session.finish is None else LAST_RECEIVED_WITHIN_S
@@ -500,7 +500,7 @@ class VerifyEngine:
         for key in asked:
             self._watch(key, now)
         if requests:
-            self._draft_steps = self._scheduler.draft_steps(self.sessions)
+            self._draft_steps = self._scheduler.draft_steps()
             self.registry.actions.append(ee.RunBatch(requests, self._draft_steps))
 
     def _start_round(self, now: float) -> bool:
@@ -551,7 +551,7 @@ class VerifyEngine:
                     key, FaultCode.INTERNAL, "the pass was run without this session"
                 )
                 continue
-            self._scheduler.run_with_others(key)
+            self._scheduler.alone.discard(key)
             before, taken = session.prefix.length, session.device_accepted
             done = ev.PassDone(
                 result.targets, result.scores, price, result.guesses, result.node_scores
@@ -562,7 +562,8 @@ class VerifyEngine:
             self.keeper.settle(request, session.prefix.length)
             device.nodes += request.drafted
             device.accepted += session.device_accepted - taken
-        self._scheduler.count(tokens)
+        if tokens:  # else it did not sample
+            self._scheduler.price.note_tokens(tokens)
 
     # --- the end ---------------------------------------------------------------------------
 

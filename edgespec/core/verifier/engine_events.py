@@ -133,19 +133,9 @@ class Poll:
     """The deadline has come."""
 
 
-EngineEvent = (
-    StreamOpened
-    | StreamMessage
-    | StreamLost
-    | BatchDone
-    | StreamCaughtUp
-    | BatchFailed
-    | DraftsDone
-    | DraftsFailed
-    | SequenceFailed
-    | ProbeDone
-    | Poll
-)
+StreamEvent = StreamOpened | StreamMessage | StreamLost | StreamCaughtUp
+TargetEvent = BatchDone | BatchFailed | DraftsDone | DraftsFailed | SequenceFailed | ProbeDone
+EngineEvent = StreamEvent | TargetEvent | Poll
 
 
 # --- actions: to be carried out in order ----------------------------------------------------
@@ -197,7 +187,7 @@ class KeepNodes:
 @statically_frozen
 class RunBatch:
     """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``. A target that
-    speculates by itself proposes ``draft_steps`` tokens behind it (``ports.Speculating``)."""
+    speculates by itself proposes ``draft_steps`` tokens behind it (``ports.set_draft_steps``)."""
 
     requests: tuple[PassRequest, ...]
     draft_steps: int = 0
@@ -233,16 +223,5 @@ class GiveUp:
     why: str
 
 
-EngineAction = (
-    SendTo
-    | CloseStream
-    | OpenSequence
-    | CloseSequence
-    | KeepNodes
-    | RunBatch
-    | RunDrafts
-    | RunProbe
-    | ReportFailure
-    | ReportDraftsOff
-    | GiveUp
-)
+TargetAction = OpenSequence | CloseSequence | KeepNodes | RunBatch | RunDrafts | RunProbe
+EngineAction = SendTo | CloseStream | TargetAction | ReportFailure | ReportDraftsOff | GiveUp

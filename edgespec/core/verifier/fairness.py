@@ -97,14 +97,15 @@ class Fairness:
             account.in_pass, account.left_s = 0, inf
             account.left_tokens = inf if account.bucket is None else account.bucket.level(now)
         wanting = [one for one in accounts if one.left_tokens >= -_TOKEN]
-        slopes = self._took_s.slopes()
+        slopes = self._took_s.slopes
         if len(wanting) < 2 or slopes is None:
             return
         session_s = self._session_s(slopes)
+        base_s = max(0.0, self._took_s.value(0.0, 0.0) or 0.0)
         wants = {one.credential.name: counts[one.credential.name] * session_s for one in wanting}
         for priority in {one.credential.priority for one in wanting}:
             among = [one for one in wanting if one.credential.priority >= priority]
-            share = water_level(self._base_s, [wants[one.credential.name] for one in among])
+            share = water_level(base_s, [wants[one.credential.name] for one in among])
             for one in among:
                 if one.credential.priority == priority:
                     _allow(one, wants[one.credential.name], share, session_s)
@@ -143,7 +144,7 @@ class Fairness:
             return False
         if prompt or account.in_pass == 0 or account.left_s == inf:
             return True
-        slopes = self._took_s.slopes()
+        slopes = self._took_s.slopes
         return slopes is None or account.left_s >= self._session_s(slopes)
 
     def over_rate(self, key: str) -> bool:
@@ -157,7 +158,7 @@ class Fairness:
             account.prompt_rows += rows
             return
         account.in_pass += 1
-        if account.left_s < inf and (slopes := self._took_s.slopes()) is not None:
+        if account.left_s < inf and (slopes := self._took_s.slopes) is not None:
             account.left_s -= _took_s(slopes, rows)
             account.deficit_s = account.left_s
 
@@ -176,10 +177,6 @@ class Fairness:
             account.bucket.take(tokens, now)
 
     # --- parts -----------------------------------------------------------------------------
-
-    @property
-    def _base_s(self) -> float:
-        return max(0.0, self._took_s.value(0.0, 0.0) or 0.0)
 
     def _session_s(self, slopes: tuple[float, float]) -> float:
         return _took_s(slopes, self._rows.get(1.0))

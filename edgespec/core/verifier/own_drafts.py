@@ -30,8 +30,6 @@ arXiv 2402.14160): where the chain is wrong, one of them is often right.
 What the device brings does not count against a step. It would have a pass later what the chain
 brings now, so eight devices kept each other's verifier from drafting, at 0.83 of its speed.
 
-Prompts that wait for the target wait for a round of at most ``MOST_STEPS`` steps.
-
 A prompt is read if the guesses behind it repay its rows within ``PAID_BACK_IN`` passes: on a full
 verifier, whose passes go to prompts, they do not.
 
@@ -73,7 +71,6 @@ PROMPT_SHARE: Final = 0.25
 ``MOST_PROMPT_ROWS``."""
 MOST_PROMPT_ROWS: Final = 4096
 PAID_BACK_IN: Final = 32
-"""Passes within which the guesses behind a prompt have to repay its feeding."""
 PROBE_EVERY: Final = 64
 FIRST_RATE: Final = 0.7
 """Guesses are taken to be right so often until some were judged, and so few trials count as much:
@@ -86,7 +83,6 @@ SURE_RATE: Final = 0.98
 """No chain is taken to be better than that: a longer one costs little, and a miss is dear."""
 
 CHOICES: Final = 4
-"""Of each step so many at most become nodes, the best of which the chain goes on with."""
 OTHER_RATE: Final = 0.05
 """Other choices are taken to be right so often until some were judged."""
 LEAST_OTHER: Final = 0.02
@@ -310,14 +306,14 @@ class _Running:
 
     def __init__(self, start: ChainStart) -> None:
         self.start, self.step = start, start.step
-        self.reach, self.chance = start.reach, start.rate
+        self.reach = start.reach
         self.fed: list[int] | None = []
         self.guesses: list[tuple[Candidate, ...]] = []
         self.open = True
 
     @property
     def gain(self) -> float:
-        return self.reach * self.chance
+        return self.reach * self.start.rate
 
 
 class DraftRound:

@@ -246,24 +246,16 @@ class PassScheduler:
         self.fairness = Fairness({} if credential_of is None else credential_of)
         self._waiting: dict[str, int] = {}
         """The line, and at which pass each joined it."""
-        self._alone: set[str] = set()
-        """Sessions whose last pass failed in company."""
+        self.alone: set[str] = set()
+        """Sessions whose last pass failed in company: each gets its next one to itself, so that a
+        failure is its own."""
         self._declined: dict[str, None] = {}
         """Sessions that would rather wait for a draft than run a pass of their own."""
-        self._price = RowPriceKeeper()
+        self.price = RowPriceKeeper()
         self._prompts = PromptLine(credential_of)
         self.draft_times = DraftTimes()
         self._undrafted = 0
         """Passes since anything was guessed by the verifier's own draft model."""
-
-    @property
-    def pass_s(self) -> float | None:
-        return self._price.pass_s
-
-    @property
-    def least_chance(self) -> float:
-        """A draft node less likely to be right than this does not pay for its row."""
-        return self._price.least_chance
 
     def enqueue(self, key: str) -> None:
         self._waiting.setdefault(key, self.passes)
@@ -272,7 +264,7 @@ class PassScheduler:
     def forget(self, key: str) -> None:
         self._waiting.pop(key, None)
         self._declined.pop(key, None)
-        self._alone.discard(key)
+        self.alone.discard(key)
         self._prompts.forget(key)
 
     def form(
@@ -286,7 +278,7 @@ class PassScheduler:
         room = forming.room
         kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
         for place, key in enumerate(line):
-            alone, is_prompt = key in self._alone, place >= first_prompt
+            alone, is_prompt = key in self.alone, place >= first_prompt
             room = forming.room
             if is_prompt:
                 free = min(room, prompt_room)
@@ -304,7 +296,7 @@ class PassScheduler:
                     prompt_room -= len(request.feed)
             if alone and forming.parts:
                 break
-        if forming.parts and self._alone.isdisjoint(forming.parts):
+        if forming.parts and self.alone.isdisjoint(forming.parts):
             self._take_along(sessions, forming, now)
         for key in self._keeper.evicted:
             self.enqueue(key)
@@ -318,7 +310,7 @@ class PassScheduler:
         self, sessions: Mapping[str, VerifySession], ask: AskChain, now: float
     ) -> RunDrafts | None:
         """The round of the verifier's own draft model before the next pass; None: none pays."""
-        if (pass_s := self._price.pass_s) is None:
+        if (pass_s := self.price.pass_s) is None:
             return None
         most = self._limits.max_rows_per_pass
         decoding = [key for key in self._waiting if decodes(sessions[key])][: most // 2]
@@ -327,7 +319,7 @@ class PassScheduler:
         forming = self._forming()
         rows = min(forming.offer.max_rows, most // len(decoding))
         offer = replace(forming.offer, max_rows=rows)
-        price = self._price
+        price = self.price
         times = replace(
             self.draft_times.of(pass_s, price.row_s),
             pass_s=price.undrafted_s,
@@ -358,15 +350,15 @@ class PassScheduler:
         """A round is over."""
         for rows, took_s in done.steps:
             self.draft_times.note_step(rows, took_s)
-            self._price.note_round(took_s)
+            self.price.note_round(took_s)
         if any(chain.guesses for chain in done.chains):
             self._undrafted = 0
 
-    def draft_steps(self, sessions: Mapping[str, VerifySession]) -> int:
+    def draft_steps(self) -> int:
         """How many tokens the target's own speculator should propose behind the pass that is
         formed now."""
         most = self._limits.own_drafts
-        batch, pass_s, step_s = self.running, self._price.pass_s, self.draft_times.own_step_s
+        batch, pass_s, step_s = self.running, self.price.pass_s, self.draft_times.own_step_s
         if not most or batch is None:
             return 0
         if pass_s is None or step_s is None:  # to be timed, they have to vary
@@ -376,7 +368,7 @@ class PassScheduler:
             for session, request in batch.parts
             if request.sample and (rate := session.chain_rate) is not None
         ]
-        return chain_length(rates, most, pass_s, max(0.0, step_s), self._price.row_s)
+        return chain_length(rates, most, pass_s, max(0.0, step_s), self.price.row_s)
 
     def _offer(
         self, session: VerifySession, key: str, free: int, others: int, forming: Forming, now: float
@@ -399,22 +391,23 @@ class PassScheduler:
                 self._declined[key] = None
             return None
         self._declined.pop(key, None)
-        request = self._with_blocks(request)
+        if table := self._keeper.reserve(key, request.cache_length + request.row_count):
+            request = request.with_blocks(table)
         parts[key] = session, request
         forming.room -= request.row_count
         return request
 
     def _forming(self, began_at: float | None = None) -> Forming:
-        pass_s, most = self._price.pass_s, self._limits.max_rows_per_session
+        pass_s, most = self.price.pass_s, self._limits.max_rows_per_session
         wait_s = GUESSED_PASS_S if pass_s is None else pass_s
         if self._limits.drafter:  # no longer than the verifier takes to guess as well
             wait_s = self.draft_times.of(wait_s, 0.0).step_s
         offer = Offer(
             most,
             wait_s,
-            self.least_chance,
+            self.price.least_chance,
             began_at=began_at,
-            least_guess=self._price.least_guess if self._limits.server_drafts else None,
+            least_guess=self.price.least_guess if self._limits.server_drafts else None,
         )
         return Forming(self._limits.max_rows_per_pass, offer)
 
@@ -423,7 +416,7 @@ class PassScheduler:
     ) -> None:
         """Ask those again who would rather have waited for a draft: a pass runs now in which they
         can have a token, and before the next one begins no draft is of use."""
-        for key in [key for key in self._declined if key not in self._alone]:
+        for key in [key for key in self._declined if key not in self.alone]:
             session = sessions.get(key)
             if session is None or not decodes(session):
                 del self._declined[key]
@@ -445,8 +438,8 @@ class PassScheduler:
         decoding = [key for key, rows in missing.items() if rows == 1]
         self.fairness.plan([*decoding, *self._declined], prompts, now)
         if decoding:
-            self._price.note_line(len(decoding) + len(self._declined), len(prompts))
-        if not self._alone.isdisjoint(missing):
+            self.price.note_line(len(decoding) + len(self._declined), len(prompts))
+        if not self.alone.isdisjoint(missing):
             return list(missing), 0, most
         left_out = {key: self.passes - self._waiting[key] for key in missing}
         line = self.fairness.first_come(decoding, left_out)
@@ -456,13 +449,6 @@ class PassScheduler:
             if any(map(decodes, sessions.values())):
                 most = self._prompts.rows
         return line, len(decoding), most
-
-    def _with_blocks(self, request: PassRequest) -> PassRequest:
-        rows = len(request.feed) + len(request.tokens)
-        table = self._keeper.reserve(request.key, request.cache_length + rows)
-        if not table:
-            return request
-        return request.with_blocks(table)
 
     def finish(self, now: float, target_s: float | None = None, draft_steps: int = 0) -> Batch:
         """The pass is over; the target's own speculator ran so many steps in it."""
@@ -477,9 +463,9 @@ class PassScheduler:
             rows, prompt_rows, drafted = batch.count_rows()
             self.fairness.note(len(batch.parts), rows, took_s if target_s is None else target_s)
             served = sum(request.served for _, request in batch.parts)
-            self._price.note_pass(rows, prompt_rows, took_s, target_s, served)
-            drafts_s = drafted * self._price.row_s
-            self._prompts.note(prompt_rows, took_s, drafts_s, self._price.pace, now)
+            self.price.note_pass(rows, prompt_rows, took_s, target_s, served)
+            drafts_s = drafted * self.price.row_s
+            self._prompts.note(prompt_rows, took_s, drafts_s, self.price.pace, now)
         for _, request in batch.parts:
             if len(request.feed) == 1:
                 self.fairness.note_rows(1 + len(request.tokens))
@@ -487,19 +473,6 @@ class PassScheduler:
                 self._prompts.forget(request.key)
         return batch
 
-    def count(self, tokens: int) -> None:
-        """The pass committed so many, of all its sessions; 0: it did not sample."""
-        if tokens:
-            self._price.note_tokens(tokens)
-
     @property
     def row_price(self) -> int:
-        return min(MAX_PRICE, round(MAX_PRICE * self.least_chance))
-
-    def run_alone(self, key: str) -> None:
-        """The session gets its next pass to itself, so that a failure is its own."""
-        self._alone.add(key)
-
-    def run_with_others(self, key: str) -> None:
-        """The session's last pass went well: it may share passes again."""
-        self._alone.discard(key)
+        return min(MAX_PRICE, round(MAX_PRICE * self.price.least_chance))

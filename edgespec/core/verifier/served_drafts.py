@@ -28,7 +28,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, NamedTuple
 
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
 from edgespec.core.protocol.messages import DraftTotals, Open, RunAhead
@@ -49,19 +49,13 @@ LOADED_PER_PASS: Final = 1024
 _ENTERED_PER_PASS: Final = 32
 """Committed tokens that go into the tables too; of a longer backlog the last ones."""
 
-# --- the tree --------------------------------------------------------------------------------
 
-
-@dataclass(slots=True, eq=False)
-class Proposal:
+class Proposal(NamedTuple):
     """Nodes as in ``PassRequest``: node i hangs on node ``parents[i]``; -1: on the text's end."""
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-
-
-# --- the sources of a session ------------------------------------------------------------------
+    tokens: list[int]
+    parents: list[int]
+    chances: list[float]
 
 
 class TextDrafts:
@@ -75,7 +69,7 @@ class TextDrafts:
         """Guesses behind ``text``, the committed tokens: at most ``room`` nodes, none deeper than
         ``depth``. Empty: there are none worth their rows."""
         if room <= 0 or depth <= 0 or not self._catch_up(text):
-            return Proposal()
+            return Proposal([], [], [])
         return self._grow(text, min(room, MOST_NODES), depth, max(least_chance, LEAST_CHANCE))
 
     def learn(
@@ -100,7 +94,8 @@ class TextDrafts:
     def _grow(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
         """At most ``room`` nodes, none deeper than ``depth`` or less likely than
         ``least_chance``. The text has two tokens or more, all of them indexed."""
-        reader, chances, proposal, count = self.reader, self.chances.of, Proposal(), 0
+        reader, chances, count = self.reader, self.chances.of, 0
+        proposal = Proposal([], [], [])
         # Likeliest first, then oldest: chance, count, parent, token, the place behind it, depth.
         heap: list[tuple[float, int, int, int, Place, int]] = []
         node, chance, place, level = -1, 1.0, reader.end(text), 0
@@ -290,8 +285,7 @@ class ServedDrafts:
             if tree.drafted:
                 return
             self._proposal = self.text.propose(text, tree.room, depth, least_guess)
-        proposal = self._proposal
-        tree.add_tree(proposal.tokens, proposal.parents, proposal.chances, Source.TEXT)
+        tree.add_tree(*self._proposal, Source.TEXT)
 
 
 class ServedDraftsMaker:
@@ -312,9 +306,7 @@ class ServedDraftsMaker:
     ) -> ServedDrafts | None:
         """None without a source, and where the verifier is to wait for drafts. ``end_tokens`` are
         those of the session's model."""
-        if request.run_ahead is RunAhead.NEVER:
-            return None
-        if not (self._text or self._model):
+        if request.run_ahead is RunAhead.NEVER or not (self._text or self._model):
             return None
         text = TextDrafts(self.of(credential), self._chances) if self._text else None
         chances = self._sampled if request.sampling.temperature > 0.0 else self._greedy

@@ -11,13 +11,12 @@ and committed. Drafts that arrive during a pass grow the tree for the next one.
 A session outlives its stream by the lease (``Attachment``). Drafts only change *when* tokens are
 committed; under a relaxed rule also which. Invariants: in a pass that samples, ``cache_length +
 len(feed) == prefix.length``; every such pass commits at least one token; nothing is committed past
-a stop id, max_tokens or the context. ``Evicted`` takes its cache away, ``Cached`` gives some back.
+a stop id, max_tokens or the context. ``Cached``: its cache was taken away, or some given back.
 ``deadline``: look again.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hmac import compare_digest
@@ -52,8 +51,8 @@ class Attachment:
     """What a session knows of its device, which held ``length`` tokens when it opened it. A session
     outlives its stream by the lease, so that the device can come back."""
 
-    def __init__(self, length: int, now: float) -> None:
-        self.detached_at: float | None = now
+    def __init__(self, length: int, now: float, detached_at: float | None = None) -> None:
+        self.detached_at = detached_at
         """Since when no stream belongs to the session; None while one does."""
         self.unread_since: float | None = None
         """Since when nothing more is sent, because the device acknowledges nothing."""
@@ -62,20 +61,6 @@ class Attachment:
         self.spoke_at = now
         self.received = length
         self._echo: tuple[int, float] | None = None
-
-    @property
-    def attached(self) -> bool:
-        return self.detached_at is None
-
-    def attach(self, length: int, now: float) -> None:
-        self.detached_at, self.unread_since, self._echo = None, None, None
-        self.behind = False
-        self.received, self.spoke_at = length, now
-
-    def detach(self, now: float) -> None:
-        """The stream is gone; nothing changes when it was gone already."""
-        if self.detached_at is None:
-            self.detached_at = now
 
     def acknowledge(self, message: Received, now: float) -> None:
         """The device says what it holds; what it holds never becomes less."""
@@ -105,9 +90,8 @@ class ScoreKeeper:
     comes back is told them again. A session that did not ask has none."""
 
     def __init__(self) -> None:
-        self._kept: deque[TokenScore] = deque()
-        self._position = 0
-        """Of the first score that is kept; each of the others is for the next position."""
+        self._kept: dict[int, TokenScore] = {}
+        """By position, in their order."""
 
     def commit(self, position: int, done: ev.PassDone, walk: Walk, count: int) -> None:
         """A pass committed ``count`` tokens of ``walk`` from ``position`` on."""
@@ -117,23 +101,16 @@ class ScoreKeeper:
         for place in walk.replaced:
             raw_logprob = done.node_scores[walk.nodes[place]].raw_logprob
             scores[place] = replace(scores[place], logprob=raw_logprob)
-        if position != self._position + len(self._kept):
-            self._kept.clear()
-        if not self._kept:
-            self._position = position
-        self._kept += scores[:count]
+        self._kept.update(enumerate(scores[:count], position))
 
     def acknowledged(self, position: int) -> None:
-        while self._kept and self._position < position:
-            self._kept.popleft()
-            self._position += 1
+        while self._kept and (first := next(iter(self._kept))) < position:
+            del self._kept[first]
 
     def of(self, position: int, count: int) -> tuple[TokenScore, ...]:
         """Of so many tokens from ``position`` on; empty unless all of them are kept."""
-        first = position - self._position
-        if not count or first < 0 or first + count > len(self._kept):
-            return ()
-        return tuple(self._kept)[first : first + count]
+        kept, places = self._kept, range(position, position + count)
+        return tuple([kept[at] for at in places]) if kept.keys() >= {*places} else ()
 
 
 def same_device(first: Open, later: Open) -> bool:
@@ -207,7 +184,7 @@ class VerifySession:
             request.sampling, len(request.prompt), limits.context_length, model.eos_token_ids
         )
         self._price_share, self._served, self._trees = PricedShare(request), served, trees
-        self.device = Attachment(self.prefix.length, now)
+        self.device = Attachment(self.prefix.length, now, detached_at=now)
         self._idle_since, self._scores = now, ScoreKeeper()
         self._pass: ev.RunningPass | None = None
         self._replaced: list[int] = []
@@ -215,7 +192,7 @@ class VerifySession:
 
     @property
     def attached(self) -> bool:
-        return self.device.attached
+        return self.device.detached_at is None
 
     @property
     def missing_rows(self) -> int:
@@ -266,9 +243,9 @@ class VerifySession:
                 if self.state is ev.PASSING:
                     self.state = transition(VERIFY_MOVES, self.state, ev.READY)
                 return ()
-            case ev.Evicted() | ev.Cached():
+            case ev.Cached(length):
                 assert self._pass is None
-                self.cache_length = event.length
+                self.cache_length = length
                 return ()
             case ev.Stalled(waited_s):
                 if self.state is ev.FINISHED:  # all was sent: a good end, acknowledged or not
@@ -288,7 +265,7 @@ class VerifySession:
     def _on_attach(self, request: Open, now: float) -> tuple[ev.VerifyAction, ...]:
         held = len(request.prompt) + len(request.committed)
         self.inbox.reset(request.drafting)
-        self.device.attach(held, now)
+        self.device = Attachment(held, now)
         self.deadline, self._idle_since = None, now
         if self.finish is None and (finish := self._ending.reached(self.prefix)) is not None:
             self.state, self.finish = transition(VERIFY_MOVES, self.state, ev.FINISHED), finish
@@ -306,7 +283,7 @@ class VerifySession:
 
     def _detach(self, now: float) -> None:
         if self.attached:
-            self.device.detach(now)
+            self.device.detached_at = now
             self.deadline = now + self._limits.lease_s
 
     def _refuse(self, fault: Fault, now: float) -> tuple[ev.VerifyAction, ...]:
@@ -375,7 +352,7 @@ class VerifySession:
         if not self._may_draft or self.inbox.tree.nodes or chained:
             return now
         view = self.inbox.view(now, self._idle_since, offer.pass_s, runs_anyway=offer.runs_anyway)
-        return self._run_ahead.start_at(view)
+        return self._run_ahead(view)
 
     def _on_draft_offer(self, offer: ev.Offer, now: float) -> tuple[ev.VerifyAction, ...]:
         served = self._served
@@ -403,7 +380,9 @@ class VerifySession:
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
         inside = walk.nodes[: len(tokens)]  # not those behind the end
-        accepted = self._learn(done.request, event.targets, inside, tokens)
+        accepted = len(inside)
+        if self._served is not None:  # a device is told of its own nodes alone
+            accepted -= self._served.learn(done.request, event.targets, inside, tokens)
         if event.scores:
             self._scores.commit(self.prefix.length, event, walk, len(tokens))
         self.inbox.commit(tokens, now, bool(accepted) if done.request.drafted else None)
@@ -466,21 +445,7 @@ class VerifySession:
     def _device_tree(self, offer: ev.Offer, fed: int) -> PassTree:
         """The device's nodes that are worth their row in a pass that feeds so many tokens."""
         room = min(offer.max_rows - fed, self._limits.max_nodes_per_pass)
-        nodes = self.inbox.verifiable(room, self._ending.end, self._least_chance(offer))
-        return self.inbox.pass_tree(nodes, room)
-
-    def _learn(
-        self,
-        request: PassRequest,
-        targets: tuple[int, ...],
-        accepted: tuple[int, ...],
-        committed: tuple[int, ...],
-    ) -> int:
-        """The pass sampled ``targets`` and accepted these nodes. Returns how many of them are the
-        device's, which is told of its own nodes alone."""
-        if self._served is None:
-            return len(accepted)
-        return len(accepted) - self._served.learn(request, targets, accepted, committed)
+        return self.inbox.pass_tree(room, self._ending.end, self._least_chance(offer))
 
     def _report(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import ClassVar, Final
+from typing import Final
 
 from edgespec.core.protocol.messages import Cancel, Downlink, Draft, Open, Received
 from edgespec.core.protocol.work import NodeScore, PassRequest, TokenScore
@@ -70,16 +70,9 @@ class PassFailed:
 
 
 @statically_frozen
-class Evicted:
-    """The target's cache holds nothing of the session any more; only between passes."""
-
-    length: ClassVar[int] = 0
-
-
-@statically_frozen
 class Cached:
     """The target's cache holds the first ``length`` committed tokens, fewer than all, since another
-    session has computed them; only between passes."""
+    session has computed them; 0: it was evicted. Only between passes."""
 
     length: int
 
@@ -96,22 +89,9 @@ class SayAlive:
     """The device has heard nothing for a while, because its session waits for room."""
 
 
-VerifyEvent = (
-    Attach
-    | Detach
-    | Offer
-    | DraftOffer
-    | Drafted
-    | PassDone
-    | PassFailed
-    | Evicted
-    | Cached
-    | Stalled
-    | SayAlive
-    | Draft
-    | Received
-    | Cancel
-)
+StreamEvent = Attach | Detach | Draft | Received | Cancel | Stalled | SayAlive
+PassEvent = Offer | DraftOffer | Drafted | PassDone | PassFailed | Cached
+VerifyEvent = StreamEvent | PassEvent
 
 
 @statically_frozen
@@ -170,17 +150,13 @@ class RunningPass:
     """How long the oldest of its nodes had waited."""
 
 
-_V = VerifyState
 VERIFY_MOVES: Final[dict[tuple[VerifyState, VerifyState], str]] = {
-    (
-        _V.READY,
-        _V.PASSING,
-    ): "`Offer`, when a draft waits, the prompt is not cached or run-ahead says so",
-    (_V.PASSING, _V.READY): "`PassDone` or `PassFailed`",
-    (_V.PASSING, _V.FINISHED): (
+    (READY, PASSING): "`Offer`, when a draft waits, the prompt is not cached or run-ahead says so",
+    (PASSING, READY): "`PassDone` or `PassFailed`",
+    (PASSING, FINISHED): (
         "`PassDone` with a stop id or a full output, `Cancel`, or a message refused for good"
     ),
-    (_V.READY, _V.FINISHED): (
+    (READY, FINISHED): (
         "`Cancel`, a message refused for good, or `Attach` by a device that holds a full output"
     ),
 }

@@ -89,7 +89,7 @@ class FairShares:
         """Charge ``cost`` to ``payer``, whether or not it has so much; then ``wait_s``."""
         if now - self._slot_began_at >= SLOT_S:
             self._turn(now)
-        account = self._accounts.get(payer) or self._account(payer, now)
+        account = self._accounts.get(payer) or self._enter(payer, now)
         self._fill(account, now)
         account.level -= cost
         account.spent += cost
@@ -133,12 +133,10 @@ class FairShares:
             level, most = account.level + (now - account.filled_at) * self.share, self.limits.burst
             account.level, account.filled_at = (level if level < most else most), now
 
-    def _account(self, payer: str, now: float) -> _Account:
-        account = self._accounts.get(payer)
-        if account is None:
-            if len(self._accounts) >= self.limits.max_payers:
-                self._accounts.popitem(last=False)
-            account = self._accounts[payer] = _Account(self.limits.first, now, now)
+    def _enter(self, payer: str, now: float) -> _Account:
+        if len(self._accounts) >= self.limits.max_payers:
+            self._accounts.popitem(last=False)
+        account = self._accounts[payer] = _Account(self.limits.first, now, now)
         return account
 
     def _turn(self, now: float) -> None:
@@ -151,9 +149,6 @@ class FairShares:
             self._fill(account, now)
             if account.spent_at <= idle_since and account.level >= 0.0:
                 del self._accounts[payer]
-        self._reckon(took_s)
-
-    def _reckon(self, took_s: float) -> None:
         wants = [inf if a.level < 0.0 else a.spent / took_s for a in self._accounts.values()]
         self.share = max(self.limits.least_rate, fair_share(self.limits.rate, wants))
         for account in self._accounts.values():
@@ -248,10 +243,10 @@ class TokenBucket:
         """Forget the part of a debt that exceeds ``most`` tokens."""
         self._level = max(self._level, -most)
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until the debt is paid; 0 without one."""
+    def wait_s(self, now: float, amount: float = 0.0) -> float:
+        """Seconds until there are ``amount`` tokens; by default, until the debt is paid."""
         level = self.take(0.0, now)
-        return 0.0 if level >= 0.0 else -level / self._rate
+        return 0.0 if level >= amount else (amount - level) / self._rate
 
 
 def without_keys(limits: UplinkLimits) -> UplinkLimits:
@@ -287,8 +282,8 @@ class UplinkBudget:
         self.shares = FairShares(limits.shares, now)
         self.waits = waits or (lambda reason, wait_s: None)
         """Hears of each wait for which reason and how long, in seconds."""
-        self._total = TokenBucket(limits.total_message_rate, limits.total_burst, now)
-        self._most_debt = limits.max_total_debt_s * limits.total_message_rate
+        self.total = TokenBucket(limits.total_message_rate, limits.total_burst, now)
+        self.most_debt = limits.max_total_debt_s * limits.total_message_rate
 
     def open(self, now: float, payer: str = "") -> StreamBudget:
         return StreamBudget(self, now, payer)
@@ -300,14 +295,6 @@ class UplinkBudget:
         if wait_s <= most_s:
             self.shares.spend(payer, self.limits.messages_per_open, now)
         return wait_s
-
-    def take(self, now: float) -> None:
-        if self._total.take(1.0, now) < 0.0:
-            self._total.limit_debt(self._most_debt)
-
-    def wait_s(self, now: float) -> float:
-        """How long a busy stream has to wait for the others' sake."""
-        return self._total.wait_s(now)
 
 
 class StreamBudget:
@@ -330,12 +317,13 @@ class StreamBudget:
         reason, wait_s = STREAM, 0.0
         if self._messages.take(cost, now) < 0.0:
             wait_s = self._messages.wait_s(now)
-        shared.take(now)
+        if shared.total.take(1.0, now) < 0.0:
+            shared.total.limit_debt(shared.most_debt)
         base = self._base.take(1.0, now)
         if base < 0.0:
             self._base.limit_debt(0.0)
         busy = base < limits.message_burst / 2
-        if busy and (total_s := shared.wait_s(now)) > wait_s:
+        if busy and (total_s := shared.total.wait_s(now)) > wait_s:
             reason, wait_s = TOTAL, total_s
         grace = 0.0 if busy else limits.shares.burst
         if (share_s := shared.shares.spend(self._payer, cost, now, grace)) > wait_s:
@@ -411,10 +399,10 @@ class CallBudget:
         ``limits.max_wait_s``: it has no place in the line and is to be refused with this advice.
         ``payer`` is whose share it is, where that is not the peer's."""
         bucket, payer = self._bucket(peer, now), peer if payer is None else payer
-        total_s = _wait_after(self._total, self.limits.total_rate, now)
+        total_s = self._total.wait_s(now, 1.0)
         if total_s > 0.0:  # else nobody looks at shares
             total_s = min(total_s, self._shares.wait_s(payer, now, cost=1.0))
-        wait_s = max(total_s, _wait_after(bucket, self.limits.peer_rate, now))
+        wait_s = max(total_s, bucket.wait_s(now, 1.0))
         if wait_s <= self.limits.max_wait_s:
             bucket.take(1.0, now)
             self._total.take(1.0, now)
@@ -432,7 +420,3 @@ class CallBudget:
             self._peers[peer] = bucket
         self._peers.move_to_end(peer)
         return bucket
-
-
-def _wait_after(bucket: TokenBucket, rate: float, now: float) -> float:
-    return max(0.0, (1.0 - bucket.level(now)) / rate)

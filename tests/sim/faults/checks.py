@@ -232,7 +232,7 @@ def check_ledger(engine: VerifyEngine) -> None:
         if session is None:
             require(not key.isprintable(), f"{key}: gone, but it holds {len(table)} blocks")
             continue
-        least = ledger.blocks_for(session.cache_length)
+        least = -(-session.cache_length // ledger.block_tokens)
         require(len(table) >= least, f"{key}: {len(table)} blocks, {least} are cached")
         if session.cache_length:  # else the blocks may be those of an earlier session of this id
             written = table[session.cache_length // ledger.block_tokens :]

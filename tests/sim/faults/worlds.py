@@ -350,9 +350,9 @@ class FragileRunAhead:
     inner: drafts.RunAheadPolicy
     break_down: Callable[[], None]
 
-    def start_at(self, view: drafts.RunAheadView) -> float:
+    def __call__(self, view: drafts.RunAheadView) -> float:
         self.break_down()
-        return self.inner.start_at(view)
+        return self.inner(view)
 
 
 # Worlds end well or not at all: their devices never give up.
@@ -468,7 +468,7 @@ class _World:
             options.limits,
             bounds,
             lambda rule: FragileRule(fragile),
-            lambda kind: FragileRunAhead(drafts.run_ahead_policy(kind), fragile),
+            lambda kind: FragileRunAhead(drafts.RUN_AHEAD[kind], fragile),
             contain=options.session_failure_chance > 0,
         )
         guessed: set[tuple[int, ...]] = set()
@@ -690,7 +690,7 @@ class _World:
 
     def _longest_s(self) -> float:
         """Virtual seconds by which everything must have ended: far too few for a verifier that
-        waits for a draft in vain (``NeverRunAhead.patience_s``) at every other token."""
+        waits for a draft in vain (``never_run_ahead``) at every other token."""
         options = self.options
         count = len(self.devices)
         rtt_s = 2 * (options.delay_s + options.jitter_s)
