@@ -48,7 +48,7 @@ def test_a_loop_is_gone_on_with() -> None:
     assert proposal.tokens[:6] == [1, 2, 3, 4, 1, 2]
     drafts = _drafts()  # what the target said behind a wrong guess is remembered
     drafts.propose([1, 2, 3, 1, 2], 64, 40, 0.0)
-    drafts.learn([3], [9], ())
+    drafts.missed(3, 9)
     assert 9 in drafts.propose([1, 2, 3, 1, 2, 5, 3], 64, 40, 0.0).tokens
 
 

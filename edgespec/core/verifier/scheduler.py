@@ -455,13 +455,13 @@ class PassScheduler:
         assert self.running is not None
         batch, self.running = self.running, None
         self.passes += 1
+        took_s = now - batch.started_at
+        target_s = took_s if target_s is None else target_s
         if self._limits.own_drafts:
-            took_s = now - batch.started_at
-            self.draft_times.note_pass(draft_steps, took_s if target_s is None else target_s)
+            self.draft_times.note_pass(draft_steps, target_s)
         if any(request.sample for _, request in batch.parts):
-            took_s = now - batch.started_at
             rows, prompt_rows, drafted = batch.count_rows()
-            self.fairness.note(len(batch.parts), rows, took_s if target_s is None else target_s)
+            self.fairness.note(len(batch.parts), rows, target_s)
             served = sum(request.served for _, request in batch.parts)
             self.price.note_pass(rows, prompt_rows, took_s, target_s, served)
             drafts_s = drafted * self.price.row_s

@@ -72,14 +72,10 @@ class TextDrafts:
             return Proposal([], [], [])
         return self._grow(text, min(room, MOST_NODES), depth, max(least_chance, LEAST_CHANCE))
 
-    def learn(
-        self, tokens: Sequence[int], answers: Sequence[int], accepted: Collection[int]
-    ) -> None:
-        """The pass of the last ``propose`` is over: the nodes that were proposed for it, what the
-        target said after each of them, and which were accepted. Their answers are in the text."""
-        for node, token in enumerate(tokens):
-            if node not in accepted:
-                self._tables.recycled.add(token, answers[node])
+    def missed(self, token: int, answer: int) -> None:
+        """This token of the last ``propose`` was not accepted, and behind it the target said that;
+        what it said behind an accepted one is in the text."""
+        self._tables.recycled.add(token, answer)
 
     def _catch_up(self, text: Sequence[int]) -> bool:
         """Learn what was committed since; False while there is still more to learn."""
@@ -233,19 +229,18 @@ class ServedDrafts:
     ) -> int:
         """The pass of this request is over: it accepted these nodes and committed these tokens;
         ``targets`` are as in ``PassResult``. Returns how many of the accepted were guessed here."""
-        if self.text is not None:
-            nodes = [at for at, source in enumerate(self._sources) if source is Source.TEXT]
-            right = [at for at, node in enumerate(nodes) if node in accepted]
-            tokens = [request.tokens[node] for node in nodes]
-            self.text.learn(tokens, [targets[1 + node] for node in nodes], right)
-        self._proposal, sources, own = None, self._sources, 0
-        for node, source in enumerate(sources):
-            if source is not Source.DEVICE:
-                hit = node in accepted
-                counts = self._counts.text if source is Source.TEXT else self._counts.model
-                counts.nodes += 1
-                counts.accepted += hit
-                own += hit
+        self._proposal, own = None, 0
+        for node, source in enumerate(self._sources):
+            if source is Source.DEVICE:
+                continue
+            hit, counts = node in accepted, self._counts.model
+            if source is Source.TEXT:
+                counts = self._counts.text
+                if self.text is not None and not hit:
+                    self.text.missed(request.tokens[node], targets[1 + node])
+            counts.nodes += 1
+            counts.accepted += hit
+            own += hit
         if self.chain is not None:
             self.chain.judge(committed)
         return own
