@@ -57,15 +57,13 @@ def libraries() -> Check:
 def one_onnxruntime() -> Check:
     """All its distributions write the same files, so with two installed neither is whole."""
     found = [name for name in RUNTIMES if installed_version(name) is not None]
-    install = "pip install 'edgespec[cpu]'"
-    if len(found) > 1:
+    if len(found) == 1:
+        return Check("onnxruntime", State.GOOD, f"{found[0]} {installed_version(found[0])}")
+    finding, advice = "not installed: nothing can be drafted here", "pip install 'edgespec[cpu]'"
+    if found:
         finding = f"{' and '.join(found)} are installed together and overwrite each other"
-        advice = f"pip uninstall -y {' '.join(found)} && {install}"
-        return Check("onnxruntime", State.BAD, finding, advice)
-    if not found:
-        finding = "not installed: nothing can be drafted here"
-        return Check("onnxruntime", State.BAD, finding, install)
-    return Check("onnxruntime", State.GOOD, f"{found[0]} {installed_version(found[0])}")
+        advice = f"pip uninstall -y {' '.join(found)} && {advice}"
+    return Check("onnxruntime", State.BAD, finding, advice)
 
 
 def draft_step() -> Check:

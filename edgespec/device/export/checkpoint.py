@@ -17,12 +17,12 @@ from edgespec.models.folders import DRAFT_MODEL_TYPES, read_json
 
 _GEMMA = ("gemma2", "gemma3_text")
 _WINDOWED = ("mistral", "phi3", *_GEMMA)
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+ROPE_TYPES = ("default", *_ROPE_FIELDS)
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",

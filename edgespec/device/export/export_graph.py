@@ -72,33 +72,26 @@ def rope_tables(
 
 def _frequencies(rope: Mapping[str, Any], head_dim: int) -> NDArray[np.float32]:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain: NDArray[np.float32] = (1.0 / np.float32(rope["rope_theta"]) ** exponents).astype(
-        np.float32
-    )
+    found: NDArray[Any] = 1.0 / np.float32(rope["rope_theta"]) ** exponents
     match rope["rope_type"]:
         case "linear":
-            return (plain / float(rope["factor"])).astype(np.float32)
+            found = found / float(rope["factor"])
         case "llama3":
-            return _llama3(rope, plain)
+            found = _llama3(rope, found)
         case "yarn":
-            return _yarn(rope, plain, head_dim)
-        case _:  # the default
-            return plain
+            found = _yarn(rope, found, head_dim)
+    return found.astype(np.float32)
 
 
-def _llama3(rope: Mapping[str, Any], plain: NDArray[np.float32]) -> NDArray[np.float32]:
+def _llama3(rope: Mapping[str, Any], plain: NDArray[Any]) -> NDArray[Any]:
     length = float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = length * plain / (2.0 * math.pi)
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    slow = plain / float(rope["factor"])
-    blended: NDArray[np.float32] = ((1.0 - share) * slow + share * plain).astype(np.float32)
-    return blended
+    return np.asarray((1.0 - share) * (plain / float(rope["factor"])) + share * plain)
 
 
-def _yarn(
-    rope: Mapping[str, Any], plain: NDArray[np.float32], head_dim: int
-) -> NDArray[np.float32]:
+def _yarn(rope: Mapping[str, Any], plain: NDArray[Any], head_dim: int) -> NDArray[Any]:
     length, theta = float(rope["original_max_position_embeddings"]), float(rope["rope_theta"])
 
     def dimension(turns: float) -> float:
@@ -114,9 +107,7 @@ def _yarn(
         high += 0.001  # as the reference does, against a division by zero
     steps = np.arange(len(plain), dtype=np.float32)
     ramp = np.clip((steps - np.float32(low)) / np.float32(high - low), 0.0, 1.0)
-    slow = plain / np.float32(rope["factor"])
-    blended: NDArray[np.float32] = (slow * ramp + plain * (1.0 - ramp)).astype(np.float32)
-    return blended
+    return np.asarray(plain / np.float32(rope["factor"]) * ramp + plain * (1.0 - ramp))
 
 
 def _yarn_sharpness(rope: Mapping[str, Any]) -> float:
