@@ -322,6 +322,7 @@ async def findings(models: Models, greedy: bool, texts: int) -> list[str]:
             for mine, theirs, case in zip(said, expected, cases, strict=True):
                 if mine != theirs:
                     found.append(f"{kind}: another text of {case}")
+                    print(found[-1], flush=True)
             of = engine.draft_counts
             counts.setdefault(kind, Counter()).update(
                 texts=len(said), device=of.device.nodes, model=of.model.nodes, text=of.text.nodes
@@ -330,6 +331,7 @@ async def findings(models: Models, greedy: bool, texts: int) -> list[str]:
         print(f"{'greedy' if greedy else 'sampled'}, {kind}: {dict(count)}", flush=True)
         if not min(count["device"], count["model"]):
             found.append(f"{kind}: one end drafted nothing")
+            print(found[-1], flush=True)
     return found
 
 
@@ -359,7 +361,7 @@ def main() -> int:
             for greedy in (True, False)
             for line in asyncio.run(findings(models, greedy, args.texts))
         ]
-    print("\n".join(found) or f"{10 * args.texts} texts, none differs")
+    print(f"{len(found)} findings" if found else f"{10 * args.texts} texts, none differs")
     return 1 if found else 0
 
 
