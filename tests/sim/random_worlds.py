@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from edgespec.core.device.goodput_policy import GoodputPolicy
 from edgespec.core.device.policy import DraftPolicy, FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import Limits, RunAhead
@@ -18,9 +19,10 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.device.drafters.toy import RandomDrafter, ToyDrafter, toy_info
 from tests.adversarial import AdversarialDrafter
-from tests.sim.faults import worlds
+from tests.sim.faults import checks, worlds
 
-# Mutants are held against the worlds before: how soon they are caught stays as it was.
+# Mutants are held against the worlds before: how soon they are caught stays as it was. From there
+# on devices run as users run them, some short of memory.
 GOVERNED_FROM = 10_000
 REPLAY = 'PYTHONPATH=.:sim python -c "from tests.sim.random_worlds import play; play({seed})"'
 
@@ -56,7 +58,19 @@ def draw_options(seed: int) -> worlds.WorldOptions:
     options = _with_server_drafter(options, random.Random(f"server drafter of {seed}"))
     if seed < GOVERNED_FROM:
         return options
-    return _with_conditions(options, random.Random(f"conditions of {seed}"))
+    options = _with_conditions(options, random.Random(f"conditions of {seed}"))
+    return _as_users_run_it(options, random.Random(f"goodput of {seed}"))
+
+
+def _as_users_run_it(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:
+    """Most devices weigh their steps, as they do by default; many guess from the text too."""
+    policies = tuple(
+        GoodputPolicy(dice.choice((1, 2, 2, checks.WIDEST)), window=dice.choice((None, None, 1, 4)))
+        if dice.random() < 0.7
+        else policy
+        for policy in options.policies
+    )
+    return replace(options, policies=policies, device_text=dice.random() < 0.5)
 
 
 def _with_conditions(options: worlds.WorldOptions, dice: random.Random) -> worlds.WorldOptions:

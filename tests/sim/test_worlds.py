@@ -50,11 +50,17 @@ from edgespec_sim.world.user import User
 from tests.mutants import Mutants
 from tests.sim.faults.worlds import WorldOptions, WorldResult, run_world
 from tests.sim.one_session import alone
-from tests.sim.random_worlds import REPLAY, adversarial_drafter, exact_drafter, play
+from tests.sim.random_worlds import (
+    GOVERNED_FROM,
+    REPLAY,
+    adversarial_drafter,
+    exact_drafter,
+    play,
+)
 from tests.sources import ROOT
 from tests.tables import tabled
 
-WORLDS = 2400
+WORLDS = 1600
 SLOW_WORLDS = 5600
 BATCH = 200
 
@@ -63,6 +69,7 @@ BATCH = 200
     "first",
     [
         *range(0, WORLDS, BATCH),
+        *range(GOVERNED_FROM, GOVERNED_FROM + 800, BATCH),
         *(pytest.param(n, marks=pytest.mark.slow) for n in range(WORLDS, SLOW_WORLDS, BATCH)),
     ],
 )

@@ -23,13 +23,14 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import Cancelled, CapacityError, Drafter, never_cancelled
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.tree import SpeculationTree
 from edgespec.core.protocol.work import CacheShape, Candidate, DraftStep, PassRequest, PassResult
 from edgespec.core.toy_model import ToyModel
 from edgespec.core.verifier import drafts
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
-from edgespec.core.verifier.engine_events import EngineLimits
+from edgespec.core.verifier.engine_events import EngineAction, EngineEvent, EngineLimits
 from edgespec.core.verifier.own_drafts import LONGEST_CHAIN
 from edgespec.core.verifier.session import VerifySession
 from edgespec.device.drafters.token_cache import MEASURE_EVERY_S, CacheGroup, GuardedDrafter
@@ -69,6 +70,8 @@ class WorldOptions:
     """Device i adds i to its seed."""
     run_ahead: m.RunAhead = m.RunAhead.AUTO
     drafting: bool = True
+    device_text: bool = False
+    """Devices guess from what their text has said, too."""
     draft_context_length: int = 1 << 16
     limits: m.Limits = field(default_factory=lambda: m.Limits(lease_s=5.0))
     engine_limits: EngineLimits = field(default_factory=EngineLimits)
@@ -216,6 +219,16 @@ class CheckedDrafter(WrappedDrafter):
 
 class InjectedFailure(Exception):
     """What a world makes a target or a session's machine raise."""
+
+
+class WatchedEngine(VerifyEngine):
+    """Notes that it has handled something: only then there is anything new to check about it."""
+
+    handled = True
+
+    def handle(self, event: EngineEvent, now: float) -> tuple[EngineAction, ...]:
+        self.handled = True
+        return super().handle(event, now)
 
 
 class CheckedTarget(ToyTarget):
@@ -422,7 +435,7 @@ class _World:
         self.options, self.dice, self.queue = options, dice, EventQueue()
         self.records: dict[str, checks.StreamRecord] = {}
         self.targets: list[ToyTarget] = []
-        self.engines: list[VerifyEngine] = []
+        self.engines: list[WatchedEngine] = []
         self.faults = 0
         self.down_until_s = 0.0
         self.streams: list[Stream] = []
@@ -463,7 +476,7 @@ class _World:
         )
         self.targets.append(target)
         fragile = self._breaking(options.session_failure_chance)
-        engine = VerifyEngine(
+        engine = WatchedEngine(
             target.info,
             options.limits,
             bounds,
@@ -507,6 +520,7 @@ class _World:
             _RECONNECT,
             options.draft_context_length,
             jitter_seed=self.dice.getrandbits(32),
+            text=TextTables(ngrams=True) if options.device_text else None,
         )
         inner = CheckedDrafter(options.drafter(options.model), session.tree)
         drafter = guarded(inner, options, self.queue)
@@ -718,22 +732,25 @@ class _World:
         return all(device.delivery.ended is not None for device in self.devices)
 
     def _check_step(self) -> None:
-        sessions, limits = self.server.engine.sessions, self.options.limits
-        checks.check_ledger(self.server.engine)
-        checks.check_credentials(self.server.engine)
+        engine, limits = self.engines[-1], self.options.limits
+        handled, engine.handled = engine.handled, False
+        if handled:
+            checks.check_ledger(engine)
+            checks.check_credentials(engine)
         evictable = bool(self.options.engine_limits.cache or self.options.target_failure_chance)
         for index, (device, expected) in enumerate(zip(self.devices, self.expected, strict=True)):
             mine, whose = device.session, device.session.request.session_id
             if device.delivery.ended is None:
                 self.ended_s[index] = self.queue.now
             self.device_checks[index].look(mine, device.delivery.tokens, index in self.replaced)
-            session = sessions.get(whose)
-            if session is not None:
+            session = engine.sessions.get(whose)
+            if session is None:
+                continue
+            if handled:
                 checks.check_session(session, expected, limits, evictable=evictable)
-                ahead = session.prefix.length - mine.prefix.length
-                checks.require(
-                    ahead >= 0, f"{whose}: the device is {-ahead} tokens ahead of the verifier"
-                )
+            ahead = session.prefix.length - mine.prefix.length
+            if ahead < 0:
+                raise checks.CheckFailure(f"{whose}: {-ahead} tokens ahead of the verifier")
 
     def _check_end(self, until_s: float) -> None:
         for device, expected in zip(self.devices, self.expected, strict=True):
