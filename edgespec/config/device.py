@@ -17,8 +17,6 @@ from edgespec.core.protocol.messages import EXACT_RULE, RunAhead
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.core.verifier.relaxed_rules import parse_rule
 
-ENDPOINT_HOST = "127.0.0.1"
-ENDPOINT_PORT = 7421
 ANY_ORIGIN = "*"
 
 
@@ -26,9 +24,9 @@ ANY_ORIGIN = "*"
 class EndpointSection:
     """OpenAI's API in front of a device."""
 
-    host: str = ENDPOINT_HOST
+    host: str = common.DEFAULT_HOST
     """Address to listen at, 0.0.0.0 for all."""
-    port: int = limited(ENDPOINT_PORT, 0, 65_535)
+    port: int = limited(7421, 0, 65_535)
     """Port to listen at. 0 is any free one; the ready line names it."""
     key_file: str = ""
     """File that holds the key that clients must show. ``EDGESPEC_ENDPOINT_KEY`` in the environment

@@ -220,11 +220,8 @@ class AgentStatus:
     @property
     def verifier(self) -> VerifierStatus | None:
         """The one that serves; else the first that is not away, else the first."""
-        for wanted in (VerifierState.SERVING, VerifierState.READY, VerifierState.CONNECTING):
-            for one in self.verifiers:
-                if one.state is wanted:
-                    return one
-        return self.verifiers[0] if self.verifiers else None
+        ranks = {VerifierState.SERVING: 0, VerifierState.READY: 1, VerifierState.CONNECTING: 2}
+        return min(self.verifiers, key=lambda one: ranks.get(one.state, 3), default=None)
 
     @property
     def up(self) -> dict[str, float]:

@@ -127,9 +127,7 @@ class TraceFile:
             return
         try:
             file.close()
-        except (
-            OSError
-        ) as error:  # the same again where a write has failed: the buffer is still full
+        except OSError as error:  # the same where a write has failed: the buffer is still full
             why = why or error
         if why is not None:
             words = getattr(why, "strerror", None) or why

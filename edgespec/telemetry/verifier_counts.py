@@ -100,13 +100,16 @@ class StreamMeter:
         self.prompt_tokens = self.generation_tokens = 0
         self.drafts = self.draft_nodes = self.accepted = self.replaced = 0
         self.accepted_at = [0] * MAX_POSITIONS
-        self.run_ahead_tokens = self.stale = self.wasted = 0
-        self.failed_passes = self.late_streams = 0
+        self.run_ahead_tokens = self.stale = self.failed_passes = self.late_streams = 0
         self.finished = dict.fromkeys(REASONS, 0)
         self.rejected = {code.value: 0 for code in m.FaultCode}
         self._ended = ended
         self._records: dict[int, StreamRecord] = {}
         self._pass_at: float | None = None
+
+    @property
+    def wasted(self) -> int:
+        return self.draft_nodes - self.accepted
 
     def observe(
         self, event: ee.EngineEvent, actions: Sequence[ee.EngineAction], now: float
@@ -196,7 +199,15 @@ class StreamMeter:
             tokens += count
             self.stale += commit.stale
             if rows := commit.rows:
-                self._judged(record, commit, rows, commit.accepted)
+                right = commit.accepted
+                record.nodes += rows
+                record.accepted += right
+                self.drafts += 1
+                self.draft_nodes += rows
+                self.accepted += right
+                self.replaced += len(commit.replaced)
+                for place in range(min(right, MAX_POSITIONS)):
+                    self.accepted_at[place] += 1
             else:
                 self.run_ahead_tokens += count
             if record.tokens:
@@ -213,18 +224,6 @@ class StreamMeter:
         if tokens:
             self.generation_tokens += tokens
             self.pass_tokens.add(tokens)
-
-    def _judged(self, record: StreamRecord, commit: m.Commit, rows: int, right: int) -> None:
-        """A pass looked at so many draft nodes of a stream, of which so many were right."""
-        record.nodes += rows
-        record.accepted += right
-        self.drafts += 1
-        self.draft_nodes += rows
-        self.accepted += right
-        self.wasted += rows - right
-        self.replaced += len(commit.replaced)
-        for place in range(min(right, MAX_POSITIONS)):
-            self.accepted_at[place] += 1
 
 
 _LOG = logging.getLogger(__name__)

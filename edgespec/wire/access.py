@@ -8,9 +8,6 @@ The device's key comes from the environment or a file, never from the command li
 users of a machine can read. It is sent where nobody can listen in: over TLS, on this machine, or
 where the user says so.
 
-A file that others can write is refused, for whoever writes it lets himself in; a secret that others
-can read is warned of (``check_file_permissions``).
-
 gRPC takes whatever certificate it is given and says no more than "failed to bind" or "failed to
 connect" when that is of no use. So a verifier's files are looked at first (``cryptography``; PEM,
 dates, whether key and certificate belong together), a device's too as far as the standard library
@@ -37,7 +34,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierConfig
-from edgespec.config.common import DeviceTlsSection, host_of, is_loopback, needs
+from edgespec.config.common import (
+    DeviceTlsSection,
+    ServerTlsSection,
+    host_of,
+    is_loopback,
+    needs,
+)
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
 from edgespec.config.loading import dump_config, load_config
 from edgespec.core.protocol.checks import check_limits, limited
@@ -128,8 +131,12 @@ class KeyFile:
     keys: Mapping[str, KeyEntry]
 
     def __post_init__(self) -> None:
-        for name in self.keys:
-            check_key_name(name)
+        for name in self.keys:  # which stands in logs and metrics as it is
+            if not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"the name {name[:80]!r} must have 1 to {MAX_NAME_LENGTH} letters, digits,"
+                    " dots, dashes or underscores, and begin with a letter or digit"
+                )
         self.ring()
 
     def ring(self) -> KeyRing:
@@ -140,15 +147,6 @@ class KeyFile:
             digest = bytes.fromhex(limits.pop("sha256"))
             found[name] = (digest, Credential(name, **limits))
         return KeyRing(found)
-
-
-def check_key_name(name: str) -> None:
-    """Raises ``ValueError`` for a name that could not stand in logs and metrics as it is."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"the name {name[:80]!r} must have 1 to {MAX_NAME_LENGTH} letters, digits, dots, dashes"
-            " or underscores, and begin with a letter or digit"
-        )
 
 
 def new_key() -> tuple[str, str]:
@@ -195,7 +193,7 @@ class ServerAccess:
         self.credentials: grpc.ServerCredentials | None = None
         """For a server; None: plaintext. Devices need a certificate when the first identity has a
         ``client_ca``, and so do they for all later ones."""
-        self._identity = self._told = identity = self._read_identity()
+        self._identity = self._told = identity = load_server_identity(self._tls)
         if identity is not None:
             import grpc
 
@@ -227,7 +225,7 @@ class ServerAccess:
 
     def reload(self) -> Reloaded:
         """Read all files again. Raises ``ConfigError``; then nothing has changed."""
-        ring, identity = self._read_ring(), self._read_identity()
+        ring, identity = self._read_ring(), load_server_identity(self._tls)
         changes, replaced = KeyChanges(), False
         if ring is not None and self._ring is not None:
             changes, self._ring = self._ring.changes(ring), ring
@@ -245,15 +243,6 @@ class ServerAccess:
 
     def _read_ring(self) -> KeyRing | None:
         return load_keys(_checked(self._keys)).ring() if self._keys else None
-
-    def _read_identity(self) -> ServerIdentity | None:
-        tls = self._tls
-        if not tls.used:
-            return None
-        files = _checked(tls.cert), _checked(tls.key, secret=True)
-        client_ca = _checked(tls.client_ca) if tls.client_ca else None
-        with needs("cryptography", "edgespec[certs]"):
-            return load_server_identity(*files, client_ca, datetime.now(UTC))
 
 
 def _checked(name: str, *, secret: bool = False) -> Path:
@@ -280,14 +269,13 @@ class DeviceAccess:
 
     def key_for(self, address: str) -> str:
         """The key to show there. Raises ``ConfigError`` where others could read it."""
-        if not self.key or self.insecure or self.credentials is not None:
-            return self.key
-        if is_loopback(host_of(address)):
-            return self.key
-        raise ConfigError(
-            f"the key for {address} would be sent without TLS, where others can read it: give"
-            " --ca FILE, or --set insecure=true if the network is yours"
-        )
+        private = self.credentials is not None or is_loopback(host_of(address))
+        if self.key and not (private or self.insecure):
+            raise ConfigError(
+                f"the key for {address} would be sent without TLS, where others can read it: give"
+                " --ca FILE, or --set insecure=true if the network is yours"
+            )
+        return self.key
 
     def handshake_failure(self, details: str) -> str | None:
         """What is wrong between this device and a verifier that is there, in words, from what gRPC
@@ -347,12 +335,33 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
 
 def tls_access(tls: DeviceTlsSection) -> DeviceAccess:
     """Access without a key. Raises ``ConfigError`` for files of no use."""
-    credentials, shows = None, bool(tls.client_cert)
-    if tls.used:
-        ca = _checked(tls.ca) if tls.ca else None
-        shown = (_checked(tls.client_cert), _checked(tls.client_key, secret=True)) if shows else ()
-        credentials = channel_credentials(ca, *shown)
-    return DeviceAccess("", False, credentials, shows, tls.server_name)
+    if not tls.used:
+        return DeviceAccess()
+    import grpc
+
+    check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    roots = shown = secret = None
+    if tls.ca:
+        roots = _read(ca := _checked(tls.ca))
+        try:
+            check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
+        except ssl.SSLError as error:
+            raise ConfigError(f"{ca}: holds no PEM certificate: {error.reason}") from None
+    elif known := ssl.get_default_verify_paths().cafile:  # what OpenSSL would trust here
+        roots = _read(Path(known))  # else what comes with gRPC
+    if tls.client_cert:
+        certificate, key = _checked(tls.client_cert), _checked(tls.client_key, secret=True)
+        shown, secret = _read(certificate), _read(key)
+        try:
+            check.load_cert_chain(certificate, key, password="")
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                why = f"the key does not belong to the certificate in {certificate}"
+                raise ConfigError(f"{key}: {why}") from None
+            why = f"no PEM certificate and plain private key: {error.reason or error}"
+            raise ConfigError(f"{certificate} and {key}: {why}") from None
+    credentials = grpc.ssl_channel_credentials(roots, secret, shown)
+    return DeviceAccess("", False, credentials, bool(shown), tls.server_name)
 
 
 # --- certificates and private keys as gRPC takes them ---------------------------------------------
@@ -380,21 +389,24 @@ class ServerIdentity:
         return grpc.ssl_server_certificate_configuration(pairs, self.client_ca)
 
 
-def load_server_identity(
-    certificate: Path, key: Path, client_ca: Path | None, now: datetime
-) -> ServerIdentity:
-    shown, certificates = read_certificates(certificate, now)
-    secret, _ = read_key(key, certificate, certificates[0])
-    trusted = None if client_ca is None else read_certificates(client_ca, now)[0]
+def load_server_identity(tls: ServerTlsSection) -> ServerIdentity | None:
+    """None: the verifier has no TLS. Raises ``ConfigError``, ``SetupError``."""
+    if not tls.used:
+        return None
+    certificate, key = _checked(tls.cert), _checked(tls.key, secret=True)
+    with needs("cryptography", "edgespec[certs]"):
+        shown, certificates = read_certificates(certificate)
+        secret, _ = read_key(key, certificate, certificates[0])
+        trusted = read_certificates(_checked(tls.client_ca))[0] if tls.client_ca else None
     expires = min(one.not_valid_after_utc for one in certificates)
     return ServerIdentity(shown, secret, trusted, expires)
 
 
-def read_certificates(path: Path, now: datetime) -> tuple[bytes, Sequence[Certificate]]:
+def read_certificates(path: Path) -> tuple[bytes, Sequence[Certificate]]:
     """What a file holds, and the certificates in it, all of which are valid now."""
     from cryptography import x509
 
-    pem = _read(path)
+    pem, now = _read(path), datetime.now(UTC)
     try:
         found = x509.load_pem_x509_certificates(pem)
     except ValueError as error:
@@ -424,37 +436,6 @@ def read_key(path: Path, of: Path, certificate: Certificate) -> tuple[bytes, Any
     if key.public_key() != certificate.public_key():
         raise ConfigError(f"{path}: the key does not belong to the certificate in {of}")
     return pem, key
-
-
-def channel_credentials(
-    ca: Path | None, client_certificate: Path | None = None, client_key: Path | None = None
-) -> grpc.ChannelCredentials:
-    """What a device connects with; ``ca`` None trusts the CAs of the system. Raises
-    ``ConfigError``."""
-    import grpc
-
-    check: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if ca is None:  # what OpenSSL would trust here, else what comes with gRPC
-        known: Any = ssl.get_default_verify_paths().cafile  # the stub leaves None out
-        roots = None if known is None else _read(Path(known))
-    else:
-        roots = _read(ca)
-        try:
-            check.load_verify_locations(cadata=roots.decode("ascii", "replace"))
-        except ssl.SSLError as error:
-            raise ConfigError(f"{ca}: holds no PEM certificate: {error.reason}") from None
-    shown = secret = None
-    if client_certificate is not None and client_key is not None:
-        shown, secret = _read(client_certificate), _read(client_key)
-        try:
-            check.load_cert_chain(client_certificate, client_key, password="")
-        except ssl.SSLError as error:
-            if error.reason == "KEY_VALUES_MISMATCH":
-                why = f"the key does not belong to the certificate in {client_certificate}"
-                raise ConfigError(f"{client_key}: {why}") from None
-            why = f"no PEM certificate and plain private key: {error.reason or error}"
-            raise ConfigError(f"{client_certificate} and {client_key}: {why}") from None
-    return grpc.ssl_channel_credentials(roots, secret, shown)
 
 
 def _read(path: Path) -> bytes:

@@ -8,7 +8,6 @@ RESOURCE_EXHAUSTED.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from edgespec.core.ports import Authenticate
 from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
-from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, abort_call, peer_address
+from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, peer_address, refuse
 
 FIRST_S: Final = 0.5
 PER_S: Final = 20.0
@@ -46,7 +45,6 @@ TOKENIZER_LIMITS: Final = CallLimits(
 )
 SPARE_STREAMS: Final = 8
 _S = TypeVar("_S", bound=Hashable)
-_LOG = logging.getLogger(__name__)
 
 
 class Refusals:
@@ -91,15 +89,6 @@ def payer(peer: str, credential: Credential) -> str:
     return f"key {credential.name!r}" if credential.name else peer
 
 
-def retry_metadata(wait_s: float) -> tuple[tuple[str, str], ...]:
-    """What a status carries besides, so that any gRPC client learns when to come back: whole
-    seconds as HTTP has it, and milliseconds as gRPC's own retries do. 0: no advice."""
-    if wait_s <= 0.0:
-        return ()
-    milliseconds = math.ceil(wait_s * 1e3)
-    return ("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(milliseconds))
-
-
 class CallLine:
     """One line for all callers, in which each peer has a rate of its own."""
 
@@ -115,9 +104,9 @@ class CallLine:
         most_s = self._budget.limits.max_wait_s
         if wait_s > most_s:
             wait = f"the wait would be {wait_s:.1f} s, the limit is {most_s:g} s"
-            text, advice = f"{peer} asks too often: {wait}", retry_metadata(wait_s - most_s)
             await self._refusals.hold(peer)
-            await abort_call(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text, advice)
+            why = f"{peer} asks too often: {wait}"
+            await refuse(context, Fault(FaultCode.OVERLOADED, why, wait_s - most_s))
         if wait_s > 0.0:
             await asyncio.sleep(wait_s)
 
@@ -189,7 +178,7 @@ class Authenticator:
             with suppress(TimeoutError, *GONE):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await context.write(encode(fault))
-        await abort_call(context, grpc.StatusCode.UNAUTHENTICATED, fault.message)
+        await refuse(context, fault)
 
 
 def shown_key(context: Any) -> str:

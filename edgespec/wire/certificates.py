@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from edgespec.config import ConfigError
+from edgespec.config.common import SetupError
 from edgespec.config.files import replace_file
 from edgespec.wire.access import read_certificates, read_key
 
@@ -44,12 +45,8 @@ Files = tuple[Path, Path]
 """Certificate and private key."""
 
 
-class CertificateError(ValueError):
-    """No certificate can be made; the message names the file or the name and says why."""
-
-
 def make_ca(folder: Path) -> Files:
-    """``ca.pem`` and ``ca.key``. Raises ``CertificateError``, ``OSError``."""
+    """``ca.pem`` and ``ca.key``. Raises ``SetupError``, ``OSError``."""
     files, key = _free(folder, CA_NAME), ec.generate_private_key(ec.SECP256R1())
     subject = _name("edgespec CA")
     builder = _builder(subject, subject, key.public_key(), CA_DAYS, ca=True)
@@ -59,9 +56,9 @@ def make_ca(folder: Path) -> Files:
 
 def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> Files:
     """A verifier's certificate for these host names and addresses, signed by the folder's CA.
-    Raises ``CertificateError``, ``OSError``."""
+    Raises ``SetupError``, ``OSError``."""
     if not 1 <= len(names) <= _MAX_NAMES:
-        raise CertificateError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
+        raise SetupError(f"{len(names)} names, but a certificate takes 1 to {_MAX_NAMES}")
     alternatives = x509.SubjectAlternativeName([_alternative(name) for name in names])
     shown = names[0][:_MAX_NAME_LENGTH]  # for people; what counts stands in the alternatives
     return _signed(folder, out, shown, ExtendedKeyUsageOID.SERVER_AUTH, alternatives)
@@ -69,7 +66,7 @@ def make_server(folder: Path, names: Sequence[str], *, out: str = "server") -> F
 
 def make_device(folder: Path, name: str) -> Files:
     """A device's certificate, signed by the folder's CA; the files are named like the device.
-    Raises ``CertificateError``, ``OSError``."""
+    Raises ``SetupError``, ``OSError``."""
     return _signed(folder, name, name, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
@@ -81,12 +78,12 @@ def _signed(
     *alternatives: x509.SubjectAlternativeName,
 ) -> Files:
     if stem == CA_NAME:
-        raise CertificateError(f"the name {stem!r} is the CA's own")
+        raise SetupError(f"the name {stem!r} is the CA's own")
     files = _free(folder, stem)
     ca, ca_key = _load_ca(folder)
     ends = datetime.now(UTC) + timedelta(days=LEAF_DAYS)
     if ends > ca.not_valid_after_utc:
-        raise CertificateError(
+        raise SetupError(
             f"a certificate is for {LEAF_DAYS} days, but the CA itself expires on"
             f" {ca.not_valid_after_utc:%Y-%m-%d}: make a new one in another folder"
         )
@@ -119,7 +116,7 @@ def _builder(
 
 def _name(text: str) -> x509.Name:
     if not 1 <= len(text) <= _MAX_NAME_LENGTH or not text.isprintable():
-        raise CertificateError(
+        raise SetupError(
             f"the name {text[:80]!r} must have 1 to {_MAX_NAME_LENGTH} printable characters"
         )
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
@@ -131,7 +128,7 @@ def _alternative(name: str) -> x509.GeneralName:
     except ValueError:
         labels = name.removeprefix("*.").split(".")
         if len(name) > 253 or not all(map(_LABEL.fullmatch, labels)):
-            raise CertificateError(f"{name[:80]!r} is no host name and no address") from None
+            raise SetupError(f"{name[:80]!r} is no host name and no address") from None
         return x509.DNSName(name)
 
 
@@ -139,23 +136,21 @@ def _load_ca(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey
     certificate_path, key_path = folder / f"{CA_NAME}.pem", folder / f"{CA_NAME}.key"
     for path in (certificate_path, key_path):
         if not path.is_file():
-            raise CertificateError(f"{path} is not there; make a CA first: edgespec certs ca")
+            raise SetupError(f"{path} is not there; make a CA first: edgespec certs ca")
     try:
-        certificate = read_certificates(certificate_path, datetime.now(UTC))[1][0]
+        certificate = read_certificates(certificate_path)[1][0]
         return certificate, read_key(key_path, certificate_path, certificate)[1]
     except ConfigError as error:
-        raise CertificateError(str(error)) from None
+        raise SetupError(str(error)) from None
 
 
 def _free(folder: Path, stem: str) -> Files:
     if not _FILE.fullmatch(stem):
-        raise CertificateError(
-            f"{stem[:80]!r} cannot be the name of a file here: letters, digits, ._-"
-        )
+        raise SetupError(f"{stem[:80]!r} cannot be the name of a file here: letters, digits, ._-")
     files = folder / f"{stem}.pem", folder / f"{stem}.key"
     for path in files:
         if path.exists():
-            raise CertificateError(f"{path} is there already; remove it to make another")
+            raise SetupError(f"{path} is there already; remove it to make another")
     return files
 
 

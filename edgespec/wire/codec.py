@@ -36,7 +36,10 @@ MAX_UINT32 = (1 << 32) - 1
 MAX_UINT64 = (1 << 64) - 1
 WINDOW_BYTES = 1 << 18
 """Unread data of one stream that its sender may have under way (HTTP/2 flow control)."""
-# Of a token id below 2^28, and of what an Open holds besides tokens: names, biases, stop ids.
+MAX_TOKEN: Final = (1 << 24) - 1
+"""More than the ids of any vocabulary; each end looks after its own."""
+_MAX_DRAFT_NODES: Final = 256
+# Of a token id, and of what an Open holds besides tokens: names, biases, stop ids.
 _TOKEN_BYTES, _OPEN_BYTES = 4, 1 << 16
 _MAX_SESSION_ID_BYTES: Final = 128
 _MAX_RULE_BYTES: Final = 64
@@ -62,17 +65,11 @@ class ContextExceeded(ProtocolViolation):
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """The bounds of what one end sends and accepts. Both directions of the codec enforce them."""
+    """What one end sends and accepts at most. Both directions of the codec enforce it."""
 
     max_message_bytes: int = 1 << 20
     context_length: int = 65536
     """Tokens in an Open: prompt and committed together."""
-    max_draft_nodes: int = 256
-    """Nodes in one Draft."""
-    max_commit_tokens: int = m.MAX_COMMIT_TOKENS
-    """Tokens in one Commit."""
-    vocabulary_size: int = 1 << 24
-    """Token ids are below it. Unless told, more than any vocabulary has."""
 
     @classmethod
     def for_context(cls, context_length: int) -> WireLimits:
@@ -109,12 +106,12 @@ def check_text(field: str, text: str, max_bytes: int) -> str:
     return text
 
 
-def check_tokens(field: str, tokens: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
+def check_tokens(field: str, tokens: Sequence[int]) -> tuple[int, ...]:
     """The tokens as a tuple. Raises ``ProtocolViolation`` naming the first one out of range."""
     found = tuple(tokens)
-    if found and not (min(found) >= 0 and max(found) < vocabulary_size):
-        index = next(i for i, token in enumerate(found) if not 0 <= token < vocabulary_size)
-        check_number(f"{field}[{index}]", found[index], 0, vocabulary_size - 1)
+    if found and not (min(found) >= 0 and max(found) <= MAX_TOKEN):
+        for index, token in enumerate(found):
+            check_number(f"{field}[{index}]", token, 0, MAX_TOKEN)
     return found
 
 
@@ -131,13 +128,9 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["Verifier"].full_name
 
 
 def _by_number(members: type[_E], wire: Any) -> dict[int, _E]:
-    """The members by their numbers on the wire, where a name has the enum's own before it; 0 is
-    "unspecified" everywhere."""
-    found: dict[int, str] = {number: name for name, number in wire.items() if number}
-    return {
-        number: next(one for one in members if name.endswith(f"_{one.name}"))
-        for number, name in found.items()
-    }
+    """The members by their numbers on the wire, where a name has the enum's own before it."""
+    prefix = wire.Name(0).removesuffix("UNSPECIFIED")
+    return {number: members[name.removeprefix(prefix)] for name, number in wire.items() if number}
 
 
 _MEMBERS: Final[dict[type[Any], dict[int, Any]]] = {
@@ -159,7 +152,7 @@ _NUMBER[m.FinishReason.CONTEXT] = _NUMBER[m.FinishReason.LENGTH]
 def encode_uplink(message: m.Uplink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
     match message:
         case m.Draft():
-            wire = pb.DeviceMessage(draft=_encode_draft(message, limits))
+            wire = pb.DeviceMessage(draft=_encode_draft(message))
         case m.Received(position, echo):
             check_number("Received.position", position, 0, MAX_UINT32)
             check_number("Received.echo", echo, 0, MAX_UINT64)
@@ -177,7 +170,7 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Upli
     """Raises ``ProtocolViolation`` for malformed bytes and for a message over a bound."""
     wire = parsed(pb.DeviceMessage, payload, limits.max_message_bytes)
     if wire.HasField("draft"):  # as nearly always
-        return _decode_draft(wire.draft, limits)
+        return _decode_draft(wire.draft)
     match wire.WhichOneof("kind"):
         case "received":
             return m.Received(wire.received.position, wire.received.echo)
@@ -191,14 +184,14 @@ def decode_uplink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Upli
 def encode_downlink(message: m.Downlink, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
     match message:
         case m.Commit():
-            wire = _encode_commit(message, limits)
+            wire = _encode_commit(message)
         case m.Opened():
-            wire = pb.VerifierMessage(opened=_to_wire(message, limits))
+            wire = pb.VerifierMessage(opened=_to_wire(message))
         case m.Fault():
             # Cut, not refused: a fault has to arrive.
             text = message.message.encode(errors="replace")[:_MAX_FAULT_BYTES]
             cut = replace(message, message=text.decode(errors="ignore"))
-            wire = pb.VerifierMessage(fault=_to_wire(cut, limits))
+            wire = pb.VerifierMessage(fault=_to_wire(cut))
         case _:
             assert_never(message)
     return _serialised(wire, limits)
@@ -209,13 +202,13 @@ def decode_downlink(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.Do
     wire = parsed(pb.VerifierMessage, payload, limits.max_message_bytes)
     match wire.WhichOneof("kind"):
         case "commit":
-            return _decode_commit(wire.commit, limits)
+            return _decode_commit(wire.commit)
         case "opened":
-            return _from_wire(m.Opened, wire.opened, limits)
+            return _from_wire(m.Opened, wire.opened)
         case "fault":
             size = len(wire.fault.message.encode())
             check_number("bytes of Fault.message", size, 0, _MAX_FAULT_BYTES)
-            return _from_wire(m.Fault, wire.fault, limits)
+            return _from_wire(m.Fault, wire.fault)
     raise ProtocolViolation("VerifierMessage has no kind known here: commit, opened or fault")
 
 
@@ -228,7 +221,7 @@ def payload_bytes(message: m.Message, limits: WireLimits = DEFAULT_LIMITS) -> in
 
 def encode_info(info: m.VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> bytes:
     _check_info(info)
-    wire: pb.InfoReply = _to_wire(info, limits)
+    wire: pb.InfoReply = _to_wire(info)
     wire.protocol_version = m.PROTOCOL_VERSION
     return _serialised(wire, limits)
 
@@ -236,7 +229,7 @@ def encode_info(info: m.VerifierInfo, limits: WireLimits = DEFAULT_LIMITS) -> by
 def decode_info(payload: bytes, limits: WireLimits = DEFAULT_LIMITS) -> m.VerifierInfo:
     wire = parsed(pb.InfoReply, payload, limits.max_message_bytes)
     _check_info(wire)
-    return _from_wire(m.VerifierInfo, wire, limits)
+    return _from_wire(m.VerifierInfo, wire)
 
 
 def parsed(kind: type[_P], payload: bytes, max_bytes: int) -> _P:
@@ -263,10 +256,10 @@ _COMMIT_COUNTS: Final = ("position", "stale", "queue_us", "verify_us", "rows", "
 _commit_counts: Final = attrgetter(*_COMMIT_COUNTS)
 
 
-def _encode_draft(draft: m.Draft, limits: WireLimits) -> pb.Draft:
+def _encode_draft(draft: m.Draft) -> pb.Draft:
     count, first = len(draft.tokens), draft.first_node_id
     _check_length("Draft.parents", len(draft.parents), "one per token", count)
-    _check_node_ids(first, count, limits)
+    _check_node_ids(first, count)
     deltas = []
     for node_id, parent in enumerate(draft.parents, first):
         if not 0 <= parent < node_id:  # the name of the field is put together for an error alone
@@ -274,7 +267,7 @@ def _encode_draft(draft: m.Draft, limits: WireLimits) -> pb.Draft:
         deltas.append(node_id - parent if parent else 0)
     wire = pb.Draft(
         first_node_id=first,
-        tokens=check_tokens("Draft.tokens", draft.tokens, limits.vocabulary_size),
+        tokens=check_tokens("Draft.tokens", draft.tokens),
         parent_deltas=() if set(deltas) == {1} else deltas,
     )
     if 0 in draft.parents:
@@ -283,11 +276,11 @@ def _encode_draft(draft: m.Draft, limits: WireLimits) -> pb.Draft:
     return wire
 
 
-def _decode_draft(wire: pb.Draft, limits: WireLimits) -> m.Draft:
+def _decode_draft(wire: pb.Draft) -> m.Draft:
     sent, given = wire.tokens, wire.parent_deltas
     count, first = len(sent), wire.first_node_id
-    if not (0 < count <= limits.max_draft_nodes and 0 < first <= MAX_UINT32 - count):
-        _check_node_ids(first, count, limits)
+    if not (0 < count <= _MAX_DRAFT_NODES and 0 < first <= MAX_UINT32 - count):
+        _check_node_ids(first, count)
     if given and len(given) != count:
         raise ProtocolViolation(
             f"Draft.parent_deltas has {len(given)} entries, but must have none or {count}"
@@ -298,33 +291,33 @@ def _decode_draft(wire: pb.Draft, limits: WireLimits) -> m.Draft:
         for at, delta in enumerate(deltas):
             if not 0 <= delta < first + at:
                 check_number(f"Draft.parent_deltas[{at}]", delta, 0, first + at - 1)
-    if count and max(tokens) >= limits.vocabulary_size:  # and none is negative on the wire
-        check_tokens("Draft.tokens", tokens, limits.vocabulary_size)
+    if count and max(tokens) > MAX_TOKEN:  # and none is negative on the wire
+        check_tokens("Draft.tokens", tokens)
     if 0 not in parents:
         return m.Draft(first, parents, tokens)
     position = check_number("Draft.base_position", wire.base_position, 1, MAX_UINT32)
     return m.Draft(first, parents, tokens, position, wire.base_hash)
 
 
-def _check_node_ids(first: int, count: int, limits: WireLimits) -> None:
-    check_count("Draft.tokens", count, limits.max_draft_nodes)
+def _check_node_ids(first: int, count: int) -> None:
+    check_count("Draft.tokens", count, _MAX_DRAFT_NODES)
     high = MAX_UINT32 - max(count - 1, 0)
     check_number("Draft.first_node_id", first, 1 if count else 0, high)
 
 
-def _encode_commit(commit: m.Commit, limits: WireLimits) -> pb.VerifierMessage:
+def _encode_commit(commit: m.Commit) -> pb.VerifierMessage:
     """To name all fields in the constructors takes three times as long."""
     count, counts = len(commit.tokens), _commit_counts(commit)
-    fits = count <= limits.max_commit_tokens and 0 <= commit.accepted <= count
+    fits = count <= m.MAX_COMMIT_TOKENS and 0 <= commit.accepted <= count
     if not fits or min(counts) < 0 or max(counts) > MAX_UINT32 - count:
-        _check_commit(commit, count, limits)
+        _check_commit(commit, count)
         for name, value in zip(_COMMIT_COUNTS, counts, strict=True):
             check_number(f"Commit.{name}", value, 0, MAX_UINT32)
     message = pb.VerifierMessage()
     wire = message.commit
     wire.SetInParent()
     wire.position, wire.stale, wire.queue_us, wire.verify_us, wire.rows, wire.held_us = counts
-    wire.tokens.extend(check_tokens("Commit.tokens", commit.tokens, limits.vocabulary_size))
+    wire.tokens.extend(check_tokens("Commit.tokens", commit.tokens))
     wire.accepted = commit.accepted
     wire.echo = check_number("Commit.echo", commit.echo, 0, MAX_UINT64)
     if commit.finish is not None:
@@ -334,18 +327,18 @@ def _encode_commit(commit: m.Commit, limits: WireLimits) -> pb.VerifierMessage:
     if commit.credit is not None:
         wire.credit = check_number("Commit.credit", commit.credit, 0, MAX_UINT32)
     if commit.logprobs:
-        wire.logprobs.extend(_encode_scores(commit.logprobs, count, limits))
+        wire.logprobs.extend(_encode_scores(commit.logprobs, count))
     if commit.replaced:
         wire.replaced.extend(_check_replaced(commit.replaced, count))
     return message
 
 
-def _decode_commit(wire: pb.Commit, limits: WireLimits) -> m.Commit:
-    _check_commit(wire, len(wire.tokens), limits)
+def _decode_commit(wire: pb.Commit) -> m.Commit:
+    _check_commit(wire, len(wire.tokens))
     scores = wire.logprobs
     return m.Commit(
         position=wire.position,
-        tokens=check_tokens("Commit.tokens", wire.tokens, limits.vocabulary_size),
+        tokens=check_tokens("Commit.tokens", wire.tokens),
         accepted=wire.accepted,
         stale=wire.stale,
         queue_us=wire.queue_us,
@@ -358,13 +351,13 @@ def _decode_commit(wire: pb.Commit, limits: WireLimits) -> m.Commit:
         else None,
         row_price=min(wire.row_price, m.MAX_PRICE) if wire.HasField("row_price") else None,
         credit=wire.credit if wire.HasField("credit") else None,
-        logprobs=_decode_scores(scores, len(wire.tokens), limits) if scores else (),
+        logprobs=_decode_scores(scores, len(wire.tokens)) if scores else (),
         replaced=_check_replaced(wire.replaced, len(wire.tokens)) if wire.replaced else (),
     )
 
 
-def _check_commit(commit: m.Commit | pb.Commit, count: int, limits: WireLimits) -> None:
-    check_count("Commit.tokens", count, limits.max_commit_tokens)
+def _check_commit(commit: m.Commit | pb.Commit, count: int) -> None:
+    check_count("Commit.tokens", count, m.MAX_COMMIT_TOKENS)
     check_number("Commit.position", commit.position, 0, MAX_UINT32 - count)
     check_number("Commit.accepted", commit.accepted, 0, count)
 
@@ -376,36 +369,32 @@ def _check_replaced(places: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _encode_scores(
-    scores: Sequence[TokenScore], token_count: int, limits: WireLimits
-) -> list[pb.TokenScore]:
+def _encode_scores(scores: Sequence[TokenScore], token_count: int) -> list[pb.TokenScore]:
     _check_length("Commit.logprobs", len(scores), "none or one per token", token_count)
     found = []
     for one in scores:
         tokens, logprobs = [token for token, _ in one.top], [logprob for _, logprob in one.top]
-        _check_score(tokens, (one.logprob, one.margin, *logprobs), limits)
-        wire = pb.TokenScore(logprob=one.logprob, margin=one.margin, tokens=tokens)
-        wire.logprobs.extend(logprobs)
-        found.append(wire)
+        _check_score(tokens, (one.logprob, one.margin, *logprobs))
+        found.append(
+            pb.TokenScore(logprob=one.logprob, margin=one.margin, tokens=tokens, logprobs=logprobs)
+        )
     return found
 
 
-def _decode_scores(
-    wire: Sequence[pb.TokenScore], token_count: int, limits: WireLimits
-) -> tuple[TokenScore, ...]:
+def _decode_scores(wire: Sequence[pb.TokenScore], token_count: int) -> tuple[TokenScore, ...]:
     _check_length("Commit.logprobs", len(wire), "none or one per token", token_count)
     found = []
     for one in wire:
         _check_length("TokenScore.logprobs", len(one.logprobs), "one per token", len(one.tokens))
-        _check_score(one.tokens, (one.logprob, one.margin, *one.logprobs), limits)
+        _check_score(one.tokens, (one.logprob, one.margin, *one.logprobs))
         top = tuple(zip(one.tokens, one.logprobs, strict=True))
         found.append(TokenScore(one.logprob, one.margin, top))
     return tuple(found)
 
 
-def _check_score(tokens: Sequence[int], numbers: Iterable[float], limits: WireLimits) -> None:
+def _check_score(tokens: Sequence[int], numbers: Iterable[float]) -> None:
     check_count("TokenScore.tokens", len(tokens), MAX_LOGPROBS)
-    check_tokens("TokenScore.tokens", tokens, limits.vocabulary_size)
+    check_tokens("TokenScore.tokens", tokens)
     for number in numbers:
         if not math.isfinite(number):
             why = f"TokenScore has a logprob or margin of {number}"
@@ -431,7 +420,7 @@ _WIRE: Final[dict[type[Any], type[ProtobufMessage]]] = {
     m.DraftTotals: pb.DraftTotals,
 }
 _TEXT_BYTES: Final = {
-    "session_id": _MAX_SESSION_ID_BYTES,
+    **{"session_id": _MAX_SESSION_ID_BYTES, "rule": _MAX_RULE_BYTES},
     **dict.fromkeys(("model", "name", "vocabulary", "fingerprint"), m.MAX_NAME_BYTES),
 }
 _MOST_ENTRIES: Final = {
@@ -475,7 +464,7 @@ def _shared_fields(message: type[Any]) -> tuple[_SharedField, ...]:
 _FIELDS: Final = {message: _shared_fields(message) for message in _WIRE}
 
 
-def _check_field(name: str, value: Any, one: _SharedField, limits: WireLimits) -> None:
+def _check_field(name: str, value: Any, one: _SharedField) -> None:
     """Raises ``ProtocolViolation``; ``name`` is the whole one."""
     if (most := _TEXT_BYTES.get(one.name)) is not None and one.kind is str:
         check_text(name, value, most)
@@ -487,10 +476,10 @@ def _check_field(name: str, value: Any, one: _SharedField, limits: WireLimits) -
     if (most := _MOST_ENTRIES.get(one.name)) is not None:
         check_count(name, len(value), most)
     if one.name in _HOLD_TOKENS:
-        check_tokens(name, tuple(value), limits.vocabulary_size)
+        check_tokens(name, tuple(value))
 
 
-def _to_wire(message: Any, limits: WireLimits) -> Any:
+def _to_wire(message: Any) -> Any:
     """Raises ``ProtocolViolation``."""
     kind, given = _WIRE[type(message)], dict[str, Any]()
     for one in _FIELDS[type(message)]:
@@ -500,21 +489,20 @@ def _to_wire(message: Any, limits: WireLimits) -> Any:
         if isinstance(value, Enum):
             value = _NUMBER[value]
         else:
-            _check_field(f"{kind.DESCRIPTOR.name}.{one.name}", value, one, limits)
+            _check_field(f"{kind.DESCRIPTOR.name}.{one.name}", value, one)
             if one.kind in _WIRE:
                 parts = value if one.many else (value,)
-                wires = [_to_wire(part, limits) for part in parts]
+                wires = [_to_wire(part) for part in parts]
                 value = wires if one.many else wires[0]
         given[one.name] = value
     return kind(**given)
 
 
-def _from_wire(kind: type[_T], wire: Any, limits: WireLimits, **given: Any) -> _T:
-    """``given``: what is known already. Raises ``ProtocolViolation``, also with the text of a value
-    that the dataclass refuses."""
-    place = wire.DESCRIPTOR.name
+def _from_wire(kind: type[_T], wire: Any) -> _T:
+    """Raises ``ProtocolViolation``, also with the text of a value that the dataclass refuses."""
+    place, given = wire.DESCRIPTOR.name, dict[str, Any]()
     for one in _FIELDS[kind]:
-        if one.name in given or (one.optional and not wire.HasField(one.name)):
+        if one.optional and not wire.HasField(one.name):
             continue
         name, value = f"{place}.{one.name}", getattr(wire, one.name)
         if issubclass(one.kind, Enum):
@@ -522,10 +510,10 @@ def _from_wire(kind: type[_T], wire: Any, limits: WireLimits, **given: Any) -> _
         else:
             if one.many:
                 value = dict(value) if isinstance(value, Mapping) else tuple(value)
-            _check_field(name, value, one, limits)
+            _check_field(name, value, one)
             if one.kind in _WIRE:
                 parts = value if one.many else (value,)
-                found = tuple([_from_wire(one.kind, part, limits) for part in parts])
+                found = tuple([_from_wire(one.kind, part) for part in parts])
                 value = found if one.many else found[0]
         given[one.name] = value
     try:
@@ -537,7 +525,7 @@ def _from_wire(kind: type[_T], wire: Any, limits: WireLimits, **given: Any) -> _
 def _encode_open(message: m.Open, limits: WireLimits) -> pb.Open:
     """All but the stop strings, which end the text on the device."""
     _check_open(message, limits)
-    wire: pb.Open = _to_wire(message, limits)
+    wire: pb.Open = _to_wire(message)
     if wire.rule == m.EXACT_RULE:
         wire.ClearField("rule")
     return wire
@@ -545,15 +533,15 @@ def _encode_open(message: m.Open, limits: WireLimits) -> pb.Open:
 
 def _decode_open(wire: pb.Open, limits: WireLimits) -> m.Open:
     _check_open(wire, limits)
-    given: dict[str, Any] = {} if wire.run_ahead else {"run_ahead": m.RunAhead.AUTO}
-    return _from_wire(m.Open, wire, limits, rule=wire.rule or m.EXACT_RULE, **given)
+    wire.rule = wire.rule or m.EXACT_RULE
+    wire.run_ahead = wire.run_ahead or pb.RUN_AHEAD_AUTO
+    return _from_wire(m.Open, wire)
 
 
 def _check_open(message: m.Open | pb.Open, limits: WireLimits) -> None:
     check_number("Open.version", message.version, m.PROTOCOL_VERSION, m.PROTOCOL_VERSION)
     if not message.session_id:
         raise ProtocolViolation("Open.session_id is empty, but must have at least 1 byte")
-    check_text("Open.rule", message.rule, _MAX_RULE_BYTES)
     check_number("bytes of Open.session_secret", len(message.session_secret), 0, m.MAX_SECRET_BYTES)
     check_number("Open.logprobs", message.logprobs, 0, MAX_LOGPROBS)
     if (count := len(message.prompt) + len(message.committed)) > limits.context_length:

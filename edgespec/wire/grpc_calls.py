@@ -8,15 +8,16 @@ its own, and the next caller gets the result that a cancelled one left behind.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from ipaddress import IPv6Address, IPv6Network
+from ipaddress import IPv6Network, ip_address
 from typing import Any, Final, Generic, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
+from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.wire.codec import WINDOW_BYTES, WireLimits
 
 _T = TypeVar("_T")
@@ -116,6 +117,31 @@ async def abort_call(
     raise AssertionError("abort raises")
 
 
+STATUS: Final = {
+    FaultCode.RESYNC: grpc.StatusCode.ABORTED,
+    FaultCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    FaultCode.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    FaultCode.VOCABULARY_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    FaultCode.CONTEXT_TOO_LONG: grpc.StatusCode.OUT_OF_RANGE,
+    FaultCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FaultCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
+    FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+}
+# A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
+_MAX_DETAILS: Final = 512
+
+
+async def refuse(context: Any, fault: Fault) -> NoReturn:
+    """End the call with the status of ``fault``. When to come back stands there for any gRPC
+    client: in whole seconds as HTTP has it, and in milliseconds as gRPC's own retries do."""
+    advice: tuple[tuple[str, str], ...] = ()
+    if (wait_s := fault.retry_after_s) > 0.0:
+        whole, milliseconds = str(math.ceil(wait_s)), str(math.ceil(wait_s * 1e3))
+        advice = ("retry-after", whole), ("grpc-retry-pushback-ms", milliseconds)
+    await abort_call(context, STATUS[fault.code], fault.message[:_MAX_DETAILS], advice)
+
+
 # Channel arguments of both ends: bounded messages and windows, dead peers noticed.
 #
 # Keepalive needs three arguments together (measured with grpcio 1.85): with the defaults a black
@@ -131,17 +157,13 @@ _LAST_RECONNECT_S = 0.3
 _HANDSHAKE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Keepalive:
-    """Pings while a stream is open: a dead peer is noticed after about the sum of the two."""
-
-    interval_s: float = 1.5
-    timeout_s: float = 1.5
+PING_EVERY_S = PING_TIMEOUT_S = 1.5
+"""While a stream is open: a dead peer is noticed after about the sum of the two."""
 
 
-def client_options(limits: WireLimits, keepalive: Keepalive, connect_timeout_s: float) -> Options:
+def client_options(limits: WireLimits, connect_timeout_s: float) -> Options:
     return [
-        *_common(limits, keepalive),
+        *_common(limits),
         # One connection a transport: the library would share it with every equal channel.
         ("grpc.use_local_subchannel_pool", 1),
         # An idle device does not ping (battery, mobile radio).
@@ -154,9 +176,9 @@ def client_options(limits: WireLimits, keepalive: Keepalive, connect_timeout_s: 
     ]
 
 
-def server_options(limits: WireLimits, keepalive: Keepalive) -> Options:
+def server_options(limits: WireLimits) -> Options:
     return [
-        *_common(limits, keepalive),
+        *_common(limits),
         # Off, so that a second daemon on the port fails instead of stealing half of the devices.
         ("grpc.so_reuseport", 0),
         # Who connects and does not finish the TLS handshake; the library waits two minutes.
@@ -166,12 +188,12 @@ def server_options(limits: WireLimits, keepalive: Keepalive) -> Options:
     ]
 
 
-def _common(limits: WireLimits, keepalive: Keepalive) -> Options:
-    timeout_ms = int(keepalive.timeout_s * 1000)
+def _common(limits: WireLimits) -> Options:
+    timeout_ms = int(PING_TIMEOUT_S * 1000)
     return [
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.keepalive_time_ms", int(keepalive.interval_s * 1000)),
+        ("grpc.keepalive_time_ms", int(PING_EVERY_S * 1000)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.http2.max_pings_without_data", 0),
@@ -195,14 +217,13 @@ def peer_address(uri: str) -> str:
     if kind not in ("ipv4", "ipv6"):
         return kind
     host = unquote(rest).rpartition(":")[0].strip("[]")
-    if kind == "ipv4":
-        return f"ipv4:{host}"
     try:
-        address = IPv6Address(host.partition("%")[0])
+        address = ip_address(host.partition("%")[0])
     except ValueError:
-        return f"ipv6:{host}"
-    if address.ipv4_mapped is not None:
-        return f"ipv4:{address.ipv4_mapped}"
+        return f"{kind}:{host}"
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.version == 4:
+        return f"ipv4:{address}"
     return f"ipv6:{IPv6Network((int(address), _NETWORK_BITS), strict=False)}"
 
 

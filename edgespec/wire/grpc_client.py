@@ -22,17 +22,10 @@ from edgespec.wire import codec, grpc_calls
 from edgespec.wire.access import DeviceAccess
 
 # Statuses that a second attempt would meet again.
-_FINAL: Final = frozenset(
-    {
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.OUT_OF_RANGE,
-    }
-)
+_FINAL: Final = {status for code, status in grpc_calls.STATUS.items() if not code.retryable} | {
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.PERMISSION_DENIED,
+}
 _TOO_LARGE: Final = "message larger than max"
 # How long a closed stream may wait for the verifier to end it too.
 _LINGER_S: Final = 1.0
@@ -50,13 +43,11 @@ class GrpcTransport:
         access: DeviceAccess | None = None,
         *,
         limits: codec.WireLimits | None = None,
-        keepalive: grpc_calls.Keepalive | None = None,
         connect_timeout_s: float = 5.0,
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
         self.address, self._access = address, access or DeviceAccess()
         self.limits = limits or codec.WireLimits()
-        self._keepalive = keepalive or grpc_calls.Keepalive()
         key = self._access.key_for(address)
         self._metadata = ((grpc_calls.KEY_HEADER, f"{grpc_calls.KEY_SCHEME} {key}"),) if key else ()
         self._connect_timeout_s = connect_timeout_s
@@ -80,15 +71,10 @@ class GrpcTransport:
             metadata = (*metadata, (grpc_calls.CONVERSATION_HEADER, conversation))
         call = method(metadata=metadata)
         try:
-            # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
-            with self._under_way():
+            with self._calling("connect"):
+                # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
                 async with asyncio.timeout(self._connect_timeout_s):
                     await call.wait_for_connection()
-        except TimeoutError:
-            call.cancel()
-            raise self._timed_out("connect") from None
-        except grpc.aio.AioRpcError as error:
-            raise self._refused(error) from None
         except BaseException:
             call.cancel()
             raise
@@ -109,15 +95,10 @@ class GrpcTransport:
 
     async def _ask(self, name: str, request: bytes) -> bytes:
         method: Any = self._open_channel().unary_unary(f"/{codec.SERVICE}/{name}", None, None)
-        try:
-            with self._under_way():
-                return bytes(
-                    await method(request, timeout=self._connect_timeout_s, metadata=self._metadata)
-                )
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise self._timed_out(name.lower()) from None
-            raise self._refused(error) from None
+        with self._calling(name.lower()):
+            return bytes(
+                await method(request, timeout=self._connect_timeout_s, metadata=self._metadata)
+            )
 
     async def close(self) -> None:
         """End all streams, with a moment for what was sent before to arrive."""
@@ -130,10 +111,13 @@ class GrpcTransport:
             await channel.close(None)
 
     @contextmanager
-    def _under_way(self) -> Iterator[None]:
+    def _calling(self, what: str) -> Iterator[None]:
+        """A call is under way; what the library raises becomes a ``LinkError``."""
         self._calls += 1
         try:
             yield
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            raise self._refused(error, what) from None
         finally:
             self._calls -= 1
 
@@ -149,22 +133,18 @@ class GrpcTransport:
         if self._closed:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
-            options = grpc_calls.client_options(
-                self.limits, self._keepalive, self._connect_timeout_s
-            )
+            options = grpc_calls.client_options(self.limits, self._connect_timeout_s)
             self._channel = _channel(self.address, self._access, options)
         return self._channel
 
-    def _refused(self, error: grpc.aio.AioRpcError) -> LinkError:
+    def _refused(self, error: TimeoutError | grpc.aio.AioRpcError, what: str) -> LinkError:
         """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
+        if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            late = f"no answer to {what} within {self._connect_timeout_s} s"
+            return LinkError(f"verifier at {self.address}: {late}")
         if (why := self._access.handshake_failure(error.details() or "")) is not None:
             return UntrustedPeerError(f"verifier at {self.address}: {why}")
         return _link_error(self.address, error.code(), error.details())
-
-    def _timed_out(self, what: str) -> LinkError:
-        return LinkError(
-            f"verifier at {self.address}: no answer to {what} within {self._connect_timeout_s} s"
-        )
 
 
 class GrpcDeviceStream:

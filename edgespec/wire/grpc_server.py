@@ -31,7 +31,7 @@ from edgespec.core.verifier import traffic_budget as budgets
 from edgespec.core.verifier.credential import Credential
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire import callers, codec, grpc_calls
-from edgespec.wire.tokenizer_lending import PackedTexts, TextFileError
+from edgespec.wire.tokenizer_lending import PackedTexts
 
 STALLED_S = 10.0
 """How long a device may leave a message unread, behind a full window, before it counts as gone."""
@@ -272,24 +272,11 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 _LOG = logging.getLogger(__name__)
-# A status travels in a header; peers refuse long ones. The Fault message carries the whole text.
-_MAX_DETAILS = 512
 # How long a refused device should wait: by then a slot or a place in the line may be free.
 _RETRY_AFTER_S = 1.0
 _MOST_RETRY_S = 10.0
 # Calls of one peer, beyond its slots and its places in the line, that may wait for their refusal.
 _SPARE_CALLS = 64
-_STATUS = {
-    m.FaultCode.RESYNC: grpc.StatusCode.ABORTED,
-    m.FaultCode.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    m.FaultCode.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
-    m.FaultCode.VOCABULARY_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    m.FaultCode.CONTEXT_TOO_LONG: grpc.StatusCode.OUT_OF_RANGE,
-    m.FaultCode.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    m.FaultCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
-    m.FaultCode.INTERNAL: grpc.StatusCode.INTERNAL,
-    m.FaultCode.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-}
 _SHUTTING_DOWN = m.Fault(
     m.FaultCode.SHUTTING_DOWN, "the verifier is shutting down; resume elsewhere", _RETRY_AFTER_S
 )
@@ -362,10 +349,8 @@ class GrpcServer:
         from grpc_reflection.v1alpha import reflection
 
         beside = callers.SideServices(codec.SERVICE, self._questions)
-        server = grpc.aio.server(
-            options=grpc_calls.server_options(self.limits, grpc_calls.Keepalive()),
-            interceptors=(beside,),
-        )
+        options = grpc_calls.server_options(self.limits)
+        server = grpc.aio.server(options=options, interceptors=(beside,))
         # No serialisers: bytes in, bytes out, so that the codec's errors are ours to answer.
         handlers: Any = {
             "Speculate": grpc.stream_stream_rpc_method_handler(self._speculate),
@@ -414,7 +399,7 @@ class GrpcServer:
             await grpc_calls.abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
         try:
             return self._texts.answer(request)
-        except (codec.ProtocolViolation, TextFileError) as error:
+        except codec.ProtocolViolation as error:
             await grpc_calls.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     @property
@@ -469,9 +454,9 @@ class GrpcServer:
             self._refused(m.FaultCode.OVERLOADED)
             text = f"{self._calls[peer]} calls of {peer} are under way"
             text += f", the limit is {self._max_peer_calls}"
-            status, advice = grpc.StatusCode.RESOURCE_EXHAUSTED, _RETRY_AFTER_S
             await self._refusals.hold(peer)
-            await grpc_calls.abort_call(context, status, text, callers.retry_metadata(advice))
+            fault = m.Fault(m.FaultCode.OVERLOADED, text, _RETRY_AFTER_S)
+            await grpc_calls.refuse(context, fault)
         self._calls[peer] += 1
         try:
             await context.send_initial_metadata(())
@@ -504,8 +489,7 @@ class GrpcServer:
         finally:
             self.slots.leave(stream)
         if fault is not None:
-            status, advice = _STATUS[fault.code], callers.retry_metadata(fault.retry_after_s)
-            await grpc_calls.abort_call(context, status, fault.message[:_MAX_DETAILS], advice)
+            await grpc_calls.refuse(context, fault)
 
     async def _refusal(self, stream: GrpcVerifierStream) -> m.Fault | None:
         """Wait for the stream's turn and take a slot for it; why there is none, or None."""

@@ -40,25 +40,17 @@ _ATTEMPTS: Final = 8
 _AGAIN_S: Final = 0.5
 
 
-class TextFileError(ValueError):
-    """A tokenizer's texts are not what was announced, or over a bound; the message says which."""
-
-
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """An archive that a device may fetch. Raises ``TextFileError``."""
+    """An archive that a device may fetch. Raises ``ProtocolViolation``."""
 
     sha256: bytes
     size: int
     """In bytes."""
 
     def __post_init__(self) -> None:
-        if len(self.sha256) != SHA256_BYTES:
-            why = f"the SHA-256 has {len(self.sha256)} bytes, but must have {SHA256_BYTES}"
-            raise TextFileError(why)
-        if not 1 <= self.size <= MAX_TEXT_BYTES:
-            why = f"the archive has {self.size} bytes, but must have 1 to {MAX_TEXT_BYTES}"
-            raise TextFileError(why)
+        check_number("bytes of the SHA-256", len(self.sha256), SHA256_BYTES, SHA256_BYTES)
+        check_number("bytes of the archive", self.size, 1, MAX_TEXT_BYTES)
 
 
 class PackedTexts:
@@ -73,39 +65,36 @@ class PackedTexts:
         self.announced = Announced(hashlib.sha256(self._data).digest(), len(self._data))
 
     def answer(self, request: bytes) -> bytes:
-        """To one call of ``Tokenizer``. Raises ``ProtocolViolation``, ``TextFileError``."""
+        """To one call of ``Tokenizer``. Raises ``ProtocolViolation``."""
         wire, own = parsed(pb.TokenizerRequest, request, _MAX_REQUEST_BYTES), self.announced
         reply = pb.TokenizerReply(sha256=own.sha256, bytes=own.size)
         if wire.sha256:
             if wire.sha256 != own.sha256:
-                raise TextFileError("there is no such archive here")
+                raise ProtocolViolation("there is no such archive here")
             check_number("TokenizerRequest.offset", wire.offset, 0, own.size - 1)
             reply.data = self._data[wire.offset : wire.offset + PART_BYTES]
         return bytes(reply.SerializeToString())
 
 
 def unpacked(archive: bytes) -> dict[str, bytes]:
-    """The files, by name; nothing over a bound is unpacked. Raises ``TextFileError``."""
-    if (count := archive.count(_ENTRY)) > _MOST_ENTRIES:
-        raise TextFileError(f"the archive has {count} files, but must have 1 to {len(TEXT_FILES)}")
+    """The files, by name; nothing over a bound is unpacked. Raises ``ProtocolViolation``."""
+    check_number("files of the archive", archive.count(_ENTRY), 0, _MOST_ENTRIES)
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as file:
             entries = file.infolist()
             names = [entry.filename for entry in entries]
             if not set(names) <= set(TEXT_FILES):
                 other = next(name for name in names if name not in TEXT_FILES)
-                raise TextFileError(f"file {other!r} is none of {', '.join(TEXT_FILES)}")
+                raise ProtocolViolation(f"file {other!r} is none of {', '.join(TEXT_FILES)}")
             if len(set(names)) < len(names) or TOKENIZER_JSON not in names:
                 why = f"the files are {names}, but must be distinct, {TOKENIZER_JSON} among them"
-                raise TextFileError(why)
-            if (total := sum(entry.file_size for entry in entries)) > MAX_TEXT_BYTES:
-                why = f"the files have {total} bytes, but at most {MAX_TEXT_BYTES} are taken"
-                raise TextFileError(why)
+                raise ProtocolViolation(why)
+            check_number("bytes of the files", sum(e.file_size for e in entries), 0, MAX_TEXT_BYTES)
             return {entry.filename: file.read(entry) for entry in entries}
-    except TextFileError:
+    except ProtocolViolation:
         raise
     except Exception as error:  # what a damaged archive makes of the library is manifold
-        raise TextFileError(f"the archive cannot be unpacked: {error}") from error
+        raise ProtocolViolation(f"the archive cannot be unpacked: {error}") from error
 
 
 Ask = Callable[[bytes], Awaitable[bytes]]
@@ -123,8 +112,8 @@ class TokenizerFetch:
     async def announced(self) -> Announced:
         """What there is to fetch. Raises ``LinkError``, not retryable where what came is of no
         use."""
-        wire = await self._ask(b"", 0)
         with self._of_use():
+            wire = await self._ask(b"", 0)
             return Announced(wire.sha256, wire.bytes)
 
     async def texts(self, announced: Announced) -> dict[str, bytes]:
@@ -137,15 +126,14 @@ class TokenizerFetch:
                 archive += data
             # Unpacking and hashing take tens of milliseconds for a large vocabulary.
             if (await asyncio.to_thread(hashlib.sha256, archive)).digest() != announced.sha256:
-                raise TextFileError("the archive does not have the SHA-256 that was announced")
+                raise ProtocolViolation("the archive does not have the SHA-256 that was announced")
             return await asyncio.to_thread(unpacked, bytes(archive))
 
     async def _ask(self, sha256: bytes, offset: int) -> pb.TokenizerReply:
         request = pb.TokenizerRequest(sha256=sha256, offset=offset).SerializeToString()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with self._of_use():
-                    return parsed(pb.TokenizerReply, await self._ask_once(request), 2 * PART_BYTES)
+                return parsed(pb.TokenizerReply, await self._ask_once(request), 2 * PART_BYTES)
             except LinkError as error:
                 if not error.retryable or attempt == _ATTEMPTS:
                     raise
@@ -157,6 +145,6 @@ class TokenizerFetch:
         """Raises ``LinkError``, not retryable, where what came is not."""
         try:
             yield
-        except (ProtocolViolation, TextFileError) as error:
+        except ProtocolViolation as error:
             why = f"the tokenizer of the verifier at {self._who}: {error}"
             raise LinkError(why, retryable=False) from None

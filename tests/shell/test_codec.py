@@ -26,15 +26,10 @@ from edgespec.core.protocol.sampling import LEAST_REPETITION_PENALTY, SamplingPa
 from edgespec.wire import codec
 from edgespec.wire.pb import speculation_pb2 as pb
 
-LIMITS = codec.WireLimits(
-    context_length=128,
-    max_draft_nodes=16,
-    max_commit_tokens=16,
-    vocabulary_size=32000,
-)
+LIMITS = codec.WireLimits(context_length=128)
 
 UINT32 = st.integers(0, 2**32 - 1)
-TOKEN = st.integers(0, 31999)
+TOKEN = st.integers(0, codec.MAX_TOKEN)
 NAME = st.text(st.characters(categories=["L", "N", "P"]), max_size=20)
 SHARE = st.floats(0.0, 1.0, exclude_min=True)
 PENALTY = st.floats(-100.0, 100.0)

@@ -20,6 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import grpc.aio
@@ -33,7 +34,7 @@ from edgespec.cli import credentials as keys_command
 from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
 from edgespec.config import AgentConfig, ConfigError, EndpointSection, PacingSection
-from edgespec.config.common import SetupError
+from edgespec.config.common import DeviceTlsSection, ServerTlsSection, SetupError
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.credential import Credential
@@ -117,27 +118,28 @@ def test_a_certificate_without_a_ca_is_refused(tmp_path: Path) -> None:
     assert "make a CA first: edgespec certs ca" in refused.stderr
 
 
-def test_bad_files_are_named_with_the_reason(pki: Pki, tmp_path: Path) -> None:
+def test_bad_files_are_named_with_the_reason(
+    pki: Pki, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, key = pki.folder / "server.pem", pki.folder / "server.key"
     rubbish, empty = tmp_path / "rubbish.pem", tmp_path / "empty.pem"
     rubbish.write_text("-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n")
     empty.write_text("")
-    later = now() + timedelta(days=500)
-    cases = [
-        ((tmp_path / "none", key, None, now()), "none: No such file"),
-        ((rubbish, key, None, now()), "rubbish.pem: holds no PEM certificate"),
-        ((empty, key, None, now()), "empty.pem: holds no PEM certificate"),
-        ((key, key, None, now()), "server.key: holds no PEM certificate"),
-        ((good, good, None, now()), "server.pem: holds no PEM private key"),
-        ((good, pki.folder / "device.key", None, now()), "device.key: the key does not belong"),
-        ((good, key, rubbish, now()), "rubbish.pem: holds no PEM certificate"),
-        ((good, key, None, later), "server.pem: the certificate expired on"),
-        ((good, key, None, now() - timedelta(days=1)), "server.pem: the certificate is not valid"),
-    ]
-    for (certificate_path, key_path, client_ca, at), why in cases:
-        with pytest.raises(ConfigError) as caught:
-            access.load_server_identity(certificate_path, key_path, client_ca, at)
-        assert why in str(caught.value)
+    for files, days, why in (
+        ((tmp_path / "none", key), 0, "none: No such file"),
+        ((rubbish, key), 0, "rubbish.pem: holds no PEM certificate"),
+        ((empty, key), 0, "empty.pem: holds no PEM certificate"),
+        ((key, key), 0, "server.key: holds no PEM certificate"),
+        ((good, good), 0, "server.pem: holds no PEM private key"),
+        ((good, pki.folder / "device.key"), 0, "device.key: the key does not belong"),
+        ((good, key, rubbish), 0, "rubbish.pem: holds no PEM certificate"),
+        ((good, key), 500, "server.pem: the certificate expired on"),
+        ((good, key), -1, "server.pem: the certificate is not valid"),
+    ):
+        clock = Mock(**{"now.return_value": now() + timedelta(days)})
+        monkeypatch.setattr(access, "datetime", clock)
+        with pytest.raises(ConfigError, match=why):
+            access.load_server_identity(ServerTlsSection(*map(str, files)))
 
 
 def test_a_key_behind_a_password_is_refused_without_asking_for_it(pki: Pki, tmp_path: Path) -> None:
@@ -148,21 +150,24 @@ def test_a_key_behind_a_password_is_refused_without_asking_for_it(pki: Pki, tmp_
     locked = form.BestAvailableEncryption(b"secret")
     path.write_bytes(plain.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked))
     with pytest.raises(ConfigError, match=r"locked\.key: a password protects the key"):
-        access.load_server_identity(pki.folder / "server.pem", path, None, now())
+        access.load_server_identity(ServerTlsSection(str(pki.folder / "server.pem"), str(path)))
+    tls = DeviceTlsSection(client_cert=str(pki.folder / "server.pem"), client_key=str(path))
     with pytest.raises(ConfigError, match=r"locked\.key: no PEM certificate and plain"):
-        access.channel_credentials(None, pki.folder / "server.pem", path)
+        access.tls_access(tls)
 
 
 def test_a_devices_files_are_checked_too(pki: Pki, tmp_path: Path) -> None:
-    ca, mine, key = (pki.folder / name for name in ("ca.pem", "device.pem", "device.key"))
-    assert access.channel_credentials(ca, mine, key) is not None
-    assert access.channel_credentials(None, None, None) is not None
-    with pytest.raises(ConfigError, match=r"device\.key: holds no PEM certificate"):
-        access.channel_credentials(key, None, None)
-    with pytest.raises(ConfigError, match=r"server\.key: the key does not belong"):
-        access.channel_credentials(ca, mine, pki.folder / "server.key")
-    with pytest.raises(ConfigError, match="none: No such file"):
-        access.channel_credentials(tmp_path / "none", None, None)
+    ca, mine, key = (str(pki.folder / name) for name in ("ca.pem", "device.pem", "device.key"))
+    for right in (DeviceTlsSection(True), DeviceTlsSection(False, ca, mine, key)):
+        assert access.tls_access(right).credentials is not None
+    other, none = str(pki.folder / "server.key"), str(tmp_path / "none")
+    for wrong, why in (
+        (DeviceTlsSection(ca=key), r"device\.key: holds no PEM certificate"),
+        (DeviceTlsSection(False, ca, mine, other), r"server\.key: the key does not belong"),
+        (DeviceTlsSection(ca=none), "none: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            access.tls_access(wrong)
 
 
 def keys(*arguments: str | Path) -> Result:

@@ -25,13 +25,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import Result
 
+from edgespec.config import DeviceTlsSection
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import DeviceStream, LinkError, ModelInfo, VerifierStream
 from edgespec.core.protocol import messages as m
-from edgespec.wire.access import DeviceAccess, channel_credentials
-from edgespec.wire.codec import WireLimits, encode_uplink, payload_bytes
-from edgespec.wire.grpc_calls import Keepalive
+from edgespec.wire import grpc_calls
+from edgespec.wire.access import DeviceAccess, tls_access
+from edgespec.wire.codec import WireLimits, payload_bytes
 from edgespec.wire.grpc_client import SERVING, GrpcTransport, ask_health
+from edgespec.wire.pb import speculation_pb2 as pb
 from edgespec.wire.shaped import ShapedTransport, ThreadPacer, TrafficMeter
 from tests.shell import echo_verifier
 from tests.shell.gate import Gate
@@ -98,11 +100,11 @@ async def test_a_verifier_whose_send_is_cancelled_sends_on_in_order() -> None:
         (b"\xff\xff\xff", "3 bytes are not a DeviceMessage"),
         (b"", "no kind known here"),
         (b"x" * 10_000, "4096"),
-        (encode_uplink(m.Draft(1, (0,), (999_999,), 1)), "Draft.tokens[0] is 999999"),
+        (pb.DeviceMessage(draft=pb.Draft(tokens=[1])).SerializeToString(), "first_node_id is 0"),
     ],
 )
 async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, details: str) -> None:
-    limits = WireLimits(vocabulary_size=32000, max_message_bytes=4096)
+    limits = WireLimits(max_message_bytes=4096)
     too_large = len(payload) > 4096
     async with echo_verifier.served(limits=limits) as (_, transport):
         good = await echo_verifier.opened(transport)
@@ -118,17 +120,15 @@ async def test_a_malformed_message_ends_its_own_stream_only(payload: bytes, deta
         assert await echo_verifier.works(good)
 
 
-async def test_a_verifier_over_a_bound_is_refused_for_good() -> None:
-    async with echo_verifier.served() as (server, _):
-        strict = GrpcTransport(
-            f"127.0.0.1:{server.port}", limits=WireLimits(max_commit_tokens=1, max_draft_nodes=9)
-        )
-        stream = await echo_verifier.opened(strict)
+async def test_a_verifier_over_a_bound_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = pb.VerifierMessage(commit=pb.Commit(tokens=[7] * 4097)).SerializeToString()
+    async with echo_verifier.served() as (_, transport):
+        stream = await echo_verifier.opened(transport)
+        monkeypatch.setattr("edgespec.wire.codec.encode_downlink", lambda *_: long)
         await stream.send(m.Draft(1, (0, 1), (7, 8), 3, 9))
-        with pytest.raises(LinkError, match=r"Commit.tokens has 2 entries") as caught:
+        with pytest.raises(LinkError, match=r"Commit.tokens has 4097 entries") as caught:
             await stream.receive()
         assert not caught.value.retryable
-        await strict.close()
 
 
 async def test_a_bug_in_the_verifier_ends_its_own_stream_only(
@@ -273,10 +273,12 @@ async def test_a_verifier_behind_a_black_hole_is_noticed_in_time() -> None:
 
 
 @pytest.mark.slow
-async def test_an_idle_stream_outlives_many_pings() -> None:
+async def test_an_idle_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with gRPC's default ping policy ends it with "too many pings"."""
+    monkeypatch.setattr(grpc_calls, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(grpc_calls, "PING_TIMEOUT_S", echo_verifier.PATIENCE_S)
     with verifier_process() as (_, address):
-        transport = GrpcTransport(address, keepalive=Keepalive(0.1, echo_verifier.PATIENCE_S))
+        transport = GrpcTransport(address)
         stream = await echo_verifier.opened(transport)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.receive(), 2.5)
@@ -298,7 +300,7 @@ async def test_a_peer_that_never_answers_is_noticed_in_time() -> None:
 
 
 @pytest.mark.slow
-async def test_a_stopped_device_is_noticed_in_time() -> None:
+async def test_a_stopped_device_is_noticed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the verifier, so that the session's lease begins to run."""
     gone: asyncio.Future[LinkError] = asyncio.get_running_loop().create_future()
 
@@ -311,7 +313,8 @@ async def test_a_stopped_device_is_noticed_in_time() -> None:
             gone.set_result(error)
 
     async with echo_verifier.served(watch) as (server, _), Gate(server.port) as gate:
-        transport = GrpcTransport(gate.address, keepalive=Keepalive(3600.0, 3600.0))
+        monkeypatch.setattr(grpc_calls, "PING_EVERY_S", 3600.0)  # the device itself asks nothing
+        transport = GrpcTransport(gate.address)
         stream = await transport.connect()
         await stream.send(echo_verifier.OPEN)
         error = await asyncio.wait_for(gone, echo_verifier.PATIENCE_S)
@@ -425,8 +428,8 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
-    ours = channel_credentials(identity / "ca.pem", None, None)
-    systems = channel_credentials(None, None, None)
+    ours = tls_access(DeviceTlsSection(ca=str(identity / "ca.pem"))).credentials
+    systems = tls_access(DeviceTlsSection(enabled=True)).credentials
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
     async with echo_verifier.served(
         echo_verifier.echo, credentials=grpc.ssl_server_credentials([pair])
