@@ -9,22 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from edgespec.api import (
-        Agent,
-        AgentConfig,
-        Chunk,
-        Constraint,
-        ConstraintError,
-        ConstraintKind,
-        FinishReason,
-        GenerationError,
-        SamplingParams,
-        SetupError,
-        SyncAgent,
-        TokenKind,
-        TokenScore,
-        connect,
-    )
+    from edgespec.api import *
 
 __version__ = "0.1.0"
 

@@ -359,12 +359,11 @@ class Conversation:
         self._ctrl_c.task = asyncio.current_task()
         view = terminal.MarkdownView(self.line) if self.drawn else device.TextView(color=False)
         ticking = asyncio.create_task(_tick(view))
+        generation = self.agent.generate(
+            prompt, self.config.sampling, conversation=self.record.begun, model=self.name
+        )
         try:
-            await device.stream(
-                *(self.agent, prompt, self.config.sampling, view, progress),
-                conversation=self.record.begun,
-                model=self.name,
-            )
+            await device.stream(generation, view, progress)
         finally:
             ticking.cancel()
 

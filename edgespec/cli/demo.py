@@ -111,7 +111,8 @@ async def _demo(
                     console.rule(f"[bold]{arm.name}[/]", align="left", style="dim")
                     console.print(text, end="", style="dim", soft_wrap=True, markup=False)
                     sys.stdout.flush()
-                    progress = await stream(agent, text, config.sampling, TextView(color))
+                    generation = agent.generate(text, config.sampling)
+                    progress = await stream(generation, TextView(color))
                     assert agent.stats is not None
                     arm.add(progress, agent.stats.counters)
     report(console, plain, drafted)

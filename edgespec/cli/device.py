@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -24,10 +24,9 @@ from edgespec.core.device.events import TokenKind
 from edgespec.core.ports import LinkError, ModelInfo, UntrustedPeerError
 from edgespec.core.protocol.checks import printable
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, VerifierInfo
-from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device import build
-from edgespec.device.agent import Agent, Chunk, GenerationStats
+from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
 from edgespec.models.folders import BUNDLED
 
@@ -359,24 +358,13 @@ def no_verifier(address: str, error: LinkError) -> str:
 
 
 async def stream(
-    agent: Agent,
-    prompt: str | Sequence[int],
-    sampling: SamplingParams,
-    view: View,
-    progress: Progress | None = None,
-    *,
-    logprobs: int = 0,
-    conversation: str = "",
-    model: str = "",
+    generation: AsyncGenerator[Chunk, None], view: View, progress: Progress | None = None
 ) -> Progress:
-    """Run one generation into ``view``; ``view.end`` is called whatever happens. A ``progress``
+    """Run a generation into ``view``; ``view.end`` is called whatever happens. A ``progress``
     handed in also tells of one that was cut short."""
     progress = progress or Progress()
     try:
-        generated = agent.generate(
-            prompt, sampling, logprobs=logprobs, conversation=conversation, model=model
-        )
-        async with aclosing(generated) as chunks:
+        async with aclosing(generation) as chunks:
             async for chunk in chunks:
                 progress.add(chunk)
                 view.show(chunk)

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -114,14 +115,13 @@ def distill(
             draft = _in_use(out, draft)
         else:
             check_free(out)
-        job = _Job(
-            *(target, draft, files, out, settings),
-            chat=chat,
-            as_prompts=bool(prompts),
-            online=bool(online),
+        models = (
+            folders.resolve_model(target, folders.Role.TARGET),
+            folders.resolve_model(draft, folders.Role.DRAFT),
         )
+        job = _Job(*models, files, out, settings, chat, bool(prompts), bool(online), resume, force)
         with needs("torch and transformers", "edgespec[server]"):
-            job.run(budget, resume=resume, force=force)
+            job.run(budget)
 
 
 def _before(out: Path) -> Path:
@@ -138,36 +138,33 @@ def _in_use(out: Path, draft: str) -> str:
     return str(out) if out.is_dir() and any(out.iterdir()) else draft
 
 
+@dataclass
 class _Job:
     """One training, from its files to its folder."""
 
-    def __init__(
-        self,
-        target: str,
-        draft: str,
-        files: Sequence[Path],
-        out: Path,
-        settings: TrainingSettings,
-        *,
-        chat: bool,
-        as_prompts: bool,
-        online: bool,
-    ) -> None:
-        self._out, self._settings, self._online = out, settings, online
-        self._files, self._chat, self._as_prompts = files, chat, as_prompts
-        self._kept = out.with_name(f"{out.name}.training")
-        self._target = folders.resolve_model(target, folders.Role.TARGET)
-        self._draft = folders.resolve_model(draft, folders.Role.DRAFT)
-        folders.check_folder(self._target)
-        if (self._draft / folders.DRAFT_MANIFEST).is_file() and not any(
-            self._draft.glob("*.safetensors")
+    target: Path
+    draft: Path
+    files: Sequence[Path]
+    out: Path
+    settings: TrainingSettings
+    chat: bool
+    as_prompts: bool
+    online: bool
+    resume: bool
+    force: bool
+
+    def __post_init__(self) -> None:
+        self._kept = self.out.with_name(f"{self.out.name}.training")
+        folders.check_folder(self.target)
+        if (self.draft / folders.DRAFT_MANIFEST).is_file() and not any(
+            self.draft.glob("*.safetensors")
         ):
             raise folders.ModelFolderError(
-                f"{self._draft}: an exported draft has no weights to be trained; give the"
+                f"{self.draft}: an exported draft has no weights to be trained; give the"
                 " checkpoint that it was made from"
             )
-        folders.check_checkpoint(self._draft)
-        theirs, own = folders.model_info(self._target), folders.model_info(self._draft)
+        folders.check_checkpoint(self.draft)
+        theirs, own = folders.model_info(self.target), folders.model_info(self.draft)
         if theirs.vocabulary != own.vocabulary:
             raise folders.ModelFolderError(
                 f"the draft's vocabulary is {own.vocabulary}, the target's {theirs.vocabulary}: a"
@@ -175,37 +172,38 @@ class _Job:
             )
         self._vocabulary = theirs.vocabulary
         context = min(theirs.context_length, own.context_length)
-        if settings.length > context:
-            raise ConfigError(f"length is {settings.length}, but the context is {context} tokens")
+        if (length := self.settings.length) > context:
+            raise ConfigError(f"length is {length}, but the context is {context} tokens")
 
-    def run(self, budget: Budget, *, resume: bool, force: bool) -> None:
+    def run(self, budget: Budget) -> None:
         from edgespec.training import distill as training
         from edgespec.training.texts import HeldBack, Text, read_pieces, split
 
         begun = f"{self._kept} is a run that was not finished"
-        if self._online and self._kept.exists() and not resume:
+        resume = self.resume
+        if self.online and self._kept.exists() and not resume:
             say(f"{begun}: it goes on, with the texts it had")
             resume = True
         if self._kept.exists() != resume:
             none = f"there is no {self._kept} to go on from"
             fail(none if resume else f"{begun}: give --resume, or remove it", FAILED)
         kept = training.read_state(self._kept) if resume else {}
-        length = self._settings.length
+        length = self.settings.length
         if lines := kept.get("pieces"):
             pieces = [[Text(*piece) for piece in text] for text in lines]
         else:
-            encode = prompt_encoder(TextTokenizer(self._target), chat=self._chat)
+            encode = prompt_encoder(TextTokenizer(self.target), chat=self.chat)
             how = (encode, length, self._vocabulary)
-            pieces = read_pieces(self._files, *how, as_prompts=self._as_prompts)
-        parts, known = split(pieces, self._settings.seed), self._identity(pieces)
+            pieces = read_pieces(self.files, *how, as_prompts=self.as_prompts)
+        parts, known = split(pieces, self.settings.seed), self._identity(pieces)
         for name, value in known.items() if resume else ():
             if kept.get(name) != value:
                 raise folders.ModelFolderError(
                     f"{self._kept}: {name} was {kept.get(name)}, but is {value}; --resume goes on"
                     " with the same models, texts and settings"
                 )
-        target = training.load_model(self._target, exact=False)
-        draft = training.load_model(self._draft, exact=True)
+        target = training.load_model(self.target, exact=False)
+        draft = training.load_model(self.draft, exact=True)
         size = min(target.config.vocab_size, draft.config.vocab_size)
         with stop_asked() as check:
             held = len(parts.choosing) + len(parts.judging)
@@ -215,15 +213,14 @@ class _Job:
                 for held in (parts.choosing, parts.judging)
             )
             before = judging.acceptance(draft)
-            job = training.Distillation(
-                target, draft, parts.training, choosing, self._settings, check
-            )
+            given = (parts.training, choosing, self.settings, check)
+            job = training.Distillation(target, draft, *given)
             if resume:
                 job.restore(kept["state"])
 
             def save() -> None:
                 # A recording has other texts by the time that a run goes on.
-                lines = [[tuple(piece) for piece in text] for text in pieces if self._online]
+                lines = [[tuple(piece) for piece in text] for text in pieces if self.online]
                 self._kept.parent.mkdir(parents=True, exist_ok=True)
                 training.save_state(self._kept, {**known, "pieces": lines, "state": job.state()})
 
@@ -235,28 +232,28 @@ class _Job:
                 save()
                 say(f"stopped; {self._kept} keeps what was learned, and --resume goes on")
                 raise
-        self._finish(draft, verdict, improved=job.improved, force=force)
+        self._finish(draft, verdict, improved=job.improved)
 
     def _identity(self, pieces: Pieces) -> dict[str, str]:
         """What a run that goes on must have in common with the one that was stopped."""
-        settings = self._settings
+        settings = self.settings
         return {
-            "target": folders.weights_fingerprint(self._target),
-            "draft": folders.weights_fingerprint(self._draft),
+            "target": folders.weights_fingerprint(self.target),
+            "draft": folders.weights_fingerprint(self.draft),
             "texts": hashlib.sha256(repr(pieces).encode()).hexdigest()[:32],
             **{name: str(getattr(settings, name)) for name in settings.__slots__},
         }
 
-    def _finish(self, draft: Any, verdict: Verdict, *, improved: bool, force: bool) -> None:
+    def _finish(self, draft: Any, verdict: Verdict, *, improved: bool) -> None:
         from edgespec.training.distill import write_checkpoint
 
         typer.echo(_table(verdict))
         sure = improved and verdict.gain.interval[0] > 0
-        if self._online and not (force or sure):
+        if self.online and not (self.force or sure):
             self._kept.unlink()
             typer.echo("not better beyond its interval: no draft is written, none is replaced")
             return
-        if not (force or (improved and verdict.gain.mean > 0)):
+        if not (self.force or (improved and verdict.gain.mean > 0)):
             fail(
                 "the draft guesses no better on texts that it did not learn from, so nothing was"
                 f" written. {self._kept} is kept: --resume with more minutes goes on, --resume"
@@ -265,18 +262,17 @@ class _Job:
             )
         if verdict.gain.interval[0] <= 0:
             say("warning: not better beyond its interval; more texts or minutes would tell")
-        with placed(self._out, _before(self._out) if self._online else None) as work:
-            write_checkpoint(draft, self._draft, work, self._settings.length - 1)
+        with placed(self.out, _before(self.out) if self.online else None) as work:
+            write_checkpoint(draft, self.draft, work, self.settings.length - 1)
         self._kept.unlink()
-        if self._online:
-            typer.echo(
-                f"{self._out} is written; a device that starts takes it: --draft {self._out}"
-            )
+        if self.online:
+            takes = f"a device that starts takes it: --draft {self.out}"
+            typer.echo(f"{self.out} is written; {takes}")
             return
-        bits = self._settings.bits
-        words = ["edgespec", "export", str(self._out), f"{self._out}-draft"]
+        bits = self.settings.bits
+        words = ["edgespec", "export", str(self.out), f"{self.out}-draft"]
         words += [] if bits == DEFAULT_BITS else ["--bits", str(bits)]
-        typer.echo(f"{self._out} is written; export it:\n{shlex.join(words)}")
+        typer.echo(f"{self.out} is written; export it:\n{shlex.join(words)}")
 
 
 def _table(verdict: Verdict) -> str:

@@ -108,8 +108,8 @@ async def _generate(
         with stoppable():
             loaded = build_agent(config, tracer=tracer, say=say)
         async with loaded as agent:
-            given = (agent, tokens, config.sampling, view)
-            progress = await device.stream(*given, logprobs=logprobs)
+            generation = agent.generate(tokens, config.sampling, logprobs=logprobs)
+            progress = await device.stream(generation, view)
             if stats:
                 say(device.summary(progress, agent.stats))
             elif sys.stdout.isatty() and sys.stderr.isatty() and isinstance(view, device.TextView):

@@ -287,6 +287,105 @@ class CompletionEnvelope(ChoicesEnvelope):
         }
 
 
+@dataclass(slots=True)
+class ResponseEnvelope(Envelope):
+    """``/v1/responses``."""
+
+    prefix = "resp_"
+    _number: int = 0
+    """Of the next event."""
+    _items: list[Json] = field(default_factory=list)
+    """Those of a stream, the last of which may be open."""
+    _open: bool = False
+
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        begun = self._response(choices, [], None)
+        said = self._event("response.created", response=begun)
+        return said + self._event("response.in_progress", response=begun)
+
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
+        return b"".join(
+            self._text(part) if isinstance(part, str) else self._call(part) for part in delta.parts
+        )
+
+    def closing(self, choice: Choice) -> bytes:
+        return self._end_text()
+
+    def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
+        whole = self._response(choices, self._items, usage)
+        return self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
+        (choice,) = choices
+        items = [_message(choice.text, "completed")] if choice.text or not choice.calls else []
+        return self._response(choices, [*items, *map(_function_call, choice.calls)], usage)
+
+    def _text(self, text: str) -> bytes:
+        said = b""
+        if not self._open:
+            self._open = True
+            self._items.append(item := _message("", "in_progress"))
+            said += self._of_item("output_item.added", item={**item, "content": []})
+            said += self._of_part("content_part.added", part=item["content"][0])
+        item = self._items[-1]
+        item["content"] = [_part(item["content"][0]["text"] + text)]
+        return said + self._of_part("output_text.delta", delta=text, logprobs=[])
+
+    def _end_text(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = False
+        item = self._items[-1] = {**self._items[-1], "status": "completed"}
+        part = item["content"][0]
+        said = self._of_part("output_text.done", text=part["text"], logprobs=[])
+        said += self._of_part("content_part.done", part=part)
+        return said + self._of_item("output_item.done", item=item)
+
+    def _call(self, call: ToolCall) -> bytes:
+        said = self._end_text()
+        self._items.append(item := _function_call(call))
+        begun = {**item, "status": "in_progress", "arguments": ""}
+        which, done = {"item_id": item["id"]}, {"name": call.name, "arguments": call.arguments}
+        said += self._of_item("output_item.added", item=begun)
+        said += self._of_item("function_call_arguments.delta", **which, delta=call.arguments)
+        said += self._of_item("function_call_arguments.done", **which, **done)
+        return said + self._of_item("output_item.done", item=item)
+
+    def _of_part(self, kind: str, **data: Any) -> bytes:
+        return self._of_item(kind, item_id=self._items[-1]["id"], content_index=0, **data)
+
+    def _of_item(self, kind: str, **data: Any) -> bytes:
+        """An event of the last item."""
+        return self._event(f"response.{kind}", output_index=len(self._items) - 1, **data)
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        numbered = {"type": kind, "sequence_number": self._number, **data}
+        self._number += 1
+        return f"event: {kind}\n".encode() + _event(numbered)
+
+    def _response(self, choices: Sequence[Choice], items: list[Json], usage: Json | None) -> Json:
+        (choice,) = choices
+        status = {None: "in_progress", "length": "incomplete"}.get(choice.finish, "completed")
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "model": self.model,
+            "output": items,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": usage and _usage(usage),
+        }
+
+
 def usage_of(choices: Sequence[Choice], prompt_tokens: int, seed: int) -> Json:
     """Counts of an answer. ``edgespec`` is ours: how much of it was drafted on the device, and by
     which rule drafts became tokens; under a ``lossy`` one ``replaced_tokens`` are not the target's
@@ -343,3 +442,34 @@ def _chat_score(written: bytes, logprob: float) -> Json:
 
 def _text(written: bytes) -> str:
     return written.decode("utf-8", errors="replace")
+
+
+def _usage(usage: Json) -> Json:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+        "edgespec": usage["edgespec"],
+    }
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(text: str, status: str) -> Json:
+    kind = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant"}
+    return {**kind, "status": status, "content": [_part(text)]}
+
+
+def _function_call(call: ToolCall) -> Json:
+    return {
+        "type": "function_call",
+        "id": f"fc_{secrets.token_hex(12)}",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }

@@ -192,6 +192,7 @@ class _Writer:
     def __init__(self, send: Send, within_s: float, answer: service.Answer) -> None:
         self._send, self._within_s, self.answer = send, within_s, answer
         self.begun = False
+        self._opening = answer.envelope.opening(answer.choices) if answer.request.stream else b""
         self.headers: dict[str, str] = {}
         if names := answer.request.ignored[:_MOST_NAMES]:
             safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
@@ -209,7 +210,7 @@ class _Writer:
                     headers = [*_EVENTS, *own]
                     start = {"type": "http.response.start", "status": 200, "headers": headers}
                     await self._send(start)
-                    data = self.answer.envelope.opening(self.answer.choices) + data
+                    data = self._opening + data
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
         except (TimeoutError, OSError) as error:
             raise _ClientGoneError from error

@@ -462,3 +462,77 @@ def _chosen_tools(fields: Fields, tools: list[dict[str, Any]]) -> list[dict[str,
     if _constraint(fields) is not None:
         raise fields.error("tool_choice", "forces a call, which no other format fits beside")
     return chosen
+
+
+# --- /v1/responses, as far as it keeps nothing: its request becomes one for a chat ----------------
+#
+# What would need a memory here is refused by name. An item is a message of text or a call of a
+# function.
+
+_KEEPS: Final = ("previous_response_id", "conversation", "background", "prompt")
+_OURS: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
+_SAID: Final = ("input_text", "output_text", "text")
+_LEFT_OUT: Final = frozenset("include reasoning truncation top_logprobs stream_options".split())
+
+
+def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as a request for a chat. Raises ``ApiError``."""
+    fields = Fields(data)
+    for name in _KEEPS:
+        if data.get(name):
+            why = "is given, but nothing is kept here: send the whole input"
+            raise fields.error(name, why, "unsupported_parameter")
+    chat = {name: value for name, value in data.items() if name not in _OURS | _LEFT_OUT}
+    instructions = fields.text("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    chat["messages"] = system + _input_messages(fields)
+    chat["max_completion_tokens"] = data.get("max_output_tokens")
+    if (text := fields.section("text")).raw("format") is not None:
+        form = text.section("format")
+        kind = form.raw("type")
+        inner = {"json_schema": {"schema": form.raw("schema")}} if kind == "json_schema" else {}
+        chat["response_format"] = {"type": kind, **inner}
+    if (effort := fields.section("reasoning").raw("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    given = [dict(one.data) for one in fields.sections("tools")]
+    chat["tools"] = [{"type": one.pop("type", None), "function": one} for one in given]
+    choice = data.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    chat["tool_choice"] = choice
+    return chat
+
+
+def _input_messages(fields: Fields) -> list[dict[str, Any]]:
+    value = fields.raw("input")
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    found = list[dict[str, Any]]()
+    for item in fields.sections("input"):
+        match item.raw("type"):
+            case None | "message":
+                found.append({"role": item.raw("role"), "content": _parts(item, "content")})
+            case "function_call":
+                function = {"name": item.raw("name"), "arguments": item.raw("arguments")}
+                call = {"id": item.raw("call_id"), "type": "function", "function": function}
+                if not found or "tool_calls" not in found[-1]:
+                    found.append({"role": "assistant", "tool_calls": []})
+                found[-1]["tool_calls"].append(call)
+            case "function_call_output":
+                output = {"tool_call_id": item.raw("call_id"), "content": _parts(item, "output")}
+                found.append({"role": "tool", **output})
+            case "reasoning":
+                continue
+            case kind:
+                raise item.error("type", f"is {shown(kind)}, which no model here reads")
+    return found
+
+
+def _parts(item: Fields, name: str) -> Any:
+    value = item.raw(name)
+    if not isinstance(value, list):
+        return value
+    return [
+        {**part.data, "type": "text"} if part.raw("type") in _SAID else part.data
+        for part in item.sections(name)
+    ]

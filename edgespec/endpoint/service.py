@@ -31,6 +31,7 @@ from edgespec.endpoint.answer import (
     Choice,
     ChoicesEnvelope,
     CompletionEnvelope,
+    ResponseEnvelope,
     usage_of,
 )
 from edgespec.endpoint.request_json import (
@@ -41,8 +42,7 @@ from edgespec.endpoint.request_json import (
     no_such_model,
     unavailable,
 )
-from edgespec.endpoint.requests import Request, chat_request, completion_request, seed_of
-from edgespec.endpoint.responses import ResponseEnvelope, as_chat
+from edgespec.endpoint.requests import Request, as_chat, chat_request, completion_request, seed_of
 from edgespec.endpoint.tool_calls import MARKS, ToolReader, forced_call, tool_format
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id

@@ -228,9 +228,7 @@ def test_a_message_whose_verifier_stays_away_is_sent_again_by_an_empty_line(
 ) -> None:
     errors = [GenerationError("gave up on the verifier", None)] * 2
 
-    async def away_twice(
-        agent: Any, prompt: Any, sampling: Any, view: Any, progress: Any, **_: Any
-    ) -> None:
+    async def away_twice(generation: Any, view: Any, progress: Any) -> None:
         if errors:
             raise errors.pop()
         progress.parts.append("word")
