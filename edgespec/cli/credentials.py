@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli.main import EXIT_CODES
 from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError, load_config
@@ -24,24 +23,13 @@ File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The fi
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]
 
 
-def _group(name: str, text: str) -> typer.Typer:
-    return typer.Typer(
-        name=name,
-        no_args_is_help=True,
-        help=text,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        epilog=EXIT_CODES,
-    )
-
-
-keys = _group(
-    "keys",
-    "Make, list and revoke the keys that a verifier lets in (`edgespec verifier --keys FILE`)."
-    "\n\nThe file holds digests and limits, no key. SIGHUP makes a running verifier read it again.",
+keys = typer.Typer(
+    help="Make, list and revoke the keys that a verifier lets in (`edgespec verifier --keys FILE`)."
+    "\n\nThe file holds digests and limits, no key. SIGHUP makes a running verifier read it again."
 )
 
 
-@keys.command(epilog=EXIT_CODES)
+@keys.command()
 def add(
     name: Name,
     file: File,
@@ -76,7 +64,7 @@ def add(
         )
 
 
-@keys.command("list", epilog=EXIT_CODES)
+@keys.command("list")
 def show(file: File) -> None:
     """List names and limits."""
     with reported():
@@ -92,7 +80,7 @@ def show(file: File) -> None:
             say(f"{file} holds no key")
 
 
-@keys.command(epilog=EXIT_CODES)
+@keys.command()
 def revoke(name: Name, file: File) -> None:
     """Take a key away. A running verifier ends its streams at SIGHUP."""
     with reported(), _alone(file):
@@ -127,11 +115,10 @@ def _shown(value: object) -> str:
 
 Folder = Annotated[Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are")]
 
-certs = _group(
-    "certs",
-    "Make a CA, and certificates for verifiers and devices."
+certs = typer.Typer(
+    help="Make a CA, and certificates for verifiers and devices."
     "\n\nA verifier needs its certificate and key, a device ca.pem. The CA's own key, ca.key, signs"
-    " whatever is to be trusted: keep it on neither of them.",
+    " whatever is to be trusted: keep it on neither of them."
 )
 
 
@@ -143,7 +130,7 @@ def _makers() -> Iterator[ModuleType]:
         yield certificates
 
 
-@certs.command(epilog=EXIT_CODES)
+@certs.command()
 def ca(folder: Folder = Path()) -> None:
     """Make a CA: ca.pem, to be trusted by devices, and ca.key.
 
@@ -153,7 +140,7 @@ def ca(folder: Folder = Path()) -> None:
         _say(made.make_ca(folder), made.CA_DAYS)
 
 
-@certs.command(epilog=EXIT_CODES)
+@certs.command()
 def server(
     names: Annotated[
         list[str], typer.Argument(help="Host names and addresses that devices connect to")
@@ -169,7 +156,7 @@ def server(
         _say(made.make_server(folder, names, out=out), made.LEAF_DAYS)
 
 
-@certs.command(epilog=EXIT_CODES)
+@certs.command()
 def device(
     name: Annotated[str, typer.Argument(help="The device, or group of devices")],
     folder: Folder = Path(),

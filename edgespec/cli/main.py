@@ -23,6 +23,7 @@ from edgespec import __version__
 FAILED, USAGE = 1, 2
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
 _OUR_VARIABLES = "EDGESPEC_"
+_HELP: Mapping[str, Any] = {"help_option_names": ["-h", "--help"]}
 # In the order of `--help`: what people use first comes first.
 COMMANDS = {
     "demo": "edgespec.cli.demo:demo",
@@ -140,7 +141,7 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
         add_completion=False,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=dict(_HELP),
         epilog=EXIT_CODES,
     )
 
@@ -152,21 +153,22 @@ def _imported(name: str, where: str) -> Any:
     # The callback keeps typer from taking a group of one command for that command.
     group = typer.Typer(rich_markup_mode="rich", callback=lambda: None)
     if isinstance(found, typer.Typer):
-        group.add_typer(found, name=name, epilog=EXIT_CODES)
+        group.add_typer(found, name=name, no_args_is_help=True, context_settings=dict(_HELP))
     else:
-        group.command(name, epilog=EXIT_CODES)(found)
+        group.command(name)(found)
     command = typer.main.get_group(group).commands[name]
-    _unwrap_help(command)
+    _complete_help(command)
     return command
 
 
-def _unwrap_help(command: Any) -> None:
+def _complete_help(command: Any) -> None:
     """A paragraph is as wide as the terminal, not as the docstring that it stands in; an example
-    begins a line of its own."""
+    begins a line of its own. Exit codes stand at the end."""
+    command.epilog = EXIT_CODES
     if command.help:
         command.help = re.sub(r"(?<!\n)\n(?!\n|\[dim\])", " ", command.help)
     for below in getattr(command, "commands", {}).values():
-        _unwrap_help(below)
+        _complete_help(below)
 
 
 def _uninterrupted_import(module: str) -> ModuleType:
