@@ -133,7 +133,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Envelope:
-    """What one answer is called, whatever its kind."""
+    """What one answer is called, whatever its kind. Each kind writes what opens a stream, what came
+    anew, that a choice is complete and why, the end or the failure of all, and the answer whole."""
 
     model: str
     fingerprint: str | None = None
@@ -155,27 +156,7 @@ class ChoicesEnvelope(Envelope, ABC):
     delta_object: ClassVar[str]
 
     @abstractmethod
-    def _opening(self, choice: Choice) -> list[Json]: ...
-
-    @abstractmethod
-    def _delta(self, choice: Choice, delta: Delta) -> list[Json]: ...
-
-    @abstractmethod
     def _choice(self, choice: Choice) -> Json: ...
-
-    @abstractmethod
-    def _empty(self, choice: Choice) -> Json:
-        """A choice to which nothing is added."""
-
-    def opening(self, choices: Sequence[Choice]) -> bytes:
-        return b"".join(self._chunk([one]) for choice in choices for one in self._opening(choice))
-
-    def delta(self, choice: Choice, delta: Delta) -> bytes:
-        return b"".join(self._chunk([one]) for one in self._delta(choice, delta))
-
-    def closing(self, choice: Choice) -> bytes:
-        """The event of a choice that is complete, which says why."""
-        return self._chunk([self._empty(choice) | {"finish_reason": choice.finish}])
 
     def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
         return (self._chunk([], usage) if self.with_usage else b"") + DONE
@@ -187,6 +168,9 @@ class ChoicesEnvelope(Envelope, ABC):
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         found = [self._choice(one) | {"finish_reason": one.finish} for one in choices]
         return self._around(self.whole_object, found) | {"usage": usage}
+
+    def _chunks(self, *choices: Json) -> bytes:
+        return b"".join(self._chunk([one]) for one in choices)
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         data = self._around(self.delta_object, choices)
@@ -213,10 +197,12 @@ class ChatEnvelope(ChoicesEnvelope):
     _called: dict[int, int] = field(default_factory=dict)
     """Tool calls that were streamed, by choice."""
 
-    def _opening(self, choice: Choice) -> list[Json]:
-        return [_chat_chunk(choice, {"role": "assistant", "content": ""})]
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        return self._chunks(
+            *(_chat_chunk(one, {"role": "assistant", "content": ""}) for one in choices)
+        )
 
-    def _delta(self, choice: Choice, delta: Delta) -> list[Json]:
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
         found: list[Json] = []
         for part in delta.parts:
             if isinstance(part, str):
@@ -230,10 +216,10 @@ class ChatEnvelope(ChoicesEnvelope):
             if not found:
                 found.append(_chat_chunk(choice, {"content": ""}))
             found[0]["logprobs"] = _chat_scores(delta.scores)
-        return found
+        return self._chunks(*found)
 
-    def _empty(self, choice: Choice) -> Json:
-        return _chat_chunk(choice, {})
+    def closing(self, choice: Choice) -> bytes:
+        return self._chunks(_chat_chunk(choice, {}) | {"finish_reason": choice.finish})
 
     def _choice(self, choice: Choice) -> Json:
         message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -253,15 +239,15 @@ class CompletionEnvelope(ChoicesEnvelope):
     _offsets: dict[int, int] = field(default_factory=dict)
     """Characters of the scored tokens so far, by choice."""
 
-    def _opening(self, choice: Choice) -> list[Json]:
-        return [self._part(choice, choice.echo, None)] if choice.echo else []
+    def opening(self, choices: Sequence[Choice]) -> bytes:
+        return self._chunks(*(self._part(one, one.echo, None) for one in choices if one.echo))
 
-    def _delta(self, choice: Choice, delta: Delta) -> list[Json]:
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
         text = "".join(part for part in delta.parts if isinstance(part, str))
-        return [self._part(choice, text, delta.scores or None)]
+        return self._chunks(self._part(choice, text, delta.scores or None))
 
-    def _empty(self, choice: Choice) -> Json:
-        return self._part(choice, "", None)
+    def closing(self, choice: Choice) -> bytes:
+        return self._chunks(self._part(choice, "", None) | {"finish_reason": choice.finish})
 
     def _choice(self, choice: Choice) -> Json:
         scores = None if choice.request.logprobs is None else choice.scores

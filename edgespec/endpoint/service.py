@@ -29,7 +29,6 @@ from edgespec.device.prober import VerifierWatch
 from edgespec.endpoint.answer import (
     ChatEnvelope,
     Choice,
-    ChoicesEnvelope,
     CompletionEnvelope,
     ResponseEnvelope,
     usage_of,
@@ -362,7 +361,7 @@ class ServedModels:
 
 
 Tokens = Sequence[int]
-AnyEnvelope = ChoicesEnvelope | ResponseEnvelope
+AnyEnvelope = ChatEnvelope | CompletionEnvelope | ResponseEnvelope
 MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
 
 

@@ -234,16 +234,13 @@ def forced_call(
     for place, tool in enumerate(tools):
         function = tool["function"]
         arguments = {"type": "object", **(function.get("parameters") or {})}
-        name, start = function["name"], f"call_{place}: "
-        head = json.dumps(f'{{"name": {compact(name)}, "{key}": ')
+        name = function["name"]
+        head, tail = json.dumps(f'{{"name": {compact(name)}, "{key}": '), '"}"'
         if named:
-            rule = f"{mark(MISTRAL_MARK)} {json.dumps(name)} {mark(_ARGUMENTS)} "
-            rules.append(f"{start}{rule}arguments_{place}")
+            head, tail = f"{mark(MISTRAL_MARK)} {json.dumps(name)} {mark(_ARGUMENTS)}", ""
         elif form is ToolFormat.HERMES:
-            inner = f'"\\n" {head} arguments_{place} "}}\\n"'
-            rules.append(f"{start}{mark(OPEN)} {inner} {mark(CLOSE)}")
-        else:
-            rules.append(f'{start}{head} arguments_{place} "}}"')
+            head, tail = f'{mark(OPEN)} "\\n" {head}', f'"}}\\n" {mark(CLOSE)}'
+        rules.append(f"call_{place}: {head} arguments_{place} {tail}")
         rules.append(f"arguments_{place}: %json {compact(arguments)}")
     calls = " | ".join(f"call_{place}" for place in range(len(tools)))
     more = "" if one else f" ({between}call){{0,{_MOST_CALLS - 1}}}"
