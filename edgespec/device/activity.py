@@ -26,7 +26,7 @@ from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import Commit, Draft, Fault, FinishReason, Opened
 from edgespec.device.verifier_pool import VerifierRoute
 from edgespec.telemetry import agent_status as st
-from edgespec.telemetry.trace import NoTrace, Tracer
+from edgespec.telemetry.trace import Tracer
 
 _COUNTED: Final = tuple(
     {field.name for field in fields(ev.DraftCounters)}
@@ -64,18 +64,28 @@ class Activity:
         self._open: dict[st.EventKind, tuple[float, st.TimelineEvent]] = {}
         """The entry of each kind that takes in further events, and until when."""
         self._ended = Counter[str]()
-        self._begun = 0
+        self.begun = 0
 
-    def began(
-        self, session: DraftSession, route: VerifierRoute | None, inner: Tracer | None = None
-    ) -> GenerationNotes:
-        """A generation begins; give what is returned to its driver as the tracer, and call its
-        ``ended``. ``route`` None: there is one verifier only."""
+    def began(self, session: DraftSession, route: VerifierRoute, inner: Tracer) -> GenerationNotes:
+        """A generation begins; give what is returned to its driver as the tracer, and ``over`` when
+        it has ended."""
         with self.lock:
-            self._begun += 1
-            notes = GenerationNotes(self, self._begun, session, route, inner or NoTrace())
+            self.begun += 1
+            notes = GenerationNotes(self, session, route, inner)
             self.running[notes.number] = self.last = notes
         return notes
+
+    def over(self, notes: GenerationNotes) -> None:
+        """No more will happen; a second call does nothing."""
+        with self.lock:
+            if self.running.pop(notes.number, None) is None:
+                return
+            self._ended.update({**notes.counted(), notes.ending: 1})
+            if notes.session.counters.tried:
+                self.last_drafted = notes
+            idle = not self.running
+        if idle and self.reach.state is st.VerifierState.SERVING:
+            self.reached(st.VerifierState.READY, time.monotonic())
 
     def events_after(self, number: int) -> tuple[tuple[st.TimelineEvent, ...], int]:
         """Those noted behind the event of that number, as far as the ring still holds them, and how
@@ -107,7 +117,7 @@ class Activity:
             running = tuple(self.running.values())
         for notes in running:
             found.update(notes.counted())
-        return st.AgentTotals(**{"generations": self._begun, **found})
+        return st.AgentTotals(**{"generations": self.begun, **found})
 
     # --- for the notes ---------------------------------------------------------------------
 
@@ -141,30 +151,14 @@ class Activity:
         if self.reach.state is not state:
             self.reach = Reach(state, at_s, one_line(why)[:_MAX_WHY])
 
-    def over(self, notes: GenerationNotes) -> None:
-        with self.lock:
-            if self.running.pop(notes.number, None) is None:
-                return
-            self._ended.update({**notes.counted(), notes.ending: 1})
-            if notes.session.counters.tried:
-                self.last_drafted = notes
-            idle = not self.running
-        if idle and self.reach.state is st.VerifierState.SERVING:
-            self.reached(st.VerifierState.READY, time.monotonic())
-
 
 class GenerationNotes:
     """A ``Tracer`` that notes what one generation does, and hands all of it to ``inner``."""
 
     def __init__(
-        self,
-        activity: Activity,
-        number: int,
-        session: DraftSession,
-        route: VerifierRoute | None,
-        inner: Tracer,
+        self, activity: Activity, session: DraftSession, route: VerifierRoute, inner: Tracer
     ) -> None:
-        self.number, self.session = number, session
+        self.number, self.session = activity.begun, session
         self.began_at = self.last_token_at = time.monotonic()
         self.first_token_at: float | None = None
         self.first_count = 0
@@ -183,12 +177,7 @@ class GenerationNotes:
     @property
     def verifier(self) -> str:
         """The address it uses, or that of its last token; empty where there is one only."""
-        route = None if self._route is None else self._route.now
-        return "" if route is None else route.using or route.last or ""
-
-    def ended(self) -> None:
-        """No more will happen; a second call does nothing."""
-        self._activity.over(self)
+        return self._route.now.using or self._route.now.last or ""
 
     def counted(self) -> dict[str, int]:
         """Its part of ``AgentTotals``."""

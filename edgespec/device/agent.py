@@ -14,6 +14,7 @@ import operator
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final, Protocol, assert_never
 
 from edgespec.core.association.policies import conversation_named, conversation_of
@@ -36,7 +37,7 @@ from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.session_driver import SessionDriver
-from edgespec.device.verifier_pool import VerifierPool, VerifierRoute, link_for
+from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import NoTrace, Tracer
 
@@ -94,67 +95,27 @@ class TextDecoder(Protocol):
         """The rest, when no token will follow."""
 
 
-class StopFinder:
-    """Feeds text through; ``found`` once a stop string was seen."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found = False
-
-    @property
-    def held(self) -> int:
-        """Characters that may begin a stop string."""
-        return len(self._held)
-
-    def push(self, text: str) -> str:
-        """The part of what was held and ``text`` that can be shown now."""
-        if self.found:
-            return ""
-        self._held += text
-        starts = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if starts:
-            self.found = True
-            shown, self._held = self._held[: min(starts)], ""
-            return shown
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
-        return shown
-
-    def flush(self) -> str:
-        """What was held back, when the text ends without a stop string."""
-        shown, self._held = self._held, ""
-        return "" if self.found else shown
-
-    def _overlap(self, stop: str) -> int:
-        """The longest end of the held text that begins ``stop``."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if stop.startswith(self._held[-n:])), 0)
-
-
 class ReplyReader:
     """Of one generation, whose output begins at ``position``; ``counters`` lose what is cut off."""
 
     def __init__(
         self, decoder: TextDecoder, stops: Sequence[str], position: int, counters: ev.DraftCounters
     ) -> None:
-        self._decoder, self._stops = decoder, StopFinder(stops)
+        self._decoder, self._stops = decoder, tuple(stops)
         self._position, self._counters = position, counters
-
-    @property
-    def stopped(self) -> bool:
+        self._held = ""
+        """Text that may begin a stop string."""
+        self.stopped = False
         """A stop string was found: the text is complete."""
-        return self._stops.found
 
     def deliver(self, event: ev.Deliver) -> Chunk | None:
         """The tokens up to the one that completes a stop string."""
         pieces: list[Piece] = []
         for token, kind in zip(event.tokens, event.kinds, strict=True):
-            if self._stops.found:
+            if self.stopped:
                 break
-            held = self._stops.held
-            pieces.append(Piece(self._stops.push(self._decoder.push((token,))), kind, held))
+            held = len(self._held)
+            pieces.append(Piece(self._shown(self._decoder.push((token,))), kind, held))
         given, position = len(pieces), self._position
         self._counters.take_back(event.kinds[given:])
         self._position += given
@@ -164,9 +125,26 @@ class ReplyReader:
 
     def finish(self, reason: m.FinishReason) -> Chunk:
         """The last chunk: what was held back, and how the text ended."""
-        rest = self._stops.push(self._decoder.flush()) + self._stops.flush()
+        rest = "" if self.stopped else self._shown(self._decoder.flush()) + self._held
         last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
-        return Chunk(self._position, (), last, m.FinishReason.STOP if self._stops.found else reason)
+        return Chunk(self._position, (), last, m.FinishReason.STOP if self.stopped else reason)
+
+    def _shown(self, text: str) -> str:
+        """The part of what was held and ``text`` that can be shown now."""
+        held = self._held + text
+        starts = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        if starts:
+            self.stopped, self._held = True, ""
+            return held[: min(starts)]
+        cut = len(held) - max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[cut:]
+        return held[:cut]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of ``text`` that begins ``stop`` and is not all of it."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 # --- the agent ------------------------------------------------------------------------------------
@@ -189,10 +167,9 @@ class GenerationStats:
 
     counters: ev.DraftCounters
     estimates: es.DraftEstimates
-    route: VerifierRoute | None = None
-    """None where the agent knows one verifier only."""
-    policy: DraftPolicy | None = None
-    rule: str = m.EXACT_RULE
+    route: VerifierRoute
+    policy: DraftPolicy
+    rule: str
     """With all its parameters. Any but the exact one is LOSSY: ``counters.replaced`` tokens are not
     the target's own, and those behind them follow from them."""
 
@@ -203,19 +180,17 @@ class GenerationStats:
     @property
     def resting(self) -> str | None:
         """Why drafting does not pay now, in words; None: it does, or the policy never rests."""
-        if self.policy is None:
-            return None
         return why_resting(self.policy, self.estimates.price, self.estimates)
 
     @property
     def verifiers(self) -> tuple[str, ...]:
         """The addresses that brought tokens, in order, each once; empty where only one is known."""
-        return () if self.route is None else tuple(self.route.now.served)
+        return tuple(self.route.now.served)
 
     @property
     def failovers(self) -> int:
         """How often the text went on at another verifier."""
-        return 0 if self.route is None else self.route.now.failovers
+        return self.route.now.failovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +242,6 @@ class Agent:
         self._encode, self._decoder = encode, decoder
         self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
-        self._pool: DrafterPool | None = None
-        """``drafter``, from the first generation on."""
         self._told: set[str] = set()
         """Failures that the user has heard of."""
         self.verifier = es.VerifierEstimates()
@@ -314,13 +287,11 @@ class Agent:
             drafter = None
         belongs = conversation_named(conversation) if conversation else conversation_of(tokens)
         longest = len(tokens) + sampling.max_tokens
-        connect, route = link_for(self.transport, belongs, longest, model)
+        route = VerifierRoute(self.transport, belongs, longest, model)
         session = self._session(tokens, sampling, drafter, logprobs, model, rule)
         notes = self.activity.began(session, route, self._tracer)
-        lease = None
-        if drafter is not None:
-            lease = DrafterLease(self._drafters(drafter), len(tokens), sampling)
-        driver = SessionDriver(session, connect, lease, tracer=notes)
+        lease = None if drafter is None else DrafterLease(self._pool, len(tokens), sampling)
+        driver = SessionDriver(session, route.connect, lease, notes)
         self._drivers = {one for one in self._drivers if one.running} | {driver}
         self.stats = GenerationStats(
             session.counters, session.estimates, route, self.options.policy, rule
@@ -333,14 +304,13 @@ class Agent:
                 committed += chunk.tokens
                 yield chunk
         finally:
-            notes.ended()
+            self.activity.over(notes)
             if why := session.counters.draft_failure:
                 self._tell_once(f"the draft model failed, the text went on without drafts: {why}")
             try:
                 await driver.close()
             finally:  # also where it is cancelled a second time
-                if route is not None:
-                    await route.close()
+                route.close()
             await self._record(tokens, committed)
 
     async def _ready(self) -> None:
@@ -381,7 +351,7 @@ class Agent:
             await asyncio.wait(ending, timeout=_CLOSING_S)
         await self.transport.close()
         if self.drafter is not None:
-            self._drafters(self.drafter).close()
+            self._pool.close()
 
     async def __aenter__(self) -> Agent:
         return self
@@ -389,10 +359,10 @@ class Agent:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _drafters(self, drafter: Drafter) -> DrafterPool:
-        if self._pool is None:
-            self._pool = DrafterPool(drafter, self.options.draft_caches)
-        return self._pool
+    @cached_property
+    def _pool(self) -> DrafterPool:
+        assert self.drafter is not None
+        return DrafterPool(self.drafter, self.options.draft_caches)
 
     async def _record(self, prompt: Sequence[int], committed: Sequence[int]) -> None:
         """In a thread, for it may wait for the disk; a failure does the text no harm."""
@@ -492,17 +462,16 @@ def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ..
     ``ValueError`` naming the first that is none."""
     if isinstance(prompt, bytes | bytearray):
         raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
+    largest = largest_id(vocabulary_size) if vocabulary_size else MAX_TOKEN_ID
     tokens: list[int] = []
     for index, token in enumerate(prompt):
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise TypeError(f"prompt[{index}] is {token!r}, but must be a token id, an integer")
-        tokens.append(operator.index(token))
+        if not 0 <= (number := operator.index(token)) <= largest:
+            raise ValueError(
+                f"prompt[{index}] is the token id {number}, but must be in [0, {largest}]"
+            )
+        tokens.append(number)
     if not tokens:
         raise ValueError("the prompt is empty, but must hold at least one token")
-    largest = largest_id(vocabulary_size) if vocabulary_size else MAX_TOKEN_ID
-    for index, token in enumerate(tokens):
-        if not 0 <= token <= largest:
-            raise ValueError(
-                f"prompt[{index}] is the token id {token}, but must be in [0, {largest}]"
-            )
     return tuple(tokens)

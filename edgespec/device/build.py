@@ -11,12 +11,12 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
@@ -27,7 +27,7 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
-from edgespec.device.agent import Agent, AgentOptions, TextDecoder
+from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import Answer, ask_all
 from edgespec.device.verifier_pool import (
@@ -39,7 +39,7 @@ from edgespec.device.verifier_pool import (
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.grammar import device_reader
-from edgespec.models.tokenizer import ChatTokenizer
+from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import Tracer
@@ -57,13 +57,8 @@ _MAX_CONTEXT_LENGTH = 1 << 20
 _MOST_LEADERS = 4096
 
 Say = Callable[[str], None]
+PromptTokenizer = TextTokenizer | ToyTokenizer
 _tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary()
-
-
-class PromptTokenizer(ChatTokenizer, Protocol):
-    """The text side of a model: ``models.TextTokenizer`` or the toy's."""
-
-    def stream(self, prompt: Sequence[int] = ()) -> TextDecoder: ...
 
 
 def load_drafter(config: AgentConfig, *, say: Say | None = None) -> Drafter | None:
@@ -85,8 +80,6 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     large one takes tens of MiB. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return ToyTokenizer()
-    from edgespec.models.tokenizer import TextTokenizer
-
     # The bundled one is read from the draft's folder: a device may hold no other.
     folder = resolve_texts(reference)
     key = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))

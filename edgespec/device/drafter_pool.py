@@ -123,8 +123,7 @@ class DrafterPool:
                 self._free.append(lease.drafter)
                 lease.drafter = None
 
-        with suppress(RuntimeError):  # closed
-            self._thread.submit(put)
+        self._thread.submit(put)
 
 
 class DrafterLease:
@@ -140,10 +139,7 @@ class DrafterLease:
 
     async def step(self, step: StartStep) -> StepDone | StepFailed:
         """Run ``step`` when the drafter is free. After ``StepFailed`` the lease is over."""
-        try:
-            said = await self._pool.step(self, step)
-        except RuntimeError as error:
-            said = StepFailed(str(error))
+        said = await self._pool.step(self, step)
         if isinstance(said, StepFailed):
             self.end()
         return said
@@ -174,16 +170,24 @@ class DraftThread:
     ends, so a model that hangs would keep the process from ending, whatever the user presses."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=_go_on, args=(self._work,), name=name, daemon=True)
         self._closed = False
 
     def submit(self, run: Callable[[], _T]) -> Future[_T]:
-        """Raises ``RuntimeError`` after ``close``, and where the system has no thread left."""
+        """What ``run`` comes to; cancelled after ``close``, failed without a thread left."""
+        future: Future[_T] = Future()
         if self._closed:
-            raise RuntimeError("the drafter is closed")
-        return self._put(run)
+            future.cancel()
+            return future
+        try:
+            if self._thread.ident is None:
+                self._thread.start()
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            self._work.put((future, run))
+        return future
 
     def close(self, last: Callable[[], None], within_s: float) -> bool:
         """Drop what has not begun, run ``last`` behind what has, and take nothing more. Waits for
@@ -191,31 +195,21 @@ class DraftThread:
         second call does nothing."""
         if self._closed:
             return True
-        self._closed = True
-        if self._thread is None:
+        if self._thread.ident is None:
+            self._closed = True
             last()
             return True
         with suppress(Empty):
             while (dropped := self._work.get_nowait()) is not None:
                 dropped[0].cancel()
-        done = self._put(last)
+        done = self.submit(last)
+        self._closed = True
         self._work.put(None)
         if not wait([done], within_s).done:
             return False
         self._thread.join()
         done.result()
         return True
-
-    def _put(self, run: Callable[[], _T]) -> Future[_T]:
-        if self._thread is None:
-            thread = threading.Thread(
-                target=_go_on, args=(self._work,), name=self._name, daemon=True
-            )
-            thread.start()
-            self._thread = thread
-        future: Future[_T] = Future()
-        self._work.put((future, run))
-        return future
 
 
 def _go_on(queue: SimpleQueue[_Work | None]) -> None:

@@ -37,21 +37,15 @@ class Answer:
         return "" if self.error is None else one_line(str(self.error))
 
 
-async def ask(
-    transport: Transport,
-    within_s: float = ANSWER_S,
-    *,
-    timed: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-) -> Answer:
+async def ask(transport: Transport, within_s: float = ANSWER_S, *, timed: bool = False) -> Answer:
     """Never raises. ``timed``: a second question is timed, since the first opens the channel."""
     try:
         async with asyncio.timeout(within_s):
             if timed:
                 await transport.info()
-            asked_s = clock()
+            asked_s = time.monotonic()
             info = await transport.info()
-        return Answer(info, clock() - asked_s)
+        return Answer(info, time.monotonic() - asked_s)
     except TimeoutError:
         error = LinkError(f"no answer within {within_s:g} s")
     except LinkError as said:

@@ -21,7 +21,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Cancel, FinishReason, Uplink
 from edgespec.device.drafter_pool import DrafterLease
-from edgespec.telemetry.trace import NoTrace, Tracer
+from edgespec.telemetry.trace import Tracer
 
 # How long a broken pipe waits for the verifier's own word on why it hung up.
 _LAST_WORD_S: Final = 1.0
@@ -38,8 +38,7 @@ class Link:
         self._dial, self._notify = connect, notify
         # The session's window bounds what is sent ahead of the verifier's answers.
         self._outgoing: asyncio.Queue[Uplink | None] = asyncio.Queue()
-        self._live = True
-        self._connecting: asyncio.Task[DeviceStream] | None = None
+        self._live = self._connecting = True
         self.task = asyncio.create_task(self._run())
 
     def send(self, message: Uplink) -> None:
@@ -49,8 +48,8 @@ class Link:
         """Let go after what was sent; at once if the stream is not there yet."""
         self._live = False
         self._outgoing.put_nowait(None)
-        if self._connecting is not None:
-            self._connecting.cancel()
+        if self._connecting:
+            self.task.cancel()
 
     def _tell(self, event: ev.DraftEvent) -> None:
         if self._live:
@@ -59,24 +58,14 @@ class Link:
 
     async def _run(self) -> None:
         try:
-            stream = await self._connect()
-            if stream is not None:
-                await self._use(stream)
+            stream = await self._dial()
+            self._connecting = False
+            await self._use(stream)
         except asyncio.CancelledError:
             self._tell(ev.LinkDown("the link's task was cancelled"))
             raise
         except Exception as error:
             self._tell(link_down(error))
-
-    async def _connect(self) -> DeviceStream | None:
-        """The stream; None when ``close`` came first."""
-        self._connecting = asyncio.ensure_future(self._dial())
-        try:
-            await asyncio.wait([self._connecting])
-        finally:
-            connecting, self._connecting = self._connecting, None
-            connecting.cancel()
-        return None if connecting.cancelled() else connecting.result()
 
     async def _use(self, stream: DeviceStream) -> None:
         reader = asyncio.create_task(self._read(stream))
@@ -133,16 +122,10 @@ class SessionDriver:
     ``drafter`` None: the session must have been opened without drafting."""
 
     def __init__(
-        self,
-        session: DraftSession,
-        connect: Dial,
-        drafter: DrafterLease | None,
-        *,
-        tracer: Tracer | None = None,
+        self, session: DraftSession, connect: Dial, drafter: DrafterLease | None, tracer: Tracer
     ) -> None:
-        self.session = session
-        self._connect, self._drafter = connect, drafter
-        self._tracer = tracer or NoTrace()
+        self.session, self._connect = session, connect
+        self._drafter, self._tracer = drafter, tracer
         # Holds at most a few entries a token, and max_tokens bounds those.
         self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._link: Link | None = None

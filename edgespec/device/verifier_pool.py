@@ -16,7 +16,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from ipaddress import ip_address
 from typing import Any, Final, assert_never
 
@@ -26,7 +25,7 @@ from edgespec.core.association.failover import Failover
 from edgespec.core.ports import DeviceStream, LinkError, Transport, is_idle
 from edgespec.core.protocol import messages as m
 from edgespec.device.prober import ask
-from edgespec.device.session_driver import Dial, link_down
+from edgespec.device.session_driver import link_down
 
 # A verifier that answers though its stream is quiet is asked less and less often.
 _LONGEST_QUIET_S: Final = 12.0
@@ -44,8 +43,6 @@ class VerifierPool:
         self.failover = failover
         self._directory = directory
         self._transports: Mapping[str, Transport] = {}
-        self.numbers = itertools.count(1)
-        """Of routes."""
         self._dials: dict[tuple[int, str], asyncio.Task[None]] = {}
         self._dialed: dict[tuple[int, str], DeviceStream] = {}
         self._waiting: dict[int, asyncio.Future[PooledStream]] = {}
@@ -68,10 +65,9 @@ class VerifierPool:
             self._timer.cancel()
         for number in list(self.failover.routes):
             self.over(number)
-        tasks = [*self._dials.values(), *self._tasks]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._directory.close()
 
     # --- for one generation ----------------------------------------------------------------
@@ -144,7 +140,7 @@ class VerifierPool:
     def _do(self, action: ev.FailoverAction) -> None:
         match action:
             case ev.Dial(number, address):
-                self._dials[number, address] = asyncio.create_task(self._dial(number, address))
+                self._dials[number, address] = self._watch(self._dial(number, address))
             case ev.Drop(number, address):
                 self._drop(number, address)
             case ev.Use(number, address):
@@ -170,7 +166,7 @@ class VerifierPool:
                 future.set_exception(error)
         elif (stream := self._streams.pop(number, None)) is not None:
             stream.leave(error)
-            self._watch(stream.hang_up())
+            self._watch(stream.inner.close())
 
     def _drop(self, number: int, address: str) -> None:
         stream = self._dialed.pop((number, address), None)
@@ -178,8 +174,6 @@ class VerifierPool:
             self._watch(stream.close())
         elif (task := self._dials.pop((number, address), None)) is not None:
             task.cancel()
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
 
     async def _dial(self, number: int, address: str) -> None:
         key, me = (number, address), asyncio.current_task()
@@ -216,10 +210,11 @@ class VerifierPool:
         elif (error := answer.error) is not None:
             self.handle(ev.ProbeFailed(address, str(error), error.alive))
 
-    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+    def _watch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _arm(self) -> None:
         """Deadlines come and go, so the timer is set anew for the earliest."""
@@ -232,34 +227,32 @@ class VerifierPool:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self.handle, ev.Tick())
 
 
-def link_for(
-    transport: Transport | VerifierPool, conversation: str, needed_length: int, model: str
-) -> tuple[Dial, VerifierRoute | None]:
-    """By what a generation of that conversation gets a stream, and its route if there are several
-    verifiers. Prompt and longest output are ``needed_length`` tokens, by the model of that name."""
-    if not isinstance(transport, VerifierPool):
-        return partial(_dial, transport, conversation), None
-    wanted = ev.Wanted(next(transport.numbers), needed_length, conversation, model)
-    route = VerifierRoute(transport, wanted)
-    return route.connect, route
+_numbers = itertools.count(1)
+"""Of routes."""
 
 
 class VerifierRoute:
-    """One generation's way to its verifiers; call ``close`` when it ends."""
+    """One generation's way to its verifier, or to whichever of several is best; call ``close`` when
+    it ends. Prompt and longest output are ``needed_length`` tokens, by the model of that name."""
 
-    def __init__(self, pool: VerifierPool, wanted: ev.Wanted) -> None:
-        self._pool, self._wanted = pool, wanted
+    def __init__(
+        self, to: Transport | VerifierPool, conversation: str, needed_length: int, model: str
+    ) -> None:
+        self._to, self._wanted = to, ev.Wanted(next(_numbers), needed_length, conversation, model)
         self.now = Route()
-        """What it uses and was given, so far."""
+        """What it uses and was given, so far; nothing where there is one verifier only."""
 
     async def connect(self) -> DeviceStream:
-        stream = await self._pool.stream(self._wanted)
-        self.now = self._pool.failover.routes.get(self._wanted.route, self.now)
+        """Call it in a task of its own."""
+        if not isinstance(self._to, VerifierPool):
+            return await _dial(self._to, self._wanted.conversation)
+        stream = await self._to.stream(self._wanted)
+        self.now = self._to.failover.routes.get(self._wanted.route, self.now)
         return stream
 
-    async def close(self) -> None:
-        with contextlib.suppress(LinkError):
-            self._pool.over(self._wanted.route)
+    def close(self) -> None:
+        if isinstance(self._to, VerifierPool):
+            self._to.over(self._wanted.route)
 
 
 class PooledStream:
@@ -270,7 +263,7 @@ class PooledStream:
 
     def __init__(self, pool: VerifierPool, route: int, address: str, inner: DeviceStream) -> None:
         self.route, self.address = route, address
-        self._pool, self._inner = pool, inner
+        self._pool, self.inner = pool, inner
         self._left: LinkError | None = None
         self._closed = self._progressed = False
         self._quiet_s = pool.failover.policy.quiet_s
@@ -280,13 +273,13 @@ class PooledStream:
     async def send(self, message: m.Uplink) -> None:
         if self._left is not None:
             raise self._left
-        await self._inner.send(message)
+        await self.inner.send(message)
 
     async def receive(self) -> m.Downlink:
         if self._left is not None:
             raise self._left
         try:
-            message = await self._inner.receive()
+            message = await self.inner.receive()
         except LinkError as error:
             if self._left is None:
                 self._pool.tell(self, ev.Broke(self.route, str(error), error.retryable))
@@ -309,16 +302,12 @@ class PooledStream:
         self._closed = True
         self._timer.cancel()
         self._pool.let_go(self)
-        await self._inner.close()
+        await self.inner.close()
 
     def leave(self, error: LinkError) -> None:
         """From now on the stream says ``error``, and nothing else."""
         self._left = self._left or error
         self._timer.cancel()
-
-    async def hang_up(self) -> None:
-        """End the wait of whoever reads, after ``leave``."""
-        await self._inner.close()
 
     async def _greeted(self, opened: m.Opened) -> None:
         model = m.ModelIdentity.of(opened)
@@ -328,7 +317,7 @@ class PooledStream:
             return
         with contextlib.suppress(LinkError, TimeoutError):  # it would keep the place for its lease
             async with asyncio.timeout(_TAKE_BACK_S):
-                await self._inner.send(m.Cancel())
+                await self.inner.send(m.Cancel())
         raise self._left
 
     def _refused(self, fault: m.Fault) -> m.Fault:
