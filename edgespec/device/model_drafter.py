@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,15 +16,14 @@ from edgespec.config.common import SetupError, needs
 from edgespec.core.device import memory
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
-from edgespec.device.export.checkpoint import read_shape
+from edgespec.device.export.checkpoint import DecoderShape, read_shape
 from edgespec.device.export.export import exported
 from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, read_config, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
 
 if TYPE_CHECKING:
-    from edgespec.device.drafters.decoder_graph import Placement
-    from edgespec.device.drafters.onnx_drafter import ForeignDrafter
+    from edgespec.device.drafters.onnx_drafter import ForeignDrafter, GraphDrafter
 
 Say = Callable[[str], None]
 
@@ -40,30 +38,42 @@ def model_drafter(draft: DraftSection, tokenizer: str, policy: PolicySection, sa
     are wanted, which a memory budget may cut down. ``say`` hears what takes long, and of what an
     accelerator runs. Raises ``SetupError``, or ``ValueError`` naming the file."""
     source = find_draft(draft.model, draft.variant)
+    drafter: GraphDrafter
     if source.graphs:
-        _refuse_for_graphs(draft)
+        for name, value in (("memory_budget", draft.memory_budget), ("kv_type", draft.kv_type)):
+            if value:
+                raise SetupError(
+                    f"draft.{name} is {value}, but {draft.model} is a graph that others exported:"
+                    " only drafts that `edgespec export` writes can be bounded"
+                )
         texts = resolve_texts(tokenizer) if tokenizer else None
         with needs("onnxruntime", "edgespec[cpu]"):
-            foreign = foreign_drafter(source, say, draft, texts)
-        return _checked(foreign, foreign.placement, draft.provider, say)
-    if draft.memory_budget:
+            drafter = foreign_drafter(source, say, draft, texts)
+    elif draft.memory_budget:
         if draft.provider != CPU:
             raise SetupError(
                 f"draft.provider is {draft.provider}, but a memory budget is planned for cpu only"
             )
         return planned_drafter(draft, policy.width, say)
-    folder = _draft_folder(source.folder, draft, say)
-    with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.device.drafters.decoder_graph import EXECUTION
-        from edgespec.device.drafters.onnx_drafter import OnnxDrafter
-    own = OnnxDrafter(
-        folder,
-        threads=draft.threads,
-        context_length=draft.context_length,
-        window=draft.window,
-        providers=EXECUTION[draft.provider],
-    )
-    return _checked(own, own.placement, draft.provider, say)
+    else:
+        folder = _draft_folder(source.folder, draft, say)
+        with needs("onnxruntime", "edgespec[cpu]"):
+            from edgespec.device.drafters.decoder_graph import EXECUTION
+            from edgespec.device.drafters.onnx_drafter import OnnxDrafter
+        drafter = OnnxDrafter(
+            folder,
+            threads=draft.threads,
+            context_length=draft.context_length,
+            window=draft.window,
+            providers=EXECUTION[draft.provider],
+        )
+    if draft.provider == CPU:
+        return drafter
+    if (placement := drafter.placement) is not None and not placement.taken:
+        drafter.close()
+        raise SetupError(f"provider {draft.provider} runs no node of this draft's graph")
+    say(f"the draft runs on {draft.provider}" + (f": {placement}" if placement else ""))
+    return drafter
 
 
 def foreign_drafter(
@@ -131,29 +141,6 @@ def inspected(source: DraftSource, variant: str) -> str:
     )
 
 
-def _checked(drafter: Drafter, placement: Placement | None, provider: str, say: Say) -> Drafter:
-    """``drafter``, of which an accelerator runs something. Raises ``SetupError`` otherwise."""
-    if provider == CPU:
-        return drafter
-    if placement is not None and not placement.taken:
-        with suppress(Exception):
-            drafter.close()
-        raise SetupError(f"provider {provider} runs no node of this draft's graph")
-    say(f"the draft runs on {provider}" + (f": {placement}" if placement else ""))
-    return drafter
-
-
-def _refuse_for_graphs(draft: DraftSection) -> None:
-    """What is planned for exports of our own only. Raises ``SetupError``."""
-    asked = {"memory_budget": draft.memory_budget, "kv_type": draft.kv_type}
-    for name, value in asked.items():
-        if value:
-            raise SetupError(
-                f"draft.{name} is {value}, but {draft.model} is a graph that others exported:"
-                " only drafts that `edgespec export` writes can be bounded"
-            )
-
-
 def _draft_folder(folder: Path, draft: DraftSection, say: Say) -> Path:
     if (folder / DRAFT_MANIFEST).is_file():
         model_info(folder)  # refuses a folder whose tokenizer is not the draft's any more
@@ -168,6 +155,7 @@ _INT8_FROM: Final = (1, 31)
 _STORED_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
 """Bytes, with the blocks' scales."""
 _LONGEST_EXPORTED: Final = 16_384
+_SIZES = ("vocabulary_size", "layers", "heads", "kv_heads", "head_dim", "hidden", "feed_forward")
 _ENDPOINT_BYTES: Final = 8 << 20
 """What ``edgespec serve`` loads beyond the other commands, 6 to 9 MiB."""
 
@@ -178,7 +166,12 @@ def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftV
     folder = resolve_model(reference or draft.model, Role.DRAFT)
     if (folder / DRAFT_MANIFEST).is_file():
         return (exported_variant(folder),)
-    types = (draft.kv_type,) if draft.kv_type else _exportable_types()
+    if (kv_type := draft.kv_type) is not None:
+        return (source_variant(folder, draft.bits, kv_type),)
+    with needs("onnxruntime", "edgespec[cpu]"):
+        import onnxruntime
+    version = tuple(map(int, onnxruntime.__version__.split(".")[:2]))
+    types = [one for one in memory.KvType if one is not memory.KvType.INT8 or version >= _INT8_FROM]
     return tuple(source_variant(folder, draft.bits, kv_type) for kv_type in types)
 
 
@@ -194,14 +187,8 @@ def exported_variant(folder: Path) -> memory.DraftVariant:
         stored_bytes=sum(part.stat().st_size for part in parts),
         table_bytes=int(table * _STORED_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
-        layers=manifest.layers,
-        heads=shape.heads,
-        hidden=shape.hidden,
-        kv_heads=manifest.kv_heads,
-        head_dim=manifest.head_dim,
-        feed_forward=shape.feed_forward,
-        vocabulary_size=manifest.model.vocabulary_size,
         context_length=manifest.window or manifest.model.context_length,
+        **_sizes(replace(shape, head_dim=manifest.head_dim)),
     )
 
 
@@ -225,15 +212,14 @@ def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.Dr
         stored_bytes=int(shape.layers * layer * per_weight) + tables * table + 4 * positions * dim,
         table_bytes=table,
         inline=False,
-        layers=shape.layers,
-        heads=shape.heads,
-        hidden=hidden,
-        kv_heads=shape.kv_heads,
-        head_dim=dim,
-        feed_forward=shape.feed_forward,
-        vocabulary_size=vocabulary,
         context_length=context,
+        **_sizes(shape),
     )
+
+
+def _sizes(shape: DecoderShape) -> dict[str, int]:
+    """What a draft's shape says of its variant, under the same names."""
+    return {name: getattr(shape, name) for name in _SIZES}
 
 
 def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
@@ -273,8 +259,7 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     if not (folder / DRAFT_MANIFEST).is_file():
         with needs("onnx", "edgespec[export]"):
             folder = exported(folder, draft.bits, say, plan.variant.kv_type)
-        real = exported_variant(folder)
-        plan = memory.plan_memory((real,), question)
+        plan = memory.plan_memory((exported_variant(folder),), question)
     say(summary(plan, memory.unbounded(variants, question)))
     settings = plan.settings
     try:
@@ -288,9 +273,8 @@ def planned_drafter(draft: DraftSection, most_width: int, say: Say) -> Drafter:
     drafter.restrict(full.window, full.width)
     row_bytes = settings.caches * plan.variant.kv_bytes_per_token
     guard = memory.MemoryGuard(plan.budget_bytes, plan.margin_bytes // 2, full, row_bytes)
-    most, budget_bytes = settings.caches, plan.budget_bytes
-    caches = CacheGroup(guard, resident_bytes, time.monotonic, most, budget_bytes)
-    caches.restriction = full
+    clock, most = time.monotonic, settings.caches
+    caches = CacheGroup(guard, resident_bytes, clock, most, plan.budget_bytes)
     return GuardedDrafter(drafter, caches)
 
 
@@ -304,11 +288,3 @@ def summary(plan: memory.MemoryPlan, best: memory.MemoryPlan) -> str:
     )
     found = plan.traded(best)
     return f"{line} ({'; '.join(found)})" if found else line
-
-
-def _exportable_types() -> tuple[memory.KvType, ...]:
-    with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.device.drafters.onnx_drafter import runtime_version
-    if runtime_version() >= _INT8_FROM:
-        return tuple(memory.KvType)
-    return memory.KvType.FLOAT32, memory.KvType.FLOAT16

@@ -18,6 +18,7 @@ from edgespec.core.device.goodput_policy import why_resting
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.protocol.checks import one_line
 from edgespec.device.activity import GenerationNotes
+from edgespec.device.drafters.token_cache import GuardedDrafter
 from edgespec.device.prober import VerifierWatch
 from edgespec.device.verifier_pool import VerifierPool
 from edgespec.telemetry import agent_status as st
@@ -53,6 +54,7 @@ class StatusSource:
         now = time.monotonic()
         with activity.lock:
             running = tuple(activity.running.values())
+        memory = self._memory()
         events, lost = activity.events_after(after)
         return st.AgentStatus(
             version=self._version,
@@ -63,8 +65,8 @@ class StatusSource:
             verifiers=self._verifiers(running, now),
             generations=tuple(self._generation(one, now) for one in running[-st.MAX_GENERATIONS :]),
             totals=activity.totals(),
-            drafting=self._drafting(running),
-            memory=self._memory(),
+            drafting=self._drafting(running, memory),
+            memory=memory,
             events=events,
             last_event=events[-1].number if events else max(after, 0),
             lost_events=lost,
@@ -168,7 +170,9 @@ class StatusSource:
             rule=session.request.rule,
         )
 
-    def _drafting(self, running: tuple[GenerationNotes, ...]) -> st.DraftingStatus:
+    def _drafting(
+        self, running: tuple[GenerationNotes, ...], memory: st.MemoryStatus
+    ) -> st.DraftingStatus:
         agent, activity = self._agent, self._agent.activity
         if agent.drafter is None:
             return st.DraftingStatus(False, "this agent has no draft model: it only streams")
@@ -181,7 +185,7 @@ class StatusSource:
             None if session is None else session.estimates,
             None if session is None else session.counters,
         )
-        if self._memory_parts()[1] == 0:
+        if memory.resting:
             why = "the memory budget leaves nothing to the draft: it rests"
             return replace(found, worth=False, why=why)
         if running and not drafts and session is not None and not session.counters.draft_failure:
@@ -190,23 +194,18 @@ class StatusSource:
         return found
 
     def _memory(self) -> st.MemoryStatus:
+        """With what is left to a guarded drafter, however it is wrapped."""
         try:
             resident = resident_bytes()
         except Exception:  # whatever a system says about itself, or does not
             resident = 0
-        budget, window, width = self._memory_parts()
-        return st.MemoryStatus(resident, budget, window, width, resting=window == 0)
-
-    def _memory_parts(self) -> tuple[int | None, int | None, int | None]:
-        """Budget, window and width of a guarded drafter, however it is wrapped."""
         drafter: Any = self._agent.drafter
-        while drafter is not None:
-            caches = getattr(drafter, "caches", None)
-            if budget := getattr(caches, "budget_bytes", 0):
-                now = getattr(caches, "restriction", None)
-                return budget, getattr(now, "window", None), getattr(now, "width", None)
+        while drafter is not None and not isinstance(drafter, GuardedDrafter):
             drafter = getattr(drafter, "inner", None)
-        return None, None, None
+        if drafter is None:
+            return st.MemoryStatus(resident)
+        budget, now = drafter.caches.budget_bytes, drafter.caches.governor.current
+        return st.MemoryStatus(resident, budget, now.window, now.width, resting=not now.window)
 
 
 def draft_worth(

@@ -27,11 +27,11 @@ from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters.manifest import DraftModelError, read_manifest
 from edgespec.device.drafters.onnx_drafter import ForeignDrafter, OnnxDrafter
-from edgespec.device.export.checkpoint import CheckpointError, read_shape
+from edgespec.device.export.checkpoint import read_shape
 from edgespec.device.export.export import WORK_PREFIX, export_draft, exported, work_folder
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
-from edgespec.models.folders import token_count
+from edgespec.models.folders import ModelFolderError, token_count
 from tests.shell.foreign_graphs import concatenating_graph
 from tests.shell.live_verifier import call, start
 from tests.shell.test_grammar import runs, until
@@ -235,7 +235,7 @@ def test_a_model_that_cannot_be_built_is_refused_by_name(
     source = write_checkpoint(tmp_path / "source")
     config = tiny_config() | changes
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ModelFolderError, match=message):
         export_draft(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -246,16 +246,16 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_config())
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     write_checkpoint(source, tensors=missing)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is in no"):
+    with pytest.raises(ModelFolderError, match=r"model\.norm\.weight is in no"):
         export_draft(source, out)
     write_checkpoint(source, tensors=tensors | {"model.norm.weight": np.ones(3, np.float32)})
-    with pytest.raises(CheckpointError, match=r"shape \(3,\), not \(64,\)"):
+    with pytest.raises(ModelFolderError, match=r"shape \(3,\), not \(64,\)"):
         export_draft(source, out)
     (source / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a readable"):
+    with pytest.raises(ModelFolderError, match=r"model\.safetensors: not a readable"):
         export_draft(source, out)
     (source / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+    with pytest.raises(ModelFolderError, match=r"no \*\.safetensors"):
         export_draft(source, out)
 
 

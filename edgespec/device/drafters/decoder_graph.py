@@ -267,14 +267,8 @@ lie in the CPU's memory, so an accelerator may well be slower."""
 _NVIDIA = ("CUDAExecutionProvider", "TensorrtExecutionProvider")
 _OPENVINO = "OpenVINOExecutionProvider"
 _PLACES = "session.record_ep_graph_assignment_info"
-_RUNTIME_TYPES = {
-    "tensor(float)": "float32",
-    "tensor(float16)": "float16",
-    "tensor(int8)": "int8",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(bool)": "bool",
-}
+_RUNTIME_TYPES = {"tensor(float)": "float32"}
+_RUNTIME_TYPES |= {f"tensor({one})": one for one in ("float16", "int8", "int32", "int64", "bool")}
 
 # A second thread costs more than it brings below about so many bytes of weights.
 _TWO_THREADS_FROM_BYTES = 8_000_000

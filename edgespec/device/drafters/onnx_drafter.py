@@ -35,13 +35,7 @@ from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
 from edgespec.device.drafters import kv_buffers as kv
-from edgespec.device.drafters.manifest import (
-    MAX_CONTEXT_LENGTH,
-    MODEL_FILE,
-    DraftManifest,
-    DraftModelError,
-    read_manifest,
-)
+from edgespec.device.drafters import manifest as mf
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
 from edgespec.telemetry.process_memory import trim_heap
@@ -99,11 +93,6 @@ class GraphDrafter:
     def placement(self) -> dg.Placement | None:
         """What of the graph runs where, if that is known and not the CPU alone."""
         return None if self._session is None else dg.placement(self._session)
-
-    @property
-    def logits(self) -> Row:
-        """The row behind the last step's candidates, [V]; overwritten by the next step."""
-        return self._row
 
     def twin(self) -> GraphDrafter:
         """Another sequence on the same weights, with buffers of its own (``ports.Twinned``)."""
@@ -164,7 +153,7 @@ class GraphDrafter:
         except Exception:
             self._cache.forget(keep_length)  # rows behind it are not to be trusted
             raise
-        self._row[self._proposable :] = -np.inf
+        self.logits[self._proposable :] = -np.inf
         return self._guesses(position, min(width, self._most_guesses))
 
     def close(self) -> None:
@@ -205,7 +194,7 @@ class GraphDrafter:
                 else None
                 for cache, rows in probe.cached_rows(count)
             ]
-        except DraftModelError as error:
+        except mf.DraftModelError as error:
             _log.warning("of a long text each half of the window is fed anew: %s", error)
             self._window.moving = False
             self._window.resize(self._window.size)
@@ -236,10 +225,11 @@ class GraphDrafter:
             number = np.ones((1,) * len(roles[role].shape), dtype=roles[role].dtype)
             self._bind_input(role, number, number.shape)
             self._numbers.append((number, _NUMBERS[role]))
-        self._row: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
+        self.logits: Row = np.zeros(self.info.vocabulary_size, dtype=np.float32)
+        """The row behind the last step's candidates, [V]; overwritten by the next step."""
         self._one_row = self._graph.one_row
         if self._one_row:
-            place = np.float32, (1, self._row.size), self._row.ctypes.data
+            place = np.float32, (1, self.logits.size), self.logits.ctypes.data
             self._binding.bind_output(self._graph.logits.name, "cpu", 0, *place)
 
     def _forward(self, cached: int, tokens: Sequence[int]) -> NDArray[Any]:
@@ -266,16 +256,16 @@ class GraphDrafter:
         self._store.advance()
         self._window.held = length
         if self._one_row:
-            return self._row
+            return self.logits
         logits: NDArray[Any] = self._binding.get_outputs()[0].numpy()
         rows = logits.reshape(-1, logits.shape[-1])
-        self._row[:] = rows[-1]
+        self.logits[:] = rows[-1]
         return rows
 
     def _guesses(self, position: int, width: int) -> tuple[ports.Candidate, ...]:
         """Behind the text in the cache. ``logits`` lose what the constraint forbids; without a
         token that it allows there are no guesses."""
-        cache, logits = self._cache, self._row
+        cache, logits = self._cache, self.logits
         mask = cache.mask()
         if mask is not None:
             bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
@@ -291,12 +281,6 @@ class GraphDrafter:
         self._binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
 
 
-def runtime_version() -> tuple[int, int]:
-    """Of the onnxruntime in use: (major, minor)."""
-    major, minor, *_ = str(ort.__version__).split(".")
-    return int(major), int(minor)
-
-
 def _limited(
     info: ports.ModelInfo, context_length: int, usual: int, window: int, trained: int = 0
 ) -> tuple[ports.ModelInfo, int]:
@@ -310,7 +294,7 @@ def _limited(
     bounded("window", window, 0, limit)
     trained = min(trained, limit)
     slides = window or (trained and not context_length)
-    longest = MAX_CONTEXT_LENGTH if slides else limit
+    longest = mf.MAX_CONTEXT_LENGTH if slides else limit
     return replace(info, context_length=longest), window or trained or limit
 
 
@@ -337,12 +321,12 @@ class OnnxDrafter(GraphDrafter):
         chunk: int = CHUNK,
         providers: Sequence[str] = dg.CPU,
     ) -> None:
-        self.manifest = manifest = read_manifest(folder)
+        self.manifest = manifest = mf.read_manifest(folder)
         info, capacity = _limited(
-            manifest.model, context_length, MAX_CONTEXT_LENGTH, window, manifest.window
+            manifest.model, context_length, mf.MAX_CONTEXT_LENGTH, window, manifest.window
         )
         bounded("chunk", chunk, 1, CHUNK)
-        path = folder / MODEL_FILE
+        path = folder / mf.MODEL_FILE
         two_from = _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0)
         threads = threads or dg.usual_threads(dg.weights_bytes(path), two_from)
         session = dg.load_session(path, threads, providers)
@@ -360,7 +344,7 @@ class OnnxDrafter(GraphDrafter):
         self._lay_out()
 
 
-def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: DraftManifest) -> None:
+def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: mf.DraftManifest) -> None:
     """Before any buffer is sized by it."""
     cache = graph.caches[0]
     for name, found, said in (
@@ -370,7 +354,7 @@ def _check_manifest(path: Path, graph: dg.DecoderGraph, manifest: DraftManifest)
         ("ids", graph.logits.shape[-1], manifest.model.vocabulary_size),
     ):
         if found != said:
-            raise DraftModelError(f"{path}: has {found} {name}, but the manifest says {said}")
+            raise mf.DraftModelError(f"{path}: has {found} {name}, but the manifest says {said}")
 
 
 # --- drafts that others exported ------------------------------------------------------------
@@ -400,8 +384,6 @@ _CHECKED_LENGTH = 2 + len(_LATER)
 class Behaviour:
     """How a graph may be used."""
 
-    works: bool
-    """Steps and rollbacks give what decoding from nothing gives."""
     chunks: bool = False
     """May several tokens be fed behind a cache, or one at a time only?"""
     in_place: bool = False
@@ -409,7 +391,7 @@ class Behaviour:
     all_rows: bool = False
     """Are there logits of every token fed, or of the last one alone?"""
     reason: str = ""
-    """Why it does not work."""
+    """Why steps and rollbacks do not give what decoding from nothing gives; empty: they do."""
 
 
 def check_behaviour(
@@ -420,19 +402,19 @@ def check_behaviour(
     rows = decode_rows(0, (a, b, c, d))
     whole = rows[-1]
     if not np.isfinite(whole).all():
-        return Behaviour(False, reason="its logits are not all finite")
+        return Behaviour(reason="its logits are not all finite")
     decode_rows(0, (a, b))
     decode_rows(2, (c,))
     for way in ("decoding token by token", "decoding after a rollback"):
         difference = _difference(decode_rows(3, (d,))[-1], whole)
         if not difference <= LARGEST_DIFFERENCE:
             by = f"by {difference:.2f} standard deviations of the logits"
-            return Behaviour(False, reason=f"{way} differs from decoding at once {by}")
+            return Behaviour(reason=f"{way} differs from decoding at once {by}")
     several = _difference(decode_rows(1, (b, c, d))[-1], whole)
     alone, fed = decode_rows(1, (b,))[-1], decode_rows(1, (b, *later))
     if len(fed) > 1:
         several = max(several, _difference(fed[0], alone))
-    return Behaviour(True, several <= LARGEST_DIFFERENCE, all_rows=len(rows) > 1)
+    return Behaviour(several <= LARGEST_DIFFERENCE, all_rows=len(rows) > 1)
 
 
 def _difference(row: Row, reference: Row) -> float:
@@ -497,13 +479,12 @@ class ForeignDrafter(GraphDrafter):
             except Exception as error:  # onnxruntime's exceptions share no base of their own
                 reason = f"it does not run: {error}"
                 continue
-            if found.works:
+            if not (reason := found.reason):
                 self.behaviour = replace(found, in_place=kind is kv.KvBuffers)
                 self._chunks, self._run_options = found.chunks, None
                 self._lay_out()
                 return
-            reason = found.reason
-        raise DraftModelError(f"{self._path}: the graph cannot draft: {reason}")
+        raise mf.DraftModelError(f"{self._path}: the graph cannot draft: {reason}")
 
     def _tried(self, keep_length: int, tokens: Sequence[int]) -> Row:
         return self._forward(keep_length, tokens).astype(np.float32)

@@ -11,15 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-from edgespec.core.device.memory import MemoryGuard, Restriction
-from edgespec.core.ports import (
-    Cancelled,
-    Candidate,
-    Drafter,
-    ModelInfo,
-    Twinned,
-    never_cancelled,
-)
+from edgespec.core.device.memory import MemoryGuard
+from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, Twinned, never_cancelled
 from edgespec.core.protocol.constraint import ConstrainedText
 from edgespec.core.protocol.sampling import SamplingParams, TokenCounts
 
@@ -108,9 +101,6 @@ class TokenCache:
     @property
     def output(self) -> Sequence[int]:
         return self.tokens[self._prompt_length :]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 SINKS: Final = 4
@@ -233,9 +223,7 @@ class CacheGroup:
     ) -> None:
         self.members: list[Restrictable] = []
         self.most, self.budget_bytes = most, budget_bytes
-        self.restriction: Restriction | None = None
-        """The last one that the governor laid on; None: none yet."""
-        self._governor, self._measure, self._clock = governor, measure, clock
+        self.governor, self._measure, self._clock = governor, measure, clock
         self._measured_at = -MEASURE_EVERY_S
         self._resident = 0
         self._failed = False
@@ -254,13 +242,12 @@ class CacheGroup:
                 self._failed = True
                 _log.warning("this process's memory cannot be measured any more: %s", error)
         held = max(member.held_tokens for member in self.members)
-        restriction = self._governor.observe(self._resident, growth, held, now)
+        restriction = self.governor.observe(self._resident, growth, held, now)
         if restriction is None:
             return
         window, width = restriction.window, restriction.width
         told = "%d MiB resident: the draft may hold %d tokens and give %d guesses a step"
         _log.info(told, self._resident >> 20, window, width)
-        self.restriction = restriction
         for member in self.members:
             member.restrict(window, width)
 

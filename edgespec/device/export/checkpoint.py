@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.models.folders import DRAFT_MODEL_TYPES, read_json
+from edgespec.models.folders import DRAFT_MODEL_TYPES, ModelFolderError, read_json
 
 _GEMMA = ("gemma2", "gemma3_text")
 _WINDOWED = ("mistral", "phi3", *_GEMMA)
@@ -31,10 +31,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """What ``hidden_act`` may be, and what it computes."""
-
-
-class CheckpointError(ValueError):
-    """A source folder cannot be exported; the message names the file or field and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +95,24 @@ class DecoderShape:
 
 
 def read_shape(folder: Path) -> DecoderShape:
-    """Raises ``CheckpointError`` naming the field and the value for anything unsupported."""
+    """Raises ``ModelFolderError`` naming the field and the value for anything unsupported."""
     path = folder / "config.json"
     config = read_json(path)
     model_type = config.get("model_type")
     if model_type not in DRAFT_MODEL_TYPES:
-        raise CheckpointError(
+        raise ModelFolderError(
             f"{path}: model_type {model_type!r} is not one of {DRAFT_MODEL_TYPES}"
         )
     gemma = model_type in _GEMMA
     usual = "gelu_pytorch_tanh" if gemma else "silu"
     act = config.get("hidden_activation") or config.get("hidden_act") or usual
     if act not in ACTIVATIONS:
-        raise CheckpointError(f"{path}: hidden_act {act!r} is not one of {sorted(ACTIVATIONS)}")
+        raise ModelFolderError(f"{path}: hidden_act {act!r} is not one of {sorted(ACTIVATIONS)}")
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or (256 if gemma else hidden // heads))
         if head_dim % 2:
-            raise CheckpointError(
+            raise ModelFolderError(
                 f"{path}: head size {head_dim} is odd, but positions rotate pairs"
             )
         return DecoderShape(
@@ -136,16 +132,16 @@ def read_shape(folder: Path) -> DecoderShape:
             **_specialities(path, config, hidden, head_dim),
         )
     except KeyError as error:
-        raise CheckpointError(f"{path}: field {error} is missing") from error
+        raise ModelFolderError(f"{path}: field {error} is missing") from error
 
 
 def _window(path: Path, config: dict[str, Any]) -> int:
     kinds = set(config.get("layer_types") or ())
     if len(kinds) > 1 and config["model_type"] not in _GEMMA:
-        raise CheckpointError(f"{path}: layer_types mixes {sorted(kinds)}, which is not supported")
+        raise ModelFolderError(f"{path}: layer_types mixes {sorted(kinds)}, which is not supported")
     if config["model_type"] not in _WINDOWED:
         if config.get("use_sliding_window"):
-            raise CheckpointError(f"{path}: use_sliding_window is not supported")
+            raise ModelFolderError(f"{path}: use_sliding_window is not supported")
         return 0
     default = 4096 if config["model_type"] in _GEMMA else 0
     return int(config.get("sliding_window", default) or 0)
@@ -177,7 +173,7 @@ def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int
 def _gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, Any]:
     second = config["model_type"] == "gemma2"
     if config.get("use_bidirectional_attention"):
-        raise CheckpointError(f"{path}: use_bidirectional_attention is not supported")
+        raise ModelFolderError(f"{path}: use_bidirectional_attention is not supported")
     every = 2 if second else int(config.get("sliding_window_pattern", 6))
     kinds = config.get("layer_types") or [
         "sliding_attention" if (layer + 1) % every else "full_attention"
@@ -208,15 +204,15 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     rope |= parameters.get("full_attention", parameters)  # or one for each kind of layer
     rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
     if kind not in ROPE_TYPES:
-        raise CheckpointError(f"{path}: rope_type {kind!r} is not one of {ROPE_TYPES}")
+        raise ModelFolderError(f"{path}: rope_type {kind!r} is not one of {ROPE_TYPES}")
     if kind == "yarn" and not rope.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = config.get("max_position_embeddings")
     for name in _ROPE_FIELDS.get(kind, ()):
         if not isinstance(value := rope.get(name), int | float):
-            raise CheckpointError(f"{path}: rope_type {kind!r} needs {name}, which is {value!r}")
+            raise ModelFolderError(f"{path}: rope_type {kind!r} needs {name}, which is {value!r}")
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise CheckpointError(f"{path}: partial_rotary_factor {partial} is not supported")
+        raise ModelFolderError(f"{path}: partial_rotary_factor {partial} is not supported")
     return rope
 
 
@@ -245,7 +241,7 @@ class Checkpoint:
         return name in self._files or self._joint_matrix(name)[0] in self._files
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Float32 copy. Raises ``CheckpointError`` when missing or of another shape."""
+        """Float32 copy. Raises ``ModelFolderError`` when missing or of another shape."""
         whole, start, rows = self._joint_matrix(name)
         if name in self._files or whole not in self._files:
             value = self._stored(name, shape)
@@ -261,11 +257,11 @@ class Checkpoint:
 
         path = self._files.get(name)
         if path is None:
-            raise CheckpointError(f"{self._folder}: tensor {name} is in no *.safetensors file")
+            raise ModelFolderError(f"{self._folder}: tensor {name} is in no *.safetensors file")
         with safe_open(path, framework="numpy") as tensors:
             value = np.asarray(tensors.get_tensor(name))
         if value.shape != shape:
-            raise CheckpointError(f"{path}: tensor {name} has shape {value.shape}, not {shape}")
+            raise ModelFolderError(f"{path}: tensor {name} has shape {value.shape}, not {shape}")
         return value.astype(np.float32)
 
     def _joint_matrix(self, name: str) -> tuple[str, int, int]:
@@ -299,12 +295,12 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise CheckpointError(f"{folder}: no *.safetensors file")
+        raise ModelFolderError(f"{folder}: no *.safetensors file")
     files: dict[str, Path] = {}
     for path in paths:
         try:
             with safe_open(path, framework="numpy") as tensors:
                 files |= dict.fromkeys(tensors.keys(), path)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
+            raise ModelFolderError(f"{path}: not a readable safetensors file: {error}") from error
     return files

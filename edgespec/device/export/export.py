@@ -52,8 +52,7 @@ def export_draft(
     ``bits`` is 4, 8 or 32 (float32). ``context_length`` 0 means the model's own, at most 16384.
     ``kv_type`` is that of the cached keys and values; int8 needs onnxruntime here, to try the
     draft. ``progress`` hears how many layers of how many are done. The same input gives the same
-    bytes. Raises ``CheckpointError`` or another ``ValueError``, naming the file and the field, or
-    the value and the limit."""
+    bytes. Raises ``ValueError`` naming the file and the field, or the value and the limit."""
     from edgespec.device.export.export_graph import build_graph, padded_head_dim
     from edgespec.device.export.quantize import BLOCK_SIZE, halve_cache, save_graph
 

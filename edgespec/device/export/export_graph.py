@@ -177,7 +177,7 @@ def build_graph(
 
     ``bits`` is the precision of the matrices; 4 and 8 are blocks of 32 (``quantize.py``), 32 is
     float32. Norms, biases and rotary tables stay float32. Raises ``ValueError`` naming the value,
-    ``CheckpointError`` for a missing or misshapen tensor."""
+    ``ModelFolderError`` for a missing or misshapen tensor."""
     if bits not in BITS:
         raise ValueError(f"bits is {bits}, but must be one of {BITS}")
     builder = _Builder(shape, checkpoint, context_length, bits)
