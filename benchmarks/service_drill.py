@@ -56,12 +56,13 @@ from edgespec.config import (
     PacingSection,
     ServerTlsSection,
     VerifierConfig,
+    load_config,
 )
 from edgespec.core.association.policies import Association
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.build import build_agent
-from edgespec.wire.access import KeyFile, load_keys, save_keys
+from edgespec.wire.access import KeyFile, save_keys
 from edgespec.wire.certificates import make_ca, make_server
 
 FLEETS = ("fleet-a", "fleet-b", "fleet-c", "fleet-d")
@@ -318,7 +319,8 @@ class Drills:
     async def _revocation(self) -> None:
         await asyncio.sleep(self.options.seconds / 4)
         path = self.folder / KEYS
-        left = {name: one for name, one in load_keys(path).keys.items() if name != LEAVER}
+        known = load_config(KeyFile, path).keys
+        left = {name: one for name, one in known.items() if name != LEAVER}
         save_keys(path, KeyFile(left))
         asked_s = time.perf_counter()
         await self._reload()

@@ -17,7 +17,7 @@ from edgespec.cli.options import read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config import ConfigError, load_config
 from edgespec.config.common import needs
-from edgespec.wire.access import KeyEntry, KeyFile, load_keys, new_key, save_keys
+from edgespec.wire.access import KeyEntry, KeyFile, new_key, save_keys
 
 File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file of keys")]
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]
@@ -46,7 +46,7 @@ def add(
     [dim]edgespec keys add workshop --set max_sessions=8 --file keys.yaml[/]
     """
     with reported(), _alone(file):
-        known = load_keys(file) if file.exists() else KeyFile({})
+        known = load_config(KeyFile, file) if file.exists() else KeyFile({})
         key, sha256 = new_key()
         try:
             if name in known.keys:
@@ -68,7 +68,7 @@ def add(
 def show(file: File) -> None:
     """List names and limits."""
     with reported():
-        known = load_keys(file).keys
+        known = load_config(KeyFile, file).keys
         for name, entry in sorted(known.items()):
             limits = [
                 f"{one.name} {_shown(getattr(entry, one.name))}"
@@ -84,7 +84,7 @@ def show(file: File) -> None:
 def revoke(name: Name, file: File) -> None:
     """Take a key away. A running verifier ends its streams at SIGHUP."""
     with reported(), _alone(file):
-        known = load_keys(file)
+        known = load_config(KeyFile, file)
         if name not in known.keys:
             listed = ", ".join(sorted(known.keys)) or "none"
             raise ConfigError(f"{file} has no key {name!r}; known: {listed}")

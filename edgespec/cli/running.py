@@ -20,7 +20,7 @@ from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError, joined
 from edgespec.device.agent import GenerationError
-from edgespec.telemetry.logs import TEXT, JsonFormatter, formatter
+from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter
 from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
 
 # A closed terminal (SIGHUP) must not leave a child process behind.
@@ -208,7 +208,7 @@ def set_up_logging(level: str, log_format: str = TEXT) -> None:
     if level != "debug":  # gRPC's own log repeats, in C++ terms, what is reported anyway
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(log_format))
+    handler.setFormatter(JsonFormatter() if log_format == JSON else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(log_format != TEXT)
 

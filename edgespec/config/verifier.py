@@ -146,9 +146,8 @@ class VerifierConfig:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        common.not_empty("model", self.model)
-        common.not_empty("host", self.host)
-        common.not_empty("metrics_host", self.metrics_host)
+        for name in ("model", "host", "metrics_host"):
+            common.not_empty(name, getattr(self, name))
         for rule in self.rules:
             check_offer(rule)
         self._check_engine()

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,7 +51,7 @@ async def with_tokenizer(
     address = build.with_port(address or config.verifiers[0])
     transport = build.dial(address, device_access(config))
     try:
-        fetch = TokenizerFetch(transport.ask_tokenizer, address)
+        fetch = TokenizerFetch(partial(transport.ask, "Tokenizer"), address)
         return replace(config, tokenizer=str(await _cached(fetch, info, say)))
     except LinkError as error:
         own = next(

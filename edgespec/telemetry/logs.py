@@ -60,10 +60,6 @@ class TextFormatter(logging.Formatter):
         return super().format(record)
 
 
-def formatter(name: str) -> logging.Formatter:
-    return JsonFormatter() if name == JSON else TextFormatter()
-
-
 def _request_of(record: logging.LogRecord) -> str:
     """The stream that the caller named, else the one that the running task serves."""
     return getattr(record, "request_id", "") or request_id.get()

@@ -88,20 +88,17 @@ class Table:
                 yield self._family(metric, value)
 
     def _family(self, metric: Metric, value: Any) -> Family:
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
+        from prometheus_client import core
 
         name, every = self._prefix + metric.name, list(self._labels.values())
         labels = [*self._labels, *(metric.label.split(",") if metric.label else ())]
         if isinstance(value, Histogram):
-            whole = HistogramMetricFamily(name, metric.help, labels=labels)
+            whole = core.HistogramMetricFamily(name, metric.help, labels=labels)
             bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
             whole.add_metric(every, list(zip(bounds, value.cumulative, strict=True)), value.total)
             return whole
-        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        counter = metric.kind == "counter"
+        kind = core.CounterMetricFamily if counter else core.GaugeMetricFamily
         family = kind(name, metric.help, labels=labels)
         by_label: Mapping[Any, Any] = value if isinstance(value, Mapping) else {(): value}
         for at, one in by_label.items():

@@ -34,13 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from edgespec.config import AgentConfig, ConfigError, EndpointSection, VerifierConfig
-from edgespec.config.common import (
-    DeviceTlsSection,
-    ServerTlsSection,
-    host_of,
-    is_loopback,
-    needs,
-)
+from edgespec.config.common import DeviceTlsSection, ServerTlsSection, host_of, is_loopback, needs
 from edgespec.config.files import TooLargeError, read_bytes, replace_file
 from edgespec.config.loading import dump_config, load_config
 from edgespec.core.protocol.checks import check_limits, limited
@@ -91,8 +85,6 @@ _warn_once = cache(partial(_LOG.warning, "%s"))
 # It holds digests only (``core/verifier/credential.py``); a key is shown once, when it is made. A
 # file is replaced as a whole: a verifier that reads it meanwhile finds the old one or the new one.
 
-KEY_PREFIX: Final = "edgespec-"
-"""So that a key is known for one where it should not be: in a repository, say."""
 MAX_NAME_LENGTH = 64
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _HEX = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
@@ -151,13 +143,9 @@ class KeyFile:
 
 def new_key() -> tuple[str, str]:
     """A key of 256 random bits, and its digest as the file holds it."""
-    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    # Known for one where it should not be: in a repository, say.
+    key = "edgespec-" + secrets.token_urlsafe(32)
     return key, digest(key).hex()
-
-
-def load_keys(path: Path) -> KeyFile:
-    """The keys in a file. Raises ``ConfigError`` naming the file, the key and what is wrong."""
-    return load_config(KeyFile, path)
 
 
 def save_keys(path: Path, keys: KeyFile) -> None:
@@ -242,7 +230,7 @@ class ServerAccess:
         return identity.configuration()
 
     def _read_ring(self) -> KeyRing | None:
-        return load_keys(_checked(self._keys)).ring() if self._keys else None
+        return load_config(KeyFile, _checked(self._keys)).ring() if self._keys else None
 
 
 def _checked(name: str, *, secret: bool = False) -> Path:

@@ -1,8 +1,5 @@
-"""Who calls, whether it is let in, and when it is its turn: keys, the line for
-unary calls (``Info``, health, reflection, the tokenizer), and refusals that are told late.
-
-The budget (``CallBudget``) says how long a call waits; one that would wait too long is told
-RESOURCE_EXHAUSTED.
+"""Who calls and when it is its turn: keys, the line for unary calls (``Info``, health, reflection,
+the tokenizer), slots for streams, and refusals that are told late.
 """
 
 from __future__ import annotations
@@ -12,18 +9,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
-from edgespec.core.ports import Authenticate
 from edgespec.core.protocol.messages import Fault, FaultCode
 from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.traffic_budget import CallBudget, CallLimits
-from edgespec.wire.grpc_calls import GONE, KEY_HEADER, KEY_SCHEME, peer_address, refuse
+from edgespec.wire.grpc_calls import KEY_HEADER, KEY_SCHEME, peer_address, refuse
 
 FIRST_S: Final = 0.5
 PER_S: Final = 20.0
@@ -149,36 +144,6 @@ class SideServices(grpc.aio.ServerInterceptor):
                 yield reply
 
         return in_turn
-
-
-class Authenticator:
-    """Looks at the key that a call shows as ``authorization: Bearer KEY``, before anything of it is
-    read; ``authenticate`` None lets everybody in.
-
-    One without the right key is refused after a while (``Refusals``) and counts for nothing else:
-    who guesses keys takes no place, and no turn in a line, of those who have one."""
-
-    def __init__(self, authenticate: Authenticate | None) -> None:
-        self._authenticate = authenticate
-        self._refusals = Refusals()
-
-    def credential(self, key: str) -> Credential | None:
-        """Whose call it is that shows this key; None: it is not let in."""
-        return ANYBODY if self._authenticate is None else self._authenticate(key)
-
-    async def turn_away(
-        self, context: Any, encode: Callable[[Fault], bytes] | None = None
-    ) -> NoReturn:
-        """End a call that is not let in. On a stream ``encode`` makes the message for the device,
-        which goes before the status."""
-        # Asked while the call is there for certain (``grpc_server.py``).
-        peer, fault = peer_address(str(context.peer())), WRONG_KEY if shown_key(context) else NO_KEY
-        await self._refusals.hold(peer)
-        if encode is not None:
-            with suppress(TimeoutError, *GONE):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await context.write(encode(fault))
-        await refuse(context, fault)
 
 
 def shown_key(context: Any) -> str:

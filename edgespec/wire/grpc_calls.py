@@ -150,13 +150,6 @@ async def refuse(context: Any, fault: Fault) -> NoReturn:
 # default ping policy ends such a client with "too many pings" within seconds, so it is relaxed.
 
 Options = list[tuple[str, int | str]]
-# Between attempts of a channel whose peer is gone; the library's default grows to two minutes. Less
-# than the waits of a session, or its attempts would be refused without a look at the peer.
-_FIRST_RECONNECT_S = 0.1
-_LAST_RECONNECT_S = 0.3
-_HANDSHAKE_S = 10.0
-
-
 PING_EVERY_S = PING_TIMEOUT_S = 1.5
 """While a stream is open: a dead peer is noticed after about the sum of the two."""
 
@@ -168,11 +161,13 @@ def client_options(limits: WireLimits, connect_timeout_s: float) -> Options:
         ("grpc.use_local_subchannel_pool", 1),
         # An idle device does not ping (battery, mobile radio).
         ("grpc.keepalive_permit_without_calls", 0),
-        ("grpc.initial_reconnect_backoff_ms", int(_FIRST_RECONNECT_S * 1000)),
+        # Between attempts of a channel whose peer is gone; the library's default grows to two
+        # minutes. Less than the waits of a session, or its attempts would be refused unseen.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 300),
         # Not a pause, in spite of its name: what one attempt may take. Longer than ours, so that
         # the caller's own time-out is the one that strikes.
         ("grpc.min_reconnect_backoff_ms", int(connect_timeout_s * 1000) + 1000),
-        ("grpc.max_reconnect_backoff_ms", int(_LAST_RECONNECT_S * 1000)),
     ]
 
 
@@ -182,7 +177,7 @@ def server_options(limits: WireLimits) -> Options:
         # Off, so that a second daemon on the port fails instead of stealing half of the devices.
         ("grpc.so_reuseport", 0),
         # Who connects and does not finish the TLS handshake; the library waits two minutes.
-        ("grpc.server_handshake_timeout_ms", int(_HANDSHAKE_S * 1000)),
+        ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
         ("grpc.http2.max_ping_strikes", 0),
     ]

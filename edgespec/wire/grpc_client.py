@@ -27,15 +27,16 @@ _FINAL: Final = {status for code, status in grpc_calls.STATUS.items() if not cod
     grpc.StatusCode.PERMISSION_DENIED,
 }
 _TOO_LARGE: Final = "message larger than max"
+ANSWER_WITHIN_S = 5.0
+"""Bounds connect and each question."""
 # How long a closed stream may wait for the verifier to end it too.
 _LINGER_S: Final = 1.0
 
 
 class GrpcTransport:
     """Streams to the verifier at ``address`` ("host:port" or "unix:path"). Raises ``ConfigError``
-    where others could read the key of ``access`` on its way there. ``connect_timeout_s`` bounds
-    connect and info, each. ``conversation`` is asked at each connect for the hash that a proxy may
-    choose a replica by; empty for none."""
+    where others could read the key of ``access`` on its way there. ``conversation`` is asked at
+    each connect for the hash that a proxy may choose a replica by; empty for none."""
 
     def __init__(
         self,
@@ -43,14 +44,12 @@ class GrpcTransport:
         access: DeviceAccess | None = None,
         *,
         limits: codec.WireLimits | None = None,
-        connect_timeout_s: float = 5.0,
         conversation: Callable[[], str] = lambda: "",
     ) -> None:
         self.address, self._access = address, access or DeviceAccess()
         self.limits = limits or codec.WireLimits()
         key = self._access.key_for(address)
         self._metadata = ((grpc_calls.KEY_HEADER, f"{grpc_calls.KEY_SCHEME} {key}"),) if key else ()
-        self._connect_timeout_s = connect_timeout_s
         self._conversation = conversation
         self._channel: grpc.aio.Channel | None = None
         self._streams: set[GrpcDeviceStream] = set()
@@ -73,7 +72,7 @@ class GrpcTransport:
         try:
             with self._calling("connect"):
                 # ``wait_for`` of Python 3.11 may connect for a caller that was cancelled.
-                async with asyncio.timeout(self._connect_timeout_s):
+                async with asyncio.timeout(ANSWER_WITHIN_S):
                     await call.wait_for_connection()
         except BaseException:
             call.cancel()
@@ -83,22 +82,17 @@ class GrpcTransport:
         return stream
 
     async def info(self) -> VerifierInfo:
-        payload = await self._ask("Info", b"")
+        payload = await self.ask("Info", b"")
         try:
             return codec.decode_info(payload, self.limits)
         except codec.ProtocolViolation as violation:
             raise LinkError(f"verifier at {self.address}: {violation}", retryable=False) from None
 
-    async def ask_tokenizer(self, request: bytes) -> bytes:
-        """One call of ``Tokenizer``, as ``tokenizer_lending`` writes it. Raises ``LinkError``."""
-        return await self._ask("Tokenizer", request)
-
-    async def _ask(self, name: str, request: bytes) -> bytes:
+    async def ask(self, name: str, request: bytes) -> bytes:
+        """One call of the service's ``name``, such as ``Tokenizer``. Raises ``LinkError``."""
         method: Any = self._open_channel().unary_unary(f"/{codec.SERVICE}/{name}", None, None)
         with self._calling(name.lower()):
-            return bytes(
-                await method(request, timeout=self._connect_timeout_s, metadata=self._metadata)
-            )
+            return bytes(await method(request, timeout=ANSWER_WITHIN_S, metadata=self._metadata))
 
     async def close(self) -> None:
         """End all streams, with a moment for what was sent before to arrive."""
@@ -133,14 +127,14 @@ class GrpcTransport:
         if self._closed:
             raise LinkError(f"the transport to {self.address} was closed here", retryable=False)
         if self._channel is None:
-            options = grpc_calls.client_options(self.limits, self._connect_timeout_s)
+            options = grpc_calls.client_options(self.limits, ANSWER_WITHIN_S)
             self._channel = _channel(self.address, self._access, options)
         return self._channel
 
     def _refused(self, error: TimeoutError | grpc.aio.AioRpcError, what: str) -> LinkError:
         """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
         if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            late = f"no answer to {what} within {self._connect_timeout_s} s"
+            late = f"no answer to {what} within {ANSWER_WITHIN_S} s"
             return LinkError(f"verifier at {self.address}: {late}")
         if (why := self._access.handshake_failure(error.details() or "")) is not None:
             return UntrustedPeerError(f"verifier at {self.address}: {why}")

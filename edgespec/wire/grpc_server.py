@@ -28,7 +28,7 @@ from grpc.aio import EOF
 from edgespec.core.ports import Authenticate, LinkError, ServeStream
 from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import traffic_budget as budgets
-from edgespec.core.verifier.credential import Credential
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire import callers, codec, grpc_calls
 from edgespec.wire.tokenizer_lending import PackedTexts
@@ -317,7 +317,9 @@ class GrpcServer:
         self._address, self._credentials = address, credentials
         self._server: grpc.aio.Server | None = None
         self._health: Any = None
-        self._authenticator = callers.Authenticator(authenticate)
+        self._authenticate = authenticate or (lambda _: ANYBODY)
+        self._strangers = callers.Refusals()
+        """Of calls without the right key: who guesses keys takes no place of those who have one."""
         self.stalled_s, self._texts = stalled_s, texts
         self.watch = watch = watch or Watch()
         self._refused = watch.streams.refused
@@ -384,23 +386,35 @@ class GrpcServer:
 
     async def _answer_info(self, _request: bytes, context: Any) -> bytes:
         """The reply to one call of ``Info``, which is encoded again only when it would differ."""
-        if (credential := self._authenticator.credential(callers.shown_key(context))) is None:
-            await self._authenticator.turn_away(context)
-        await self._questions.turn(context, credential)
+        await self._questions.turn(context, await self._let_in(context))
         if (info := self._info()) != self._told:
             self._told, self._answer = info, codec.encode_info(info, self.limits)
         return self._answer
 
     async def _answer_tokenizer(self, request: bytes, context: Any) -> bytes:
-        if (credential := self._authenticator.credential(callers.shown_key(context))) is None:
-            await self._authenticator.turn_away(context)
-        await self._lending.turn(context, credential)
+        await self._lending.turn(context, await self._let_in(context))
         if isinstance(self._texts, str):
             await grpc_calls.abort_call(context, grpc.StatusCode.FAILED_PRECONDITION, self._texts)
         try:
             return self._texts.answer(request)
         except codec.ProtocolViolation as error:
             await grpc_calls.abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _let_in(self, context: Any, *, stream: bool = False) -> Credential:
+        """Whose call it is, by the key that it shows, before anything of it is read. A call without
+        the right one is refused after a while; a device on a ``stream`` is sent why before that."""
+        key = callers.shown_key(context)
+        if (credential := self._authenticate(key)) is not None:
+            return credential
+        fault = callers.WRONG_KEY if key else callers.NO_KEY
+        if stream:
+            self._refused(fault.code)
+        await self._strangers.hold(grpc_calls.peer_address(str(context.peer())))
+        if stream:
+            with suppress(TimeoutError, *grpc_calls.GONE):
+                async with asyncio.timeout(callers.LAST_WORDS_S):
+                    await context.write(codec.encode_downlink(fault, self.limits))
+        await grpc_calls.refuse(context, fault)
 
     @property
     def stream_count(self) -> int:
@@ -443,12 +457,7 @@ class GrpcServer:
     async def _speculate(self, _requests: Any, context: Any) -> None:
         # Asked once: grpcio 1.85 reads freed memory when asked after the call has ended.
         address = str(context.peer())
-        key = callers.shown_key(context)
-        if (credential := self._authenticator.credential(key)) is None:
-            self._refused(m.FaultCode.UNAUTHENTICATED)
-            await self._authenticator.turn_away(
-                context, lambda fault: codec.encode_downlink(fault, self.limits)
-            )
+        key, credential = callers.shown_key(context), await self._let_in(context, stream=True)
         peer = callers.caller(grpc_calls.peer_address(address), credential)
         if self._calls[peer] >= self._max_peer_calls:
             self._refused(m.FaultCode.OVERLOADED)
@@ -525,7 +534,7 @@ class GrpcServer:
         fault: m.Fault | None = None
         try:
             # The key may have been revoked while the stream stood in line.
-            if self._authenticator.credential(key) is None:
+            if self._authenticate(key) is None:
                 fault = callers.WRONG_KEY
             else:
                 await self._serve(stream)

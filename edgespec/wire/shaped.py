@@ -17,6 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from edgespec.core.link_model import LinkModel
@@ -105,9 +106,6 @@ class Pipe(Generic[_T]):
         self._reason: tuple[str, bool] | None = None
         self._changed = asyncio.Event()
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     async def put(self, item: _T) -> None:
         """Waits while the pipe is full. Raises ``LinkError`` when it has ended."""
         while self._reason is None and len(self._items) >= self._depth:
@@ -163,10 +161,8 @@ class ShapedTransport:
     ) -> None:
         self._inner = inner
         self._pacer = pacer or ThreadPacer()
-        self._owns_pacer = pacer is None
-        origin_s = self._pacer.now()
-        self.up = _Direction(up, self._pacer, origin_s)
-        self.down = _Direction(down, self._pacer, origin_s)
+        self.wait_until, self._origin_s = self._pacer.wait_until, self._pacer.now()
+        self.up, self.down = partial(self._arrival, up), partial(self._arrival, down)
         self.limits, self.meter = limits or WireLimits(), meter
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -189,12 +185,15 @@ class ShapedTransport:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._inner.close()
-        if self._owns_pacer:
-            self._pacer.close()
+        self._pacer.close()
 
     async def _round_trip(self) -> None:
-        for way in (self.up, self.down):
-            await way.wait(way.arrival(_HANDSHAKE_BYTES))
+        for arrival in (self.up, self.down):
+            await self.wait_until(arrival(_HANDSHAKE_BYTES))
+
+    def _arrival(self, way: LinkModel, size_bytes: int) -> float:
+        """When what leaves now is at the other end."""
+        return way.arrival(self._pacer.now() - self._origin_s, size_bytes) + self._origin_s
 
     def _spawn(self, pump: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(pump)
@@ -203,20 +202,12 @@ class ShapedTransport:
         return task
 
 
-class _Direction:
-    def __init__(self, model: LinkModel, pacer: ThreadPacer, origin_s: float) -> None:
-        self._model, self._now, self._origin_s = model, pacer.now, origin_s
-        self.wait = pacer.wait_until
-
-    def arrival(self, size_bytes: int) -> float:
-        return self._model.arrival(self._now() - self._origin_s, size_bytes) + self._origin_s
-
-
 class _ShapedStream:
     """One sender and one receiver at a time; both may be cancelled without loss."""
 
     def __init__(self, inner: DeviceStream, link: ShapedTransport) -> None:
         self._inner, self._up, self._down = inner, link.up, link.down
+        self._wait_until = link.wait_until
         self._limits, self._meter = link.limits, link.meter
         self._going_up: Pipe[tuple[float, m.Uplink]] = Pipe(_DEPTH)
         self._coming_down: Pipe[tuple[float, m.Downlink | LinkError]] = Pipe(_DEPTH)
@@ -226,14 +217,14 @@ class _ShapedStream:
     async def send(self, message: m.Uplink) -> None:
         """Raises ``LinkError`` when the stream is gone, ``ProtocolViolation`` over a bound."""
         size_bytes = payload_bytes(message, self._limits)
-        await self._going_up.put((self._up.arrival(size_bytes), message))
+        await self._going_up.put((self._up(size_bytes), message))
         if self._meter is not None:
             self._meter.count(message, size_bytes)
 
     async def receive(self) -> m.Downlink:
         """Raises ``LinkError`` after all messages that came before the end."""
         arrival_s, item = await self._coming_down.peek()
-        await self._down.wait(arrival_s)
+        await self._wait_until(arrival_s)
         await self._coming_down.get()
         if isinstance(item, LinkError):
             for pipe in (self._going_up, self._coming_down):
@@ -247,7 +238,7 @@ class _ShapedStream:
         """Returns at once; what was sent before still arrives, and then the end does."""
         if self._closing.done():
             return
-        self._close_at(self._up.arrival(_HANDSHAKE_BYTES))
+        self._close_at(self._up(_HANDSHAKE_BYTES))
         self._going_up.end("the stream was closed here", retryable=False)
         self._coming_down.end("the stream was closed here", retryable=False, drop=True)
         if self.reader is not None:
@@ -261,15 +252,15 @@ class _ShapedStream:
         try:
             while True:
                 arrival_s, message = await self._going_up.get()
-                await self._up.wait(arrival_s)
+                await self._wait_until(arrival_s)
                 await self._inner.send(message)
         except (LinkError, ProtocolViolation) as error:
             retryable = isinstance(error, LinkError) and error.retryable
             self._going_up.end(str(error), retryable=retryable, drop=True)
             if isinstance(error, ProtocolViolation):  # the inner transport's bounds are narrower
                 self._coming_down.end(str(error), retryable=False)
-                self._close_at(self._up.arrival(0))
-            await self._up.wait(await self._closing)
+                self._close_at(self._up(0))
+            await self._wait_until(await self._closing)
         finally:
             await self._inner.close()
 
@@ -278,10 +269,10 @@ class _ShapedStream:
             while True:
                 message = await self._inner.receive()
                 size_bytes = payload_bytes(message, self._limits)
-                await self._coming_down.put((self._down.arrival(size_bytes), message))
+                await self._coming_down.put((self._down(size_bytes), message))
         except LinkError as error:
             with suppress(LinkError):
-                await self._coming_down.put((self._down.arrival(0), error))
+                await self._coming_down.put((self._down(0), error))
 
 
 class TrafficMeter:

@@ -97,17 +97,11 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
         raise ProtocolViolation(f"the archive cannot be unpacked: {error}") from error
 
 
-Ask = Callable[[bytes], Awaitable[bytes]]
-"""One call of ``Tokenizer``; raises ``LinkError``."""
-
-
 class TokenizerFetch:
-    """``ask`` makes the calls, ``who`` names the verifier in errors."""
+    """``ask`` makes a call of ``Tokenizer`` or raises ``LinkError``; ``who`` is for errors."""
 
-    def __init__(
-        self, ask: Ask, who: str, pause: Callable[[float], Awaitable[object]] = asyncio.sleep
-    ) -> None:
-        self._ask_once, self._who, self._pause = ask, who, pause
+    def __init__(self, ask: Callable[[bytes], Awaitable[bytes]], who: str) -> None:
+        self._ask_once, self._who = ask, who
 
     async def announced(self) -> Announced:
         """What there is to fetch. Raises ``LinkError``, not retryable where what came is of no
@@ -137,7 +131,7 @@ class TokenizerFetch:
             except LinkError as error:
                 if not error.retryable or attempt == _ATTEMPTS:
                     raise
-                await self._pause(_AGAIN_S * attempt)
+                await asyncio.sleep(_AGAIN_S * attempt)
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager

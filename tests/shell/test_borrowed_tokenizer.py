@@ -12,6 +12,7 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -122,10 +123,10 @@ async def test_who_shows_no_key_gets_no_tokenizer(model: Path) -> None:
         transport,
     ):
         with pytest.raises(LinkError, match="asks for a key"):
-            await TokenizerFetch(transport.ask_tokenizer, "here").announced()
+            await TokenizerFetch(partial(transport.ask, "Tokenizer"), "here").announced()
         known = GrpcTransport(transport.address, DeviceAccess("right"))
         try:
-            fetch = TokenizerFetch(known.ask_tokenizer, "here")
+            fetch = TokenizerFetch(partial(known.ask, "Tokenizer"), "here")
             found = await fetch.texts(await fetch.announced())
             assert found == {name: (model / name).read_bytes() for name in NAMES}
         finally:
@@ -220,12 +221,10 @@ async def test_parts_that_do_not_fit_are_refused(
     assert not refused.value.retryable
 
 
-async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does() -> None:
-    pauses: list[float] = []
-
-    async def pause(seconds: float) -> None:
-        pauses.append(seconds)
-
+async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer_lending, "_AGAIN_S", 0.0)
     tries = 0
 
     async def ask(request: bytes) -> bytes:
@@ -235,11 +234,11 @@ async def test_a_lost_link_ends_no_fetch_and_a_gone_verifier_does() -> None:
             raise LinkError("away")
         return FILES.answer(request)
 
-    assert await TokenizerFetch(ask, "there", pause).announced() == FILES.announced
+    assert await TokenizerFetch(ask, "there").announced() == FILES.announced
     tries = -100
     with pytest.raises(LinkError, match="away"):
-        await TokenizerFetch(ask, "there", pause).announced()
-    assert len(pauses) == 2 + 7
+        await TokenizerFetch(ask, "there").announced()
+    assert tries == -100 + 8
 
 
 FILES = PackedTexts({"tokenizer.json": b"{}"})
@@ -247,11 +246,11 @@ FILES = PackedTexts({"tokenizer.json": b"{}"})
 
 async def test_a_request_for_what_is_not_there_is_refused() -> None:
     async with served(echo, texts=FILES) as (_, transport):
-        assert await transport.ask_tokenizer(b"") == FILES.answer(b"")
+        assert await transport.ask("Tokenizer", b"") == FILES.answer(b"")
         other = bytes(pb.TokenizerRequest(sha256=b"x").SerializeToString())
         for bad in (b"\xff", b"x" * 2000, other):
             with pytest.raises(LinkError, match=r"a TokenizerRequest|bytes of the message|no such"):
-                await transport.ask_tokenizer(bad)
+                await transport.ask("Tokenizer", bad)
 
 
 def test_files_that_cannot_be_lent_keep_no_verifier_from_serving(

@@ -30,7 +30,7 @@ from edgespec.config.files import replace_file
 from edgespec.core.protocol.messages import RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.credential import digest
-from edgespec.wire.access import load_keys
+from edgespec.wire.access import KeyFile
 
 
 def _file(folder: Path, text: str) -> Path:
@@ -66,7 +66,7 @@ MISTAKES = (Path(__file__).parent / "config_mistakes.txt").read_text(encoding="u
 READ: dict[str, Callable[[Path], object]] = {
     "agent": partial(load_config, AgentConfig),
     "verifier": partial(load_config, VerifierConfig),
-    "keys": load_keys,
+    "keys": partial(load_config, KeyFile),
 }
 
 

@@ -33,7 +33,7 @@ from typer.testing import Result
 from edgespec.cli import credentials as keys_command
 from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
-from edgespec.config import AgentConfig, ConfigError, EndpointSection, PacingSection
+from edgespec.config import AgentConfig, ConfigError, EndpointSection, PacingSection, load_config
 from edgespec.config.common import DeviceTlsSection, ServerTlsSection, SetupError
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.messages import FaultCode
@@ -43,7 +43,7 @@ from edgespec.device.agent import GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.verifier.daemon import Verifier
 from edgespec.wire import access, certificates
-from edgespec.wire.access import ServerAccess, device_access
+from edgespec.wire.access import KeyFile, ServerAccess, device_access
 from tests.present import present
 from tests.shell import guarded
 from tests.shell.guarded import Pki
@@ -186,9 +186,9 @@ def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path) -> No
     assert key not in made.stderr
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     credential = Credential("workshop", 8, 4096, 12.5, -2, ("big", "small"))
-    assert access.load_keys(path).ring().credential(key) == credential
+    assert load_config(KeyFile, path).ring().credential(key) == credential
     other = keys("add", "phone.7", "--file", path).stdout.strip()
-    ring = access.load_keys(path).ring()
+    ring = load_config(KeyFile, path).ring()
     assert ring.credential(other) == Credential("phone.7")
     assert ring.credential(key) == credential
     assert ring.credential(key + "x") is None
@@ -204,7 +204,7 @@ def test_a_revoked_key_opens_no_more(tmp_path: Path) -> None:
     first = keys("add", "first", "--file", path).stdout.strip()
     second = keys("add", "second", "--file", path).stdout.strip()
     assert keys("revoke", "first", "--file", path).exit_code == 0
-    ring = access.load_keys(path).ring()
+    ring = load_config(KeyFile, path).ring()
     assert ring.credential(first) is None
     assert ring.credential(second) == Credential("second")
     gone = keys("revoke", "first", "--file", path)
@@ -262,7 +262,7 @@ def test_the_file_of_a_service_stays_the_services(
     monkeypatch.undo()
     assert owners == ([] if given is None else [given])
     assert stat.S_IMODE(path.stat().st_mode) == mode
-    assert sorted(access.load_keys(path).keys) == ["a", "b"]
+    assert sorted(load_config(KeyFile, path).keys) == ["a", "b"]
 
 
 @pytest.mark.parametrize("command", ["add", "revoke"])

@@ -30,7 +30,7 @@ import pytest
 import yaml
 
 from edgespec.cli.verifier import ServiceManager, _drain, _reload_whenever
-from edgespec.config import ConfigError
+from edgespec.config import ConfigError, load_config
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.ports import DeviceStream
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Open, Opened, Received
@@ -39,7 +39,7 @@ from edgespec.core.verifier.credential import Credential
 from edgespec.device.agent import Agent, Chunk, GenerationError
 from edgespec.device.build import build_agent, connect
 from edgespec.models.toy import ToyTokenizer
-from edgespec.wire.access import KeyFile, ServerAccess, load_keys, save_keys
+from edgespec.wire.access import KeyFile, ServerAccess, save_keys
 from tests.present import present
 from tests.shell.guarded import PROMPT, Pki, device_config, keys_in, verifier_config
 from tests.shell.live_verifier import call, daemon, python, ready, start, toy_text
@@ -114,7 +114,7 @@ async def test_sighup_reads_keys_and_certificates_again(
             assert "keys.bad.sha256 is 5, but must be text" in words
             await anext(theirs)
             path.write_text(saved)
-            known = load_keys(path).keys
+            known = load_config(KeyFile, path).keys
             save_keys(path, KeyFile({"good": known["good"]}))
             for name in ("server.pem", "server.key"):
                 (tmp_path / "pki" / name).write_bytes((tmp_path / "newer" / name).read_bytes())
