@@ -12,6 +12,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -181,19 +182,16 @@ def _convert(hint: Any, value: object, source: str, place: str) -> Any:
 
 def _convert_scalar(hint: Any, value: object, source: str, place: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, Enum):
-        known = [member.value for member in hint]
-        if isinstance(value, hint):
-            return value
-        if value not in known:
-            raise _wrong(source, place, value, f"one of {', '.join(known)}")
-        return hint(value)
+        try:
+            return hint(value)
+        except ValueError:
+            known = ", ".join(member.value for member in hint)
+            raise _wrong(source, place, value, f"one of {known}") from None
     if hint in (bool, int) and type(value) is hint:
         return value
     if hint is float and not isinstance(value, bool):
-        try:  # YAML 1.1 takes 1e-3 for text
-            return float(value)  # type: ignore[arg-type] # the error is caught
-        except (TypeError, ValueError, OverflowError):
-            pass
+        with suppress(TypeError, ValueError, OverflowError):  # YAML 1.1 takes 1e-3 for text
+            return float(value)  # type: ignore[arg-type] # the error is suppressed
     if hint is str and isinstance(value, str):
         if not is_unicode(value):
             raise _wrong(source, place, value, "text that UTF-8 can hold")

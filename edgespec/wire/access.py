@@ -240,7 +240,6 @@ def _checked(name: str, *, secret: bool = False) -> Path:
 
 
 _NOT_TRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([^:]+))?")
-_NEVER_CONNECTED = "failed to connect to all addresses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +267,7 @@ class DeviceAccess:
     def handshake_failure(self, details: str) -> str | None:
         """What is wrong between this device and a verifier that is there, in words, from what gRPC
         says of a connection that did not come about; None: something else."""
-        if not details.startswith(_NEVER_CONNECTED):
+        if not details.startswith("failed to connect to all addresses"):
             return None
         if found := _NOT_TRUSTED.search(details):
             why = f": {found[1].strip()}" if found[1] else ""

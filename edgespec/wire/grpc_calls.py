@@ -64,7 +64,8 @@ class ShieldedCall(Generic[_T]):
         returned once. Raises what the operation raised, and ``InterruptedOperation``."""
         if self._task is None:
             self._task = asyncio.create_task(operation())
-            self._task.add_done_callback(_retrieve)
+            # When no caller comes back, asyncio must not report an error as lost.
+            self._task.add_done_callback(lambda done: done.cancelled() or done.exception())
         task = await self._wait(self._task, unless)
         if task.cancelled():
             raise InterruptedOperation("the operation was cancelled")
@@ -85,12 +86,6 @@ class ShieldedCall(Generic[_T]):
             raise InterruptedOperation("interrupted")
         self._task = None
         return task
-
-
-def _retrieve(task: asyncio.Task[_T]) -> None:
-    """Mark the error as seen: when no caller comes back, asyncio must not report it as lost."""
-    if not task.cancelled():
-        task.exception()
 
 
 GONE: Final = (

@@ -409,6 +409,7 @@ class GrpcServer:
         fault = callers.WRONG_KEY if key else callers.NO_KEY
         if stream:
             self._refused(fault.code)
+        # The peer is asked for while the call is there for certain (see ``_speculate``).
         await self._strangers.hold(grpc_calls.peer_address(str(context.peer())))
         if stream:
             with suppress(TimeoutError, *grpc_calls.GONE):
