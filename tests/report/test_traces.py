@@ -29,7 +29,6 @@ from edgespec.telemetry.trace import TOKEN_FIELDS, HiddenTokens, TraceFile, Trac
 from edgespec_sim.report.page import report_on
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import (
-    Clocks,
     Lane,
     Line,
     Span,
@@ -116,7 +115,7 @@ def test_a_device_alone_is_summed_up_with_a_note(real: RealRun) -> None:
 
 
 def test_every_lane_holds_what_it_is_defined_by(real: RealRun) -> None:
-    timeline = build_timeline(real.both, Clocks.SHARED)
+    timeline = build_timeline(real.both, one_clock=True)
     lanes = _by_lane(timeline)
     assert len(timeline.sessions) == len(PROMPTS)
     assert len(lanes[Lane.DRAFT]) == sum(counters.steps for counters in real.counters) + sum(
@@ -161,7 +160,7 @@ def test_a_moved_clock_is_found_and_put_right(real: RealRun) -> None:
         for line in real.both
     ]
     straight, mended = build_timeline(real.both), build_timeline(moved)
-    shared = _by_lane(build_timeline(real.both, Clocks.SHARED))
+    shared = _by_lane(build_timeline(real.both, one_clock=True))
     for session, offset_s in mended.clock_offsets_s.items():
         # Of one clock, half the difference of the quickest ways.
         longest_s = max(
@@ -175,7 +174,7 @@ def test_a_moved_clock_is_found_and_put_right(real: RealRun) -> None:
     assert len(mended.spans) == len(straight.spans)
     for one, other in zip(mended.spans, straight.spans, strict=True):
         assert one.start_s == pytest.approx(other.start_s, abs=1e-5)
-    torn = _by_lane(build_timeline(moved, Clocks.SHARED))
+    torn = _by_lane(build_timeline(moved, one_clock=True))
     assert Lane.UPLINK not in torn, "no draft arrives before it was sent"
 
 
@@ -454,7 +453,7 @@ def opened(at_s: float, stream: int) -> Line:
 
 def spans(lines: list[Line], lane: Lane) -> list[tuple[float, float]]:
     origin = line(0.0, "Connected")  # a mark at 0, or times would be from the first span on
-    timeline = build_timeline([origin, *lines], Clocks.SHARED)
+    timeline = build_timeline([origin, *lines], one_clock=True)
     return [(span.start_s, span.end_s) for span in timeline.spans if span.lane is lane]
 
 

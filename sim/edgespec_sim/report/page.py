@@ -20,7 +20,6 @@ from edgespec_sim.report.document import (
 )
 from edgespec_sim.report.summarise import summarise
 from edgespec_sim.report.timeline import (
-    Clocks,
     Timeline,
     TraceLineError,
     build_timeline,
@@ -248,9 +247,9 @@ def _summed_up(traces: Sequence[Path], name: str) -> RunSummary:
         return summarise(read_lines(traces), name or "run")
 
 
-def _laid_out(traces: Sequence[Path], clocks: Clocks) -> Timeline:
+def _laid_out(traces: Sequence[Path], *, one_clock: bool) -> Timeline:
     with _promised(traces):
-        return build_timeline(read_lines(traces), clocks)
+        return build_timeline(read_lines(traces), one_clock=one_clock)
 
 
 @contextmanager
@@ -264,8 +263,7 @@ def _promised(traces: Sequence[Path]) -> Iterator[None]:
 
 
 def _write(run: RunSummary, traces: Sequence[Path], out: Path) -> list[Path]:
-    clocks = Clocks.SHARED if run.simulated else Clocks.ESTIMATED
-    timeline = _laid_out(traces, clocks) if traces else None
+    timeline = _laid_out(traces, one_clock=run.simulated) if traces else None
     out.mkdir(parents=True, exist_ok=True)
     firsts = _firsts(run, timeline, traces[0].parent) if traces else {}
     texts = {PAGE: render(run, timeline, firsts)}
@@ -292,7 +290,7 @@ def _firsts(run: RunSummary, timeline: Timeline | None, folder: Path) -> dict[st
     firsts = {}
     for arm in run.arms:
         if arm.arm in found:
-            firsts[arm.name] = _laid_out([found[arm.arm]], Clocks.SHARED)
+            firsts[arm.name] = _laid_out([found[arm.arm]], one_clock=True)
         elif timeline is not None:
             firsts[arm.name] = timeline
     return firsts if len(found) + 1 == len(run.arms) else {}

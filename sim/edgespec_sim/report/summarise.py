@@ -7,9 +7,10 @@ machines are never compared here: each duration is taken on one clock.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import Final
 
 from edgespec.core.device.events import DraftCounters
@@ -17,93 +18,74 @@ from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Receive
 from edgespec_sim import run_summary as rs
 from edgespec_sim.report.timeline import DEVICE, Line
 from edgespec_sim.sessions import message_bytes
+from edgespec_sim.world.meters import Meters, RequestRecord
 
 # --- what one device session's lines add up to, request by request -----------------------------
 
 UNFINISHED = "the trace ends before the request does"
 
 
-@dataclass(slots=True)
-class Request:
-    """One generation, as its device counted it; times on the device's clock."""
-
-    started_s: float
-    ended_s: float
-    counters: DraftCounters = field(default_factory=DraftCounters)
-    """The device's own, from the line behind the end; of a trace that ends before, tokens alone."""
-    first_s: float | None = None
-    last_s: float | None = None
-    tokens: int = 0
-    """Delivered before the end token."""
-    gaps_s: list[float] = field(default_factory=list)
-    """Between deliveries."""
-    up_bytes: int = 0
-    down_bytes: int = 0
-    over: bool = False
-    failed: str = UNFINISHED
-
-    @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_s is None else self.first_s - self.started_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        if self.first_s is None or self.last_s is None or self.tokens < 2:
-            return None
-        return (self.last_s - self.first_s) / (self.tokens - 1)
-
-
 class DeviceTally:
-    """Feed it one session's lines in order; generations that follow each other are kept apart."""
+    """Feed it one session's lines in order; generations that follow each other are kept apart.
+    Times are on the device's clock. Counters are the device's own, from the line behind the end; of
+    a trace that ends before, tokens alone."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.records: list[RequestRecord] = []
+        self.gaps_s: list[float] = []
+        """Between deliveries."""
+        self.longest_s = 0.0
+        """From a request's start to its last line."""
+        self._first_s = self._last_s = 0.0
+        """Of the deliveries of the last request."""
         self._streaming = False
         self._ends = False
 
     def read(self, line: Line) -> None:
         name, at_s = line["name"], line["at_s"]
         if name == "Start":
-            self.requests.append(Request(at_s, at_s))
+            self.records.append(RequestRecord("", line["session"], "", at_s, failed=UNFINISHED))
             self._streaming = self._ends = False
-        if not self.requests:
+        if not self.records:
             return  # the trace begins in the middle
-        request = self.requests[-1]
+        record = self.records[-1]
         if name == "DraftCounters":
             known = {one.name: line[one.name] for one in fields(DraftCounters)}
-            request.counters = DraftCounters(**known)
-        if request.over:
+            record.counters = DraftCounters(**known)
+        if record.complete:
             return
-        request.ended_s = at_s
+        self.longest_s = max(self.longest_s, at_s - record.started_s)
         match name:
             case "Connected":
                 self._streaming = True
             case "Disconnect" | "LinkDown":
                 self._streaming = False
             case "Transmit":
-                request.up_bytes += _payload_bytes(line["message"])
+                record.up_bytes += _payload_bytes(line["message"])
             case "Commit" if self._streaming:
-                request.down_bytes += _payload_bytes(line)
+                record.down_bytes += _payload_bytes(line)
                 self._ends = line["finish"] == FinishReason.STOP.value
             case "Deliver":
-                self._deliver(request, line)
-            case "Finish":
-                request.over, request.failed = True, ""
-            case "Fail":
-                request.over, request.failed = True, str(line["why"]) or "failed"
+                self._deliver(record, line)
+            case "Finish" | "Fail":
+                record.complete, record.tpot_s = True, record.pace_s
+                record.failed = "" if name == "Finish" else str(line["why"]) or "failed"
 
-    def _deliver(self, request: Request, line: Line) -> None:
-        request.counters.committed += len(line["tokens"])
+    def _deliver(self, record: RequestRecord, line: Line) -> None:
+        record.counters.committed += len(line["tokens"])
         # What a stop id ended ends with that id, which the user is not shown.
         count = len(line["tokens"]) - self._ends
         if not count:
             return
         at_s = line["at_s"]
-        if request.last_s is not None:
-            request.gaps_s.append(at_s - request.last_s)
-        request.first_s = at_s if request.first_s is None else request.first_s
-        request.last_s = at_s
-        request.tokens += count
+        if record.ttft_s is None:
+            self._first_s, record.ttft_s = at_s, at_s - record.started_s
+        else:
+            self.gaps_s.append(at_s - self._last_s)
+        self._last_s = at_s
+        record.tokens += count
+        if record.tokens > 1:
+            record.pace_s = (at_s - self._first_s) / (record.tokens - 1)
 
 
 _SIZED: Final[dict[str, tuple[type[Draft | Received | Commit], str]]] = {
@@ -162,7 +144,6 @@ class VerifierTally:
             self.rows += len(request["feed"]) + len(request["tokens"])
 
 
-MAX_ROWS: Final = 300
 _NO_VERIFIER: Final = "Only devices' traces were given: the verifiers' load is not known."
 
 
@@ -177,28 +158,28 @@ def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
             devices[line["session"]].read(line)
         else:
             verifiers[line["session"]].read(line)
-    requests = [(key, one) for key, tally in devices.items() for one in tally.requests]
-    if not requests:
+    records = [one for tally in devices.values() for one in tally.records]
+    if not records:
         raise ValueError("no device's trace, or none with a request: no Start is in it")
     duration_s = last_s - first_s
     if verifiers:  # devices may be on machines with clocks of their own; verifiers share one
         seen_s = [at_s for one in verifiers.values() for at_s in (one.first_s or 0.0, one.last_s)]
-        longest_s = max(one.ended_s - one.started_s for _, one in requests)
+        longest_s = max(one.longest_s for one in devices.values())
         duration_s = max(max(seen_s) - min(seen_s), longest_s)
     served_by = {key: of for of, verifier in verifiers.items() for key in verifier.sessions}
-    whole = _whole([one for _, one in requests], duration_s)
-    rows = tuple(
-        _row(key, served_by.get(key, ""), one, requests[0][1].started_s)
-        for key, one in requests[:MAX_ROWS]
-    )
-    notes = () if verifiers else (_NO_VERIFIER,)
+    zero_s = records[0].started_s
+    for record in records:
+        record.started_s -= zero_s
+        record.verifier = served_by.get(record.device, "")
+    gaps_s = array("d", [gap_s for tally in devices.values() for gap_s in tally.gaps_s])
+    meters = Meters(duration_s, duration_s or 1.0, records, gaps_s)
     arm = rs.ArmSummary(
         arm=name,
         label="as traced",
-        all=whole,
+        all=replace(meters.whole(), mismatches=None),
         groups={},
         verifiers=tuple(_load(of, tally, duration_s) for of, tally in verifiers.items()),
-        rows=rows,
+        rows=meters.rows(),
     )
     return rs.RunSummary(
         name=name,
@@ -208,46 +189,7 @@ def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
         simulated=False,
         duration_s=duration_s,
         arms=(arm,),
-        notes=notes,
-    )
-
-
-def _whole(requests: Sequence[Request], duration_s: float) -> rs.GroupSummary:
-    done = [one for one in requests if not one.failed]
-
-    def total(of: Callable[[DraftCounters], int]) -> int:
-        return sum(of(one.counters) for one in requests)
-
-    tokens, committed = sum(one.tokens for one in requests), total(lambda one: one.committed)
-    tried = total(lambda one: one.tried)
-    return rs.GroupSummary(
-        requests=len(done),
-        failed=len(requests) - len(done),
-        tokens=tokens,
-        ttft_s=rs.spread_of([one.ttft_s for one in done if one.ttft_s is not None]),
-        tpot_s=rs.spread_of([one.tpot_s for one in done if one.tpot_s is not None]),
-        itl_s=rs.spread_of([gap for one in requests for gap in one.gaps_s]),
-        tokens_per_second=_per(tokens, duration_s),
-        tokens_per_pass=_per(committed, total(lambda one: one.passes)),
-        acceptance=total(lambda one: one.hits) / tried if tried else None,
-        wasted_per_token=_per(total(lambda one: one.wasted), committed),
-        up_bytes_per_token=_per(sum(one.up_bytes for one in requests), committed),
-        down_bytes_per_token=_per(sum(one.down_bytes for one in requests), committed),
-        reconnects=total(lambda one: one.reconnects),
-    )
-
-
-def _row(device: str, verifier: str, one: Request, zero_s: float) -> rs.RequestRow:
-    return rs.RequestRow(
-        device=device,
-        verifier=verifier,
-        started_s=one.started_s - zero_s,
-        ttft_s=one.ttft_s,
-        tpot_s=one.tpot_s,
-        tokens=one.tokens,
-        tokens_per_pass=_per(one.counters.committed, one.counters.passes),
-        acceptance=one.counters.acceptance,
-        failed=one.failed,
+        notes=() if verifiers else (_NO_VERIFIER,),
     )
 
 

@@ -133,11 +133,11 @@ class CrossingKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One end of a message's way over the link, on the clock of that end."""
+    """A message that leaves over the link, on the clock of that end."""
 
     at_s: float
-    name: str = ""
-    args: Args = field(default_factory=dict)
+    name: str
+    args: Args
 
 
 def rows_apart(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
@@ -161,7 +161,7 @@ class _Found:
     marks: list[tuple[bool, Mark]] = field(default_factory=list)
     """With whether a device wrote it."""
     sent: dict[CrossingKey, list[Crossing]] = field(default_factory=lambda: defaultdict(list))
-    arrived: dict[CrossingKey, list[Crossing]] = field(default_factory=lambda: defaultdict(list))
+    arrived: dict[CrossingKey, list[float]] = field(default_factory=lambda: defaultdict(list))
     ends: int = 0
     """Of crossings."""
 
@@ -170,7 +170,7 @@ class _Found:
         self.ends += 1
 
     def arrives(self, key: CrossingKey, at_s: float) -> None:
-        self.arrived[key].append(Crossing(at_s))
+        self.arrived[key].append(at_s)
         self.ends += 1
 
 
@@ -341,13 +341,6 @@ MAX_SPANS: Final = 200_000
 _SLACK_S: Final = 2e-6
 
 
-class Clocks(Enum):
-    """Whether both sides wrote the times of one clock."""
-
-    SHARED = "shared"
-    ESTIMATED = "estimated"
-
-
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """``spans`` by start; sessions by their first span or mark."""
@@ -361,8 +354,9 @@ class Timeline:
     """The trace goes on after ``MAX_SPANS``."""
 
 
-def build_timeline(lines: Iterable[Line], clocks: Clocks = Clocks.ESTIMATED) -> Timeline:
-    """Reads ``lines`` once, in any interleaving of the sides, each side in its own order."""
+def build_timeline(lines: Iterable[Line], *, one_clock: bool = False) -> Timeline:
+    """Reads ``lines`` once, in any interleaving of the sides, each side in its own order.
+    ``one_clock``: both sides wrote its times."""
     found, truncated = _Found(), False
     devices: dict[str, DeviceSpans] = defaultdict(lambda: DeviceSpans(found))
     verifiers: dict[str, VerifierSpans] = defaultdict(lambda: VerifierSpans(found))
@@ -371,13 +365,12 @@ def build_timeline(lines: Iterable[Line], clocks: Clocks = Clocks.ESTIMATED) -> 
         if len(found.spans) + found.ends + len(found.marks) >= MAX_SPANS:
             truncated = True
             break
-    sent, arrived = found.sent, found.arrived
-    offsets = _offsets(sent, arrived) if clocks is Clocks.ESTIMATED else {}
+    offsets = {} if one_clock else _offsets(found)
     spans = [span for span in found.spans if span.lane not in _OF_DEVICE]
     for span in found.spans:
         if span.lane in _OF_DEVICE:
             spans.append(_moved(span, offsets.get(span.session, 0.0)))
-    spans += _crossings(sent, arrived, offsets)
+    spans += _crossings(found, offsets)
     placed = [
         replace(mark, at_s=mark.at_s + (offsets.get(mark.session, 0.0) if on_device else 0.0))
         for on_device, mark in found.marks
@@ -385,15 +378,13 @@ def build_timeline(lines: Iterable[Line], clocks: Clocks = Clocks.ESTIMATED) -> 
     return _from_zero(spans, placed, offsets, truncated)
 
 
-def _offsets(
-    sent: Mapping[CrossingKey, list[Crossing]], arrived: Mapping[CrossingKey, list[Crossing]]
-) -> dict[str, float]:
+def _offsets(found: _Found) -> dict[str, float]:
     """Seconds to add to the device's clock, by session, from messages sent and arrived once."""
     least: dict[tuple[str, Lane], float] = {}
-    for key, ends in arrived.items():
-        starts = sent.get(key, ())
+    for key, ends in found.arrived.items():
+        starts = found.sent.get(key, ())
         if len(starts) == len(ends) == 1:
-            delay_s = ends[0].at_s - starts[0].at_s
+            delay_s = ends[0] - starts[0].at_s
             which = (key.session, key.lane)
             least[which] = min(delay_s, least.get(which, delay_s))
     return {
@@ -403,27 +394,20 @@ def _offsets(
     }
 
 
-def _crossings(
-    sent: Mapping[CrossingKey, list[Crossing]],
-    arrived: Mapping[CrossingKey, list[Crossing]],
-    offsets: Mapping[str, float],
-) -> Iterable[Span]:
-    for key, ends in arrived.items():
+def _crossings(found: _Found, offsets: Mapping[str, float]) -> Iterator[Span]:
+    for key, ends in found.arrived.items():
         shift_s = offsets.get(key.session, 0.0)
         up_s, down_s = (shift_s, 0.0) if key.lane is Lane.UPLINK else (0.0, shift_s)
-        starts = sorted(sent.get(key, ()), key=lambda crossing: crossing.at_s)
-        times = [crossing.at_s + up_s for crossing in starts]
-        for end in sorted(ends, key=lambda crossing: crossing.at_s):
-            end_s = end.at_s + down_s
-            index = bisect_right(times, end_s + _SLACK_S) - 1
-            if index < 0:
+        starts = sorted(found.sent.get(key, ()), key=lambda crossing: crossing.at_s)
+        for at_s in sorted(ends):
+            end_s = at_s + down_s
+            count = bisect_right(starts, end_s + _SLACK_S, key=lambda one: one.at_s + up_s)
+            if not count:
                 continue  # its sending lies before the trace begins
-            del times[:index]
-            start = times.pop(0)
-            taken = starts[index]
-            del starts[: index + 1]
-            args = {**taken.args, **end.args}
-            yield Span(key.session, key.lane, start, max(start, end_s), taken.name, args)
+            taken = starts[count - 1]
+            del starts[:count]
+            start_s = taken.at_s + up_s
+            yield Span(key.session, key.lane, start_s, max(start_s, end_s), taken.name, taken.args)
 
 
 def _moved(span: Span, offset_s: float) -> Span:
