@@ -14,9 +14,9 @@ is in the constant.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec_uara.world import TARGET_BYTES, Floats, Ints, Snapshot
 
@@ -69,17 +69,6 @@ class Decision:
             if given.max() > 1 + SHARE_TOLERANCE:
                 full = int(given.argmax())
                 raise ValueError(f"server {full} gives {given[full]} of its {name}, at most 1")
-
-
-class CostModel(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def terms(self, snapshot: Snapshot) -> Terms:
-        """Speculative decoding: the device drafts, the server verifies."""
-
-    def plain_terms(self, snapshot: Snapshot) -> Terms:
-        """No speculation: the server decodes alone, in the same units."""
 
 
 def device_costs(terms: Terms, decision: Decision) -> Floats:
@@ -139,13 +128,13 @@ AIR_RTT_S = 0.008
 _MS = 1e3
 
 
-@dataclass(frozen=True, slots=True)
 class PaperCost:
     """The objective as printed, errors 3-5, 8 and 9 left in."""
 
-    name: str = "paper"
+    name = "paper"
 
     def terms(self, snapshot: Snapshot) -> Terms:
+        """Speculative decoding: the device drafts, the server verifies."""
         compute_mj = snapshot.draft_flop / OPERATIONS_PER_MJ
         price = snapshot.settings.energy_weight / snapshot.battery_percent
         draft = _MS * snapshot.draft_flop / snapshot.device_flops
@@ -161,18 +150,18 @@ class PaperCost:
         )
 
     def plain_terms(self, snapshot: Snapshot) -> Terms:
+        """No speculation: the server decodes alone, in the same units."""
         return _without_speculation(snapshot, _queue_ms(snapshot))
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectedCost:
+class CorrectedCost(PaperCost):
     """The same objective with round trips, downlink, leakage, energy as power times time, and the
     weights read once a pass."""
 
-    name: str = "corrected"
+    name = "corrected"
 
     def terms(self, snapshot: Snapshot) -> Terms:
-        printed = PaperCost().terms(snapshot)
+        printed = super().terms(snapshot)
         uplink = _uplink_ms(snapshot, sinr(snapshot))
         price = snapshot.settings.energy_weight / snapshot.battery_percent
         # Watts times milliseconds are millijoules.
@@ -294,54 +283,39 @@ def optimal(terms: Terms, association: Ints) -> Decision:
     devices = np.arange(terms.devices)
     root = np.sqrt(np.maximum(terms.work[devices, association], 1e-300))
     compute = root / np.bincount(association, root, terms.servers)[association]
-    bandwidth, _ = bandwidth_shares(terms, devices, association, association, terms.servers)
-    return Decision(association, bandwidth, compute)
+    return Decision(association, optimal_bandwidth(terms, association), compute)
 
 
-def bandwidth_shares(
-    terms: Terms, devices: Ints, servers: Ints, groups: Ints, count: int
-) -> tuple[Floats, Floats]:
-    """Optimal shares of the listed pairs, where those of one group (0 to count - 1) share one band.
-
-    Flat lists let a search price many what-ifs in one call. Returns the shares, one a pair, and
-    the price of bandwidth in each group."""
-    pairs = _Pairs(
-        terms.power[devices], terms.draft[devices], terms.uplink[devices, servers], terms.balance
-    )
-    if terms.balance <= 0 or not pairs.uplink.any():
+def optimal_bandwidth(terms: Terms, association: Ints) -> Floats:
+    """(M,): the shares of least cost of the servers' bands."""
+    draft, uplink = terms.draft, terms.uplink[np.arange(terms.devices), association]
+    count = terms.servers
+    if terms.balance <= 0 or not uplink.any():
         # Nothing to send: the band is free, and an even share harms nobody.
-        return 1.0 / np.bincount(groups, minlength=count)[groups], np.zeros(count)
+        return np.asarray(1.0 / np.bincount(association, minlength=count)[association])
 
-    def given(price: Floats) -> Floats:
-        return np.bincount(groups, pairs.shares(price[groups]), count).astype(np.float64)
+    def shares(price: Floats) -> Floats:
+        """At the price of each server's band."""
+        target = uplink * (terms.power + price[association]) / (2.0 * terms.balance)
+        u = draft + np.cbrt(target)
+        for _ in range(NEWTON_STEPS):
+            slope = u * (3.0 * u - 2.0 * draft)
+            u = u - (u * u * (u - draft) - target) / slope
+        return np.asarray(uplink / u)
+
+    def too_much(price: Floats) -> NDArray[np.bool_]:
+        return np.bincount(association, shares(price), count) > 1.0
 
     low = np.zeros(count)
-    short = given(low) > 1.0
     # The price at which the band would suffice if every device paid alone is a fair start.
-    high = np.where(short, 1e-3, 0.0)
+    high = np.where(too_much(low), 1e-3, 0.0)
     for _ in range(PRICE_DOUBLINGS):
-        over = given(high) > 1.0
+        over = too_much(high)
         if not over.any():
             break
         low, high = np.where(over, high, low), np.where(over, 4.0 * high, high)
     for _ in range(BISECTION_STEPS):
         middle = 0.5 * (low + high)
-        over = given(middle) > 1.0
+        over = too_much(middle)
         low, high = np.where(over, middle, low), np.where(over, high, middle)
-    return pairs.shares(high[groups]), high
-
-
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    power: Floats
-    draft: Floats
-    uplink: Floats
-    balance: float
-
-    def shares(self, price: Floats) -> Floats:
-        target = self.uplink * (self.power + price) / (2.0 * self.balance)
-        u = self.draft + np.cbrt(target)
-        for _ in range(NEWTON_STEPS):
-            slope = u * (3.0 * u - 2.0 * self.draft)
-            u = u - (u * u * (u - self.draft) - target) / slope
-        return self.uplink / u
+    return shares(high)

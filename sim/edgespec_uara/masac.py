@@ -22,7 +22,7 @@ from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from torch.nn import functional as F
 
 from edgespec_uara import methods
-from edgespec_uara.cost import CostModel, PaperCost, Weights, objective, uniform, weighted
+from edgespec_uara.cost import PaperCost, Weights, objective, uniform, weighted
 from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 
 # --- actor and critic over any number of servers and devices -----------------------------------
@@ -250,7 +250,7 @@ SERVERS: Final = (4, 8)
 class PaperRollout:
     """Plays episodes without end, in worlds of ``base`` but for their size."""
 
-    def __init__(self, base: UaraSettings, cost: CostModel, seed: int) -> None:
+    def __init__(self, base: UaraSettings, cost: PaperCost, seed: int) -> None:
         self._base, self._cost, self._rng = base, cost, np.random.default_rng(seed)
 
     def episode(self, actor: Actor) -> list[Transition]:

@@ -216,9 +216,6 @@ class Method:
     speculates: bool = True
     """Or else the situation's terms are those of the server alone."""
 
-    def decide(self, situation: Situation) -> Decision:
-        return self.share(situation.terms, self.associate(situation))
-
 
 def _spread(snapshot: Snapshot) -> Ints:
     """Devices in order, each to the server with most compute left for one more."""

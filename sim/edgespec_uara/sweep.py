@@ -37,9 +37,7 @@ from edgespec_uara.world import Floats, UaraSettings, UaraWorld
 PAPER_GAIN = 0.237
 """Mean saving of end-to-end latency over its three baselines (abstract); its greatest is 28.0 %."""
 _SEED_STEP = 7919
-COSTS: Mapping[str, costs.CostModel] = {
-    cost.name: cost for cost in (costs.PaperCost(), costs.CorrectedCost())
-}
+COSTS = {cost.name: cost for cost in (costs.PaperCost(), costs.CorrectedCost())}
 MEASURES: Mapping[str, Callable[[costs.Terms, costs.Decision], Floats]] = {
     "delay": costs.delays,
     "printed": costs.printed_delays,

@@ -20,7 +20,6 @@ from edgespec_uara import cost as co
 from edgespec_uara import methods, reproduce, sweep
 from edgespec_uara.cost import (
     CorrectedCost,
-    CostModel,
     PaperCost,
     Terms,
     Weights,
@@ -36,14 +35,14 @@ from edgespec_uara.sweep import Choices
 from edgespec_uara.world import Snapshot, UaraSettings, UaraWorld
 from tests.tables import tabled
 
-COSTS: tuple[CostModel, ...] = (PaperCost(), CorrectedCost())
+COSTS: tuple[PaperCost, ...] = (PaperCost(), CorrectedCost())
 
 
 def snapshot(seed: int = 0, devices: int = 24, servers: int = 4) -> Snapshot:
     return UaraWorld(UaraSettings(devices=devices, servers=servers), seed).snapshot
 
 
-def terms(seed: int = 0, cost: CostModel = COSTS[0]) -> Terms:
+def terms(seed: int = 0, cost: PaperCost = COSTS[0]) -> Terms:
     return cost.terms(snapshot(seed))
 
 
@@ -113,7 +112,7 @@ def test_work_that_does_not_fit_waits() -> None:
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
 @pytest.mark.parametrize("seed", [0, 7])
-def test_a_general_solver_finds_the_same(cost: co.CostModel, seed: int) -> None:
+def test_a_general_solver_finds_the_same(cost: PaperCost, seed: int) -> None:
     """One server, few devices, scipy's SLSQP over both kinds of shares at once."""
     given = cost.terms(snapshot(seed, devices=5, servers=2))
     association = np.zeros(5, dtype=np.int64)
@@ -142,20 +141,22 @@ def test_a_general_solver_finds_the_same(cost: co.CostModel, seed: int) -> None:
 
 
 def test_every_price_clears_its_band() -> None:
-    """Where the price is not zero the band is full; each device's marginal value is the price."""
+    """Devices of a server have one marginal value, its price; if that is not 0 the band is full."""
     given = terms(5, COSTS[1])
     association = np.arange(24) % 4
-    everyone = np.arange(24)
-    shares, prices = co.bandwidth_shares(given, everyone, association, association, 4)
+    shares = co.optimal_bandwidth(given, association)
     used = np.bincount(association, shares, 4)
     assert np.all(used <= 1 + 1e-9)
-    assert used[prices > 0] == pytest.approx(np.ones(int((prices > 0).sum())), abs=1e-6)
 
     def cost(bandwidth: np.ndarray) -> np.ndarray:
         return co.device_costs(given, co.Decision(association, bandwidth, np.ones(24)))
 
     slope = (cost(shares * (1 + 1e-6)) - cost(shares * (1 - 1e-6))) / (2e-6 * shares)
-    assert -slope == pytest.approx(prices[association], rel=1e-3, abs=1e-2)
+    prices = -slope[:4]
+    assert -slope == pytest.approx(prices[association], rel=1e-3, abs=2e-2)
+    full = prices > 2e-2
+    assert full.any()
+    assert used[full] == pytest.approx(np.ones(full.sum()), abs=1e-6)
 
 
 SEEDS = range(4)
@@ -171,7 +172,7 @@ def _weights(seed: int, devices: int = 24, servers: int = 4) -> Weights:
 @each_cost
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("steps", Steps)
-def test_matching_never_raises_the_cost(cost: CostModel, seed: int, steps: Steps) -> None:
+def test_matching_never_raises_the_cost(cost: PaperCost, seed: int, steps: Steps) -> None:
     given, weights = terms(seed, cost), _weights(seed)
     start = np.random.default_rng(seed).integers(4, size=24)
     before = objective(given, weighted(weights, start))
@@ -181,7 +182,7 @@ def test_matching_never_raises_the_cost(cost: CostModel, seed: int, steps: Steps
 
 
 @each_cost
-def test_no_single_change_is_left_that_helps(cost: CostModel) -> None:
+def test_no_single_change_is_left_that_helps(cost: PaperCost) -> None:
     """Every move and every swap, tried one by one with the whole formula."""
     given, weights = cost.terms(snapshot(1, devices=9, servers=3)), _weights(1, 9, 3)
     start = best_gain(snapshot(1, devices=9, servers=3).gains)
@@ -199,7 +200,7 @@ def test_no_single_change_is_left_that_helps(cost: CostModel) -> None:
 
 @each_cost
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_papers_inequality_makes_it_worse(cost: CostModel, seed: int) -> None:
+def test_the_papers_inequality_makes_it_worse(cost: PaperCost, seed: int) -> None:
     given, start = terms(seed, cost), best_gain(snapshot(seed).gains)
     even = Weights.even(given)
     right = two_phase_matching(given, even, start, Steps.SWAPS)
@@ -213,7 +214,7 @@ masac = pytest.importorskip("edgespec_uara.masac")
 SETTINGS = UaraSettings(devices=12, servers=3)
 
 
-def situation(cost: CostModel, now: Snapshot) -> methods.Situation:
+def situation(cost: PaperCost, now: Snapshot) -> methods.Situation:
     return methods.Situation(now, cost.terms(now), np.random.default_rng(0))
 
 
@@ -237,20 +238,20 @@ def test_methods_are_compared_on_the_same_worlds_each_time() -> None:
 def test_the_papers_matching_swaps_devices_and_moves_none(name: str, kept: bool) -> None:
     """A swap leaves every server with as many devices as the first phase gave it."""
     now = snapshot(0)
-    decision = methods.every_method("spread")[name].decide(situation(PaperCost(), now))
+    matched = methods.every_method("spread")[name].associate(situation(PaperCost(), now))
     counts, first = (
         np.bincount(association, minlength=now.settings.servers).tolist()
-        for association in (decision.association, methods.best_gain(now.gains))
+        for association in (matched, methods.best_gain(now.gains))
     )
     assert (counts == first) is kept
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=lambda cost: cost.name)
 @pytest.mark.parametrize(("devices", "servers"), [(30, 4), (90, 12), (40, 20)])
-def test_every_method_keeps_the_limits(cost: CostModel, devices: int, servers: int) -> None:
-    now = snapshot(2, devices, servers)
+def test_every_method_keeps_the_limits(cost: PaperCost, devices: int, servers: int) -> None:
+    given = situation(cost, snapshot(2, devices, servers))
     for method in methods.every_method("one").values():
-        method.decide(situation(cost, now)).check(servers)
+        method.share(given.terms, method.associate(given)).check(servers)
 
 
 def test_max_compute_is_what_its_words_say() -> None:
@@ -391,7 +392,7 @@ def test_a_trained_decision_is_feasible_and_keeps_the_numbers_at_each_server() -
     given, start = PaperCost().terms(now), methods.best_gain(now.gains)
     torch.manual_seed(5)
     method = reproduce.papers_method(masac.Actor())
-    decision = method.decide(situation(PaperCost(), now))
+    decision = method.share(given, method.associate(situation(PaperCost(), now)))
     decision.check(given.servers)
     before, after = (
         np.bincount(association, minlength=given.servers).tolist()
