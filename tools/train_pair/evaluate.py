@@ -10,7 +10,6 @@ drafts (``--draft OLD NEW``) the gain of each over the first is taken prompt by 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from edgespec.bench.measurement import ratio_interval
+from edgespec.bench.prompts import read_prompts
 from edgespec.core.ports import TargetModel
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest
@@ -25,12 +26,11 @@ from edgespec.device.drafters.onnx_drafter import OnnxDrafter
 from edgespec.models.folders import Role, model_info, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec_sim.token_sources.match_tape import MISS, walk_along
+from tools.train_pair.corpus import ASSISTANT, USER
 
-FIELDS = ("prompt", "question", "text")
 SETS = ("humaneval", "gsm8k_test", "mt_bench", "mbpp", "oasst_prompts")
 TEMPERATURES = (0.0, 0.7, 1.0)
 SESSIONS = 40  # texts that the target writes in one pass
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,10 @@ class Text:
 def prompts(each: int) -> Iterator[tuple[str, str]]:
     folder = Path(os.environ.get("EDGESPEC_DATA", "../shared/data")) / "prompts"
     for name in SETS:
-        lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        for line in lines[:: max(1, len(lines) // each)][:each]:
-            row = json.loads(line)
-            text = next((row[f] for f in FIELDS if f in row), None) or row["turns"][0]
+        every = list(read_prompts(folder / f"{name}.jsonl"))
+        for prompt in every[:: max(1, len(every) // each)][:each]:
             chat = name not in ("humaneval",)
-            yield name, f"<|user|>{text}<|assistant|>" if chat else text
+            yield name, f"{USER}{prompt.text}{ASSISTANT}" if chat else prompt.text
 
 
 def fill(target: TargetModel, texts: Sequence[Text]) -> None:
@@ -82,21 +80,13 @@ def ranks(drafter: OnnxDrafter, text: Text) -> list[int]:
     return [found.count(rank) for rank in (0, 1, MISS)]
 
 
-def interval(hits: np.ndarray, totals: np.ndarray) -> tuple[float, float]:
-    """95 % of the share ``hits`` / ``totals`` [prompts] under resampling of prompts."""
-    chosen = np.random.default_rng(0).integers(0, len(hits), (RESAMPLES, len(hits)))
-    shares = hits[chosen].sum(1) / totals[chosen].sum(1)
-    low, high = np.quantile(shares, (0.025, 0.975))
-    return float(low), float(high)
-
-
 def report(temperature: float, drafts: Sequence[str], sets: np.ndarray, found: np.ndarray) -> None:
     """Print a line for each set and draft; ``found`` [drafts, prompts, 3], ``sets`` [prompts]."""
     for name in (*sorted(set(sets)), "all"):
         rows = found[:, (sets == name) | (name == "all")]
         totals = rows[0].sum(-1)
         for draft, row in zip(drafts, rows, strict=True):
-            low, high = interval(row[:, 0], totals)
+            low, high = ratio_interval(row[:, 0].tolist(), totals.tolist())
             first, second = row[:, :2].sum(0) / totals.sum()
             line = (
                 f"temperature {temperature} {name:14s} {totals.sum():5d} tokens  "
@@ -104,7 +94,7 @@ def report(temperature: float, drafts: Sequence[str], sets: np.ndarray, found: n
             )
             if len(drafts) > 1:
                 gained = row[:, 0] - rows[0, :, 0]
-                low, high = interval(gained, totals)
+                low, high = ratio_interval(gained.tolist(), totals.tolist())
                 gain = gained.sum() / totals.sum()
                 line += f"  gain {gain:+.3f} [{low:+.3f}, {high:+.3f}]  {draft}"
             print(line, flush=True)
