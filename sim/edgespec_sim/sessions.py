@@ -220,7 +220,6 @@ class Stream:
 
 
 StepTime = Callable[[int, int], float]
-
 """Seconds of a draft step that keeps so many tokens in the cache and feeds so many."""
 
 

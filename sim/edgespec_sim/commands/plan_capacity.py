@@ -537,8 +537,6 @@ def capacity(
                 said = "both" if rate is not None else "neither"
                 raise ValueError(f"give --users or --rate: {said} of them is given")
             check(replace(question.scenario, arms=question.arms), question.folder)
-        except ConfigError:
-            raise
         except ValueError as error:
             raise ConfigError(str(error)) from None
         cores = default_processes()

@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Final
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -35,6 +34,7 @@ from rich.table import Table
 
 from edgespec import __version__
 from edgespec.bench.arms import Arm
+from edgespec.cli.options import option
 from edgespec.cli.running import Interrupted, answered_by, say
 from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
@@ -47,21 +47,13 @@ from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, check, jobs_of, play, summarise, widest
 
 SECONDS = 60.0
-SeedOption = Annotated[
-    int | None,
-    typer.Option(min=0, help="Exactly this one: equal seeds give equal results, bit for bit"),
-]
-SeedsOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=10_000, help="So many, from 1 or --seed on; else as many as it takes"),
-]
-TimeOption = Annotated[
-    float, typer.Option(min=1.0, help="Play no further seed after so long a time")
-]
-SettingsOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as links.wan.rtt_ms=80"),
-]
+_SEED = option("Exactly this one: equal seeds give equal results, bit for bit", min=0)
+SeedOption = Annotated[int | None, _SEED]
+_SEEDS = option("So many, from 1 or --seed on; else as many as it takes", min=1, max=10_000)
+SeedsOption = Annotated[int | None, _SEEDS]
+TimeOption = Annotated[float, option("Play no further seed after so long a time", min=1.0)]
+_SET = option("Change a key, as links.wan.rtt_ms=80", "--set", metavar="KEY=VALUE")
+SettingsOption = Annotated[list[str] | None, _SET]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -139,12 +139,26 @@ def _verifier_side(lines: Iterable[Line], found: Samples, device: _DeviceTimes) 
     sessions: dict[int, str] = {}
     crowded: list[Sample] = []
     live: set[int] = set()
-    passes = _Passes(found)
+    running: tuple[float, int, int, int] | None = None
+    ended_s: float | None = None  # when the pass ended that the last event was about
     for line in lines:
         at_s, name = float(line["at_s"]), line["name"]
-        passes.read(line)
+        if line["kind"] == "event":
+            ended_s = at_s if name == "BatchDone" else None
         transit_s: float | None = None
         match name:
+            case "RunBatch":
+                requests = line["requests"]
+                rows = sum(len(one["feed"]) + len(one["tokens"]) for one in requests)
+                running = at_s, rows, sum(one["cache_length"] for one in requests), len(requests)
+                if ended_s is not None:  # work was waiting
+                    found.turnarounds.append(Sample(1, 0, at_s - ended_s))
+            case "BatchDone" if running is not None:
+                began_s, rows, cached, count = running
+                running = None
+                found.passes.append(Sample(rows, cached, at_s - began_s, count))
+            case "BatchFailed":
+                running = None
             case "StreamOpened":
                 session = sessions[line["stream"]] = line["request"]["session_id"]
                 live.add(line["stream"])
@@ -163,35 +177,6 @@ def _verifier_side(lines: Iterable[Line], found: Samples, device: _DeviceTimes) 
         if transit_s is not None:
             (found.messages if len(live) == 1 else crowded).append(Sample(1, 0, transit_s))
     found.messages = found.messages or crowded
-
-
-class _Passes:
-    """Passes and what lies between them, read from the verifier's trace."""
-
-    def __init__(self, found: Samples) -> None:
-        self._found = found
-        self._running: tuple[float, int, int, int] | None = None
-        self._ended_s: float | None = None
-        """When the pass ended that the last event was about."""
-
-    def read(self, line: Line) -> None:
-        at_s, name = float(line["at_s"]), line["name"]
-        if line["kind"] == "event":
-            self._ended_s = at_s if name == "BatchDone" else None
-        match name:
-            case "RunBatch":
-                requests = line["requests"]
-                rows = sum(len(one["feed"]) + len(one["tokens"]) for one in requests)
-                cached = sum(one["cache_length"] for one in requests)
-                self._running = at_s, rows, cached, len(requests)
-                if self._ended_s is not None:  # work was waiting
-                    self._found.turnarounds.append(Sample(1, 0, at_s - self._ended_s))
-            case "BatchDone" if self._running is not None:
-                began_s, rows, cached, count = self._running
-                self._running = None
-                self._found.passes.append(Sample(rows, cached, at_s - began_s, count))
-            case "BatchFailed":
-                self._running = None
 
 
 def fit_law(samples: Sequence[Sample]) -> TimeLaw:
@@ -334,10 +319,8 @@ def _expected_s(sample: Sample, law: TimeLaw) -> float:
 # a page. One session drafts at a time, as on a device; those beside it only stream.
 
 
-class OpenAgent(Protocol):
-    """Makes an agent whose trace is kept; the profiling closes it."""
-
-    def __call__(self, options: AgentOptions, *, drafts: bool) -> Agent: ...
+OpenAgent = Callable[[AgentOptions, bool], Agent]
+"""Makes an agent, which drafts or not, and whose trace is kept; the profiling closes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,20 +343,17 @@ _PROMPT_LENGTHS = (8, 64, 128, 256, 384)
 def workloads(quick: bool) -> tuple[Workload, ...]:
     """In order; the first one only warms up."""
     scale = 1 if quick else 3
-    drafting = (
-        ("width 1", WindowedPolicy(width=1), RunAhead.NEVER),
-        ("width 2", WindowedPolicy(width=2), RunAhead.AUTO),
-        ("width 4", WindowedPolicy(width=4), RunAhead.NEVER),
-        ("draft, send, wait", FixedPolicy(4), RunAhead.NEVER),
-        ("pre-verify", PearlPolicy(), RunAhead.NEVER),
-    )
+    drafting = {
+        "width 1": AgentOptions(WindowedPolicy(width=1), RunAhead.NEVER),
+        "width 2": AgentOptions(WindowedPolicy(width=2), RunAhead.AUTO),
+        "width 4": AgentOptions(WindowedPolicy(width=4), RunAhead.NEVER),
+        "draft, send, wait": AgentOptions(FixedPolicy(4), RunAhead.NEVER),
+        "pre-verify": AgentOptions(PearlPolicy(), RunAhead.NEVER),
+    }
     return (
         Workload("warm-up", AgentOptions(), tokens=8),
         Workload("plain streaming", _PLAIN, drafts=False, repeats=2 * scale),
-        *(
-            Workload(f"drafting, {name}", AgentOptions(policy, run_ahead), repeats=scale)
-            for name, policy, run_ahead in drafting
-        ),
+        *(Workload(f"drafting, {name}", one, repeats=scale) for name, one in drafting.items()),
         *(
             Workload(f"{count} sessions at once", AgentOptions(), beside=count - 1, repeats=scale)
             for count in (2, 4, 8, 16)
@@ -417,8 +397,8 @@ async def run_workloads(
 async def _play(
     workload: Workload, repeat: int, text: Sequence[int], open_agent: OpenAgent
 ) -> None:
-    agents = [open_agent(workload.options, drafts=workload.drafts)]
-    agents += [open_agent(_PLAIN, drafts=False) for _ in range(workload.beside)]
+    agents = [open_agent(workload.options, workload.drafts)]
+    agents += [open_agent(_PLAIN, False) for _ in range(workload.beside)]
     # The end token would make lengths a matter of the text.
     sampling = SamplingParams(max_tokens=workload.tokens, ignore_eos=True)
 
@@ -485,7 +465,7 @@ async def _measure_costs(
     with BenchProgress(stderr) as progress, TraceFile(traces / DEVICE_TRACE) as tracer:
         async with verifier_process(arguments) as (address, _):
 
-            def open_agent(options: AgentOptions, *, drafts: bool) -> Agent:
+            def open_agent(options: AgentOptions, drafts: bool) -> Agent:
                 lent = LentDrafter(drafter) if drafts else None
                 transport = build.connect(address)
                 encode, stream = tokenizer.encode, tokenizer.stream

@@ -37,6 +37,23 @@ async def record_tape(
     """``texts[i]`` is what the target says to prompt i of the workload; empty ones are left out.
     ``recorder`` compares both models along them. The drafter must not be used meanwhile. Raises
     ``TapeError`` when no text is left."""
+
+    def walk(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> Agreement:
+        drafter.begin(len(prompt), sampling)
+        if recorder is None:
+            return walk_along(drafter.step, prompt, tokens, width)
+        laws, places = recorder.places(prompt, tokens), list[Place]()
+
+        def step(keep: int, feed: Sequence[int], width: int) -> Sequence[Candidate]:
+            found = drafter.step(keep, feed, width)
+            places.append(next(laws))
+            return found
+
+        found = walk_along(step, prompt, tokens, width)
+        ranked = [one._replace(rank=rank) for one, rank in zip(places, found.ranks, strict=True)]
+        recorder.texts.append(ComparedText(name, tuple(ranked)))
+        return found
+
     generations = []
     context_length = drafter.info.context_length
     for number, text in enumerate(texts):
@@ -47,43 +64,10 @@ async def record_tape(
             continue
         what = "tape" if recorder is None else "laws along the text"
         say(f"{what}: {name}, {number + 1} of {len(texts)}")
-        walk = await asyncio.to_thread(
-            _walk, drafter, name, prompt, tokens, sampling, width, recorder
-        )
-        generations.append(TapedGeneration(name, prompt, tokens, *walk))
-    return MatchTape(
-        target,
-        drafter.info.name,
-        width,
-        tuple(generations),
-        tuple(sorted(workload.eos_token_ids)),
-        dict(about),
-    )
-
-
-def _walk(
-    drafter: Drafter,
-    name: str,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    sampling: SamplingParams,
-    width: int,
-    recorder: TheoryRecorder | None,
-) -> Agreement:
-    drafter.begin(len(prompt), sampling)
-    if recorder is None:
-        return walk_along(drafter.step, prompt, tokens, width)
-    laws, places = recorder.places(prompt, tokens), list[Place]()
-
-    def step(keep: int, feed: Sequence[int], width: int) -> Sequence[Candidate]:
-        found = drafter.step(keep, feed, width)
-        places.append(next(laws))
-        return found
-
-    walk = walk_along(step, prompt, tokens, width)
-    ranked = [one._replace(rank=rank) for one, rank in zip(places, walk.ranks, strict=True)]
-    recorder.texts.append(ComparedText(name, tuple(ranked)))
-    return walk
+        found = await asyncio.to_thread(walk, name, prompt, tokens)
+        generations.append(TapedGeneration(name, prompt, tokens, *found))
+    ends = tuple(sorted(workload.eos_token_ids))
+    return MatchTape(target, drafter.info.name, width, tuple(generations), ends, dict(about))
 
 
 def tape_report(tape: MatchTape, rows: Sequence[Row]) -> str:

@@ -160,6 +160,10 @@ class LoadedQueue(lm.SharedQueue):
 # from them, each of which starts at its own offset: a thousand devices on one trace cost little
 # more than one and do not stall together.
 
+Queues = tuple[lm.SharedQueue, lm.SharedQueue]
+"""Up and down."""
+_PLAIN: Final = lm.LinkSettings()
+
 
 @dataclass(frozen=True, slots=True)
 class TraceLinks:
@@ -187,16 +191,12 @@ class TraceLinks:
             down_capacity=_capacity(trace, trace.down_bits_per_s),
         )
 
-    def queues(
-        self, offset_s: float = 0.0, others: tuple[lm.SharedQueue, lm.SharedQueue] | None = None
-    ) -> tuple[lm.SharedQueue, lm.SharedQueue]:
-        """Up and down, of the trace's capacity, or of ``others`` (None: no limit)."""
-        capacities = (self.up_capacity, self.down_capacity)
+    def queues(self, offset_s: float = 0.0, others: Queues | None = None) -> Queues:
+        """Of the trace's capacity, or ``others`` (None: without limit)."""
+        others = others or (lm.SharedQueue(), lm.SharedQueue())
         up, down = (
             other if capacity is None else lm.SharedQueue(capacity, offset_s=offset_s)
-            for capacity, other in zip(
-                capacities, others or (lm.SharedQueue(), lm.SharedQueue()), strict=True
-            )
+            for capacity, other in zip((self.up_capacity, self.down_capacity), others, strict=True)
         )
         return up, down
 
@@ -205,16 +205,14 @@ class TraceLinks:
         *,
         offset_s: float = 0.0,
         seed: int = 0,
-        overhead_bytes: int = 0,
-        outages_s: tuple[tuple[float, float], ...] = (),
-        queues: tuple[lm.SharedQueue, lm.SharedQueue] | None = None,
+        queues: Queues | None = None,
+        beside: lm.LinkSettings = _PLAIN,
     ) -> tuple[lm.LinkModel, lm.LinkModel]:
         """Up and down; at time 0 they are ``offset_s`` into the trace. ``queues`` None: queues of
-        their own with the trace's capacity; else those, which others may share. ``outages_s`` come
-        on top of the trace's, once, on the links' clock."""
-        settings = lm.LinkSettings(
-            overhead_bytes=overhead_bytes,
-            outages_s=outages_s,
+        their own with the trace's capacity; else those, which others may share. Outages of
+        ``beside`` come on top of the trace's, once, on the links' clock."""
+        settings = replace(
+            beside,
             schedule=self.delay,
             loss_schedule=self.loss,
             outage_schedule=self.outages,
@@ -224,7 +222,7 @@ class TraceLinks:
 
 
 def both_ways(
-    settings: lm.LinkSettings, seed: int, queues: tuple[lm.SharedQueue, lm.SharedQueue]
+    settings: lm.LinkSettings, seed: int, queues: Queues
 ) -> tuple[lm.LinkModel, lm.LinkModel]:
     """Up and down, with dice of their own."""
     up, down = (replace(settings, seed=one) for one in (2 * seed, 2 * seed + 1))

@@ -17,7 +17,6 @@ from enum import Enum
 from typing import Final, Protocol
 
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Link
 
 # --- what one end of a TCP connection has sent and not yet heard of, and the constants of Linux ---
 
@@ -377,27 +376,23 @@ class TcpSender:
 
     def _take_in(self, now_s: float, ack: Acknowledgement) -> tuple[bool, int]:
         """Whether the first missing byte moved, and how many packets are known to have arrived."""
-        advanced, delivered = False, 0
-        sample_s: float | None = None
+        advanced, found = False, list[Segment]()
         while self._segments and self._segments[0].end <= ack.upto:
             segment = self._segments.popleft()
             advanced = True
             if not segment.sacked:
-                delivered += 1
-                self._arrived(now_s, segment)
-                if sample_s is None and not segment.retransmitted:
-                    sample_s = now_s - segment.sent_s
+                found.append(segment)
         for start, end in ack.ranges:
             for segment in self._segments:
                 if not segment.sacked and start <= segment.start and segment.end <= end:
                     segment.sacked, segment.lost = True, False
-                    delivered += 1
-                    self._arrived(now_s, segment)
-                    if sample_s is None and not segment.retransmitted:
-                        sample_s = now_s - segment.sent_s
-        if sample_s is not None:
-            self.round_trips.sample(sample_s)
-        return advanced, delivered
+                    found.append(segment)
+        for segment in found:
+            self._arrived(now_s, segment)
+        first = next((one for one in found if not one.retransmitted), None)
+        if first is not None:
+            self.round_trips.sample(now_s - first.sent_s)
+        return advanced, len(found)
 
     def _arrived(self, now_s: float, segment: Segment) -> None:
         rtt_s = now_s - segment.sent_s
@@ -547,16 +542,6 @@ MESSAGE_BYTES: Final = 14
 class PacketLink(Protocol):
     def packet(self, now_s: float, size_bytes: int, /) -> float | None:
         """When a packet handed over now arrives; None: it is lost."""
-
-
-class Lossless:
-    """A link that loses nothing, for packets."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def packet(self, now_s: float, size_bytes: int) -> float | None:
-        return self._link.arrival(now_s, size_bytes)
 
 
 class TcpConnection:

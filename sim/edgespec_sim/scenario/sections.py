@@ -497,6 +497,11 @@ class Scenario:
                         raise ValueError(
                             f"{kind}.{name}.path names link {link!r}, but links has {known}"
                         )
+                if section.count % self.shards:
+                    raise ValueError(
+                        f"{kind}.{name}.count is {section.count}, "
+                        f"but must divide by shards, {self.shards}"
+                    )
         if self.radio is not None:
             for name, section in self.devices.items():
                 if section.path:
@@ -506,14 +511,6 @@ class Scenario:
                     )
             if self.radio.handover is not None:
                 self._check_ways()
-        if self.shards > 1:
-            for kind, counted in (("devices", self.devices), ("verifiers", self.verifiers)):
-                for name, one in counted.items():
-                    if one.count % self.shards:
-                        raise ValueError(
-                            f"{kind}.{name}.count is {one.count}, "
-                            f"but must divide by shards, {self.shards}"
-                        )
 
 
 # In a checkout the scenarios lie beside the package, in an installation within it.

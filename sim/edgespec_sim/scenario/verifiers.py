@@ -43,6 +43,7 @@ GPU_POWERS: Final = {
     # NVIDIA L4 data sheet.
     "l4": GpuPower(72.0, None),
 }
+_NOT_KNOWN: Final = GpuPower(0.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +219,13 @@ class VerifierSection(Section):
     @property
     def power_busy_w(self) -> float:
         """Of a machine while a pass runs; 0: not known."""
-        if self.busy_w or not self.gpu_power:
-            return self.busy_w
-        return GPU_POWERS[self.gpu_power].busy_w
+        return self.busy_w or GPU_POWERS.get(self.gpu_power, _NOT_KNOWN).busy_w
 
     @property
     def power_idle_w(self) -> float | None:
         """Of a machine between passes; None: not known."""
-        if self.idle_w is not None or not self.gpu_power:
-            return self.idle_w
-        return GPU_POWERS[self.gpu_power].idle_w
+        known_w = GPU_POWERS.get(self.gpu_power, _NOT_KNOWN).idle_w
+        return known_w if self.idle_w is None else self.idle_w
 
 
 _EFFICIENCY: Final = 0.7

@@ -195,16 +195,9 @@ class ScriptedTarget:
         self.passes = 0
         """Passes so far, and the rows they had."""
         self.rows = 0
-        self._info, self._find = info, find
+        self.info, self._find = info, find
+        self.cache: CacheShape | None = None
         self._sequences: dict[str, _Reading] = {}
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def cache(self) -> CacheShape | None:
-        return None
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()
@@ -268,13 +261,9 @@ class ScriptedDrafter:
     Raises ``ScriptError``."""
 
     def __init__(self, info: ModelInfo, find: FindScript, max_width: int) -> None:
-        self._info, self._find, self._max_width = info, find, max_width
+        self.info, self._find, self._max_width = info, find, max_width
         self._size = info.vocabulary_size
         self._reading = _Reading(1, 1, find)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         self._reading = _Reading(prompt_length, sampling.max_tokens, self._find)

@@ -25,16 +25,13 @@ from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.generators import generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, file_named
-from edgespec_sim.links.path import Hops, Link, LoadedQueue, Path, TraceLinks, both_ways
-from edgespec_sim.links.tcp import MESSAGE_BYTES, Lossless, PacketLink, TcpConnection
+from edgespec_sim.links.path import Hops, LoadedQueue, Path, Queues, TraceLinks, both_ways
+from edgespec_sim.links.tcp import MESSAGE_BYTES, TcpConnection
 from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
 from edgespec_sim.sessions import Stream
-from edgespec_sim.world.radio_network import ACCESS_S, Cells, RadioNetwork
+from edgespec_sim.world.radio_network import ACCESS_S, Cells, Hop, RadioNetwork
 from edgespec_sim.world.site import LinkView
-
-Queues = tuple[SharedQueue, SharedQueue]
-"""Up and down."""
 
 # --- the trace that a link of a scenario names -------------------------------------------------
 
@@ -140,20 +137,13 @@ class LinkInstances:
             framing_bytes = max(0, framing_bytes - MESSAGE_BYTES)
         section, seed = self.section, number_of(f"{self._seed}/stream/{stream}")
         queues, outages_s = self._queues_of(number), self.weather(number).outages_s
+        settings = LinkSettings(overhead_bytes=framing_bytes, outages_s=outages_s)
         if self._traced is not None:
-            return self._traced.pair(
-                offset_s=self._offset_s(number),
-                seed=seed,
-                overhead_bytes=framing_bytes,
-                outages_s=outages_s,
-                queues=queues,
-            )
-        settings = LinkSettings(
-            one_way_s=self.least_way_s,
-            jitter_s=section.jitter_ms / 1e3,
-            loss=section.loss,
-            overhead_bytes=framing_bytes,
-            outages_s=outages_s,
+            offset_s = self._offset_s(number)
+            return self._traced.pair(offset_s=offset_s, seed=seed, queues=queues, beside=settings)
+        jitter_s = section.jitter_ms / 1e3
+        settings = replace(
+            settings, one_way_s=self.least_way_s, jitter_s=jitter_s, loss=section.loss
         )
         return both_ways(settings, seed, queues)
 
@@ -340,14 +330,12 @@ class Network:
         """Up and down of one stream, as the device is attached now."""
         links = [self._links[name] for name in names]
         plain_s = sum((link.least_way_s for link in links if link.plain), self._fixed_s)
-        hops: list[tuple[Link, Link]] = [
-            *self._air(number, verifier),
-            *(link.models(number, stream) for link in links if not link.plain),
-        ]
+        hops = self._air(number, verifier)
+        hops += [link.models(number, stream) for link in links if not link.plain]
         up = Hops(self._queue, [up for up, _ in hops], plain_s)
         return up, Hops(self._queue, [down for _, down in reversed(hops)], plain_s)
 
-    def _air(self, number: int, verifier: str) -> list[tuple[Link, Link]]:
+    def _air(self, number: int, verifier: str) -> list[Hop]:
         if self.cells is not None:
             return self.cells.hops(number, verifier)
         return [self._radio.hop(number, self._stations[verifier])] if self._radio else []
@@ -355,9 +343,9 @@ class Network:
     def _connection(self, number: int, verifier: str, names: Sequence[str]) -> TcpConnection:
         links = [self._links[name] for name in names]
         plain_s = sum(link.least_way_s for link in links if link.plain)
-        hops: list[tuple[PacketLink, PacketLink]] = [
-            *((Lossless(up), Lossless(down)) for up, down in self._air(number, verifier)),
-            *(link.models(number, self._streams, packets=True) for link in links if not link.plain),
+        hops = self._air(number, verifier)
+        hops += [
+            link.models(number, self._streams, packets=True) for link in links if not link.plain
         ]
         ways = [up for up, _ in hops], [down for _, down in reversed(hops)]
         return TcpConnection(self._queue, *ways, plain_s, self._fixed_s)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
-from edgespec_sim.links.path import Handover, Link, Path
+from edgespec_sim.links.path import Handover, Path
 from edgespec_sim.run_summary import LinkLoad
 from edgespec_sim.scenario.sections import FRAMING_BYTES, CellHandoverSection, RadioSection
 
@@ -36,7 +37,6 @@ from edgespec_sim.scenario.sections import FRAMING_BYTES, CellHandoverSection, R
 # with a spread of 5 dB, or Rayleigh without line of sight; new in every slot.
 
 Floats = NDArray[np.float64]
-
 Flags = NDArray[np.bool_]
 
 LIGHT_M_S = 3.0e8
@@ -50,11 +50,9 @@ SHARED_VARIANCE = 0.5
 """Between sites, as ITU-R M.2135 and 3GPP TR 36.942 have it."""
 CARRIER_GHZ: Final = 3.5
 STATION_HEIGHT_M, DEVICE_HEIGHT_M = 10.0, 1.5
-
 BREAKPOINT_M: Final = (
     4.0 * (STATION_HEIGHT_M - 1.0) * (DEVICE_HEIGHT_M - 1.0) * CARRIER_GHZ * 1e9 / LIGHT_M_S
 )
-
 """Where the slope changes: 4 h'BS h'UT f / c, with 1 m of effective environment height."""
 
 
@@ -236,7 +234,10 @@ class RadioNetwork:
         self.on_change: Callable[[Change], None] = lambda change: None
         """Hears of each device that goes to another cell, with ``handover``."""
         self._attachment: Attachment | None = None
-        self._queues: dict[tuple[bool, int], SharedQueue] = {}
+        self._queues = defaultdict[tuple[bool, int], SharedQueue](
+            lambda: SharedQueue(8.0 * _TICKS_PER_S)
+        )
+        """By direction, True is down, and station."""
         self._device_s, self._station_s = np.zeros(devices), np.zeros(stations)
         """Time on the air within this step."""
         self._up = self._down = np.zeros((devices, stations))
@@ -245,18 +246,20 @@ class RadioNetwork:
 
     # --- what the network asks -------------------------------------------------------------
 
-    def hop(self, device: int, station: int) -> tuple[Link, Link]:
+    def hop(self, device: int, station: int) -> Hop:
         """Up and down, for one stream of a device that now uses that station."""
         if self._attachment is None:
             self.serving[device] = station
-        settings = LinkSettings(one_way_s=ACCESS_S / 2.0)
-        up = LinkModel(settings, self._queue_of(False, station))
-        down = LinkModel(settings, self._queue_of(True, station))
-        stretch = 1.0 / (1.0 - self._section.load)
-        return (
-            _Air(up, partial(self._send_s, device, station), stretch),
-            _Air(down, partial(self._receive_s, device, station), stretch),
+        settings, stretch = LinkSettings(one_way_s=ACCESS_S / 2.0), 1.0 / (1.0 - self._section.load)
+        up, down = (
+            Air(
+                LinkModel(settings, self._queues[is_down, station]),
+                partial(self._airtime_s, is_down, device, station),
+                stretch,
+            )
+            for is_down in (False, True)
         )
+        return up, down
 
     def bits_per_s(self, device: int, station: int) -> tuple[float, float]:
         """Up and down, of one device at one station, now."""
@@ -278,21 +281,14 @@ class RadioNetwork:
 
     # --- parts -----------------------------------------------------------------------------
 
-    def _send_s(self, device: int, station: int, size_bytes: int) -> float:
-        airtime_s = (size_bytes + FRAMING_BYTES) * 8 / float(self._up[device, station])
-        self._device_s[device] += airtime_s
+    def _airtime_s(self, is_down: bool, device: int, station: int, size_bytes: int) -> float:
+        """What a message takes, which its sender has then sent for."""
+        rates, sent_s, sender = self._up, self._device_s, device
+        if is_down:
+            rates, sent_s, sender = self._down, self._station_s, station
+        airtime_s = (size_bytes + FRAMING_BYTES) * 8 / float(rates[device, station])
+        sent_s[sender] += airtime_s
         return airtime_s
-
-    def _receive_s(self, device: int, station: int, size_bytes: int) -> float:
-        airtime_s = (size_bytes + FRAMING_BYTES) * 8 / float(self._down[device, station])
-        self._station_s[station] += airtime_s
-        return airtime_s
-
-    def _queue_of(self, down: bool, station: int) -> SharedQueue:
-        key = down, station
-        if key not in self._queues:
-            self._queues[key] = SharedQueue(8.0 * _TICKS_PER_S)
-        return self._queues[key]
 
     def _advance(self) -> None:
         section = self._section
@@ -336,7 +332,7 @@ class RadioNetwork:
         return changes
 
 
-class _Air:
+class Air:
     """One direction of a device's air: messages become airtime on its queue."""
 
     def __init__(self, model: LinkModel, airtime_s: Callable[[int], float], stretch: float) -> None:
@@ -345,6 +341,12 @@ class _Air:
     def arrival(self, now_s: float, size_bytes: int, /) -> float:
         ticks = self._airtime_s(size_bytes) * self._stretch * _TICKS_PER_S
         return self._model.arrival(now_s, math.ceil(ticks))
+
+    packet = arrival  # none is lost here
+
+
+Hop = tuple[Air | LinkModel, Air | LinkModel]
+"""Up and down."""
 
 
 def grid_m(count: int, side_m: float) -> Floats:
@@ -382,7 +384,6 @@ def _watts(dbm: float) -> float:
 
 
 Paths = tuple[Path, Path]
-
 """Up and down."""
 
 
@@ -411,7 +412,7 @@ class Cells:
         """The cell of a device."""
         return int(self._radio.serving[number])
 
-    def hops(self, number: int, verifier: str) -> list[tuple[Link, Link]]:
+    def hops(self, number: int, verifier: str) -> list[Hop]:
         """Up and down from a device as it is attached now to the verifier's station."""
         cell, station = self.of(number), self._stations[verifier]
         air = self._radio.hop(number, cell)

@@ -27,8 +27,8 @@ from edgespec.telemetry.trace import Tracer
 from edgespec_sim.cost_profile import TimeLaw
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import VerifierSummary
-from edgespec_sim.scenario.sections import Scenario, StagesSection
-from edgespec_sim.scenario.verifiers import Operation, law_of
+from edgespec_sim.scenario.sections import Scenario
+from edgespec_sim.scenario.verifiers import Operation, StagesSection, law_of
 from edgespec_sim.sessions import Compute, DraftModel, SimulatedVerifier, Stream
 from edgespec_sim.token_sources.source import ProcessSource, TokenSource
 from edgespec_sim.world.meters import RequestRecord
