@@ -44,15 +44,20 @@ BUILT_IN = {"short": DEFAULT_PROMPTS, "long": _built_in("long")}
 """Sets of prompts by the name that ``edgespec bench --prompts`` knows them by."""
 
 
-def read_prompts(path: Path) -> Iterator[BenchPrompt]:
-    """The prompts of a file, in order, read as they are asked for; named ``file:line``. Raises
-    ``PromptError``."""
+def whole_text(path: Path) -> str:
+    """Of a file of at most ``MAX_FILE_BYTES``. Raises ``PromptError``."""
     try:
-        lines = read_text(path, MAX_FILE_BYTES).split("\n")
+        return read_text(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         raise PromptError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError, TooLargeError) as error:
         raise PromptError(f"{path}: not readable as UTF-8 text: {error}") from error
+
+
+def read_prompts(path: Path) -> Iterator[BenchPrompt]:
+    """The prompts of a file, in order, read as they are asked for; named ``file:line``. Raises
+    ``PromptError``."""
+    lines = whole_text(path).split("\n")
     texts = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not 1 <= len(texts) <= MAX_PROMPTS:
         count = f"more than {MAX_PROMPTS} prompts" if texts else "no prompt"
@@ -82,13 +87,10 @@ def _text(line: str, where: str) -> str:
     return value
 
 
-# --- what every arm is asked to do -------------------------------------------------------------
-# the same prompts, as token ids.
-
-
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts as token ids, with their names, and the ids that end a text."""
+    """What every arm is asked: prompts as token ids, with their names; and the ids that end a
+    text."""
 
     names: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
@@ -107,21 +109,20 @@ def choose_workload(
 ) -> Workload:
     """The first ``limit`` prompts of at most ``room`` tokens. Raises ``ValueError`` when there is
     none."""
-    names: list[str] = []
-    chosen: list[tuple[int, ...]] = []
+    chosen: list[tuple[str, tuple[int, ...]]] = []
     too_long = 0
     for prompt in prompts:
         tokens = tuple(encode(prompt.text))
         if len(tokens) > room:
             too_long += 1
             continue
-        names.append(prompt.name)
-        chosen.append(tokens)
-        if len(chosen) >= limit:
+        chosen.append((prompt.name, tokens))
+        if len(chosen) == limit:
             break
     if not chosen:
         raise ValueError(
             f"none of the {too_long} prompts fits: with max-tokens of output the context has "
             f"room for {room} prompt tokens"
         )
-    return Workload(tuple(names), tuple(chosen), frozenset(eos_token_ids), too_long)
+    names, texts = zip(*chosen, strict=True)
+    return Workload(names, texts, frozenset(eos_token_ids), too_long)

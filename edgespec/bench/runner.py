@@ -88,10 +88,6 @@ def parsed(what: str, text: str, kind: Callable[[str], _Parsed], known: str) -> 
     return found
 
 
-def _options(arm: Arm, gamma: int | None = None) -> AgentOptions:
-    return AgentOptions(*arm_settings(arm, gamma))
-
-
 @dataclass(frozen=True, slots=True)
 class Station:
     """An agent on a link of its own, and that link's meter."""
@@ -153,7 +149,6 @@ class BenchRunner:
         self.gamma_costs: dict[int, measured.GammaCost] = {}
         self.workload, self._settings = workload, settings
         self._open_station, self._progress = open_station, progress
-        self._sampling = settings.sampling
         self.references: tuple[tuple[int, ...], ...] = ()
         """What target-only delivers for each prompt."""
 
@@ -170,9 +165,10 @@ class BenchRunner:
         try:
             for rtt_ms in settings.rtts_ms:
                 for arm in settings.arms:
-                    options = _options(arm, self.vanilla_gammas.get(rtt_ms))
-                    stations[arm, rtt_ms] = self._open_station(arm, options, rtt_ms)
-                    await self._warm_up(stations[arm, rtt_ms], arm, rtt_ms)
+                    station = self._station(arm, rtt_ms, self.vanilla_gammas.get(rtt_ms))
+                    stations[arm, rtt_ms] = station
+                    await self._measure(station.agent, self.workload.prompts[0], warm_up=True)
+                    self._progress.done(f"warm-up, {arm.value} at {rtt_ms:g} ms")
             for repeat in range(settings.repeats):
                 for rtt_ms in settings.rtts_ms:
                     here = {arm: stations[arm, rtt_ms] for arm in settings.arms}
@@ -183,9 +179,7 @@ class BenchRunner:
 
     async def _collect_references(self) -> None:
         self._progress.say("reference: target-only, no link")
-        arm = Arm.TARGET_ONLY
-        station = self._open_station(arm, _options(arm), 0.0)
-        async with station.agent as agent:
+        async with self._station(Arm.TARGET_ONLY, 0.0).agent as agent:
             references = []
             for prompt in self.workload.prompts:
                 references.append((await self._measure(agent, prompt)).tokens)
@@ -195,9 +189,8 @@ class BenchRunner:
     async def _choose_gammas(self) -> None:
         self._progress.say("vanilla: which draft length is best")
         for gamma in measured.GAMMAS:
-            station = self._open_station(Arm.VANILLA, _options(Arm.VANILLA, gamma), 0.0)
             measurements = []
-            async with station.agent as agent:
+            async with self._station(Arm.VANILLA, 0.0, gamma).agent as agent:
                 for prompt in self.workload.prompts[: measured.PROMPT_COUNT]:
                     measurements.append(await self._measure(agent, prompt))
                     self._progress.done(f"vanilla, draft length {gamma}")
@@ -206,12 +199,8 @@ class BenchRunner:
         for rtt_ms in self._settings.rtts_ms:
             self.vanilla_gammas[rtt_ms] = measured.best_gamma_at(self.gamma_costs, rtt_ms / 1e3)
 
-    async def _warm_up(self, station: Station, arm: Arm, rtt_ms: float) -> None:
-        """Connect the channel, touch the models: not counted."""
-        tokens = min(WARM_UP_TOKENS, self._settings.max_tokens)
-        sampling, prompt = replace(self._sampling, max_tokens=tokens), self.workload.prompts[0]
-        await measured.measure(station.agent, prompt, sampling, self.workload.eos_token_ids)
-        self._progress.done(f"warm-up, {arm.value} at {rtt_ms:g} ms")
+    def _station(self, arm: Arm, rtt_ms: float, gamma: int | None = None) -> Station:
+        return self._open_station(arm, AgentOptions(*arm_settings(arm, gamma)), rtt_ms)
 
     async def _run_cells(self, stations: Mapping[Arm, Station], rtt_ms: float, repeat: int) -> None:
         self._progress.say(f"repeat {repeat + 1} of {self._settings.repeats}, RTT {rtt_ms:g} ms")
@@ -233,5 +222,11 @@ class BenchRunner:
                 texts, sums = self.references[: len(finished)], sum(traffic, Counter[str]())
                 self.rows.append(measured.row_of(arm, rtt_ms, repeat, done, texts, sums))
 
-    async def _measure(self, agent: Agent, prompt: Sequence[int]) -> measured.Measurement:
-        return await measured.measure(agent, prompt, self._sampling, self.workload.eos_token_ids)
+    async def _measure(
+        self, agent: Agent, prompt: Sequence[int], *, warm_up: bool = False
+    ) -> measured.Measurement:
+        """``warm_up``: connect the channel, touch the models; not counted."""
+        sampling = self._settings.sampling
+        if warm_up:
+            sampling = replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens))
+        return await measured.measure(agent, prompt, sampling, self.workload.eos_token_ids)

@@ -30,7 +30,6 @@ CPUs (docs/measurements.md)."""
 
 GENAI_CONFIG = "genai_config.json"
 TEXT_PATTERNS = ("*.json", "*.jinja")
-_CHECKPOINT_PATTERNS = (*TEXT_PATTERNS, "*.safetensors")
 _OWN_PATTERNS = (*TEXT_PATTERNS, "model.onnx", "model.onnx.data")
 _GRAPH = re.compile(r"(?:onnx/)?(?:decoder_)?model(?:_merged)?(?:_(?P<variant>[a-z0-9]+))?\.onnx")
 _SPLIT = re.compile(r"(?:onnx/)?decoder_(with_past_)?model(?!_merged)(_[a-z0-9]+)?\.onnx")
@@ -62,12 +61,9 @@ def find_draft(reference: str, variant: str = AUTO) -> DraftSource:
 def resolve_texts(reference: str) -> Path:
     """The folder of a reference's tokenizer and configuration; of a Hub id nothing else is fetched.
     Raises ``ModelFolderError``."""
-    path = Path(os.path.expanduser(reference))
     if reference.endswith(".onnx"):
-        return _one_file(path).folder
-    if folders.HUB_ID.fullmatch(reference) and not path.is_dir():
-        return folders.fetch(reference, TEXT_PATTERNS)
-    return folders.resolve_model(reference, folders.Role.DRAFT)
+        return _one_file(Path(os.path.expanduser(reference))).folder
+    return folders.resolve_model(reference, folders.Role.DRAFT, TEXT_PATTERNS)
 
 
 def variants_of(files: Iterable[str], genai_file: str = "") -> dict[str, str]:
@@ -109,7 +105,7 @@ def _files(folder: Path) -> list[str]:
 def _chosen(reference: str, folder: Path, files: list[str], variant: str, name: str) -> DraftSource:
     if folders.DRAFT_MANIFEST in files and variant == AUTO:
         return DraftSource(folder, name=name)
-    graphs = variants_of(files, genai_graph(folder))
+    graphs = variants_of(files, genai_sections(folder)[1].get("filename", ""))
     path = folder / "config.json"
     weights = any(file.endswith(".safetensors") for file in files)
     config = folders.read_json(path) if weights and path.is_file() else {}
@@ -151,20 +147,14 @@ def _is_ours(folder: Path, graph: Path) -> bool:
     return True
 
 
-def genai_graph(folder: Path) -> str:
-    """The file that ``genai_config.json`` names as decoder; empty without one."""
-    decoder = genai_model(folder).get("decoder")
-    name = decoder.get("filename", "") if isinstance(decoder, dict) else ""
-    return name if isinstance(name, str) else ""
-
-
-def genai_model(folder: Path) -> dict[str, Any]:
-    """The ``model`` section of ``genai_config.json``, empty without one."""
+def genai_sections(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``model`` of ``genai_config.json``, and ``decoder`` in it, which names the file of the graph;
+    empty where there is none."""
     path = folder / GENAI_CONFIG
-    if not path.is_file():
-        return {}
-    model = folders.read_json(path).get("model")
-    return model if isinstance(model, dict) else {}
+    found = folders.read_json(path).get("model") if path.is_file() else None
+    model = found if isinstance(found, dict) else {}
+    decoder = model.get("decoder")
+    return model, decoder if isinstance(decoder, dict) else {}
 
 
 def _on_the_hub(reference: str, variant: str) -> DraftSource:
@@ -181,10 +171,8 @@ def _on_the_hub(reference: str, variant: str) -> DraftSource:
     folder = folders.fetch(reference, TEXT_PATTERNS)
     source = _chosen(reference, folder, files, variant, name)
     if not source.graphs:
-        own = folders.DRAFT_MANIFEST in files
-        return DraftSource(
-            folders.fetch(reference, _OWN_PATTERNS if own else _CHECKPOINT_PATTERNS), {}, name
-        )
+        patterns = _OWN_PATTERNS if folders.DRAFT_MANIFEST in files else folders.HUB_PATTERNS
+        return DraftSource(folders.fetch(reference, patterns), {}, name)
     key, path = next(iter(source.graphs.items()))
     file = PurePosixPath(path.relative_to(folder).as_posix())
     folder = folders.fetch(reference, (*TEXT_PATTERNS, f"{file}", f"{file}_data*", f"{file}.data*"))
@@ -215,12 +203,10 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     config = folders.read_json(path) if path.is_file() else {}
     if isinstance(inner := config.get("text_config"), dict):
         config |= inner
-    genai = genai_model(folder)
+    genai, decoder = genai_sections(folder)
     if not config and not genai:
         raise folders.ModelFolderError(f"{folder}: there is neither config.json nor {GENAI_CONFIG}")
     texts = folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
-    found = genai.get("decoder")
-    decoder = found if isinstance(found, dict) else {}
 
     def size(*names: str) -> int:
         """The first that is a positive integer, else 0."""

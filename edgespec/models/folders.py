@@ -60,19 +60,15 @@ def read_vocabulary(path: Path) -> dict[int, str]:
     data = read_json(path)
     model = data.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    tokens: dict[int, str]
+    if not isinstance(vocabulary, dict | list):
+        raise ModelFolderError(f"{path}: model.vocab is missing")
     try:
-        match vocabulary:
-            case dict():  # BPE, WordPiece, WordLevel: token -> id
-                tokens = {int(token_id): str(token) for token, token_id in vocabulary.items()}
-            case list():  # Unigram: [token, score] at the place of its id
-                tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
-            case _:
-                raise ModelFolderError(f"{path}: model.vocab is missing")
+        if isinstance(vocabulary, dict):  # BPE, WordPiece, WordLevel: token -> id
+            tokens = {int(token_id): str(token) for token, token_id in vocabulary.items()}
+        else:  # Unigram: [token, score] at the place of its id
+            tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
         for added in data.get("added_tokens") or ():
             tokens[int(added["id"])] = str(added["content"])
-    except ModelFolderError:
-        raise
     except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
         raise ModelFolderError(f"{path}: unreadable vocabulary entry: {error!r}") from error
     low, high = min(tokens, default=0), max(tokens, default=0)
@@ -106,10 +102,10 @@ class Role(Enum):
     DRAFT = "draft"
 
 
-def resolve_model(reference: str, role: Role) -> Path:
+def resolve_model(reference: str, role: Role, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
     """The local folder of ``reference``, downloaded when it is a Hub id. ``HF_HOME``,
-    ``HF_HUB_OFFLINE`` and the Hub's token settings are respected; nothing but weights and tokenizer
-    files is fetched and no code in a repository is ever run. Raises ``ModelFolderError``."""
+    ``HF_HUB_OFFLINE`` and the Hub's token settings are respected; nothing but the files of
+    ``patterns`` is fetched and no code in a repository is ever run. Raises ``ModelFolderError``."""
     name, colon, part = reference.partition(":")
     if name == BUNDLED:
         if colon and part not in {one.value for one in Role}:
@@ -128,7 +124,7 @@ def resolve_model(reference: str, role: Role) -> Path:
     if path.is_file():
         raise ModelFolderError(f"model {reference!r} is a file; give the folder it is in")
     if HUB_ID.fullmatch(reference):
-        return fetch(reference)
+        return fetch(reference, patterns)
     raise ModelFolderError(
         f"model {reference!r} is neither 'bundled', nor a folder, nor a Hub id 'owner/name'"
     )
@@ -219,7 +215,7 @@ def trained_length(folder: Path) -> int:
     return _whole_number(folder / "config.json", config, "trained_length", least=0)
 
 
-def fetch(reference: str, patterns: Sequence[str] = HUB_PATTERNS) -> Path:
+def fetch(reference: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(_from_hub(reference, partial(snapshot_download, allow_patterns=list(patterns))))

@@ -100,10 +100,9 @@ class GrammarReader:
                 self._kept.move_to_end(constraint)
                 found.copies += 1
         if found is None or found.copies > _MOST_COPIES:
-            compiled = _Compiled(self._compile(constraint, known=found is not None))
-            found = compiled
+            found = _Compiled(self._compile(constraint, known=found is not None))
             with self._lock:
-                self._kept[replace(constraint, matcher=None)] = compiled
+                self._kept[replace(constraint, matcher=None)] = found
                 if len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
         compiled, ends = found, self._tokens().eos_tokens

@@ -284,7 +284,7 @@ class TextTokenizer:
         """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
         what ``decode`` shows of both behind what it shows of the prompt. A character that the
         prompt leaves unfinished is emitted when the text finishes it."""
-        stream = TextStream(self._tokenizer, self.token_bytes, self.special_ids)
+        stream = TextStream(self)
         own = [token for token in prompt if token not in self.special_ids]
         stream.push(own[-_MOST_UNFINISHED:])
         return stream
@@ -314,11 +314,9 @@ class TextStream:
     belongs to no character becomes U+FFFD. A text that begins here begins as the library shows it:
     some decoders take the first space away."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, token_bytes: TokenBytes, special_ids: frozenset[int]
-    ) -> None:
-        self._tokenizer, self._token_bytes = tokenizer, token_bytes
-        self._special_ids = special_ids
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._decode, self._token_bytes = tokenizer.decode, tokenizer.token_bytes
+        self._special_ids = tokenizer.special_ids
         self._begins = True
         self._characters = getincrementaldecoder("utf-8")("replace")
 
@@ -339,6 +337,6 @@ class TextStream:
         written, begins = self._token_bytes(token), self._begins
         self._begins = begins and not written
         if begins and written.startswith(b" "):
-            shown = str(self._tokenizer.decode([token])).encode()
+            shown = self._decode([token]).encode()
             written = written[len(written) - len(shown) :] if written.endswith(shown) else written
         return self._characters.decode(written)

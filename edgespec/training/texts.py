@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from edgespec.bench.prompts import MAX_FILE_BYTES, PromptError, read_prompts
-from edgespec.config.files import TooLargeError, read_text
+from edgespec.bench.prompts import read_prompts, whole_text
 from edgespec.sampling.tensors import gumbel_noise
 from edgespec.telemetry.recording import RecordedText, is_recording, read_recording
 
@@ -65,7 +64,7 @@ def read_pieces(
             lines = (encode(prompt.text)[-(length // 2) :] for prompt in read_prompts(path))
             pieces += [[Text(ids, len(ids))] for ids in lines if ids]
         else:
-            texts = (one.text for one in read_prompts(path)) if jsonl else [_whole(path)]
+            texts = (one.text for one in read_prompts(path)) if jsonl else [whole_text(path)]
             size = length // 4 if as_prompts else length
             for ids in map(encode, texts):
                 cut = (ids[at : at + size] for at in range(0, len(ids), size))
@@ -82,13 +81,6 @@ def _committed(text: RecordedText, size: int) -> list[Text]:
         for at in places
         if len(tokens) - at >= SHORTEST
     ]
-
-
-def _whole(path: Path) -> str:
-    try:
-        return read_text(path, MAX_FILE_BYTES)
-    except (UnicodeDecodeError, TooLargeError) as error:
-        raise PromptError(f"{path}: not readable as UTF-8 text: {error}") from error
 
 
 class Split(NamedTuple):
@@ -133,7 +125,7 @@ def write(
     mask, positions = (places >= 0).long(), places.clamp(min=0)
     heat = torch.tensor(temperatures, device=device)[:, None]
     written: list[list[int]] = [[] for _ in prompts]
-    going, cache, ends = set(range(len(prompts))), None, set(end_ids(model))
+    going, cache, ends = set(range(len(prompts))), None, end_ids(model)
     for step in range(count):
         check()
         got = model(fed, attention_mask=mask, position_ids=positions, past_key_values=cache)
@@ -153,13 +145,11 @@ def write(
     return [Text([*ids, *new], len(ids)) for ids, new in zip(prompts, written, strict=True)]
 
 
-def end_ids(model: Any) -> tuple[int, ...]:
+def end_ids(model: Any) -> set[int | None]:
     """The tokens that end a text of ``model``."""
     found = getattr(model.generation_config, "eos_token_id", None)
     found = model.config.eos_token_id if found is None else found
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+    return set(found) if isinstance(found, list | tuple) else {found}
 
 
 def padded(texts: Sequence[Text], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
