@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from edgespec.bench.arms import Arm
+from edgespec.bench.report import counted
 from tools.svg import SANS, picture, text, write
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 62, 640, 74, 414
@@ -159,8 +160,8 @@ def _caption(content: Mapping[str, Any]) -> Iterator[str]:
     repeats, prompts = int(settings["repeats"]), len(settings["prompt_names"])
     gammas = ", ".join(f"{g} at {rtt} ms" for rtt, g in settings["vanilla_gamma"].items())
     yield (
-        f"Mean time per token after the first, over {_count(prompts, 'prompt')} of"
-        f" {settings['max_tokens']} tokens and {_count(repeats, 'repeat')}; bands: 95 % intervals"
+        f"Mean time per token after the first, over {counted(prompts, 'prompt')} of"
+        f" {settings['max_tokens']} tokens and {counted(repeats, 'repeat')}; bands: 95 % intervals"
         " over the texts; ×: speed-up over target-only streaming at the same round-trip time."
         + (f" Draft length of stop-and-wait: {gammas}." if gammas else "")
     )
@@ -181,10 +182,6 @@ def _caption(content: Mapping[str, Any]) -> Iterator[str]:
         yield "The bench was interrupted: only what all arms had finished is drawn."
     if "failure" in content:
         yield f"The bench ended in an error: {content['failure']}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def _picture(curves: Sequence[Curve], caption: Sequence[str]) -> str:

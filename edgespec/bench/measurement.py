@@ -206,8 +206,7 @@ def _summary(group: Sequence[Row]) -> Row:
     summary: Row = {"arm": group[0]["arm"], "rtt_ms": group[0]["rtt_ms"], "repeats": len(group)}
     kept = [name for name in group[0] if name not in (*_KEYS, "tpots_ms")]
     columns = {name: numbers(group, name) for name in kept}
-    for name, values in columns.items():
-        summary[name] = float(median(values)) if values else None
+    summary |= {name: float(median(one)) if one else None for name, one in columns.items()}
     summary["mismatches"] = int(sum(columns["mismatches"]))
     spread = {name: columns[name] for name in _SPREAD if columns[name]}
     summary["spread"] = {name: [min(values), max(values)] for name, values in spread.items()}

@@ -129,14 +129,14 @@ def footer(content: Mapping[str, Any]) -> Iterator[str]:
         step_ms = own["model_us"] / 1e3 / max(1, own["model_steps"])
         right = f"{own['model_accepted']} of {own['model_nodes']}"
         yield f"the server's own drafts: {right} right, {step_ms:.2f} ms a step"
-    prompts = _counted(len(settings["prompt_names"]), "prompt")
+    prompts = counted(len(settings["prompt_names"]), "prompt")
     own = settings["server_draft"]
     on_server = f", on the server {own}" if own else ""
     yield (
         f"target {settings['target_name'] or settings['model']}, draft "
         f"{settings['draft_name'] or settings['draft']}{on_server}; {prompts},"
         f" {settings['max_tokens']} tokens, temperature {settings['temperature']:g},"
-        f" seed {settings['seed']}, {_counted(settings['repeats'], 'repeat')}; {settings['timing']}"
+        f" seed {settings['seed']}, {counted(settings['repeats'], 'repeat')}; {settings['timing']}"
     )
     if (late := _late(settings["pass_ms"], content["summary"])) is not None:
         yield late
@@ -185,13 +185,12 @@ def verdict(rows: Sequence[Row]) -> tuple[int, str]:
 
 def machine() -> dict[str, object]:
     """Where it ran; the load is of the last minute, other programs' included."""
-    load = psutil.getloadavg()[0]  # on every system, unlike that of os
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "load_average": load,
+        "load_average": psutil.getloadavg()[0],  # on every system, unlike that of os
     }
 
 
@@ -200,7 +199,7 @@ def versions() -> dict[str, str]:
     return {"edgespec": __version__, "python": platform.python_version(), **found}
 
 
-def _counted(number: int, name: str) -> str:
+def counted(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
 
 

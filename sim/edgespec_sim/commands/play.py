@@ -71,7 +71,7 @@ class Ask:
         return cls(1 if seed is None else seed, count, seconds=seconds)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Point:
     """One scenario, and what its seeds came to so far. ``trace`` gets the first seed's."""
 

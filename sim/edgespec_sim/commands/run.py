@@ -284,18 +284,16 @@ def _play(
     grid: Sequence[GridPoint], missing: Sequence[int], ask: play.Ask, folder: Path
 ) -> dict[int, RunSummary]:
     """Each point's summary is written as soon as it has all its seeds."""
-    points = {
-        index: play.Point(grid[index].name, grid[index].scenario, folder) for index in missing
-    }
+    points = {play.Point(grid[one].name, grid[one].scenario, folder): one for one in missing}
     summaries: dict[int, RunSummary] = {}
 
     def finish(done: play.Point) -> None:
-        (index,) = (index for index, point in points.items() if point is done)
-        summaries[index] = summary = play.summary_of(done, ask)
+        index = points[done]
+        summaries[index] = play.summary_of(done, ask)
         done.outcomes.clear()
-        _write(grid[index], summary)
+        _write(grid[index], summaries[index])
 
-    play.play_seeds(list(points.values()), ask, play.default_processes(), finish)
+    play.play_seeds(list(points), ask, play.default_processes(), finish)
     return summaries
 
 

@@ -323,10 +323,9 @@ class TcpSender:
 
     def acknowledged(self, now_s: float, ack: Acknowledgement) -> list[tuple[int, int]]:
         advanced, delivered = self._take_in(now_s, ack)
-        if not delivered and not advanced:
-            self._end_probe(ack, advanced=False)
-            return self._transmit(now_s)
         self._end_probe(ack, advanced=advanced)
+        if not delivered and not advanced:
+            return self._transmit(now_s)
         if self._state is not _State.OPEN and self._first >= self._recover_at:
             if self._state is _State.RECOVERY:
                 self.window.end_reduction()

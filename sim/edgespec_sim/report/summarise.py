@@ -18,7 +18,7 @@ from edgespec.core.protocol.messages import Commit, Draft, FinishReason, Receive
 from edgespec_sim import run_summary as rs
 from edgespec_sim.report.timeline import DEVICE, Line
 from edgespec_sim.sessions import message_bytes
-from edgespec_sim.world.meters import Meters, RequestRecord
+from edgespec_sim.world.meters import Meters, RequestRecord, ratio
 
 # --- what one device session's lines add up to, request by request -----------------------------
 
@@ -127,7 +127,11 @@ class VerifierTally:
             case "StreamOpened":
                 self.sessions.add(line["request"]["session_id"])
             case "RunBatch":
-                self._begin(at_s, line["requests"])
+                requests = line["requests"]
+                self._begun_s = at_s
+                self.passes += 1
+                self.sessions_in_passes += len(requests)
+                self.rows += sum(len(one["feed"]) + len(one["tokens"]) for one in requests)
             case "BatchDone" | "BatchFailed":
                 if self._begun_s is not None:
                     self.busy_s += at_s - self._begun_s
@@ -135,13 +139,6 @@ class VerifierTally:
             case "SendTo" if line["message"]["name"] == "Commit":
                 if line["message"]["rows"]:
                     self.queues_s.append(line["message"]["queue_us"] / 1e6)
-
-    def _begin(self, at_s: float, requests: list[Line]) -> None:
-        self._begun_s = at_s
-        self.passes += 1
-        self.sessions_in_passes += len(requests)
-        for request in requests:
-            self.rows += len(request["feed"]) + len(request["tokens"])
 
 
 _NO_VERIFIER: Final = "Only devices' traces were given: the verifiers' load is not known."
@@ -196,13 +193,9 @@ def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
 def _load(name: str, tally: VerifierTally, duration_s: float) -> rs.VerifierSummary:
     return rs.VerifierSummary(
         name=name or "verifier",
-        utilisation=_per(tally.busy_s, duration_s),
+        utilisation=ratio(tally.busy_s, duration_s),
         passes=tally.passes,
-        rows_per_pass=_per(tally.rows, tally.passes),
-        sessions_per_pass=_per(tally.sessions_in_passes, tally.passes),
+        rows_per_pass=ratio(tally.rows, tally.passes),
+        sessions_per_pass=ratio(tally.sessions_in_passes, tally.passes),
         queue_s=rs.spread_of(tally.queues_s),
     )
-
-
-def _per(amount: float, of: float) -> float:
-    return amount / of if of else 0.0

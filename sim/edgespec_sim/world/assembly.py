@@ -22,7 +22,7 @@ from edgespec_sim.scenario.verifiers import Operation, law_of
 from edgespec_sim.sessions import Stream
 from edgespec_sim.world.arrivals import Reception, Server, draw_arrivals
 from edgespec_sim.world.conservation import StreamWatch, check_device
-from edgespec_sim.world.meters import Meters, RequestRecord
+from edgespec_sim.world.meters import Meters, RequestRecord, ratio
 from edgespec_sim.world.network import Network
 from edgespec_sim.world.radio_network import Change
 from edgespec_sim.world.site import Site, SiteCounters, Surrounding, charge
@@ -213,8 +213,8 @@ class World:
             name=site.name,
             utilisation=min(1.0, busy_s / window_s),
             passes=passes,
-            rows_per_pass=(after.rows - before.rows) / passes if passes else 0.0,
-            sessions_per_pass=(after.sessions - before.sessions) / passes if passes else 0.0,
+            rows_per_pass=ratio(after.rows - before.rows, passes),
+            sessions_per_pass=ratio(after.sessions - before.sessions, passes),
             queue_s=self.meters.queue_s(site.name),
             energy_j=busy_w * busy_s if busy_w else None,
             idle_j=None if idle_w is None else idle_w * idle_s,

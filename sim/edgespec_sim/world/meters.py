@@ -151,13 +151,13 @@ class Meters:
             tpot_s=spread_of(_known(one.tpot_s for one in records)),
             itl_s=gaps_s,
             tokens_per_second=tokens / (self.window_s * self.seeds),
-            tokens_per_pass=_ratio(
+            tokens_per_pass=ratio(
                 total(lambda one: one.counters.committed), total(lambda one: one.counters.passes)
             ),
             acceptance=total(lambda one: one.counters.hits) / tried if tried else None,
-            wasted_per_token=_ratio(total(lambda one: one.counters.wasted), tokens),
-            up_bytes_per_token=_ratio(total(lambda one: one.up_bytes), tokens),
-            down_bytes_per_token=_ratio(total(lambda one: one.down_bytes), tokens),
+            wasted_per_token=ratio(total(lambda one: one.counters.wasted), tokens),
+            up_bytes_per_token=ratio(total(lambda one: one.up_bytes), tokens),
+            down_bytes_per_token=ratio(total(lambda one: one.down_bytes), tokens),
             reconnects=int(total(lambda one: one.counters.reconnects)),
             handovers=int(total(lambda one: one.handovers)),
             memory_tightened=int(total(lambda one: one.memory_tightened)),
@@ -179,7 +179,7 @@ def _row(one: RequestRecord) -> RequestRow:
         one.ttft_s,
         one.tpot_s,
         one.tokens,
-        _ratio(one.counters.committed, one.counters.passes),
+        ratio(one.counters.committed, one.counters.passes),
         one.counters.acceptance,
         one.failed or ("" if one.complete else "the world ended first"),
         verifier_j=one.verifier_j,
@@ -203,7 +203,7 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
