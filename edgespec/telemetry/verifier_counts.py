@@ -98,7 +98,7 @@ class StreamMeter:
         self.pass_rows = Histogram(_COUNTS)
         self.pass_tokens = Histogram(_COUNTS)
         self.prompt_tokens = self.generation_tokens = 0
-        self.drafts = self.draft_nodes = self.accepted = self.replaced = 0
+        self.drafts = self.draft_nodes = self.accepted = self.wasted = self.replaced = 0
         self.accepted_at = [0] * MAX_POSITIONS
         self.run_ahead_tokens = self.stale = self.failed_passes = self.late_streams = 0
         self.finished = dict.fromkeys(REASONS, 0)
@@ -106,10 +106,6 @@ class StreamMeter:
         self._ended = ended
         self._records: dict[int, StreamRecord] = {}
         self._pass_at: float | None = None
-
-    @property
-    def wasted(self) -> int:
-        return self.draft_nodes - self.accepted
 
     def observe(
         self, event: ee.EngineEvent, actions: Sequence[ee.EngineAction], now: float
@@ -205,6 +201,7 @@ class StreamMeter:
                 self.drafts += 1
                 self.draft_nodes += rows
                 self.accepted += right
+                self.wasted += rows - right
                 self.replaced += len(commit.replaced)
                 for place in range(min(right, MAX_POSITIONS)):
                     self.accepted_at[place] += 1
