@@ -17,7 +17,7 @@ from edgespec.core.device import memory
 from edgespec.core.ports import Drafter
 from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.checkpoint import DecoderShape, read_shape
-from edgespec.device.export.export import exported
+from edgespec.device.export.export import DEFAULT_CONTEXT_LIMIT, exported
 from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts
 from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, read_config, resolve_model
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
@@ -154,7 +154,6 @@ _INT8_FROM: Final = (1, 31)
 
 _STORED_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
 """Bytes, with the blocks' scales."""
-_LONGEST_EXPORTED: Final = 16_384
 _SIZES = ("vocabulary_size", "layers", "heads", "kv_heads", "head_dim", "hidden", "feed_forward")
 _ENDPOINT_BYTES: Final = 8 << 20
 """What ``edgespec serve`` loads beyond the other commands, 6 to 9 MiB."""
@@ -199,7 +198,7 @@ def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.Dr
     hidden + 3 * hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables."""
     config, shape = read_config(folder), read_shape(folder)
     hidden, dim, vocabulary = shape.hidden, shape.head_dim, shape.vocabulary_size
-    positions = min(int(config["max_position_embeddings"]), _LONGEST_EXPORTED)
+    positions = min(int(config["max_position_embeddings"]), DEFAULT_CONTEXT_LIMIT)
     context = min(int(config.get("trained_length") or positions), positions)
     layer = hidden * dim * 2 * (shape.heads + shape.kv_heads) + 3 * hidden * shape.feed_forward
     tables = 1 if config.get("tie_word_embeddings", True) else 2

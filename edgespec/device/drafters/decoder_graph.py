@@ -24,6 +24,7 @@ from typing import Final
 
 import onnxruntime as ort
 
+from edgespec.core.protocol.checks import bounded
 from edgespec.device.drafters.manifest import DraftModelError
 
 _PART = re.compile(r"key(?!_values)|value(?!s[._])")
@@ -115,10 +116,9 @@ HeadHint = tuple[int, int]
 """Key-value heads and head size of a config, for graphs that leave them open; 0: not known."""
 
 
-def read_graph(
-    path: Path, inputs: Sequence[Port], outputs: Sequence[Port], hint: HeadHint = (0, 0)
-) -> DecoderGraph:
+def read_graph(path: Path, session: ort.InferenceSession, hint: HeadHint = (0, 0)) -> DecoderGraph:
     """Raises ``DraftModelError`` naming the file, the input or output and what was expected."""
+    inputs, outputs = _ports(session.get_inputs()), _ports(session.get_outputs())
     roles: dict[Role, Port] = {}
     pasts: dict[tuple[int, str], Port] = {}
     for port in inputs:
@@ -288,8 +288,7 @@ def load_session(path: Path, threads: int, providers: Sequence[str]) -> ort.Infe
 
     Raises ``DraftModelError`` naming the file, or the providers that are not there; ``ValueError``
     for threads outside 1..64."""
-    if not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"threads is {threads}, but must be in [1, {MAX_THREADS}]")
+    bounded("threads", threads, 1, MAX_THREADS)
     missing = sorted(set(providers) - set(ort.get_available_providers()))
     if missing or not providers:
         raise DraftModelError(
@@ -363,8 +362,7 @@ def placement(session: ort.InferenceSession) -> Placement | None:
     return Placement(taken, dict(others))
 
 
-def ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
-    """Inputs or outputs as a ``DecoderGraph`` is read from them."""
+def _ports(nodes: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
     return tuple(
         Port(node.name, _RUNTIME_TYPES.get(node.type, node.type), tuple(node.shape))
         for node in nodes

@@ -76,6 +76,8 @@ class GraphDrafter:
     ) -> None:
         self._path, self.info, self._graph, self._chunk = path, info, graph, chunk
         self._session: ort.InferenceSession | None = session
+        self.placement = dg.placement(session)
+        """What of the graph runs where, if that is known and not the CPU alone."""
         self._proposable, self._capacity = proposable, capacity
         self._binding: Any = None  # onnxruntime has no types
         self._chunks = True
@@ -88,11 +90,6 @@ class GraphDrafter:
         self._most_guesses, self._window = MAX_WIDTH, DraftWindow(window or capacity, moving=moving)
         self._frequencies: list[kv.Frequencies | None] = []
         """Of each cache tensor, found when a text first outgrows the window; None: of values."""
-
-    @property
-    def placement(self) -> dg.Placement | None:
-        """What of the graph runs where, if that is known and not the CPU alone."""
-        return None if self._session is None else dg.placement(self._session)
 
     def twin(self) -> GraphDrafter:
         """Another sequence on the same weights, with buffers of its own (``ports.Twinned``)."""
@@ -286,10 +283,7 @@ def _limited(
 ) -> tuple[ports.ModelInfo, int]:
     """``info`` with the length of texts that are drafted for: any, where a window slides. And how
     many rows of keys and values that takes."""
-    if not 0 <= context_length <= info.context_length:
-        raise ValueError(
-            f"context_length is {context_length}, but must be in [0, {info.context_length}]"
-        )
+    bounded("context_length", context_length, 0, info.context_length)
     limit = context_length or min(info.context_length, usual)
     bounded("window", window, 0, limit)
     trained = min(trained, limit)
@@ -330,7 +324,7 @@ class OnnxDrafter(GraphDrafter):
         two_from = _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0)
         threads = threads or dg.usual_threads(dg.weights_bytes(path), two_from)
         session = dg.load_session(path, threads, providers)
-        graph = dg.read_graph(path, dg.ports(session.get_inputs()), dg.ports(session.get_outputs()))
+        graph = dg.read_graph(path, session)
         _check_manifest(path, graph, manifest)
         super().__init__(
             path,
@@ -449,8 +443,7 @@ class ForeignDrafter(GraphDrafter):
         session = dg.load_session(
             path, threads or dg.usual_threads(dg.weights_bytes(path)), providers
         )
-        inputs, outputs = dg.ports(session.get_inputs()), dg.ports(session.get_outputs())
-        self.graph = graph = dg.read_graph(path, inputs, outputs, hint)
+        self.graph = graph = dg.read_graph(path, session, hint)
         limited, capacity = _limited(info, context_length, DEFAULT_CONTEXT_LIMIT, window)
         size = graph.logits.shape[-1]
         size = size if isinstance(size, int) else info.vocabulary_size

@@ -13,6 +13,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from edgespec.core.device.memory import MemoryGuard
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, Twinned, never_cancelled
+from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import ConstrainedText
 from edgespec.core.protocol.sampling import SamplingParams, TokenCounts
 
@@ -35,9 +36,7 @@ class TokenCache:
 
     def begin(self, prompt_length: int, sampling: SamplingParams) -> None:
         """Start an empty sequence. Raises ``ValueError`` when the prompt cannot fit."""
-        limit = self._info.context_length
-        if not 1 <= prompt_length <= limit:
-            raise ValueError(f"prompt length is {prompt_length}, but must be in [1, {limit}]")
+        bounded("prompt length", prompt_length, 1, self._info.context_length)
         self.tokens.clear()
         self._prompt_length = prompt_length
         self.sampling = sampling
@@ -50,24 +49,17 @@ class TokenCache:
         """Truncate to ``keep_length``, append ``feed``, return the new length.
 
         Raises ``ValueError`` naming the value and the limit."""
-        if not 0 <= keep_length <= len(self.tokens):
-            raise ValueError(
-                f"keep_length is {keep_length}, but {len(self.tokens)} tokens are cached"
-            )
+        if not 0 <= keep_length <= (cached := len(self.tokens)):
+            raise ValueError(f"keep_length is {keep_length}, but {cached} tokens are cached")
         if not feed:
             raise ValueError("feed must hold at least one token")
-        length = keep_length + len(feed)
-        if length > self._info.context_length:
-            raise ValueError(
-                f"{length} tokens do not fit the draft's context length"
-                f" of {self._info.context_length}"
-            )
+        length, limit = keep_length + len(feed), self._info.context_length
+        if length > limit:
+            raise ValueError(f"{length} tokens do not fit the draft's context length of {limit}")
+        size = self._info.vocabulary_size
         for token in feed:
-            if not 0 <= token < self._info.vocabulary_size:
-                raise ValueError(
-                    f"token id is {token}, but the draft's vocabulary has"
-                    f" {self._info.vocabulary_size} ids"
-                )
+            if not 0 <= token < size:
+                raise ValueError(f"token id is {token}, but the draft's vocabulary has {size} ids")
         self.forget(keep_length)
         self.tokens.extend(feed)
         if self.counts is not None:

@@ -53,11 +53,7 @@ class ToyDrafter(SilentDrafter):
     def __init__(self, model: ToyModel, info: ports.ModelInfo | None = None) -> None:
         super().__init__(info or toy_info(model))
         self._model = model
-        if self.info.vocabulary_size != model.vocabulary_size:
-            raise ValueError(
-                f"info has {self.info.vocabulary_size} token ids,"
-                f" the toy model {model.vocabulary_size}"
-            )
+        assert self.info.vocabulary_size == model.vocabulary_size
 
     def twin(self) -> ToyDrafter:
         """Another sequence (``ports.Twinned``)."""

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.core.device.memory import KvType
+from edgespec.core.protocol.checks import bounded
 from edgespec.device.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
 from edgespec.device.export.checkpoint import Checkpoint, read_shape
 from edgespec.models import folders
 
 if TYPE_CHECKING:
     import onnx
-
-Progress = Callable[[int, int], None]
 
 COPIED_FILES = (
     "config.json",
@@ -45,7 +44,7 @@ def export_draft(
     bits: int = 4,
     context_length: int = 0,
     kv_type: KvType = KvType.FLOAT32,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> DraftManifest:
     """Write the draft of ``source`` into ``target`` (made when missing) and return its manifest.
 
@@ -53,14 +52,12 @@ def export_draft(
     ``kv_type`` is that of the cached keys and values; int8 needs onnxruntime here, to try the
     draft. ``progress`` hears how many layers of how many are done. The same input gives the same
     bytes. Raises ``ValueError`` naming the file and the field, or the value and the limit."""
-    from edgespec.device.export.export_graph import build_graph, padded_head_dim
+    from edgespec.device.export.export_graph import GraphBuilder, padded_head_dim
     from edgespec.device.export.quantize import BLOCK_SIZE, halve_cache, save_graph
 
     shape, info = read_shape(source), folders.model_info(source)
-    limit = info.context_length
-    length = context_length or min(limit, DEFAULT_CONTEXT_LIMIT)
-    if not 1 <= length <= limit:
-        raise ValueError(f"context_length is {length}, but must be in [1, {limit}]")
+    length = context_length or min(info.context_length, DEFAULT_CONTEXT_LIMIT)
+    bounded("context_length", length, 1, info.context_length)
     manifest = DraftManifest(
         model=replace(info, context_length=length),
         bits=bits,
@@ -74,7 +71,7 @@ def export_draft(
         token_count=min(folders.token_count(source), shape.vocabulary_size),
         trained_length=folders.trained_length(source),
     )
-    model = build_graph(shape, Checkpoint(source, shape), length, bits, progress)
+    model = GraphBuilder(shape, Checkpoint(source, shape), length, bits).build(progress)
     if kv_type is KvType.FLOAT16:
         halve_cache(model)
     elif kv_type is KvType.INT8:

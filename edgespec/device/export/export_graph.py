@@ -34,24 +34,6 @@ from edgespec.device.export import quantize as qz
 from edgespec.device.export.checkpoint import Checkpoint, DecoderShape
 
 
-def _signature(shape: DecoderShape) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-    """(inputs, outputs) of the graph."""
-    value = helper.make_tensor_value_info
-    dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
-    parts = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
-    inputs = [
-        value("input_ids", TensorProto.INT64, [1, "length"]),
-        value("seqlens_k", TensorProto.INT32, [1]),
-        value("total_sequence_length", TensorProto.INT32, []),
-        *[value(f"past.{part}", TensorProto.FLOAT, dims) for part in parts],
-    ]
-    outputs = [
-        value("logits", TensorProto.FLOAT, [1, shape.vocabulary_size]),
-        *[value(f"present.{part}", TensorProto.FLOAT, dims) for part in parts],
-    ]
-    return inputs, outputs
-
-
 def rope_tables(
     rope: Mapping[str, Any], head_dim: int, context_length: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -166,28 +148,15 @@ _CONTRIB_KINDS = (
 )
 
 
-def build_graph(
-    shape: DecoderShape,
-    checkpoint: Checkpoint,
-    context_length: int,
-    bits: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> onnx.ModelProto:
-    """The model with its weights inside; the same input gives the same bytes.
+class GraphBuilder:
+    """``bits`` is the precision of the matrices; 4 and 8 are blocks of 32 (``quantize.py``), 32 is
+    float32. Norms, biases and rotary tables stay float32. Raises ``ValueError`` for other bits."""
 
-    ``bits`` is the precision of the matrices; 4 and 8 are blocks of 32 (``quantize.py``), 32 is
-    float32. Norms, biases and rotary tables stay float32. Raises ``ValueError`` naming the value,
-    ``ModelFolderError`` for a missing or misshapen tensor."""
-    if bits not in BITS:
-        raise ValueError(f"bits is {bits}, but must be one of {BITS}")
-    builder = _Builder(shape, checkpoint, context_length, bits)
-    return builder.build(progress or (lambda done, layers: None))
-
-
-class _Builder:
     def __init__(
         self, shape: DecoderShape, checkpoint: Checkpoint, context_length: int, bits: int
     ) -> None:
+        if bits not in BITS:
+            raise ValueError(f"bits is {bits}, but must be one of {BITS}")
         self._source = shape
         self._shape = replace(shape, head_dim=padded_head_dim(shape.head_dim))
         self._checkpoint, self._read = checkpoint, checkpoint.read
@@ -196,17 +165,32 @@ class _Builder:
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: list[onnx.TensorProto] = []
 
-    def build(self, progress: Callable[[int, int], None]) -> onnx.ModelProto:
+    def build(self, progress: Callable[[int, int], None] | None) -> onnx.ModelProto:
+        """The model with its weights inside; the same input gives the same bytes. ``progress`` gets
+        the layers done and all. Raises ``ModelFolderError`` for a missing or misshapen tensor."""
         shape = self._shape
         self._rotations()
         self._constant("last", np.array(-1, dtype=np.int64))
         residual, branch = self._embedding(), ""
         for layer in range(shape.layers):
             residual, branch = self._layer(layer, residual, branch)
-            progress(layer + 1, shape.layers)
+            if progress is not None:
+                progress(layer + 1, shape.layers)
         normed, _ = self._norm("model.norm", residual, branch)
         self._head(normed)
-        inputs, outputs = _signature(self._shape)
+        value = helper.make_tensor_value_info
+        dims: list[str | int | None] = [1, shape.kv_heads, "capacity", shape.head_dim]
+        parts = [f"{layer}.{part}" for layer in range(shape.layers) for part in ("key", "value")]
+        inputs = [
+            value("input_ids", TensorProto.INT64, [1, "length"]),
+            value("seqlens_k", TensorProto.INT32, [1]),
+            value("total_sequence_length", TensorProto.INT32, []),
+            *[value(f"past.{part}", TensorProto.FLOAT, dims) for part in parts],
+        ]
+        outputs = [
+            value("logits", TensorProto.FLOAT, [1, shape.vocabulary_size]),
+            *[value(f"present.{part}", TensorProto.FLOAT, dims) for part in parts],
+        ]
         graph = helper.make_graph(
             self._nodes, "edgespec_draft", inputs, outputs, self._initializers
         )
