@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,6 @@ from edgespec.models.toy import TOY
 from edgespec.wire.access import device_access
 from edgespec.wire.tokenizer_lending import TOKENIZER_JSON, TokenizerFetch
 
-Say = Callable[[str], None]
-
 _FOLDER = "tokenizers"
 _NAME_DIGITS = 32
 
@@ -40,7 +38,7 @@ def borrows_tokenizer(config: AgentConfig) -> bool:
 
 
 async def with_tokenizer(
-    config: AgentConfig, info: ModelInfo, say: Say, address: str = ""
+    config: AgentConfig, info: ModelInfo, say: build.Say, address: str = ""
 ) -> AgentConfig:
     """``config``, with the tokenizer of the verifier at ``address`` (empty: its first), which
     serves ``info``, where it has none of its own. A verifier that sends none, but has the
@@ -54,12 +52,9 @@ async def with_tokenizer(
         fetch = TokenizerFetch(partial(transport.ask, "Tokenizer"), address)
         return replace(config, tokenizer=str(await _cached(fetch, info, say)))
     except LinkError as error:
-        own = next(
-            (one for one in (build.BUNDLED, TOY) if build.vocabulary_of(one) == info.vocabulary),
-            None,
-        )
-        if own is not None:
-            return replace(config, tokenizer=own)
+        for own in (build.BUNDLED, TOY):
+            if build.vocabulary_of(own) == info.vocabulary:
+                return replace(config, tokenizer=own)
         if error.retryable:
             raise
         advice = "name a folder or Hub id that has it: --set tokenizer=NAME"
@@ -68,7 +63,7 @@ async def with_tokenizer(
         await transport.close()
 
 
-async def _cached(fetch: TokenizerFetch, info: ModelInfo, say: Say) -> Path:
+async def _cached(fetch: TokenizerFetch, info: ModelInfo, say: build.Say) -> Path:
     """The folder of the verifier's tokenizer. Raises ``LinkError``, also for one of no use."""
     announced = await fetch.announced()
     folder = cache_folder() / _FOLDER / announced.sha256.hex()[:_NAME_DIGITS]

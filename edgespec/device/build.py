@@ -27,15 +27,10 @@ from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec.core.ports import Drafter, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
+from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import Answer, ask_all
-from edgespec.device.verifier_pool import (
-    VerifierDirectory,
-    VerifierPool,
-    current_conversation,
-    is_name,
-)
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.grammar import device_reader
@@ -148,7 +143,7 @@ def dial(address: str, access: DeviceAccess | None = None, server_name: str = ""
         from edgespec.wire.grpc_client import GrpcTransport
     access = access or DeviceAccess()
     access = replace(access, server_name=access.server_name or server_name)
-    limits, conversation = _wire_limits(), current_conversation
+    limits, conversation = _wire_limits(), vp.current_conversation
     return GrpcTransport(with_port(address), access, limits=limits, conversation=conversation)
 
 
@@ -181,7 +176,7 @@ def build_agent(
     return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
 
 
-def verifier_transport(config: AgentConfig) -> Transport | VerifierPool:
+def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:
     """To the only verifier of ``config``, or to a pool of several, behind its emulated link. A name
     may stand for several. Raises ``ConfigError`` where others could read the key."""
     access = device_access(config)
@@ -189,10 +184,10 @@ def verifier_transport(config: AgentConfig) -> Transport | VerifierPool:
     for address in addresses:
         access.key_for(address)
     to = partial(connect, link=config.link, access=access)
-    if len(addresses) == 1 and not is_name(addresses[0]):
+    if len(addresses) == 1 and not vp.is_name(addresses[0]):
         return to(addresses[0])
     failover = Failover(config.failover, config.association, secrets.randbits(32))
-    return VerifierPool(VerifierDirectory(addresses, to), failover)
+    return vp.VerifierPool(vp.VerifierDirectory(addresses, to), failover)
 
 
 async def ask_verifiers(config: AgentConfig, *, timed: bool = False) -> dict[str, Answer]:

@@ -69,7 +69,6 @@ class Link:
 
     async def _use(self, stream: DeviceStream) -> None:
         reader = asyncio.create_task(self._read(stream))
-        reader.add_done_callback(self._reading_ended)
         try:
             self._tell(ev.Connected())
             while (message := await self._outgoing.get()) is not None:
@@ -85,11 +84,10 @@ class Link:
                 await stream.close()
 
     async def _read(self, stream: DeviceStream) -> None:
-        while True:
-            self._tell(await stream.receive())
-
-    def _reading_ended(self, reader: asyncio.Task[None]) -> None:
-        if not reader.cancelled() and (error := reader.exception()) is not None:
+        try:
+            while True:
+                self._tell(await stream.receive())
+        except Exception as error:
             self._tell(link_down(error))
             self._outgoing.put_nowait(None)
 

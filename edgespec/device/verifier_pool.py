@@ -93,13 +93,9 @@ class VerifierPool:
     def tell(self, stream: PooledStream, event: ev.RouteEvent) -> None:
         """Something happened on a stream; it counts only while the stream is in use."""
         if self._streams.get(stream.route) is stream:
+            if isinstance(event, ev.Unwanted):
+                del self._streams[stream.route]
             self.handle(event)
-
-    def let_go(self, stream: PooledStream) -> None:
-        """The generation has closed its stream."""
-        if self._streams.get(stream.route) is stream:
-            del self._streams[stream.route]
-            self.handle(ev.Unwanted(stream.route))
 
     def over(self, number: int) -> None:
         self.handle(ev.Over(number))
@@ -301,7 +297,7 @@ class PooledStream:
     async def close(self) -> None:
         self._closed = True
         self._timer.cancel()
-        self._pool.let_go(self)
+        self._pool.tell(self, ev.Unwanted(self.route))
         await self.inner.close()
 
     def leave(self, error: LinkError) -> None:
