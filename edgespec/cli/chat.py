@@ -24,7 +24,7 @@ from edgespec import __version__
 from edgespec.cli import chat_terminal as terminal
 from edgespec.cli import device
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, from_config, option
-from edgespec.cli.running import say, set_up_logging, stoppable, trace_to
+from edgespec.cli.running import say, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
 from edgespec.config.files import read_text, replace_file, user_folder
@@ -417,7 +417,6 @@ def chat(
 
     [dim]edgespec chat --no-history --temperature 0.7[/]
     """
-    set_up_logging(settings.log_level, settings.log_format)
     if resume and no_history:
         raise ConfigError("--continue needs the history that --no-history turns off")
     if no_history:

@@ -8,52 +8,34 @@ a big one; everything said about speed is said with "emulated".
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import replace
 from typing import Annotated
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli.device import Progress, TextView, greet, legend, stream, use_color
+from edgespec.bench.arms import Arm
+from edgespec.bench.measurement import Measurement, Row, row_of
+from edgespec.cli.device import TextView, greet, legend, stream, use_color
 from edgespec.cli.options import option
 from edgespec.cli.running import reported, run, say, set_up_logging
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, DraftSection, LinkSection
 from edgespec.config.common import SetupError
-from edgespec.core.device.events import DraftCounters
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.build import NONE, build_agent, load_tokenizer, tokenizer_reference, with_port
 
 PASS_MS, DRAFT_MS, RTT_MS, MAX_TOKENS = 25.0, 8.0, 50.0, 64
 # A small model under greedy decoding soon says the same thing again and again.
 REPETITION_PENALTY = 1.15
+ARMS = ("target only", "with drafts")
 PROMPTS = (
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
     "# git commit\n\n> Commit files to the repository.\n",
     "It was a cold morning in November, and the old man",
 )
-
-
-@dataclass(slots=True)
-class Arm:
-    """One way to decode all prompts, and what came of it."""
-
-    name: str
-    texts: list[tuple[int, ...]] = field(default_factory=list)
-    per_token_s: list[float] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, progress: Progress, counters: DraftCounters) -> None:
-        self.texts.append(tuple(progress.tokens))
-        if progress.per_token_s is not None:
-            self.per_token_s.append(progress.per_token_s)
-        counts = ("passes", "tried", "hits")
-        self.counts.update({name: getattr(counters, name) for name in counts})
-        self.counts["tokens"] += counters.committed
 
 
 _PROMPT = option("A text to go on with, as often as you like", "--prompt")
@@ -101,38 +83,42 @@ async def _demo(
         console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
         config = replace(config, verifier=address)
         await greet(config)
-        plain, drafted = Arm("target only"), Arm("with drafts")
+        plain, drafted = list[Measurement](), list[Measurement]()
         plain_config = replace(
             config, draft=DraftSection(model=NONE), tokenizer=tokenizer_reference(config)
         )
         async with build_agent(plain_config) as streaming, build_agent(config, say=say) as drafting:
             for text in prompts:
-                for arm, agent in ((plain, streaming), (drafted, drafting)):
-                    console.rule(f"[bold]{arm.name}[/]", align="left", style="dim")
+                arms = ((ARMS[0], streaming, plain), (ARMS[1], drafting, drafted))
+                for name, agent, done in arms:
+                    console.rule(f"[bold]{name}[/]", align="left", style="dim")
                     console.print(text, end="", style="dim", soft_wrap=True, markup=False)
                     sys.stdout.flush()
                     generation = agent.generate(text, config.sampling)
                     progress = await stream(generation, TextView(color))
                     assert agent.stats is not None
-                    arm.add(progress, agent.stats.counters)
+                    times_s, counters = tuple(progress.times_s), agent.stats.counters
+                    done.append(Measurement(tuple(progress.tokens), times_s, counters))
     report(console, plain, drafted)
 
 
-def report(console: Console, plain: Arm, drafted: Arm) -> None:
+def report(console: Console, plain: Sequence[Measurement], drafted: Sequence[Measurement]) -> None:
     """Print the numbers, a column an arm so that they fit on 40 columns, and whether the text is
     the same. Raises ``SetupError`` when it is not."""
     console.rule(style="dim")
     console.print("the same prompts, the same link, emulated pass time", style="italic")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column("")
-    for arm in (plain, drafted):
-        table.add_column(arm.name, justify="right")
+    for name in ARMS:
+        table.add_column(name, justify="right")
+    texts = [one.tokens for one in plain]
+    arms = (Arm.TARGET_ONLY, plain), (Arm.EDGESPEC, drafted)
+    base, row = (row_of(arm, 0.0, 0, done, texts, {}) for arm, done in arms)
     names = ("tokens", "ms/token", "speed-up", "passes/token", "acceptance")
-    for name, *values in zip(names, _column(plain, plain), _column(drafted, plain), strict=True):
+    for name, *values in zip(names, _column(base, base), _column(row, base), strict=True):
         table.add_row(name, *values)
     console.print(table)
-    count = sum(len(text) for text in drafted.texts)
-    same = plain.texts == drafted.texts
+    count, same = sum(len(one.tokens) for one in drafted), not row["mismatches"]
     console.print(f"token for token the same: {'yes' if same else 'NO'} ({count} tokens)")
     if not same:
         raise SetupError(
@@ -140,13 +126,12 @@ def report(console: Console, plain: Arm, drafted: Arm) -> None:
         )
 
 
-def _column(arm: Arm, base: Arm) -> tuple[str, ...]:
-    ms, base_ms = (1e3 * median(one.per_token_s or [0.0]) for one in (arm, base))
-    counts = arm.counts
+def _column(row: Row, base: Row) -> tuple[str, ...]:
+    ms, base_ms = row["tpot_ms_p50"] or 0.0, base["tpot_ms_p50"] or 0.0
     return (
-        str(counts["tokens"]),
+        str(row["tokens"]),
         f"{ms:.1f}" if ms else "-",
         f"{base_ms / ms:.2f} x" if ms else "-",
-        f"{counts['passes'] / counts['tokens']:.2f}" if counts["tokens"] else "-",
-        f"{counts['hits'] / counts['tried']:.0%}" if counts["tried"] else "-",
+        f"{row['passes_per_token']:.2f}" if row["tokens"] else "-",
+        f"{row['acceptance']:.0%}" if row["acceptance"] else "-",
     )

@@ -122,33 +122,27 @@ class JsonView:
 
 @dataclass(slots=True)
 class Progress:
-    """What was received when; seconds since ``started_s``."""
+    """What was received when."""
 
     started_s: float = field(default_factory=time.perf_counter)
-    first_s: float | None = None
-    last_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    """When each of them came, since ``started_s``."""
     parts: list[str] = field(default_factory=list)
     """Their text, chunk by chunk."""
-    first_count: int = 0
-    """Tokens of the first chunk: they all came at ``first_s``."""
     finish: FinishReason | None = None
 
     def add(self, chunk: Chunk) -> None:
         self.finish = chunk.finish
         self.parts.append(chunk.text)
-        if not chunk.tokens:
-            return
-        self.last_s = time.perf_counter() - self.started_s
-        if self.first_s is None:
-            self.first_s, self.first_count = self.last_s, len(chunk.tokens)
         self.tokens += chunk.tokens
+        self.times_s += [time.perf_counter() - self.started_s] * len(chunk.tokens)
 
     @property
     def per_token_s(self) -> float | None:
         """Mean time of a token after those that came first; None with nothing after them."""
-        later = len(self.tokens) - self.first_count
-        return (self.last_s - self.first_s) / later if self.first_s is not None and later else None
+        later = sum(one > self.times_s[0] for one in self.times_s)
+        return (self.times_s[-1] - self.times_s[0]) / later if later else None
 
 
 def use_color() -> bool:
@@ -205,10 +199,10 @@ def tell_worth(
 def summary(progress: Progress, stats: GenerationStats | None) -> str:
     """The numbers of one generation, in two lines; of several verifiers, who served in
     a third; another one if drafting failed."""
-    count = len(progress.tokens)
-    lines = [f"{count} tokens in {progress.last_s:.2f} s"]
-    if progress.first_s is not None:
-        lines[0] += f", first after {progress.first_s * 1e3:.0f} ms"
+    times_s = progress.times_s
+    lines = [f"{len(times_s)} tokens in {max(times_s, default=0.0):.2f} s"]
+    if times_s:
+        lines[0] += f", first after {times_s[0] * 1e3:.0f} ms"
     if (per_token_s := progress.per_token_s) is not None:
         lines[0] += f", then {per_token_s * 1e3:.1f} ms a token"
     if progress.finish is not None:

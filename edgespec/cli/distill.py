@@ -17,7 +17,6 @@ from rich.console import Console
 
 from edgespec.bench.runner import BenchProgress
 from edgespec.cli.export import DEFAULT_BITS, check_free, placed
-from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
 from edgespec.cli.running import Interrupted, fail, reported, say, stop_asked
 from edgespec.config import ConfigError
@@ -186,7 +185,7 @@ class _Job:
             resume = True
         if self._kept.exists() != resume:
             none = f"there is no {self._kept} to go on from"
-            fail(none if resume else f"{begun}: give --resume, or remove it", FAILED)
+            fail(none if resume else f"{begun}: give --resume, or remove it")
         kept = training.read_state(self._kept) if resume else {}
         length = self.settings.length
         if lines := kept.get("pieces"):
@@ -257,8 +256,7 @@ class _Job:
             fail(
                 "the draft guesses no better on texts that it did not learn from, so nothing was"
                 f" written. {self._kept} is kept: --resume with more minutes goes on, --resume"
-                " --force writes it as it is",
-                FAILED,
+                " --force writes it as it is"
             )
         if verdict.gain.interval[0] <= 0:
             say("warning: not better beyond its interval; more texts or minutes would tell")

@@ -187,4 +187,4 @@ def _probe(address: str, settings: AgentConfig, within_s: float) -> None:
     answer = asyncio.run(ask_health(with_port(address), tls_access(settings.tls), within_s))
     typer.echo(answer)
     if answer != SERVING:
-        fail(f"the verifier at {with_port(address)} says {answer}", FAILED)
+        fail(f"the verifier at {with_port(address)} says {answer}")

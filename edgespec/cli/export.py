@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from edgespec.cli.main import FAILED
 from edgespec.cli.options import option
 from edgespec.cli.running import fail, reported, run, say
 from edgespec.config import ConfigError
@@ -130,7 +129,7 @@ def _inspect(reference: str) -> None:
 def check_free(out: Path) -> None:
     """Leaves with a word where ``out`` holds something already."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        fail(f"{out} is not an empty folder; choose another", FAILED)
+        fail(f"{out} is not an empty folder; choose another")
 
 
 @contextmanager

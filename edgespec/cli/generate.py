@@ -11,7 +11,7 @@ import typer
 
 from edgespec.cli import device
 from edgespec.cli import options as opts
-from edgespec.cli.running import run, say, set_up_logging, stoppable, trace_to
+from edgespec.cli.running import run, say, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.files import read_text
 from edgespec.core.protocol.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
@@ -65,7 +65,6 @@ def generate(
 
     [dim]edgespec generate - --temperature 0.8 --seed 7 < prompt.txt[/]
     """
-    set_up_logging(settings.log_level, settings.log_format)
     if (constraint := constraint_of(json_schema, grammar)) is not None:
         try:
             settings = replace(settings, sampling=replace(settings.sampling, constraint=constraint))

@@ -26,12 +26,12 @@ import typer
 import yaml
 from rich.markup import escape
 
-from edgespec.cli.running import reported
+from edgespec.cli.running import reported, set_up_logging
 from edgespec.config import AgentConfig, ConfigError, VerifierConfig, load_config
 from edgespec.config.loading import NULL, plain
 from edgespec.wire.access import check_file_permissions
 
-_Config = TypeVar("_Config")
+_Config = TypeVar("_Config", bound=AgentConfig | VerifierConfig)
 TEXT, WHERE, DRAFTING, OUTPUT, SETTINGS = "The text", "Where", "Drafting", "Output", "Settings"
 _COLUMNS = 88
 
@@ -141,7 +141,8 @@ def from_config(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose first argument, a ``kind``, comes from a file, the environment and options.
     The other parameters of the command are options of its own, as typer reads them. Errors of the
-    configuration and of the command are told as ``running.reported`` tells them."""
+    configuration and of the command are told as ``running.reported`` tells them; the log is as the
+    configuration says."""
     keys = documented_keys(kind)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -151,6 +152,7 @@ def from_config(
         def called(**given: Any) -> None:
             with reported():
                 settings = _configured(kind, flags, given)
+                set_up_logging(settings.log_level, settings.log_format)
                 command(settings, **{one.name: given[one.name] for one in own})
 
         added = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None)

@@ -64,7 +64,7 @@ def reported() -> Iterator[None]:
     except ConfigError as error:
         fail(error, USAGE)
     except (GenerationError, SetupError, ValueError, OSError) as error:
-        fail(error, FAILED)
+        fail(error)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -86,7 +86,7 @@ def cannot_listen(where: str, error: OSError, option: str, do: str = "listen") -
     return SetupError(f"cannot {do} on {where}: {error.strerror or error}{hint}")
 
 
-def fail(error: Exception | str, code: int) -> None:
+def fail(error: Exception | str, code: int = FAILED) -> None:
     """Say what is wrong and leave."""
     if isinstance(error, Exception):
         logging.getLogger(__name__).debug("the error in full", exc_info=error)

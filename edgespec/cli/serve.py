@@ -209,6 +209,5 @@ def serve(settings: AgentConfig) -> None:
 
     [dim]edgespec serve --host 0.0.0.0 --key-file endpoint.key --allow-origin https://chat.example[/]
     """
-    running.set_up_logging(settings.log_level, settings.log_format)
     with running.trace_to(settings.trace, settings.trace_tokens) as tracer:
         asyncio.run(serve_until_stopped(settings, tracer))

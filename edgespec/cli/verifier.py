@@ -104,7 +104,6 @@ def verifier(settings: VerifierConfig, with_parent: WithParent = False) -> None:
 
     [dim]edgespec verifier --engine vllm --model Qwen/Qwen3-32B -- --tensor-parallel-size 4[/]
     """
-    running.set_up_logging(settings.log_level, settings.log_format)
     with running.trace_to(settings.trace, settings.trace_tokens) as tracer:
         failure = asyncio.run(serve(settings, tracer, with_parent))
     if failure is not None:

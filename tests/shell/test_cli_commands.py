@@ -10,7 +10,6 @@ import re
 import shlex
 import socket
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,17 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from edgespec.bench.measurement import Measurement
 from edgespec.cli import doctor as checks
 from edgespec.cli import generate as generate_command
-from edgespec.cli.demo import Arm, report
+from edgespec.cli.demo import report
 from edgespec.cli.device import JsonView, Progress, TextView, for_trying, summary
 from edgespec.cli.doctor import Check, State
 from edgespec.cli.main import app
 from edgespec.cli.verifier import next_command
 from edgespec.config import AgentConfig, VerifierConfig, load_config
 from edgespec.config.common import SetupError
-from edgespec.core.device.events import TokenKind
+from edgespec.core.device.events import DraftCounters, TokenKind
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
@@ -302,21 +302,10 @@ def test_a_full_context_is_said_beside_the_text(
     assert f'"finish": "{finish.value}"' in capsys.readouterr().out
 
 
-PLAIN = Arm("target only", [(1, 2)], [0.0750], Counter(tokens=192, passes=192))
-DRAFTED = Arm(
-    "with drafts", [(1, 2)], [0.0300], Counter(tokens=192, passes=80, tried=600, hits=420)
-)
-
-
-def shown(width: int, plain: Arm = PLAIN, drafted: Arm = DRAFTED) -> list[str]:
-    output = io.StringIO()
-    report(Console(file=output, width=width), plain, drafted)
-    return [re.sub(" +", " ", line).strip() for line in output.getvalue().splitlines()]
-
-
 def test_another_text_is_an_error() -> None:
+    plain, other = (Measurement((1, token), (0.1, 0.2), DraftCounters()) for token in (2, 3))
     with pytest.raises(SetupError, match="drafts changed the text"):
-        shown(80, drafted=Arm("with drafts", [(1, 3)]))
+        report(Console(file=io.StringIO()), [plain], [other])
 
 
 def served(name: str) -> ModelInfo:
