@@ -59,8 +59,7 @@ _ARMS = _option(_WHAT, "Ways of decoding", metavar="ARM,ARM,...", default=_ARM_N
 _RTTS_MS = _option(_WHAT, "Round trips of the link", "--rtt-ms", metavar="MS,MS,...", default=_RTTS)
 _REPEATS = _option(_WHAT, "How many times to measure everything", default=DEFAULTS.repeats)
 _TAPE = _option(
-    *(_WHAT, "Write a match tape for the simulator there", "--record-tape"),
-    metavar="FILE",
+    *(_WHAT, "Write a match tape for the simulator there", "--record-tape"), metavar="FILE"
 )
 _THEORY = _option(
     _WHAT, "Say what theory lets the two models agree on, beside what they do", "--theory"
@@ -215,10 +214,7 @@ class _Bench:
         return 128 + stopped_by if stopped_by else FAILED * bool(mismatches or failure)
 
     async def _measure(
-        self,
-        drafter: Drafter | None,
-        tokenizer: build.PromptTokenizer,
-        progress: BenchProgress,
+        self, drafter: Drafter | None, tokenizer: build.PromptTokenizer, progress: BenchProgress
     ) -> None:
         settings = self.settings
         async with self._verifiers() as (plain, drafting):

@@ -24,7 +24,7 @@ from edgespec import __version__
 from edgespec.cli import chat_terminal as terminal
 from edgespec.cli import device
 from edgespec.cli.options import DEVICE_FLAGS, MAX_TOKENS, RULE, TEMPERATURE, from_config, option
-from edgespec.cli.running import say, stoppable, trace_to
+from edgespec.cli.running import answered_by, say, stoppable, trace_to
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError
 from edgespec.config.files import read_text, replace_file, user_folder
@@ -207,7 +207,7 @@ class Conversation:
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
-        with self._ctrl_c.heeded():
+        with answered_by(self._ctrl_c.pressed, (signal.SIGINT,)):
             while self._next():
                 pass
 

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import math
 import os
-import signal
 import sys
 import termios
 import time
@@ -170,20 +169,8 @@ class CtrlC:
         finally:
             self._armed = False
 
-    @contextlib.contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Meanwhile; one that whoever started us wants ignored stays so."""
-        before = signal.getsignal(signal.SIGINT)
-        if before is signal.SIG_IGN:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._pressed)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _pressed(self, number: int, frame: FrameType | None) -> None:
+    def pressed(self, number: int, frame: FrameType | None) -> None:
+        """Answers the signal."""
         armed, self._armed = self._armed, False
         if not armed:
             return

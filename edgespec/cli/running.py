@@ -190,9 +190,9 @@ def stop_asked() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def answered_by(handler: Any) -> Iterator[None]:
-    """``handler`` answers the stopping signals in this block, but for those that are ignored."""
-    before = {number: signal.getsignal(number) for number in _STOPPING_SIGNALS}
+def answered_by(handler: Any, numbers: Sequence[int] = _STOPPING_SIGNALS) -> Iterator[None]:
+    """``handler`` answers these signals in this block, but for those that are ignored."""
+    before = {number: signal.getsignal(number) for number in numbers}
     heeded = {number: one for number, one in before.items() if one not in (signal.SIG_IGN, None)}
     for number in heeded:
         signal.signal(number, handler)

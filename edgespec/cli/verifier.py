@@ -1,12 +1,9 @@
 """``edgespec verifier``: load, listen, reload, drain, stop; and a verifier as a child process.
 
 A request to stop begins a *drain*: health says NOT_SERVING, new streams are refused, and running
-ones may end. What is left after ``drain_s`` is told that the verifier stops, and resumes elsewhere;
-a second request ends everything at once. A verifier that another process started
-(``--with-parent``) and one whose terminal was closed do not drain: nobody is there to wait.
-
-SIGHUP reads keys and certificates anew (``edgespec/wire/access.py``); streams whose key is gone
-end. What comes of it is logged as a warning, so that it shows at the usual log level.
+ones may end. A verifier that another process started (``--with-parent``) and one whose terminal was
+closed do not drain: nobody is there to wait. What comes of a reload is logged as a warning, so that
+it shows at the usual log level.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.endpoint.request_json import ApiError, compact
 from edgespec.endpoint.requests import Request
@@ -30,15 +31,8 @@ DONE: Final = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token and the likeliest ones at its place, as bytes with their log-probabilities."""
-
-    written: bytes
-    logprob: float
-    top: tuple[tuple[bytes, float], ...]
+Scores = Sequence[tuple[int, TokenScore]]
+"""By token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +40,7 @@ class Delta:
     """What came anew: text and calls in the order they stand in, and scores."""
 
     parts: tuple[str | ToolCall, ...] = ()
-    scores: tuple[ScoredToken, ...] = ()
-
-    @property
-    def empty(self) -> bool:
-        return not (self.parts or self.scores)
+    scores: Scores = ()
 
 
 @dataclass(slots=True)
@@ -73,7 +63,7 @@ class Choice:
     """Stands before the text."""
     parts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    scores: list[ScoredToken] = field(default_factory=list)
+    scores: list[tuple[int, TokenScore]] = field(default_factory=list)
     tokens: int = 0
     finish: str | None = None
     """Why it is complete, in OpenAI's words; None: it is not."""
@@ -87,6 +77,9 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(self.parts)
+
+    def text_of(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", errors="replace")
 
     def add(self, chunk: Chunk) -> Delta:
         """Raises ``ApiError`` for a generation that was cancelled from elsewhere."""
@@ -106,13 +99,10 @@ class Choice:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
             called = self.calls and chunk.finish is FinishReason.STOP
             self.finish = "tool_calls" if called else _REASONS[chunk.finish]
-        scores, asked = [], self.request.logprobs
-        told = () if asked is None else zip(chunk.tokens, chunk.logprobs, strict=False)
-        for token, score in told:
-            top = tuple((self.token_bytes(one), logprob) for one, logprob in score.top[:asked])
-            scores.append(ScoredToken(self.token_bytes(token), score.logprob, top))
+        asked = self.request.logprobs is not None
+        scores = tuple(zip(chunk.tokens, chunk.logprobs, strict=False)) if asked else ()
         self.scores += scores
-        return Delta(kept, tuple(scores))
+        return Delta(kept, scores)
 
     def _kept(self, found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
         """Less further calls where one is wanted, and with texts that follow each other as one."""
@@ -215,7 +205,7 @@ class ChatEnvelope(ChoicesEnvelope):
         if delta.scores:  # they belong to the text, if some became certain with them
             if not found:
                 found.append(_chat_chunk(choice, {"content": ""}))
-            found[0]["logprobs"] = _chat_scores(delta.scores)
+            found[0]["logprobs"] = _chat_scores(choice, delta.scores)
         return self._chunks(*found)
 
     def closing(self, choice: Choice) -> bytes:
@@ -226,7 +216,7 @@ class ChatEnvelope(ChoicesEnvelope):
         if choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(one) for one in choice.calls]
-        scores = None if choice.request.logprobs is None else _chat_scores(choice.scores)
+        scores = None if choice.request.logprobs is None else _chat_scores(choice, choice.scores)
         return {"index": choice.index, "message": message, "logprobs": scores}
 
 
@@ -253,22 +243,22 @@ class CompletionEnvelope(ChoicesEnvelope):
         scores = None if choice.request.logprobs is None else choice.scores
         return self._part(choice, choice.echo + choice.text, scores)
 
-    def _part(self, choice: Choice, text: str, scores: Sequence[ScoredToken] | None) -> Json:
-        found = None if scores is None else self._scores(choice.index, scores)
+    def _part(self, choice: Choice, text: str, scores: Scores | None) -> Json:
+        found = None if scores is None else self._scores(choice, scores)
         return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": None}
 
-    def _scores(self, index: int, scores: Sequence[ScoredToken]) -> Json:
-        offset, offsets = self._offsets.get(index, 0), []
-        for one in scores:
+    def _scores(self, choice: Choice, scores: Scores) -> Json:
+        offset, offsets = self._offsets.get(choice.index, 0), []
+        tokens = [choice.text_of(token) for token, _ in scores]
+        for text in tokens:
             offsets.append(offset)
-            offset += len(_text(one.written))
-        self._offsets[index] = offset
+            offset += len(text)
+        self._offsets[choice.index] = offset
+        tops = [score.top[: choice.request.logprobs] for _, score in scores]
         return {
-            "tokens": [_text(one.written) for one in scores],
-            "token_logprobs": [one.logprob for one in scores],
-            "top_logprobs": [
-                {_text(written): logprob for written, logprob in one.top} for one in scores
-            ],
+            "tokens": tokens,
+            "token_logprobs": [score.logprob for _, score in scores],
+            "top_logprobs": [{choice.text_of(one): value for one, value in top} for top in tops],
             "text_offset": offsets,
         }
 
@@ -411,23 +401,19 @@ def _call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _chat_scores(scores: Sequence[ScoredToken]) -> Json:
+def _chat_scores(choice: Choice, scores: Scores) -> Json:
+    def told(token: int, logprob: float) -> Json:
+        written = list(choice.token_bytes(token))
+        return {"token": choice.text_of(token), "logprob": logprob, "bytes": written}
+
     content = [
         {
-            **_chat_score(one.written, one.logprob),
-            "top_logprobs": [_chat_score(written, logprob) for written, logprob in one.top],
+            **told(token, score.logprob),
+            "top_logprobs": [told(*one) for one in score.top[: choice.request.logprobs]],
         }
-        for one in scores
+        for token, score in scores
     ]
     return {"content": content, "refusal": None}
-
-
-def _chat_score(written: bytes, logprob: float) -> Json:
-    return {"token": _text(written), "logprob": logprob, "bytes": list(written)}
-
-
-def _text(written: bytes) -> str:
-    return written.decode("utf-8", errors="replace")
 
 
 def _usage(usage: Json) -> Json:

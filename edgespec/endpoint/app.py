@@ -5,9 +5,8 @@ While a request is answered its connection is listened to: a client that hangs u
 generation. A stream begins with the first chunk, so that what fails before it fails with a status
 code; after ``keep_alive_s`` without one it begins anyway, with a comment, and fails in an event.
 
-The status page is one file whose style and script the content security policy names by their
-hashes: nothing else runs, and nothing is fetched but ``/status.json``, once a second while the page
-is visible. A fetch tells the watch that somebody looks: then idle verifiers are asked more often.
+The status page is one file that fetches nothing but ``/status.json``, once a second while it is
+visible. A fetch tells the watch that somebody looks: then idle verifiers are asked more often.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ class _Generation:
             delta = choice.add(chunk)
             if not answer.request.stream:
                 continue
-            if not delta.empty:
+            if delta.parts or delta.scores:
                 said.append(envelope.delta(choice, delta))
             if choice.finish is not None:
                 said.append(envelope.closing(choice))

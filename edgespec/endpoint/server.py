@@ -311,4 +311,4 @@ class EndpointServer:
     async def _until_idle(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._endpoint.idle()
+                await self._endpoint.idle.wait()

@@ -407,8 +407,9 @@ class Endpoint:
         self.stopping = False
         """New requests are refused; those that run may end."""
         self._runs: set[Run] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while nothing runs or waits."""
+        self.idle.set()
 
     @property
     def active(self) -> int:
@@ -419,9 +420,6 @@ class Endpoint:
         for one in self.models.listed:
             self.counts.add_answer(one.name, answers=0)
         return self
-
-    async def idle(self) -> None:
-        await self._idle.wait()
 
     def begin_stop(self) -> None:
         self.stopping = True
@@ -485,7 +483,7 @@ class Endpoint:
         request_id.set(answer.envelope.id)  # whatever is logged from here on names it
         run, came = Run(self.agent, answer.choices, self.admission), False
         self._runs.add(run)
-        self._idle.clear()
+        self.idle.clear()
         try:
             async with run:
                 yield run
@@ -493,7 +491,7 @@ class Endpoint:
         finally:
             self._runs.discard(run)
             if not self._runs:
-                self._idle.set()
+                self.idle.set()
             if run.begun:
                 if came is not self.verifiers.ready:
                     self.verifiers.hurry()
