@@ -177,13 +177,11 @@ def _annotation(flag: Flag, key: Key) -> Any:
     kind = _plain_type(key.hint)
     if flag.argument:
         return Annotated[kind | None, typer.Argument(metavar=flag.metavar, help=key.first_sentence)]
-    default = (
-        f" (default: {_shown(key.default)})" if key.default not in (None, "", (), False) else ""
-    )
-    text = escape(key.first_sentence + default)
-    return Annotated[
-        kind | None, option(text, *flag.options, panel=flag.panel, metavar=flag.metavar)
-    ]
+    text = key.first_sentence
+    if key.default not in (None, "", (), False):
+        text += f" (default: {_shown(key.default)})"
+    found = option(escape(text), *flag.options, panel=flag.panel, metavar=flag.metavar)
+    return Annotated[kind | None, found]
 
 
 def _plain_type(hint: Any) -> Any:
@@ -201,12 +199,10 @@ def _configured(kind: type[_Config], flags: tuple[Flag, ...], given: Mapping[str
     overrides: dict[str, Any] = {}
     for variable, name in VARIABLES[kind].items():
         if text := os.environ.get(variable):
-            several = name in _SEPARATORS
-            overrides[name] = (
-                [part for part in text.split(_SEPARATORS[name]) if part]
-                if several
-                else read_value(keys[name], text, variable)
-            )
+            if name in _SEPARATORS:
+                overrides[name] = [part for part in text.split(_SEPARATORS[name]) if part]
+            else:
+                overrides[name] = read_value(keys[name], text, variable)
     overrides |= read_settings(given["set_keys"] or (), keys)
     for flag in flags:
         value = given[flag.parameter]
@@ -290,13 +286,9 @@ def explained(config: object, flags: tuple[Flag, ...]) -> str:
         section = place
         indent = "  " * len(place)
         option = f" ({options[key.name]})" if key.name in options else ""
-        lines += textwrap.wrap(
-            key.text + option,
-            _COLUMNS,
-            initial_indent=f"{indent}# ",
-            subsequent_indent=f"{indent}# ",
-            break_on_hyphens=False,
-        )
+        room = _COLUMNS - len(indent) - len("# ")
+        about = textwrap.wrap(key.text + option, room, break_on_hyphens=False)
+        lines += [f"{indent}# {line}" for line in about]
         lines.append(f"{indent}{name}: {_shown(attrgetter(key.name)(config))}")
     return "\n".join(lines) + "\n"
 

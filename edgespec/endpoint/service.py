@@ -251,9 +251,8 @@ class Run:
         except GenerationError as failure:
             error = from_generation(failure)
         except ConstraintError as failure:
-            constraint = choice.sampling.constraint
-            forced = choice.request.must_call or constraint is None
-            param = "tools" if forced or constraint is None else _PARAMS[constraint.kind]
+            held, forced = choice.sampling.constraint, choice.request.must_call
+            param = "tools" if held is None or forced else _PARAMS[held.kind]
             error = invalid(param, str(failure))
         except Exception as failure:
             if not begun and isinstance(failure, ValueError | TypeError):
@@ -450,12 +449,11 @@ class Endpoint:
         most = self.settings.max_concurrent
         request = await asyncio.to_thread(completion_request, data, self.sampling, most)
         chosen = await self.choose_model(request.model)
-        prompts: list[Tokens] = []
-        for one in request.prompts:
-            if isinstance(one, str):
-                prompts.append(await self._encode(one, chosen.context_length, "prompt"))
-            else:
-                prompts.append(one)
+        longest = chosen.context_length
+        prompts: list[Tokens] = [
+            await self._encode(one, longest, "prompt") if isinstance(one, str) else one
+            for one in request.prompts
+        ]
         answer = self._answer(CompletionEnvelope, request, chosen, prompts)
         if request.echo:
             for choice in answer.choices:
