@@ -159,11 +159,21 @@ def legend(lossy: bool = False) -> Text:
     return Text("  ·  ").join(parts)
 
 
-def worth(progress: Progress, stats: GenerationStats | None) -> str:
-    """What drafts brought, in one line; empty for a text of which too little came to say."""
+def loss(stats: GenerationStats) -> str:
+    """What a relaxed rule did to the text."""
+    replaced, committed = stats.counters.replaced, stats.counters.committed
+    share = replaced / committed if committed else 0.0
+    return f"LOSSY ({stats.rule}): {replaced} tokens ({share:.0%}) are not the target's own"
+
+
+def tell_worth(
+    progress: Progress, stats: GenerationStats | None, *, color: bool, explain: bool
+) -> None:
+    """What drafts brought, in one line on stderr; nothing for a text of which too little came to
+    say. ``explain``: and what the colours of the text mean."""
     per_token_s = progress.per_token_s
     if stats is None or not per_token_s:
-        return ""
+        return
     parts = [f"{1 / per_token_s:.1f} tokens a second"]
     counters, pass_s = stats.counters, stats.estimates.pass_s.get(0.0)
     if counters.accepted and pass_s:
@@ -175,25 +185,10 @@ def worth(progress: Progress, stats: GenerationStats | None) -> str:
     parts.append(f"{counters.accepted} of {counters.committed} tokens ({share:.0%}) drafted here")
     if stats.lossy:
         parts.append(loss(stats))
-    return " · ".join(parts)
-
-
-def loss(stats: GenerationStats) -> str:
-    """What a relaxed rule did to the text."""
-    replaced, committed = stats.counters.replaced, stats.counters.committed
-    share = replaced / committed if committed else 0.0
-    return f"LOSSY ({stats.rule}): {replaced} tokens ({share:.0%}) are not the target's own"
-
-
-def tell_worth(
-    progress: Progress, stats: GenerationStats | None, *, color: bool, explain: bool
-) -> None:
-    """``worth`` on stderr; ``explain``: and what the colours of the text mean."""
-    if line := worth(progress, stats):
-        console = Console(stderr=True, highlight=False)
-        console.print(line, style="dim" if color else "", soft_wrap=True)
-        if explain:
-            console.print(legend(stats is not None and stats.lossy), soft_wrap=True)
+    console = Console(stderr=True, highlight=False)
+    console.print(" · ".join(parts), style="dim" if color else "", soft_wrap=True)
+    if explain:
+        console.print(legend(stats.lossy), soft_wrap=True)
 
 
 def summary(progress: Progress, stats: GenerationStats | None) -> str:
@@ -248,7 +243,9 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     ((address, answer),) = (await build.ask_verifiers(config)).items()
     if answer.info is None:
         raise SetupError(no_verifier(address, answer.error or LinkError("")))
-    if why := _misfit(config, answer.info, f"the verifier at {address}"):
+    with stoppable():  # a tokenizer on the Hub is fetched for it
+        why = misfit(config, answer.info, f"the verifier at {address}")
+    if why:
         raise SetupError(why)
     info = answer.info.of(config.model) or answer.info.model
     return await with_tokenizer(config, info, say), info
@@ -258,10 +255,11 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     """Those that fit come first, as the association ranks them, then those that did not answer and
     may come back."""
     answers = await build.ask_verifiers(config, timed=True)
-    whys = {
-        address: one.why if one.info is None else _misfit(config, one.info, "it")
-        for address, one in answers.items()
-    }
+    with stoppable():
+        whys = {
+            address: one.why if one.info is None else misfit(config, one.info, "it")
+            for address, one in answers.items()
+        }
     left_out = {address: why for address, why in whys.items() if why is not None}
     fits = {address: one for address, one in answers.items() if address not in left_out}
     if not fits:
@@ -312,11 +310,6 @@ def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
             " shares it, or name its tokenizer: --set tokenizer=FOLDER"
         )
     return None
-
-
-def _misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
-    with stoppable():  # a tokenizer on the Hub is fetched for it
-        return misfit(config, verifier, who)
 
 
 def for_trying(config: AgentConfig, info: ModelInfo) -> AgentConfig:

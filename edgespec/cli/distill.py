@@ -18,7 +18,7 @@ from rich.console import Console
 from edgespec.bench.runner import BenchProgress
 from edgespec.cli.export import DEFAULT_BITS, check_free, placed
 from edgespec.cli.options import option
-from edgespec.cli.running import Interrupted, fail, reported, say, stop_asked
+from edgespec.cli.running import Interrupted, Stopping, answered_by, fail, reported, say
 from edgespec.config import ConfigError
 from edgespec.config.common import needs
 from edgespec.models import folders
@@ -204,15 +204,16 @@ class _Job:
         target = training.load_model(self.target, exact=False)
         draft = training.load_model(self.draft, exact=True)
         size = min(target.config.vocab_size, draft.config.vocab_size)
-        with stop_asked() as check:
+        stopping = Stopping()
+        with answered_by(stopping.ask):
             held = len(parts.choosing) + len(parts.judging)
             say(f"{len(parts.training)} texts to learn from; the {held} held back are prepared")
             choosing, judging = (
-                HeldBack(target, held, length // 2, size, check)
+                HeldBack(target, held, length // 2, size, stopping.check)
                 for held in (parts.choosing, parts.judging)
             )
             before = judging.acceptance(draft)
-            given = (parts.training, choosing, self.settings, check)
+            given = (parts.training, choosing, self.settings, stopping.check)
             job = training.Distillation(target, draft, *given)
             if resume:
                 job.restore(kept["state"])

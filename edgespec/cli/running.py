@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import typer
@@ -154,7 +155,7 @@ class Stopping:
         """Nobody waits: the terminal has gone."""
         return self._number == signal.SIGHUP
 
-    def ask(self, number: int) -> None:
+    def ask(self, number: int, frame: FrameType | None = None) -> None:
         """A signal of this ``number`` came."""
         if self.asked.is_set() or not self.in_order:
             os._exit(128 + number)
@@ -163,7 +164,8 @@ class Stopping:
         self._then()
 
     def check(self) -> None:
-        """Raises ``Interrupted`` once a signal has come."""
+        """Raises ``Interrupted`` once a signal has come. Long work without an event loop calls this
+        where a stop loses nothing."""
         if self._number:
             raise Interrupted(self._number) from None
 
@@ -177,16 +179,6 @@ def stoppable() -> Iterator[None]:
     first = os.getpid() == 1
     with answered_by((lambda number, _: os._exit(128 + number)) if first else signal.SIG_DFL):
         yield
-
-
-@contextmanager
-def stop_asked() -> Iterator[Callable[[], None]]:
-    """For long work without an event loop: what is yielded raises ``Interrupted`` once a stopping
-    signal has come, and is to be called where a stop loses nothing. The second signal ends the
-    process at once."""
-    stopping = Stopping()
-    with answered_by(lambda number, _: stopping.ask(number)):
-        yield stopping.check
 
 
 @contextmanager

@@ -567,8 +567,8 @@ class Endpoint:
         form = None if template is None else tool_format(template.source)
         if form is None:
             return None
-        ids = {self.tokenizer.special_id(mark): mark for mark in MARKS}
-        marks = {token: mark for token, mark in ids.items() if token is not None}
+        special_id = self.tokenizer.special_id
+        marks = {token: mark for mark in MARKS if (token := special_id(mark)) is not None}
         return ToolReader(form, [tool["function"]["name"] for tool in request.tools], marks)
 
     def _sampling(
