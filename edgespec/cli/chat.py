@@ -246,7 +246,6 @@ class Conversation:
         return True
 
     def _obey(self, name: str, argument: str) -> str:
-        """What is said of it."""
         match name:
             case "/system":
                 return self._system(argument)

@@ -170,7 +170,6 @@ class CtrlC:
             self._armed = False
 
     def pressed(self, number: int, frame: FrameType | None) -> None:
-        """Answers the signal."""
         armed, self._armed = self._armed, False
         if not armed:
             return

@@ -21,6 +21,7 @@ from edgespec.wire.access import KeyEntry, KeyFile, new_key, save_keys
 
 File = Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The file of keys")]
 Name = Annotated[str, typer.Argument(help="For logs and metrics: whose key it is")]
+_LIMITS = typer.Option("--set", metavar="LIMIT=VALUE", help="What it may use; see above")
 
 
 keys = typer.Typer(
@@ -30,14 +31,7 @@ keys = typer.Typer(
 
 
 @keys.command()
-def add(
-    name: Name,
-    file: File,
-    limits: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="LIMIT=VALUE", help="What it may use; see above"),
-    ] = None,
-) -> None:
+def add(name: Name, file: File, limits: Annotated[list[str] | None, _LIMITS] = None) -> None:
     """Make a key and print it, this once: only its digest is kept.
 
     Limits are max_sessions, context_length, tokens_per_s (of all its sessions together), priority
@@ -114,6 +108,11 @@ def _shown(value: object) -> str:
 
 
 Folder = Annotated[Path, typer.Option("--dir", "-d", metavar="FOLDER", help="Where the files are")]
+Hosts = Annotated[
+    list[str], typer.Argument(help="Host names and addresses that devices connect to")
+]
+Out = Annotated[str, typer.Option("--out", help="Name of the files")]
+Device = Annotated[str, typer.Argument(help="The device, or group of devices")]
 
 certs = typer.Typer(
     help="Make a CA, and certificates for verifiers and devices."
@@ -141,13 +140,7 @@ def ca(folder: Folder = Path()) -> None:
 
 
 @certs.command()
-def server(
-    names: Annotated[
-        list[str], typer.Argument(help="Host names and addresses that devices connect to")
-    ],
-    folder: Folder = Path(),
-    out: Annotated[str, typer.Option("--out", help="Name of the files")] = "server",
-) -> None:
+def server(names: Hosts, folder: Folder = Path(), out: Out = "server") -> None:
     """Make a verifier's certificate, signed by the CA in the folder.
 
     [dim]edgespec certs server gpu-box 10.0.0.7 --dir pki[/]
@@ -157,10 +150,7 @@ def server(
 
 
 @certs.command()
-def device(
-    name: Annotated[str, typer.Argument(help="The device, or group of devices")],
-    folder: Folder = Path(),
-) -> None:
+def device(name: Device, folder: Folder = Path()) -> None:
     """Make a device's certificate, for a verifier with --set tls.client_ca.
 
     [dim]edgespec certs device laptop-7 --dir pki[/]

@@ -124,8 +124,8 @@ async def verifier(address: str, config: AgentConfig) -> Check:
     if (served := answer.info) is None:
         error = answer.error
         port = with_port(address).rpartition(":")[2]
-        refused = error is not None and not error.retryable
-        refused = refused or isinstance(error, UntrustedPeerError)
+        untrusted = isinstance(error, UntrustedPeerError)
+        refused = untrusted or (error is not None and not error.retryable)
         advice = "" if refused else f"edgespec verifier --port {port}"
         # Nobody asked for the one that would be at the usual place.
         state = State.NOTE if not refused and address == DEFAULT_ADDRESS else State.BAD
@@ -143,18 +143,13 @@ async def verifier(address: str, config: AgentConfig) -> Check:
     return Check(name, State.GOOD, finding)
 
 
+_PROBE = option(
+    "Only ask whether the verifier serves, and wait at most so long", "--probe", metavar="SECONDS"
+)
+
+
 @from_config(AgentConfig, *VERIFIER_FLAGS)
-def doctor(
-    settings: AgentConfig,
-    probe_s: Annotated[
-        float | None,
-        option(
-            "Only ask whether the verifier serves, and wait at most so long",
-            "--probe",
-            metavar="SECONDS",
-        ),
-    ] = None,
-) -> None:
+def doctor(settings: AgentConfig, probe_s: Annotated[float | None, _PROBE] = None) -> None:
     """Check this installation and its verifier, and say what to run.
 
     Exit code 1 if something a device needs is broken; notes are about what is optional. With

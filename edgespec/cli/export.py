@@ -29,6 +29,7 @@ from edgespec.models.draft_sources import find_draft
 DEFAULT_BITS = 4
 
 
+_OUT = typer.Argument(help="Folder to write; must not hold anything yet")
 _CONTEXT = option("0: the model's own, at most 16384", "--context-length")
 _OPTIMUM = option(
     "Let Optimum export a family that edgespec does not know, by a Python that has it",
@@ -40,9 +41,7 @@ _INSPECT = option("Write nothing, say what SOURCE is and how it would draft", "-
 
 def export(
     source: Annotated[str, typer.Argument(help="Hugging Face folder or Hub id")],
-    out: Annotated[
-        Path | None, typer.Argument(help="Folder to write; must not hold anything yet")
-    ] = None,
+    out: Annotated[Path | None, _OUT] = None,
     bits: Annotated[int, option("Of the weights: 4, 8 or 32", "--bits")] = DEFAULT_BITS,
     context_length: Annotated[int, _CONTEXT] = 0,
     kv_type: Annotated[KvType, option("Of cached keys and values", "--kv-type")] = KvType.FLOAT32,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,21 +23,16 @@ MAX_PROMPT_BYTES = 4 << 20
 Prompt = Annotated[
     str | None, typer.Argument(metavar="PROMPT|-", help="The prompt; - reads it from stdin")
 ]
-_SCHEMA = opts.option(
-    "Write JSON that fits this schema", "--json-schema", panel=opts.TEXT, metavar="FILE"
+_text, _output = (partial(opts.option, panel=panel) for panel in (opts.TEXT, opts.OUTPUT))
+_SCHEMA = _text("Write JSON that fits this schema", "--json-schema", metavar="FILE")
+_GRAMMAR = _text(
+    "Write a text of this grammar, in Lark's or llama.cpp's notation", "--grammar", metavar="FILE"
 )
-_GRAMMAR = opts.option(
-    "Write a text of this grammar, in Lark's or llama.cpp's notation",
-    "--grammar",
-    panel=opts.TEXT,
-    metavar="FILE",
-)
-_STATS = opts.option("Print numbers at the end, on stderr", "--stats", panel=opts.OUTPUT)
-_JSON = opts.option("Print JSON, one object a chunk", "--json", panel=opts.OUTPUT)
-_LOGPROBS = opts.option(
+_STATS = _output("Print numbers at the end, on stderr", "--stats")
+_JSON = _output("Print JSON, one object a chunk", "--json")
+_LOGPROBS = _output(
     "Print JSON, with the N likeliest of each token",
     "--logprobs",
-    panel=opts.OUTPUT,
     metavar="N",
     min=0,
     max=MAX_LOGPROBS,

@@ -23,7 +23,7 @@ from edgespec import __version__
 FAILED, USAGE = 1, 2
 EXIT_CODES = "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM."
 _OUR_VARIABLES = "EDGESPEC_"
-_HELP: Mapping[str, Any] = {"help_option_names": ["-h", "--help"]}
+_HELP = {"help_option_names": ["-h", "--help"]}
 # In the order of `--help`: what people use first comes first.
 COMMANDS = {
     "demo": "edgespec.cli.demo:demo",
@@ -141,7 +141,7 @@ def lazy_app(name: str, commands: Mapping[str, str]) -> typer.Typer:
         add_completion=False,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        context_settings=dict(_HELP),
+        context_settings=_HELP,
         epilog=EXIT_CODES,
     )
 
@@ -153,7 +153,7 @@ def _imported(name: str, where: str) -> Any:
     # The callback keeps typer from taking a group of one command for that command.
     group = typer.Typer(rich_markup_mode="rich", callback=lambda: None)
     if isinstance(found, typer.Typer):
-        group.add_typer(found, name=name, no_args_is_help=True, context_settings=dict(_HELP))
+        group.add_typer(found, name=name, no_args_is_help=True, context_settings=_HELP)
     else:
         group.command(name)(found)
     command = typer.main.get_group(group).commands[name]
@@ -193,15 +193,13 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog=EXIT_CODES)
-def main(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and stop"
-        ),
-    ] = False,
-) -> None:
+_VERSION = typer.Option(
+    "--version", callback=_print_version, is_eager=True, help="Print the version and stop"
+)
+
+
+@app.callback()
+def main(version: Annotated[bool, _VERSION] = False) -> None:
     """Speculative decoding between a device and a verifier.
 
     A small draft model on the device guesses, the big model on the verifier decides.

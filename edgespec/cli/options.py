@@ -120,19 +120,13 @@ def option(text: str, *names: str, panel: str | None = None, **more: Any) -> Any
     return typer.Option(*names, help=text, rich_help_panel=panel, show_envvar=False, **more)
 
 
-_CONFIG_FILE = option(
-    "Read settings from this YAML file",
-    "--config",
-    "-c",
-    panel=SETTINGS,
-    envvar="EDGESPEC_CONFIG",
-    metavar="FILE",
+_setting = partial(option, panel=SETTINGS)
+_CONFIG_FILE = _setting(
+    "Read settings from this YAML file", "--config", "-c", envvar="EDGESPEC_CONFIG", metavar="FILE"
 )
-_SET_KEYS = option(
-    "Set any key; --help-all prints them all", "--set", panel=SETTINGS, metavar="KEY=VALUE"
-)
-_HELP_ALL = option(
-    "Print every setting, explained, as a file for --config, and stop", "--help-all", panel=SETTINGS
+_SET_KEYS = _setting("Set any key; --help-all prints them all", "--set", metavar="KEY=VALUE")
+_HELP_ALL = _setting(
+    "Print every setting, explained, as a file for --config, and stop", "--help-all"
 )
 
 

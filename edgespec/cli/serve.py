@@ -140,7 +140,6 @@ async def _with_lent_tokenizer(config: AgentConfig) -> AgentConfig:
 
 
 def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[str]:
-    """What was chosen, a line each."""
     endpoint, draft, policy = config.endpoint, config.draft, config.policy
     memory = machine_memory()
     budget = f"at most {draft.memory_budget}" if draft.memory_budget else "no budget"

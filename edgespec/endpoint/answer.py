@@ -334,7 +334,6 @@ class ResponseEnvelope(Envelope):
         return self._of_item(kind, item_id=self._items[-1]["id"], content_index=0, **data)
 
     def _of_item(self, kind: str, **data: Any) -> bytes:
-        """An event of the last item."""
         return self._event(f"response.{kind}", output_index=len(self._items) - 1, **data)
 
     def _event(self, kind: str, **data: Any) -> bytes:

@@ -355,7 +355,6 @@ class _Places:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    """The answer to whatever a route raises."""
     if isinstance(error, HTTPException):
         what = f"{request.method} {request.url.path[:200]}"
         why = {

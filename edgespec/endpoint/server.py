@@ -227,7 +227,6 @@ class _ClosesInOrder:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of a connection too many."""
     why = "too many connections are open, and requests are being answered on all of them"
     error = ApiError(503, why, code="too_many_connections", retry_after_s=1)
     response = error_response(error, {"Connection": "close"})

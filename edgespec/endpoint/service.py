@@ -554,7 +554,6 @@ class Endpoint:
         return written.decode("utf-8", errors="replace")
 
     def _with_forced_call(self, request: Request) -> Request:
-        """The same request, held to a call."""
         tokenizer = self.tokenizer
         template = tokenizer.chat_template(tools=True)
         source = "" if template is None else template.source
