@@ -298,13 +298,13 @@ class Conversation:
 
     def _model(self) -> str:
         drafter = self.agent.drafter
+        served = self.status.snapshot().verifiers
         lines = [
             f"target  {self.info.name}, context {self.info.context_length} tokens",
             f"draft   {'none: it only streams' if drafter is None else drafter.info.name}",
             f"policy  {self.config.policy.name.value}, width {self.config.policy.width}",
+            *(f"served  by {one.address} ({one.state.value})" for one in served),
         ]
-        for one in self.status.snapshot().verifiers:
-            lines.append(f"served  by {one.address} ({one.state.value})")
         return "\n".join(lines)
 
     def _stats(self, last: device.Progress) -> str:

@@ -59,9 +59,8 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
 
 def shows_key(headers: Headers, key: str) -> bool:
     scheme, _, shown = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    return hmac.compare_digest(_digest(shown.strip()), _digest(key))
+    same = hmac.compare_digest(_digest(shown.strip()), _digest(key))
+    return same and scheme.lower() == "bearer"
 
 
 class Guard:
