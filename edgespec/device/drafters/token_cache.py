@@ -49,14 +49,14 @@ class TokenCache:
         """Truncate to ``keep_length``, append ``feed``, return the new length.
 
         Raises ``ValueError`` naming the value and the limit."""
-        if not 0 <= keep_length <= (cached := len(self.tokens)):
+        cached, size = len(self.tokens), self._info.vocabulary_size
+        if not 0 <= keep_length <= cached:
             raise ValueError(f"keep_length is {keep_length}, but {cached} tokens are cached")
         if not feed:
             raise ValueError("feed must hold at least one token")
         length, limit = keep_length + len(feed), self._info.context_length
         if length > limit:
             raise ValueError(f"{length} tokens do not fit the draft's context length of {limit}")
-        size = self._info.vocabulary_size
         for token in feed:
             if not 0 <= token < size:
                 raise ValueError(f"token id is {token}, but the draft's vocabulary has {size} ids")
