@@ -112,10 +112,8 @@ def exactness() -> Check:
         return Check(name, State.BAD, f"{type(error).__name__}: {error}", advice)
     state = State.GOOD if target.canonical else State.NOTE
     where = f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "no GPU"
-    finding = (
-        f"torch {torch.__version__}, {where}; on the CPU the bundled target runs in float32 as"
-    )
-    return Check(name, state, f"{finding} {target.mode}")
+    runs = f"on the CPU the bundled target runs in float32 as {target.mode}"
+    return Check(name, state, f"torch {torch.__version__}, {where}; {runs}")
 
 
 async def verifier(address: str, config: AgentConfig) -> Check:

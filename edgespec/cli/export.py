@@ -104,11 +104,9 @@ def _inspect(reference: str) -> None:
     source = find_draft(reference)
     if not source.graphs:
         info = folders.model_info(source.folder)
-        kind = (
-            "a draft folder made by `edgespec export`"
-            if (source.folder / folders.DRAFT_MANIFEST).is_file()
-            else "a checkpoint: exported once, when it first drafts"
-        )
+        kind = "a checkpoint: exported once, when it first drafts"
+        if (source.folder / folders.DRAFT_MANIFEST).is_file():
+            kind = "a draft folder made by `edgespec export`"
         typer.echo(
             f"{source.folder}: {kind}; vocabulary {info.vocabulary} ({info.vocabulary_size} ids),"
             f" context {info.context_length}"

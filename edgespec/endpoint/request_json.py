@@ -67,9 +67,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        found = {}
-        if self.retry_after_s is not None:
-            found["Retry-After"] = str(self.retry_after_s)
+        found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == 401:
             found["WWW-Authenticate"] = 'Bearer realm="edgespec"'
         return found
