@@ -84,10 +84,10 @@ class LinkSection:
     trace_spread_s: float = limited(0.0, 0.0, 1e6)
     """Device i enters the trace at i times this; 0: all see the same weather."""
     jitter_ms: float = limited(0.0, 0.0, _HOUR_MS)
-    """Mean of an exponential extra delay each way."""
+    """Mean of an exponential extra delay each way; a trace's own instead, where there is one."""
     loss: float = limited(0.0, 0.0, 0.9)
-    """Share of packets lost; a lost one is sent again and holds up what follows. A device keeps one
-    TCP connection for all its requests."""
+    """Share of packets lost, or what a trace says. A lost one is sent again and holds up what
+    follows. A device keeps one TCP connection for all its requests."""
     up_mbps: float = limited(math.inf, 1e-4, _MAX_MBPS)
     down_mbps: float = limited(math.inf, 1e-4, _MAX_MBPS)
     """Capacity; a trace's own capacity columns, where it has them, take their place."""
