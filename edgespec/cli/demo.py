@@ -133,5 +133,5 @@ def _column(row: Row, base: Row) -> tuple[str, ...]:
         f"{ms:.1f}" if ms else "-",
         f"{base_ms / ms:.2f} x" if ms else "-",
         f"{row['passes_per_token']:.2f}" if row["tokens"] else "-",
-        f"{row['acceptance']:.0%}" if row["acceptance"] else "-",
+        f"{row['acceptance']:.0%}" if row is not base else "-",
     )

@@ -25,9 +25,7 @@ Prompt = Annotated[
 ]
 _text, _output = (partial(opts.option, panel=panel) for panel in (opts.TEXT, opts.OUTPUT))
 _SCHEMA = _text("Write JSON that fits this schema", "--json-schema", metavar="FILE")
-_GRAMMAR = _text(
-    "Write a text of this grammar, in Lark's or llama.cpp's notation", "--grammar", metavar="FILE"
-)
+_GRAMMAR = _text("Write by this grammar (Lark or llama.cpp)", "--grammar", metavar="FILE")
 _STATS = _output("Print numbers at the end, on stderr", "--stats")
 _JSON = _output("Print JSON, one object a chunk", "--json")
 _LOGPROBS = _output(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.cli.main import EXIT_CODES, lazy_app
+from edgespec.cli.main import lazy_app
 
 # In the order of `--help`.
 COMMANDS = {
@@ -18,7 +18,7 @@ COMMANDS = {
 app = lazy_app("edgespec-sim", COMMANDS)
 
 
-@app.callback(epilog=EXIT_CODES)
+@app.callback()
 def main() -> None:
     """What would my users feel, and how many GPUs do I need?
 

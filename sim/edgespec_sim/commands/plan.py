@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from edgespec.cli.main import EXIT_CODES, lazy_app
+from edgespec.cli.main import lazy_app
 from edgespec.cli.running import reported
 from edgespec.config import ConfigError, DraftSection
 from edgespec.core.device.memory import AUTO, MIB
@@ -34,7 +34,7 @@ plan = lazy_app(
 )
 
 
-@plan.callback(epilog=EXIT_CODES)
+@plan.callback()
 def main() -> None:
     """Plan a deployment: a link or its verifiers in virtual time, or a device's memory."""
 
