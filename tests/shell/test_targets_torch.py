@@ -194,9 +194,10 @@ class ReferenceLayout:
 
 def _seen_keys(rows: BatchRows, index: int) -> list[tuple[Indices, Indices]]:
     """For each row of a session: slots, and its own position less theirs."""
-    session = rows.session(index)
-    request, base = session.request, session.base
-    positions = np.concatenate([np.arange(request.cache_length), session.positions])
+    request, base, first = rows.requests[index], int(rows.bases[index]), rows.first_rows[index]
+    slots = rows.key_slots(np.array([index]), int(rows.lengths[index]))[0]
+    own = rows.positions[first : first + request.row_count]
+    positions = np.concatenate([np.arange(request.cache_length), own])
     found = []
     for row in range(request.row_count):
         keys = list(range(min(base, request.cache_length + row + 1)))
@@ -204,7 +205,7 @@ def _seen_keys(rows: BatchRows, index: int) -> list[tuple[Indices, Indices]]:
         while node >= 0:
             keys.append(base + node)
             node = request.parents[node]
-        found.append((session.slots[keys], session.positions[row] - positions[keys]))
+        found.append((slots[keys], own[row] - positions[keys]))
     return found
 
 

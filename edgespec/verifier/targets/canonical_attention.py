@@ -24,12 +24,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from edgespec.verifier.targets.kv_pool import NULL_SLOT
 from edgespec.verifier.targets.pass_batch import Indices
-from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates, SessionRows
+from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates
 from edgespec.verifier.targets.row_tiles import RowTiles, cut
 
 # The key axis is worked off in tiles of this many; a row's sums then associate by position alone.
@@ -77,12 +76,16 @@ class CanonicalAttention:
         self._sizes = tiles.attention_sizes
 
     def lay_out(self, rows: BatchRows) -> CanonicalLayout:
-        device = rows.pool.device
         paths = np.array([_one_path(parents) for parents in rows.requests.parents])
-        easy = (paths >= 0) & (rows.counts <= self._sizes[0])
-        groups = _easy_groups(rows, np.flatnonzero(easy), paths, self._sizes[0])
-        for index in np.flatnonzero(~easy).tolist():
-            groups += _canonical_groups(rows.session(index), self._sizes, device)
+        size = self._sizes[0]
+        easy = (paths >= 0) & (rows.counts <= size)
+        one_each = np.flatnonzero(easy)
+        counts = rows.counts[one_each]
+        place = np.minimum(np.arange(size), counts[:, None] - 1)
+        picked = rows.first_rows[one_each, None] + place
+        groups = _groups(rows, one_each, picked, counts, rows.bases[one_each] + paths[one_each])
+        for session in np.flatnonzero(~easy).tolist():
+            groups += _groups_of(rows, session, self._sizes)
         return CanonicalLayout(tuple(groups), int(rows.positions.max()))
 
 
@@ -162,24 +165,32 @@ def _one_path(parents: tuple[int, ...]) -> int:
     return -1 if others or path.tolist() != list(range(len(path))) else len(path)
 
 
-def _easy_groups(
-    rows: BatchRows, sessions: Indices, paths: Indices, size: int
+def _groups(
+    rows: BatchRows,
+    sessions: Indices,
+    picked: Indices,
+    counts: Indices,
+    line_ends: Indices,
+    path: Indices | None = None,
 ) -> list[CanonicalGroup]:
-    """``_canonical_groups`` of all ``sessions``, whose rows are one group of ``size`` each and
-    whose trees have ``paths`` inner nodes, on one line. Made at once."""
+    """A group of each of ``sessions``: of its rows ``picked`` [groups, padded] the first ``counts``
+    are no padding. Its line is its first ``line_ends`` keys; with ``path``, of one session, the
+    text and these nodes. Groups of as many tiles are made at once."""
     if not len(sessions):
         return []
-    device, counts = rows.pool.device, rows.counts[sessions]
-    place = np.minimum(np.arange(size), counts[:, None] - 1)
-    picked = rows.first_rows[sessions, None] + place
+    device, size = rows.pool.device, picked.shape[1]
     positions = rows.positions[picked]
+    # Tiles behind the last position would add exact zeros: left out. One is always there.
     tiles = np.maximum(1, -(-positions.max(axis=1) // KEY_TILE))
-    line_ends = rows.bases[sessions] + paths[sessions]
     found = []
     for tile_count in np.unique(tiles).tolist():
         which = np.flatnonzero(tiles == tile_count)
         keys = np.full((len(which), tile_count * KEY_TILE), NULL_SLOT, dtype=np.int64)
         slots = rows.key_slots(sessions[which], keys.shape[1])
+        if path is not None:
+            base = int(rows.bases[sessions[0]])
+            inner = slots[:, base : base + len(path)]
+            inner[:] = rows.node_slots(int(sessions[0]), path)[: inner.shape[1]]
         in_line = np.arange(slots.shape[1]) < line_ends[which, None]
         np.multiply(slots, in_line, out=keys[:, : slots.shape[1]])
         own = torch.from_numpy(positions[which]).to(device)
@@ -212,46 +223,21 @@ def _mask_rows(device: torch.device) -> torch.Tensor:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 
-def _canonical_groups(
-    session: SessionRows, sizes: tuple[int, ...], device: torch.device
-) -> list[CanonicalGroup]:
-    feed_rows = np.arange(len(session.request.feed))
+def _groups_of(rows: BatchRows, session: int, sizes: tuple[int, ...]) -> list[CanonicalGroup]:
+    """The groups of any session."""
+    request, first = rows.requests[session], int(rows.first_rows[session])
+    fed, which = len(request.feed), np.array([session])
     groups: list[CanonicalGroup] = []
-    for path, nodes in tree_lines(session.request.parents):
-        rows = nodes + len(feed_rows)
-        if not groups:
-            rows = np.concatenate([feed_rows, rows])
-        slots = np.concatenate([session.slots[: session.base], session.slots[session.base + path]])
-        start = 0
-        for size in cut(len(rows), sizes):
-            tile = rows[start : start + size]
-            groups.append(_canonical_group(session, tile, size, slots, device))
+    for path, nodes in tree_lines(request.parents):
+        members = nodes + fed if groups else np.concatenate([np.arange(fed), nodes + fed])
+        line_end, start = rows.bases[which] + len(path), 0
+        for size in cut(len(members), sizes):
+            tile = members[start : start + size]
+            padded = np.pad(tile, (0, size - len(tile)), mode="edge")
+            count = np.array([len(tile)])
+            groups += _groups(rows, which, first + padded[None], count, line_end, path)
             start += size
     return groups
-
-
-def _canonical_group(
-    session: SessionRows, rows: Indices, size: int, slots: Indices, device: torch.device
-) -> CanonicalGroup:
-    padded = np.pad(rows, (0, size - len(rows)), mode="edge")
-    positions = session.positions[padded]
-    # Tiles behind the last position would add exact zeros: left out. One is always there.
-    tiles = max(1, -(-int(positions.max()) // KEY_TILE))
-    keys = np.full(tiles * KEY_TILE, NULL_SLOT, dtype=np.int64)
-    seen = min(len(slots), len(keys))
-    keys[:seen] = slots[:seen]
-    visible = np.arange(len(keys))[None] < positions[:, None]
-    mask = np.where(visible, np.float32(0), np.float32(-np.inf))
-    key_slots = _tensor(keys, device)
-    mask_tiles = (mask[:, i * KEY_TILE : (i + 1) * KEY_TILE] for i in range(tiles))
-    return CanonicalGroup(
-        rows=_tensor(session.first_row + padded, device),
-        count=len(rows),
-        key_slots=key_slots.split(KEY_TILE),
-        masks=tuple(_tensor(np.ascontiguousarray(tile), device) for tile in mask_tiles),
-        positions=_tensor(positions, device),
-        least_position=int(positions.min()),
-    )
 
 
 @lru_cache(maxsize=2048)
@@ -276,7 +262,3 @@ def tree_lines(parents: tuple[int, ...]) -> tuple[tuple[Indices, Indices], ...]:
         (np.array(path, dtype=np.int64), np.array(nodes, dtype=np.int64))
         for path, nodes in zip(paths or [[]], members, strict=True)
     )
-
-
-def _tensor(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,91 +22,51 @@ from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 from edgespec.verifier.targets.row_tiles import RowTiles
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRows:
-    request: PassRequest
-    first_row: int
-    positions: Indices
-    slots: Indices
-    """Of the cache, the feed and the nodes, in that order."""
-
-    @property
-    def base(self) -> int:
-        """Keys before the first node."""
-        return self.request.cache_length + len(self.request.feed)
-
-
-@dataclass(frozen=True)
 class BatchRows:
     """All sessions of a pass, laid out: their fed tokens and nodes, one session after the other.
     Arrays are int64. A *key index* counts a session's keys in the order of their slots: the text,
     where it equals the position, then the nodes of this pass."""
 
-    pool: KvPool
-    requests: PassBatch
-    tables: Indices
-    """[sessions]: each session's row of ``pool.tables``."""
-    counts: Indices
-    """[sessions]: rows."""
-    first_rows: Indices
-    bases: Indices
-    """[sessions]: key index of the first node, which is the length of the text with the feed."""
-    lengths: Indices
-    """[sessions]: keys in all."""
-    row_count: int
-    own_keys: Indices
-    """[rows]: key index of the row itself."""
-    positions: Indices
-
-    @cached_property
-    def single(self) -> bool:
+    def __init__(self, pool: KvPool, requests: Sequence[PassRequest]) -> None:
+        """The blocks of ``requests`` are reserved."""
+        batch = PassBatch.of(requests)
+        self.pool, self.requests = pool, batch
+        self.tables = np.array([pool.sequences[key].table for key in batch.keys])
+        """[sessions]: each session's row of ``pool.tables``."""
+        pool.tables.extend(self.tables, batch.ends)
+        self.counts = batch.fed + batch.node_counts
+        """[sessions]: rows."""
+        ends = np.cumsum(self.counts)
+        self.first_rows = ends - self.counts
+        self.row_count = int(ends[-1])
+        self.bases = batch.cached + batch.fed
+        """[sessions]: key index of the first node: the length of the text with the feed."""
+        self.lengths = batch.ends
+        """[sessions]: keys in all."""
+        self.single = self.row_count == len(batch)
         """Whether every session has one row."""
-        return self.row_count == len(self.requests)
+        self.own_keys = batch.cached
+        """[rows]: key index of the row itself."""
+        if not self.single:
+            before = np.repeat(batch.cached - self.first_rows, self.counts)
+            self.own_keys = np.arange(self.row_count) + before
+        self.positions = self.own_keys
+        if batch.has_nodes:
+            depths = [one for one in batch.depths if one is not None]
+            self.positions = self.own_keys.copy()
+            is_node = self.own_keys >= np.repeat(self.bases, self.counts)
+            roots = np.repeat(self.bases - 1, batch.node_counts)
+            self.positions[is_node] = roots + np.concatenate(depths)
 
     def key_slots(self, sessions: Indices, count: int) -> KeySlots:
         """[len(sessions), count]: slots of the first ``count`` keys; 0 behind a session's end.
         Asked before the next pass is laid out."""
         return self.pool.tables.key_slots(self.tables[sessions], count)
 
-    def session(self, index: int) -> SessionRows:
-        first, length = int(self.first_rows[index]), int(self.lengths[index])
-        positions = self.positions[first : first + int(self.counts[index])]
-        slots = self.pool.tables.slots_of(self.tables[index : index + 1], np.arange(length))
-        return SessionRows(self.requests[index], first, positions, slots)
-
-
-def lay_out(pool: KvPool, requests: Sequence[PassRequest]) -> BatchRows:
-    """The rows of ``requests``, whose blocks are reserved."""
-    batch = PassBatch.of(requests)
-    tables = np.array([pool.sequences[key].table for key in batch.keys])
-    pool.tables.extend(tables, batch.ends)
-    counts = batch.fed + batch.node_counts
-    ends = np.cumsum(counts)
-    first_rows = ends - counts
-    row_count = int(ends[-1])
-    bases = batch.cached + batch.fed
-    if row_count == len(counts):
-        own_keys = batch.cached
-    else:
-        own_keys = np.arange(row_count) + np.repeat(batch.cached - first_rows, counts)
-    positions = own_keys
-    if batch.has_nodes:
-        depths = [one for one in batch.depths if one is not None]
-        positions = own_keys.copy()
-        is_node = own_keys >= np.repeat(bases, counts)
-        positions[is_node] = np.repeat(bases - 1, batch.node_counts) + np.concatenate(depths)
-    return BatchRows(
-        pool=pool,
-        requests=batch,
-        tables=tables,
-        counts=counts,
-        first_rows=first_rows,
-        bases=bases,
-        lengths=batch.ends,
-        row_count=row_count,
-        own_keys=own_keys,
-        positions=positions,
-    )
+    def node_slots(self, session: int, nodes: Indices) -> Indices:
+        """[len(nodes)]: slots of these nodes of a session."""
+        table, keys = self.tables[session : session + 1], self.bases[session] + nodes
+        return self.pool.tables.slots_of(table, keys)
 
 
 def write_slots(rows: BatchRows) -> Indices:

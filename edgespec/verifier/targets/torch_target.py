@@ -35,7 +35,7 @@ from edgespec.verifier.targets.linear_layers import is_packed, pack_model
 from edgespec.verifier.targets.loading import LoadedModel, load_model
 from edgespec.verifier.targets.paged_attention import PagedAttention
 from edgespec.verifier.targets.pass_batch import PassBatch, share_out, tree_depths
-from edgespec.verifier.targets.pass_plan import AttentionBackend, PassPlan, lay_out, plan_pass
+from edgespec.verifier.targets.pass_plan import AttentionBackend, BatchRows, PassPlan, plan_pass
 from edgespec.verifier.targets.pass_requests import ConstrainedRows, check_batch, check_opening
 from edgespec.verifier.targets.recorded_passes import MEMORY_BYTES, RecordedPasses
 from edgespec.verifier.targets.row_tiles import SIZES, RowTiles
@@ -291,7 +291,7 @@ class TorchTarget:
         # it would have as many threads as there are cores, whatever canonical mode has set.
         torch.get_num_threads()
         with torch.inference_mode():
-            rows = lay_out(self._pool, batch)
+            rows = BatchRows(self._pool, batch)
             if self._recorded is not None:
                 logits = self._recorded.run(rows)
                 if logits is not None:
