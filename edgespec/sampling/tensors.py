@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, starmap
@@ -117,8 +117,7 @@ def forbid(logits: torch.Tensor, masks: Sequence[bytes | None]) -> torch.Tensor:
     forbidden = to_device(~allowed, logits.device)
     if len(rows) == len(masks):
         return logits.masked_fill(forbidden, -torch.inf)
-    changed = logits.clone()
-    places = to_device(np.array(rows, dtype=np.int64), logits.device)
+    changed, places = logits.clone(), _at(rows, logits.device)
     changed[places] = logits[places].masked_fill(forbidden, -torch.inf)
     return changed
 
@@ -202,23 +201,23 @@ def score_passes(
     """
     if not any([request.logprobs for request in batch]):
         return {}
-    asked: dict[str, int] = {}
-    rows: list[int] = []
-    counts: list[int] = []
+    asked = [(request, some) for request, some in _sampled(batch) if request.logprobs]
+    if not asked:
+        return {}
+    rows = [row for _, some in asked for row in some]
+    counts = [request.logprobs for request, some in asked for _ in some]
+    scores = iter(_score_rows(_only(logits, rows), [chosen[row] for row in rows], counts))
+    return {request.key: tuple(islice(scores, len(some))) for request, some in asked}
+
+
+def _sampled(batch: Iterable[PassRequest]) -> Iterator[tuple[PassRequest, range]]:
+    """Each request that samples, and its rows of the logits."""
     first = 0
     for request in batch:
-        if not request.sample:
-            continue
-        last = first + 1 + len(request.tokens)
-        if request.logprobs:
-            rows += range(first, last)
-            counts += [request.logprobs] * (last - first)
-            asked[request.key] = last - first
-        first = last
-    if not rows:
-        return {}
-    scores = iter(_score_rows(_only(logits, rows), [chosen[row] for row in rows], counts))
-    return {key: tuple(islice(scores, count)) for key, count in asked.items()}
+        if request.sample:
+            rows = range(first, first + 1 + len(request.tokens))
+            yield request, rows
+            first = rows.stop
 
 
 def _score_rows(
@@ -228,7 +227,7 @@ def _score_rows(
     norms = logits.logsumexp(dim=-1, keepdim=True)
     best, ids = logits.topk(min(max(*counts, 2), logits.shape[-1]), dim=-1)
     best = (best - norms).clamp_(min=LEAST_LOGPROB)
-    index = to_device(np.array(tokens, dtype=np.int64), logits.device)[:, None]
+    index = _at(tokens, logits.device)[:, None]
     own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
     return [
         TokenScore(
@@ -250,26 +249,22 @@ def score_nodes(
     ``logits`` is [rows of all blocks, vocabulary] and is not changed; ``blocks`` are those of the
     requests that sample, in order.
     """
-    asked = {one.key: one for one in batch if one.node_scores and one.tokens}
+    pairs = zip(_sampled(batch), blocks, strict=True)
+    asked = [(*one, block) for one, block in pairs if one[0].node_scores and one[0].tokens]
+    if not asked:
+        return {}
     rows: list[int] = []
     behind: list[int] = []
     tokens: list[int] = []
-    first = 0
-    for block in blocks:
-        last = first + len(block.positions)
-        if (request := asked.get(block.key)) is not None:
-            behind += [len(rows) + 1 + parent for parent in request.parents]
-            tokens += request.tokens
-            rows += range(first, last)
-        first = last
-    if not tokens:
-        return {}
-    mine = [block for block in blocks if block.key in asked]
-    masks = [mask for one in mine for mask in one.masks or (None,) * len(one.positions)]
+    for request, some, _ in asked:
+        behind += [len(rows) + 1 + parent for parent in request.parents]
+        tokens += request.tokens
+        rows += some
+    mine = [block for *_, block in asked]
     raw, places = _only(logits, rows).float(), _at(behind, logits.device)
-    laws = warp_rows(forbid(raw, masks), mine).log_softmax(dim=-1)
+    laws = warp_rows(_constrained(raw, mine), mine).log_softmax(dim=-1)
     found = iter(_score_nodes(laws, raw.log_softmax(dim=-1), places, tokens))
-    return {block.key: tuple(islice(found, len(asked[block.key].tokens))) for block in mine}
+    return {one.key: tuple(islice(found, len(one.tokens))) for one, *_ in asked}
 
 
 def _score_nodes(
@@ -338,8 +333,7 @@ def _allowed(
     ``choose_tokens`` does."""
     rows = [(block, position) for block in blocks for position in block.positions]
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
-    masks = [mask for one in blocks for mask in one.masks or (None,) * len(one.positions)]
-    logits = forbid(logits, masks)
+    logits = _constrained(logits, blocks)
     largest, best = _largest(logits)
     largest = largest.cpu()
     if not torch.isfinite(largest).all():
@@ -351,6 +345,11 @@ def _allowed(
             " but must be finite",
         )
     return logits, best
+
+
+def _constrained(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
+    masks = [mask for one in blocks for mask in one.masks or (None,) * len(one.positions)]
+    return forbid(logits, masks)
 
 
 def best_choices(
@@ -416,6 +415,14 @@ def _only(rows: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
     return rows if len(indices) == rows.shape[0] else rows[_at(indices, rows.device)]
 
 
+def _put(rows: torch.Tensor, indices: Sequence[int], new: torch.Tensor) -> torch.Tensor:
+    """``rows`` with ``new`` at ``indices``: in place, or ``new`` itself where that is all."""
+    if len(indices) == rows.shape[0]:
+        return new
+    rows[_at(indices, rows.device)] = new
+    return rows
+
+
 def _at(indices: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 on ``device``. A list as an index would make the host wait for a GPU."""
     return to_device(np.array(indices, dtype=np.int64), device)
@@ -436,8 +443,7 @@ def _choose_special(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> list
     scores = logits.float()
     if any(block.params.penalised or block.params.logit_bias for block in blocks):
         scores = scores.clone() if scores is logits else scores
-        _add_bias(scores, blocks, logits.shape[-1])
-        _penalise(scores, blocks)
+        _adjust(scores, blocks, logits.shape[-1])
     rows = zip(scores.numpy(), params, positions, strict=True)
     return [best_token(row, one, at, _SCRATCH.work) for row, one, at in rows]
 
@@ -453,16 +459,9 @@ def _noisy(
     """Truncated ``scores``, which change, with the noise of the rows that are not greedy."""
     noisy = [row for row, one in enumerate(params) if not one.greedy]
     if noisy:
-        noise = gumbel_noise(
-            [params[row].seed for row in noisy],
-            [positions[row] for row in noisy],
-            scores.shape[-1],
-            scores.device,
-        )
-        if len(noisy) == len(params):
-            scores += noise
-        else:
-            scores[_at(noisy, scores.device)] += noise
+        seeds, places = [params[row].seed for row in noisy], [positions[row] for row in noisy]
+        noise = gumbel_noise(seeds, places, scores.shape[-1], scores.device)
+        return _put(scores, noisy, noise.add_(_only(scores, noisy)))
     return scores
 
 
@@ -478,8 +477,7 @@ def _padded(logits: torch.Tensor) -> torch.Tensor:
 def _adjusted(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
     """``_padded``, with bias and penalties."""
     scores = _padded(logits)
-    _add_bias(scores, blocks, logits.shape[-1])
-    _penalise(scores, blocks)
+    _adjust(scores, blocks, logits.shape[-1])
     return scores
 
 
@@ -489,50 +487,39 @@ def _truncated(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     if not noisy:
         return scores
     truncated = _truncate(_only(scores, noisy), [params[row] for row in noisy])
-    if len(noisy) == len(params):
-        return truncated
-    scores[_at(noisy, scores.device)] = truncated
-    return scores
+    return _put(scores, noisy, truncated)
 
 
-def _first_rows(blocks: Sequence[SampleBlock]) -> list[int]:
-    first, rows = 0, []
+def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size: int) -> None:
+    """Bias, then penalties. Repetition counts prompt and output, presence and frequency count
+    output only."""
+    biases, penalties, first = [], [], 0
     for block in blocks:
-        rows.append(first)
-        first += len(block.positions)
-    return rows
+        count = len(block.positions)
+        bias = {t: b for t, b in block.params.logit_bias.items() if 0 <= t < vocabulary_size}
+        if bias and count:
+            values = np.tile(np.array([*bias.values()]), count)
+            biases.append((*_places(first, count, np.array([*bias])), values))
+        if block.params.penalised:
+            penalties.append(_penalties(first, block))
+        first += count
+    if biases:
+        rows, tokens, values = _columns(biases, scores.device)
+        scores[rows, tokens] += values.to(scores.dtype)
+    if penalties:
+        rows, tokens, factors, amounts = _columns(penalties, scores.device)
+        values = scores[rows, tokens]
+        values = torch.where(values > 0, values / factors, values * factors)
+        scores[rows, tokens] = values - amounts
 
 
-def _add_bias(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size: int) -> None:
-    rows: list[int] = []
-    tokens: list[int] = []
-    biases: list[float] = []
-    for first, block in zip(_first_rows(blocks), blocks, strict=True):
-        inside = {t: b for t, b in block.params.logit_bias.items() if 0 <= t < vocabulary_size}
-        for row in range(first, first + len(block.positions)) if inside else ():
-            rows += [row] * len(inside)
-            tokens += inside
-            biases += inside.values()
-    if rows:
-        where = tuple(_at(places, scores.device) for places in (rows, tokens))
-        scores[where] += to_device(np.array(biases), scores.device).to(scores.dtype)
+def _columns(entries: Sequence[tuple[np.ndarray, ...]], device: torch.device) -> list[torch.Tensor]:
+    return [to_device(np.concatenate(column), device) for column in zip(*entries, strict=True)]
 
 
-def _penalise(scores: torch.Tensor, blocks: Sequence[SampleBlock]) -> None:
-    """Repetition counts prompt and output, presence and frequency count output only."""
-    entries = [
-        _penalties(first, block)
-        for first, block in zip(_first_rows(blocks), blocks, strict=True)
-        if block.params.penalised
-    ]
-    if not entries:
-        return
-    rows, tokens, factors, amounts = (
-        to_device(np.concatenate(column), scores.device) for column in zip(*entries, strict=True)
-    )
-    values = scores[rows, tokens]
-    values = torch.where(values > 0, values / factors, values * factors)
-    scores[rows, tokens] = values - amounts
+def _places(first: int, count: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and token of each entry, where ``count`` rows from ``first`` on have all ``tokens``."""
+    return np.repeat(np.arange(first, first + count), len(tokens)), np.tile(tokens, count)
 
 
 def _penalties(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
@@ -543,9 +530,8 @@ def _penalties(first_row: int, block: SampleBlock) -> tuple[np.ndarray, ...]:
     assert counts.shape[0] == len(block.positions), (counts.shape, block.positions)
     factors = np.where(found.in_prompt | (counts > 0), params.repetition_penalty, 1.0)
     amounts = np.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
-    rows = np.repeat(np.arange(first_row, first_row + counts.shape[0]), counts.shape[1])
-    tokens = np.tile(found.tokens, counts.shape[0])
-    return rows, tokens, factors.astype(np.float32).ravel(), amounts.astype(np.float32).ravel()
+    both = (one.astype(np.float32).ravel() for one in (factors, amounts))
+    return *_places(first_row, counts.shape[0], found.tokens), *both
 
 
 def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -565,10 +551,7 @@ def _truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
             [params[row].top_k for row in limited],
             column(lambda p: p.top_p, [params[row] for row in limited]),
         )
-        if len(limited) == len(params):
-            scores = kept
-        else:
-            scores[_at(limited, scores.device)] = kept
+        scores = _put(scores, limited, kept)
     if any(p.min_p > 0.0 for p in params):
         limits = column(lambda p: math.log(p.min_p) if p.min_p else -math.inf).float()
         least = scores.amax(dim=-1, keepdim=True) + limits

@@ -223,10 +223,8 @@ class KvPool:
         return self.sequences[key]
 
     def cached_length(self, request: PassRequest) -> int:
-        """How many tokens the request may find cached, of its session's passes or in its blocks.
-        Raises as ``sequence`` does."""
-        sequence = self.sequence(request.key)
-        return max(len(sequence.tokens), len(sequence.text) if request.blocks else 0)
+        """How many tokens the request may find cached. Raises as ``sequence`` does."""
+        return self.sequence(request.key).reach(request)
 
     def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
         """By how many tokens the free room is too small for requests that bring no table."""

@@ -30,6 +30,10 @@ class SequenceText:
     first: int = 0
     """The position of the first token, for the noise: a draft model's window begins later."""
 
+    def reach(self, request: PassRequest) -> int:
+        """How many tokens a pass may find cached: of its own passes or in its blocks."""
+        return max(len(self.tokens), len(self.text) if request.blocks else 0)
+
     def cut(self, length: int) -> None:
         """Of the committed tokens the first ``length`` are cached."""
         if length < len(self.tokens) and len(self.text) < len(self.tokens):

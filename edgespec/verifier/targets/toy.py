@@ -208,9 +208,7 @@ class ToyTarget:
             raise CapacityError(f"{total} cached tokens wanted, limit {self._max_cached_tokens}")
 
     def _cached_length(self, request: PassRequest) -> int:
-        """How many tokens the request may find cached: in its blocks also those of others."""
-        sequence = self._sequence(request.key)
-        return max(len(sequence.tokens), len(sequence.text) if request.blocks else 0)
+        return self._sequence(request.key).reach(request)
 
     def _cached(self, request: PassRequest) -> Sequence[int]:
         sequence, length = self._sequences[request.key], request.cache_length
@@ -223,51 +221,38 @@ class ToyTarget:
         sequence.nodes, sequence.parents = request.tokens, request.parents
         if not request.sample:
             return PassResult(request.key, ())
-        paths: list[tuple[int, ...]] = []
+        paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(request.tokens, request.parents, strict=True):
-            paths.append((*paths[parent], token) if parent >= 0 else (token,))
-        masks: Sequence[bytes | None] = [None] * (1 + len(paths))
-        if sequence.sampling.constraint is not None:
+            paths.append((*paths[1 + parent], token))
+        params, length = sequence.sampling, sequence.first + len(sequence.tokens)
+        masks: Sequence[bytes | None] = [None] * len(paths)
+        if params.constraint is not None:
             output = sequence.tokens[sequence.prompt_length :]
             masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
-        rows = zip(((), *paths), masks, strict=True)
-        targets = tuple([self._sample(sequence, path, mask) for path, mask in rows])
-        scores: list[work.TokenScore] = []
-        if request.logprobs:
-            scores = [
-                work.score_token(
-                    self.model.logits(self._tail(sequence, path)), token, request.logprobs
-                )
-                for path, token in zip(((), *paths), targets, strict=True)
+        # Only the tail and, when penalised, the whole text are looked at.
+        rows = [self.model.logits(self._tail(sequence, path)) for path in paths]
+        said = [self._said(sequence, path) for path in paths]
+        targets = tuple(
+            [
+                laws.choose(row, params, length + len(path), *texts, mask)
+                for path, row, texts, mask in zip(paths, rows, said, masks, strict=True)
             ]
+        )
+        scores: list[work.TokenScore] = []
+        if count := request.logprobs:
+            pairs = zip(rows, targets, strict=True)
+            scores = [work.score_token(row, token, count) for row, token in pairs]
         nodes_scored: list[work.NodeScore] = []
         if request.node_scores:
-            nodes_scored = [
-                self._score_node(sequence, path, masks[1 + parent])
-                for path, parent in zip(paths, request.parents, strict=True)
-            ]
+            for token, parent in zip(request.tokens, request.parents, strict=True):
+                row, mask = rows[1 + parent], masks[1 + parent]
+                law = laws.warp(laws.masked(row, mask), params, *said[1 + parent])
+                nodes_scored.append(work.score_node(law, row, token))
         return PassResult(request.key, targets, tuple(scores), node_scores=tuple(nodes_scored))
-
-    def _score_node(
-        self, sequence: SequenceText, path: tuple[int, ...], mask: bytes | None
-    ) -> work.NodeScore:
-        """Of the last token of ``path``, given the others."""
-        logits = self.model.logits(self._tail(sequence, path[:-1]))
-        law = laws.warp(
-            laws.masked(logits, mask), sequence.sampling, *self._said(sequence, path[:-1])
-        )
-        return work.score_node(law, logits, path[-1])
 
     def _tail(self, sequence: SequenceText, path: tuple[int, ...]) -> list[int]:
         """What the model looks at: no copy of a long text."""
         return [*sequence.tokens[-self.model.order :], *path] if self.model.order else []
-
-    def _sample(self, sequence: SequenceText, path: tuple[int, ...], mask: bytes | None) -> int:
-        # Only the tail and, when penalised, the whole text are looked at.
-        tail = self._tail(sequence, path)
-        length = sequence.first + len(sequence.tokens) + len(path)
-        prompt, output = self._said(sequence, path)
-        return laws.choose(self.model.logits(tail), sequence.sampling, length, prompt, output, mask)
 
     def _said(
         self, sequence: SequenceText, path: tuple[int, ...]
