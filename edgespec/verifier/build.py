@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError, needs
-from edgespec.config.verifier import VLLM, LimitsSection
+from edgespec.config.verifier import VLLM
 from edgespec.core.device.memory import parse_budget
 from edgespec.core.ports import ServerDrafter, TargetModel, pass_shape
 from edgespec.core.protocol.messages import EXACT_RULE, Limits
@@ -22,7 +22,6 @@ from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
 from edgespec.models import folders
 from edgespec.models.grammar import verifier_reader
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
-from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.verifier.daemon import Verifier
@@ -35,21 +34,6 @@ if TYPE_CHECKING:
     from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
     from edgespec.verifier.targets.torch_target import TorchTarget
     from edgespec.wire.grpc_server import GrpcServer
-
-
-def pool_budget(limits: LimitsSection, draft: DraftMemory | None = None) -> PoolBudget | None:
-    """``draft``: what the draft model takes that will be loaded beside the target."""
-    if not limits.kv_budget and limits.gpu_memory_utilization is None:
-        return None
-    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
-
-    return PoolBudget(
-        kv=parse_budget(limits.kv_budget) if limits.kv_budget else None,
-        gpu_share=limits.gpu_memory_utilization,
-        rows=limits.max_rows_per_pass,
-        machine=machine_memory,
-        draft=draft or DraftMemory(),
-    )
 
 
 _LOG = logging.getLogger(__name__)
@@ -239,14 +223,30 @@ def _draft_memory(config: VerifierConfig) -> DraftMemory:
     return draft_memory(str(_draft_folder(config)), config.dtype, config.device)
 
 
+def pool_budget(config: VerifierConfig) -> PoolBudget | None:
+    """The memory that ``config`` gives to keys and values; None where it counts tokens instead."""
+    limits = config.limits
+    if not limits.kv_budget and limits.gpu_memory_utilization is None:
+        return None
+    from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
+
+    return PoolBudget(
+        kv=parse_budget(limits.kv_budget) if limits.kv_budget else None,
+        gpu_share=limits.gpu_memory_utilization,
+        rows=limits.max_rows_per_pass,
+        draft=_draft_memory(config) if config.draft else DraftMemory(),
+    )
+
+
 def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter:
     from edgespec.verifier.targets.kv_pool import check_draft_fits
+    from edgespec.verifier.targets.loading import device_of
     from edgespec.verifier.targets.packed_drafter import PackedDrafter
 
     assert target.cache is not None, "an engine without a cache to give out has its own drafter"
     folder, tokens = _draft_folder(config), target.cache.tokens
     info = folders.model_info(folder)
-    check_draft_fits(_draft_memory(config), tokens, config.device, machine_memory)
+    check_draft_fits(_draft_memory(config), tokens, device_of(config.device))
     model = _loaded(
         config,
         folder,
@@ -292,8 +292,6 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):
         import edgespec.verifier.targets.torch_target  # noqa: F401
-    sized_by_memory = config.limits.kv_budget or config.limits.gpu_memory_utilization is not None
-    draft = _draft_memory(config) if config.draft and sized_by_memory else None
     return _loaded(
         config,
         folder,
@@ -304,7 +302,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
         context_length=config.max_model_len,
         canonical=config.canonical,
         model_threads=config.threads,
-        pool_budget=pool_budget(config.limits, draft),
+        pool_budget=pool_budget(config),
     )
 
 

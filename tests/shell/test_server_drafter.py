@@ -31,8 +31,8 @@ from edgespec.device.build import build_agent, load_drafter
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.sampling import tensors
-from edgespec.verifier import build
 from edgespec.verifier.build import load_server_drafter, load_target
+from edgespec.verifier.targets import kv_pool
 from edgespec.verifier.targets.kv_pool import DraftMemory, MemoryFigures, PoolBudget, pool_tokens
 from edgespec.verifier.targets.packed_drafter import PackedDrafter
 from edgespec.verifier.targets.pass_requests import check_batch
@@ -539,7 +539,7 @@ def test_a_budget_pays_for_the_keys_of_both(monkeypatch: pytest.MonkeyPatch) -> 
     assert target.cache.tokens == 8 * MIB // (target_bytes + draft_bytes) // 16 * 16
     model: TargetModel = drafter._model
     assert model.cache == target.cache
-    monkeypatch.setattr(build, "machine_memory", _machine(9 * MIB))
+    monkeypatch.setattr(kv_pool, "machine_memory", _machine(9 * MIB))
     with pytest.raises(ValueError, match=r"kv_budget is 8MiB: .*the draft model's weights take"):
         load_target(config)
 
@@ -548,7 +548,7 @@ def test_a_share_of_a_gpu_pays_for_both() -> None:
     """Of 10,000 bytes 9,000 may be taken: 4,000 are, 1,000 are the draft's weights, 500 a pass.
     What is left goes into rows of 10 bytes, 1 (the copy of a layer of ten) and 4."""
     figures = MemoryFigures(10_000, 6000, 500, 64, token_bytes=10, layer_count=10)
-    budget = PoolBudget(None, 0.9, 64, _machine(0), DraftMemory(weights=1000, token_bytes=4))
+    budget = PoolBudget(None, 0.9, 64, DraftMemory(weights=1000, token_bytes=4))
     assert pool_tokens(budget, figures, 1 << 20) == 3500 // 15 // 16 * 16
 
 
@@ -557,7 +557,7 @@ def test_too_little_memory_for_both_is_said_before_the_draft_is_loaded(
 ) -> None:
     config = _bundled()
     target = load_target(config)
-    monkeypatch.setattr(build, "machine_memory", _machine(9 * MIB))
+    monkeypatch.setattr(kv_pool, "machine_memory", _machine(9 * MIB))
     with pytest.raises(ValueError, match=r"2048 cached tokens, .* but 0\.01 GiB are free beside"):
         load_server_drafter(config, target)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from edgespec.config import VerifierConfig
 from edgespec.config.verifier import LimitsSection
 from edgespec.core.device.memory import MachineMemory, parse_budget
 from edgespec.core.ports import (
@@ -147,11 +148,9 @@ def test_exhaustion_changes_nothing() -> None:
         pool.open(key, 1, GREEDY)
     _pass(pool, PassRequest("a", 0, (1, 2)))
     big = [PassRequest("a", 1, (5,) * 20), PassRequest("b", 0, (6,) * 20)]
-    assert pool.missing_tokens(big) == kv_pool.BLOCK_SIZE
     with pytest.raises(CapacityError, match="needs 16 more cached tokens than the 32 free of 48"):
         pool.reserve(big)
     assert (pool.sequence("a").tokens, pool.free_tokens) == ([1, 2], 32)
-    assert pool.missing_tokens(big[:1]) == 0
     _pass(pool, big[0])
     assert pool.sequence("a").tokens == [1, *[5] * 20]
 
@@ -181,14 +180,8 @@ FIGURES = kv_pool.MemoryFigures(
 )
 
 
-def _machine() -> MachineMemory:
-    return MachineMemory(total=1000 * MIB, available=600 * MIB, resident=100 * MIB)
-
-
 def _budget(kv: str = "", gpu_share: float | None = None) -> kv_pool.PoolBudget:
-    return kv_pool.PoolBudget(
-        parse_budget(kv) if kv else None, gpu_share, rows=64, machine=_machine
-    )
+    return kv_pool.PoolBudget(parse_budget(kv) if kv else None, gpu_share, rows=64)
 
 
 @tabled
@@ -201,7 +194,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_all_figures(
 
 @pytest.mark.parametrize("canonical", [None, False])
 def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
-    tmp_path: Path, canonical: bool | None
+    tmp_path: Path, canonical: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(tmp_path)
     asked: list[int] = []
@@ -210,7 +203,8 @@ def test_a_target_measures_its_largest_pass_and_serves_from_the_pool_that_fits(
         asked.append(1)
         return MachineMemory(total=8 << 30, available=4 << 30, resident=0)
 
-    budget = kv_pool.PoolBudget(parse_budget("1MiB"), None, rows=100, machine=machine)
+    budget = kv_pool.PoolBudget(parse_budget("1MiB"), None, rows=100)
+    monkeypatch.setattr(kv_pool, "machine_memory", machine)
     sized = torch_target(folder, canonical=canonical, pool_budget=budget)
     # 2 layers x 2 x 2 heads x 16 numbers of 4 bytes are 512 bytes a token.
     assert sized.cache.block_count * kv_pool.BLOCK_SIZE == sized._pool.free_tokens == MIB // 512
@@ -234,7 +228,7 @@ def test_a_share_of_a_gpu_is_for_a_gpu(tmp_path: Path) -> None:
 def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     torch.cuda.empty_cache()
-    budget = kv_pool.PoolBudget(None, 0.5, rows=64, machine=_machine)
+    budget = kv_pool.PoolBudget(None, 0.5, rows=64)
     target = torch_target(folder, device="cuda", pool_budget=budget, max_sessions=8)
     assert target._pool.free_tokens == 8 * 256
     free, total = torch.cuda.mem_get_info()
@@ -242,11 +236,12 @@ def test_on_a_gpu_the_share_holds_after_the_pool_is_made(tmp_path: Path) -> None
 
 
 def test_settings_become_a_budget_or_none() -> None:
-    assert pool_budget(LimitsSection()) is None
-    budget = present(pool_budget(LimitsSection(kv_budget="4GiB", max_rows_per_pass=7)))
+    assert pool_budget(VerifierConfig()) is None
+    limits = LimitsSection(kv_budget="4GiB", max_rows_per_pass=7)
+    budget = present(pool_budget(VerifierConfig(limits=limits)))
     assert (present(budget.kv).bytes, budget.gpu_share, budget.rows) == (4 << 30, None, 7)
-    assert budget.machine().total > 0
-    share = present(pool_budget(LimitsSection(gpu_memory_utilization=0.8)))
+    limits = LimitsSection(gpu_memory_utilization=0.8)
+    share = present(pool_budget(VerifierConfig(limits=limits)))
     assert (share.kv, share.gpu_share) == (None, 0.8)
 
 

@@ -24,12 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgespec.core.device.memory import AUTO, AUTO_SHARE, MachineMemory, MemoryBudget
+from edgespec.core.device.memory import AUTO, AUTO_SHARE, MemoryBudget
 from edgespec.core.ports import CapacityError, PassRequest, UnsupportedModelError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.sampling.tensors import TextCounts, is_plain, to_device
+from edgespec.telemetry.process_memory import machine_memory
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 from edgespec.verifier.targets.pass_requests import SequenceText
 
@@ -226,15 +227,6 @@ class KvPool:
         """How many tokens the request may find cached. Raises as ``sequence`` does."""
         return self.sequence(request.key).reach(request)
 
-    def missing_tokens(self, batch: Sequence[PassRequest]) -> int:
-        """By how many tokens the free room is too small for requests that bring no table."""
-        wanted = sum(
-            self._own.missing(request.key, request.cache_length + request.row_count)
-            for request in batch
-            if not request.blocks
-        )
-        return max(0, wanted - self._own.free_count) * BLOCK_SIZE
-
     def reserve(self, batch: Sequence[PassRequest]) -> None:
         """Bring every sequence to its ``cache_length`` and take over its table. Raises before
         anything has changed: ``ValueError`` for a table that is too short or names a block that is
@@ -251,10 +243,14 @@ class KvPool:
         room = np.fromiter(map(len, batch.tables), np.int64, len(batch)) * BLOCK_SIZE
         short = np.flatnonzero(room < batch.ends).tolist()
         bare = [batch[i] for i in {*changed, *short} if not self._check_table(batch[i])]
-        missing = self.missing_tokens(bare)
-        if missing:
+        missing = sum(
+            self._own.missing(request.key, request.cache_length + request.row_count)
+            for request in bare
+        )
+        if missing > self._own.free_count:
+            more = (missing - self._own.free_count) * BLOCK_SIZE
             raise CapacityError(
-                f"the pass needs {missing} more cached tokens than the {self.free_tokens} free of "
+                f"the pass needs {more} more cached tokens than the {self.free_tokens} free of "
                 f"{self.block_count * BLOCK_SIZE} (max_cached_tokens)"
             )
         if changed and self._moves:
@@ -374,7 +370,6 @@ class PoolBudget:
     """Of a GPU's memory, for all there is on it: weights, pool, passes, other programs."""
     rows: int
     """Of the largest pass."""
-    machine: Callable[[], MachineMemory]
     draft: DraftMemory = DraftMemory()
     """Of the draft model that will be loaded beside the target."""
 
@@ -414,20 +409,17 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     token_bytes, with_copy = figures.token_bytes + draft.token_bytes, with_copy + draft.token_bytes
     free = figures.free - draft.weights
     room = free - figures.activations
-    if budget.gpu_share is not None:
+    if budget.kv is None:
+        assert budget.gpu_share is not None
         named = f"gpu_memory_utilization is {budget.gpu_share:g}"
-        used = figures.total - free
-        tokens = (budget.gpu_share * figures.total - used - figures.activations) / with_copy
-        tokens = min(tokens, most_tokens)
+        left = budget.gpu_share * figures.total - (figures.total - free)
     else:
-        assert budget.kv is not None
-        named = f"kv_budget is {budget.kv.text}"
-        if budget.kv.text == AUTO:
-            tokens = (AUTO_SHARE * free - figures.activations) / with_copy
-            tokens = min(tokens, most_tokens)
-        else:
-            granted = budget.kv.bytes or int((budget.kv.share or 0.0) * figures.total)
-            tokens = granted / token_bytes
+        named, left = f"kv_budget is {budget.kv.text}", AUTO_SHARE * free
+    if budget.kv is None or budget.kv.text == AUTO:
+        tokens = min((left - figures.activations) / with_copy, most_tokens)
+    else:
+        granted = budget.kv.bytes or int((budget.kv.share or 0.0) * figures.total)
+        tokens = granted / token_bytes
     whole = int(max(0.0, tokens)) // BLOCK_SIZE * BLOCK_SIZE
     if whole < TOKENS_NEEDED:
         raise UnsupportedModelError(
@@ -443,16 +435,10 @@ def pool_tokens(budget: PoolBudget, figures: MemoryFigures, most_tokens: int) ->
     return whole
 
 
-def check_draft_fits(
-    draft: DraftMemory, tokens: int, device: str, machine: Callable[[], MachineMemory]
-) -> None:
+def check_draft_fits(draft: DraftMemory, tokens: int, device: torch.device) -> None:
     """Raises ``UnsupportedModelError`` with all figures when a draft model with a pool of so many
-    tokens does not fit beside what is there. ``device`` as in ``loading.load_model``."""
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(None if device == "auto" else device)[0]
-    else:
-        free = machine().available
+    tokens does not fit beside what is there."""
+    free, _ = _free_and_total(device)
     needed = draft.weights + tokens * draft.token_bytes
     if needed > free:
         raise UnsupportedModelError(
@@ -494,14 +480,17 @@ def memory_figures(budget: PoolBudget, run: Callable[[], object], pool: KvPool) 
     device, layer_count = pool.device, pool.data.shape[1]
     scale = budget.rows / measured_rows(budget.rows, device)
     peak = _cuda_peak(run, device) if device.type == "cuda" else _resident_peak(run)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        machine = budget.machine()
-        free, total = machine.available, machine.total
+    free, total = _free_and_total(device)
     activations = int(peak * scale)
     return MemoryFigures(total, free, activations, budget.rows, pool.token_bytes, layer_count)
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)
+    machine = machine_memory()
+    return machine.available, machine.total
 
 
 def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:

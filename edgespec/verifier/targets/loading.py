@@ -290,7 +290,7 @@ def load_model(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but must be auto, {', '.join(DTYPES)}")
-    where = _device(device)
+    where = device_of(device)
     if quantize:
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -314,7 +314,7 @@ def draft_memory(path: str, dtype: str, device: str) -> DraftMemory:
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     check_family(config)
     stored = getattr(config, "dtype", None) or torch.float32
-    loaded = _dtype(dtype, _device(device))
+    loaded = _dtype(dtype, device_of(device))
     element = stored if isinstance(loaded, str) else loaded
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     return DraftMemory(
@@ -381,7 +381,7 @@ def _check_quantize(quantize: str, dtype: str, device: torch.device) -> str:
     return "bfloat16"
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
