@@ -355,7 +355,14 @@ def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
     """Divide ``scores``, whose maximum is 0, by the temperature; what truncation keeps of them."""
     with np.errstate(over="ignore"):  # to -inf, where the token belongs
         scores /= np.float32(params.temperature)
-    return _support(scores, params, work)
+    support = EVERYTHING
+    if 0 < params.top_k < scores.size:
+        support = Support(float(_nth_best(scores, params.top_k, work)))
+    if params.top_p < 1.0:
+        support = _nucleus_within(scores, support, params.top_p, work)
+    if params.min_p > 0.0 and support.floor < (least := np.float32(math.log(params.min_p))):
+        support = Support(float(least))
+    return support
 
 
 def _biased(
@@ -377,18 +384,6 @@ def _biased(
     taken = params.presence_penalty + params.frequency_penalty * in_output.astype(np.float64)
     scores[seen] = values - np.where(in_output > 0, taken, 0.0).astype(np.float32)
     return scores
-
-
-def _support(scores: Row, params: SamplingParams, work: Workspace) -> Support:
-    """What truncation keeps. ``scores`` are after temperature, with maximum 0."""
-    support = EVERYTHING
-    if 0 < params.top_k < scores.size:
-        support = Support(float(_nth_best(scores, params.top_k, work)))
-    if params.top_p < 1.0:
-        support = _nucleus_within(scores, support, params.top_p, work)
-    if params.min_p > 0.0 and support.floor < (least := np.float32(math.log(params.min_p))):
-        support = Support(float(least))
-    return support
 
 
 def _nucleus_within(scores: Row, support: Support, top_p: float, work: Workspace) -> Support:

@@ -199,13 +199,10 @@ class TargetWorker:
         if drafter is None or self._draft_error is not None:
             return
         try:
-            match item:
-                case ee.OpenSequence(key, prompt_length, sampling, text):
-                    drafter.open(key, prompt_length, sampling, text)
-                case ee.CloseSequence(key):
-                    drafter.close(key)
-                case _:
-                    pass
+            if isinstance(item, ee.OpenSequence):
+                drafter.open(item.key, item.prompt_length, item.sampling, item.text)
+            elif isinstance(item, ee.CloseSequence):
+                drafter.close(item.key)
         except Exception as error:
             self._draft_error = error
 
@@ -267,27 +264,26 @@ class ConstraintDesk:
         if request.sampling.constraint is None or self._read is None:
             return request
         turns = self._turns_of(peer, credential.name)
-        full = next((one for one in turns if one.users >= one.most), None)
-        if full is not None:
-            self._forget_idle_turns()
-            why = f"{full.users} grammars of {full.whose} wait to be read, limit {full.most}"
-            return m.Fault(m.FaultCode.OVERLOADED, why, retry_after_s=1.0)
         for turn in turns:
             turn.users += 1
         try:
+            for turn in turns:
+                if turn.users > turn.most:
+                    why = f"{turn.most} grammars of {turn.whose} wait to be read, limit {turn.most}"
+                    raise ConstraintBusyError(why)
             async with asyncio.timeout(GRAMMAR_WITHIN_S):
                 return await self._in_turn(request, self._read, turns)
         except ConstraintBusyError as error:
-            return m.Fault(m.FaultCode.OVERLOADED, str(error), retry_after_s=1.0)
+            why = str(error)
         except ConstraintError as error:
             return m.Fault(m.FaultCode.INVALID, str(error))
         except TimeoutError:
             why = f"the grammar was not read within {GRAMMAR_WITHIN_S:.0f} s"
-            return m.Fault(m.FaultCode.OVERLOADED, why, retry_after_s=1.0)
         finally:
             for turn in turns:
                 turn.users -= 1
             self._forget_idle_turns()
+        return m.Fault(m.FaultCode.OVERLOADED, why, retry_after_s=1.0)
 
     def _turns_of(self, peer: str, key: str) -> list[_Turn]:
         """The address first: so each has one place in the line of its key."""

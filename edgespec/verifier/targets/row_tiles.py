@@ -117,9 +117,8 @@ def agreeing_linear_sizes(
     products nearly cancel: a bfloat16 result would hide most differences of its float32 sum."""
     tried = _cancelling_like(weight)
     zero_bias = None if bias is None else torch.zeros_like(bias)
-    return agreeing_sizes(
-        lambda rows: linear(rows, tried, zero_bias, (rows.shape[0],)), _equal_numbers(tried), base
-    )
+    product = partial(functional.linear, weight=tried, bias=zero_bias)
+    return agreeing_sizes(product, _equal_numbers(tried), base)
 
 
 def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
@@ -130,13 +129,6 @@ def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
     tried = PackedLinear(_cancelling_like(torch.empty(shape, dtype=layer.dtype)), zero_bias)
     rows = _equal_numbers(torch.empty((1, layer.in_features), dtype=layer.dtype))
     return agreeing_sizes(tried.product, rows, base)
-
-
-def linear(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    """``torch.nn.functional.linear`` of ``rows`` [..., width], computed in pieces of ``sizes``."""
-    return in_pieces(rows, lambda piece: functional.linear(piece, weight, bias), sizes)
 
 
 def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -156,11 +148,11 @@ def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> t
 def install(layers: Iterable[tuple[TiledLayer, tuple[int, ...]]]) -> None:
     """Make each layer compute in pieces of its sizes, until ``remove``."""
     for layer, sizes in layers:
-        forward: Any
         if isinstance(layer, torch.nn.Linear):
-            forward = partial(linear, weight=layer.weight, bias=layer.bias, sizes=sizes)
+            product: Product = partial(functional.linear, weight=layer.weight, bias=layer.bias)
         else:
-            forward = partial(in_pieces, product=layer.product, sizes=sizes)
+            product = layer.product
+        forward: Any = partial(in_pieces, product=product, sizes=sizes)
         layer.forward = forward  # type: ignore[method-assign]
 
 

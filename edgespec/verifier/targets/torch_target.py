@@ -149,12 +149,8 @@ class TorchTarget:
     ) -> None:
         opened, most = self._pool.sequences, self._max_sessions
         check_opening(key, prompt_length, opened, most, self.info)
+        self._constrained.open(key, sampling)
         self._pool.open(key, prompt_length, sampling, text)
-        try:
-            self._constrained.open(key, sampling)
-        except ValueError:
-            self._pool.close(key)
-            raise
 
     def forward(self, batch: Sequence[PassRequest]) -> list[PassResult]:
         """As in the port. Raises ``CapacityError`` or ``ValueError`` before anything changes, and
