@@ -465,19 +465,13 @@ def _noisy(
     return scores
 
 
-def _padded(logits: torch.Tensor) -> torch.Tensor:
-    """A float32 copy with columns of -inf up to whole vectors."""
+def _adjusted(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
+    """A float32 copy with bias and penalties, and columns of -inf up to whole vectors."""
     rows, vocabulary_size = logits.shape
     padded = -(-vocabulary_size // _VECTOR_ELEMENTS) * _VECTOR_ELEMENTS
     scores = torch.full((rows, padded), -torch.inf, dtype=torch.float32, device=logits.device)
     scores[:, :vocabulary_size] = logits
-    return scores
-
-
-def _adjusted(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tensor:
-    """``_padded``, with bias and penalties."""
-    scores = _padded(logits)
-    _adjust(scores, blocks, logits.shape[-1])
+    _adjust(scores, blocks, vocabulary_size)
     return scores
 
 

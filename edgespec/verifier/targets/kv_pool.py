@@ -133,8 +133,6 @@ class CachedSequence(SequenceText):
     """Its row of ``KvPool.tables``."""
     blocks: tuple[int, ...] = ()
     """Its table in the last pass."""
-    bare: bool = False
-    """Whether that came from the pool's own ledger."""
     counts: TextCounts | None = None
     """How often it has each token, where its sampling has penalties."""
 
@@ -261,8 +259,8 @@ class KvPool:
             if sequence.nodes:
                 sequence.nodes = sequence.parents = ()
         for i in changed:
-            sequence, given = sequences[i], batch.tables[i]
-            sequence.blocks, sequence.bare = given or self._own_table(batch[i]), not given
+            sequence = sequences[i]
+            sequence.blocks = batch.tables[i] or self._own_table(batch[i])
             self.tables.write(sequence.table, sequence.blocks)
 
     def commit(self, request: PassRequest) -> None:
@@ -289,8 +287,7 @@ class KvPool:
             for place, node in enumerate(nodes):
                 if node != place:
                     self._moves.append((sequence.table, first + node, first + place))
-        if sequence.bare:
-            self._own.trim(key, len(sequence.tokens))
+        self._own.trim(key, len(sequence.tokens))
 
     def cached_lengths(self, batch: PassBatch) -> Indices:
         """[sessions]: tokens that passes have cached. Raises as ``sequence`` does."""
@@ -460,28 +457,35 @@ def starting_tokens(budget: PoolBudget, device: torch.device) -> int:
     return max(TOKENS_NEEDED, -(-rows // SESSION_ROWS) * SESSION_ROWS)
 
 
-def largest_pass(rows: int, vocabulary_size: int) -> list[PassRequest]:
-    """Requests of ``rows`` rows in all, rounded up to whole sessions, each sampled everywhere."""
-    chain = tuple(range(-1, SESSION_ROWS - 2))
-    tokens = tuple(1 % vocabulary_size for _ in chain)
-    return [
-        PassRequest(f"\0measured {index}", 0, (0,), tokens, chain)
-        for index in range(-(-rows // SESSION_ROWS))
-    ]
-
-
 def measured_rows(rows: int, device: torch.device) -> int:
     """How many rows the measured pass has when the largest has ``rows``."""
     return rows if device.type == "cuda" else min(rows, _MOST_CPU_ROWS)
 
 
-def memory_figures(budget: PoolBudget, run: Callable[[], object], pool: KvPool) -> MemoryFigures:
-    """Measure ``run``, a pass of ``measured_rows`` rows over ``pool``, and the memory beside it."""
+def memory_figures(
+    budget: PoolBudget,
+    run: Callable[[Sequence[PassRequest]], object],
+    pool: KvPool,
+    vocabulary_size: int,
+) -> MemoryFigures:
+    """Measure ``run``, a pass over ``pool`` of ``measured_rows`` rows (rounded up to whole
+    sessions), each sampled, and the memory beside it."""
     device, layer_count = pool.device, pool.data.shape[1]
-    scale = budget.rows / measured_rows(budget.rows, device)
-    peak = _cuda_peak(run, device) if device.type == "cuda" else _resident_peak(run)
+    rows = measured_rows(budget.rows, device)
+    chain = tuple(range(-1, SESSION_ROWS - 2))
+    tokens = (1 % vocabulary_size,) * len(chain)
+    keys = [f"\0measured {index}" for index in range(-(-rows // SESSION_ROWS))]
+    batch = [PassRequest(key, 0, (0,), tokens, chain) for key in keys]
+    for key in keys:
+        pool.open(key, 1, SamplingParams(temperature=1.0, top_p=0.9))
+    try:
+        measured = _cuda_peak if device.type == "cuda" else _resident_peak
+        peak = measured(lambda: run(batch), device)
+    finally:
+        for key in keys:
+            pool.close(key)
     free, total = _free_and_total(device)
-    activations = int(peak * scale)
+    activations = int(peak * (budget.rows / rows))
     return MemoryFigures(total, free, activations, budget.rows, pool.token_bytes, layer_count)
 
 
@@ -502,7 +506,7 @@ def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _resident_peak(run: Callable[[], object]) -> int:
+def _resident_peak(run: Callable[[], object], _: torch.device) -> int:
     """Bytes by which the process grows while ``run`` runs, or by its earlier peak if that stays."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak

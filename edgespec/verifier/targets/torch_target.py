@@ -199,18 +199,11 @@ class TorchTarget:
         return run_self_test(self._pool, self._run, self.info.vocabulary_size)
 
     def _size_pool(self, loaded: LoadedModel, budget: kv_pool.PoolBudget) -> None:
-        rows = kv_pool.measured_rows(budget.rows, loaded.device)
-        batch = kv_pool.largest_pass(rows, self.info.vocabulary_size)
-        sampling = SamplingParams(temperature=1.0, top_p=0.9)
-        for request in batch:
-            self._pool.open(request.key, 1, sampling)
-        try:
-            figures = kv_pool.memory_figures(budget, lambda: self.forward(batch), self._pool)
-            if isinstance(self._attention, PagedAttention):
-                figures = replace(figures, activations=figures.activations + MEMORY_BYTES)
-        finally:
-            for request in batch:
-                self._pool.close(request.key)
+        figures = kv_pool.memory_figures(
+            budget, self.forward, self._pool, self.info.vocabulary_size
+        )
+        if isinstance(self._attention, PagedAttention):
+            figures = replace(figures, activations=figures.activations + MEMORY_BYTES)
         longest = -(-self.info.context_length // kv_pool.BLOCK_SIZE) * kv_pool.BLOCK_SIZE
         tokens = kv_pool.pool_tokens(budget, figures, self._max_sessions * longest)
         self._pool = _pool(loaded, tokens)
