@@ -206,7 +206,22 @@ def score_passes(
         return {}
     rows = [row for _, some in asked for row in some]
     counts = [request.logprobs for request, some in asked for _ in some]
-    scores = iter(_score_rows(_only(logits, rows), [chosen[row] for row in rows], counts))
+    logits = _only(logits, rows).float()
+    norms = logits.logsumexp(dim=-1, keepdim=True)
+    best, ids = logits.topk(min(max(*counts, 2), logits.shape[-1]), dim=-1)
+    best = (best - norms).clamp_(min=LEAST_LOGPROB)
+    index = _at([chosen[row] for row in rows], logits.device)[:, None]
+    own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
+    scores = (
+        TokenScore(
+            logprob,
+            values[0] - values[1] if len(values) > 1 else -LEAST_LOGPROB,
+            tuple(zip(row[:count], values[:count], strict=True)),
+        )
+        for logprob, row, values, count in zip(
+            own, ids.tolist(), best.tolist(), counts, strict=True
+        )
+    )
     return {request.key: tuple(islice(scores, len(some))) for request, some in asked}
 
 
@@ -218,27 +233,6 @@ def _sampled(batch: Iterable[PassRequest]) -> Iterator[tuple[PassRequest, range]
             rows = range(first, first + 1 + len(request.tokens))
             yield request, rows
             first = rows.stop
-
-
-def _score_rows(
-    logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
-) -> list[TokenScore]:
-    logits = logits.float()
-    norms = logits.logsumexp(dim=-1, keepdim=True)
-    best, ids = logits.topk(min(max(*counts, 2), logits.shape[-1]), dim=-1)
-    best = (best - norms).clamp_(min=LEAST_LOGPROB)
-    index = _at(tokens, logits.device)[:, None]
-    own: list[float] = (logits.gather(-1, index) - norms).clamp_(min=LEAST_LOGPROB)[:, 0].tolist()
-    return [
-        TokenScore(
-            logprob,
-            values[0] - values[1] if len(values) > 1 else -LEAST_LOGPROB,
-            tuple(zip(row[:count], values[:count], strict=True)),
-        )
-        for logprob, row, values, count in zip(
-            own, ids.tolist(), best.tolist(), counts, strict=True
-        )
-    ]
 
 
 def score_nodes(
@@ -261,18 +255,10 @@ def score_nodes(
         tokens += request.tokens
         rows += some
     mine = [block for *_, block in asked]
-    raw, places = _only(logits, rows).float(), _at(behind, logits.device)
-    laws = warp_rows(_constrained(raw, mine), mine).log_softmax(dim=-1)
-    found = iter(_score_nodes(laws, raw.log_softmax(dim=-1), places, tokens))
-    return {one.key: tuple(islice(found, len(one.tokens))) for one, *_ in asked}
-
-
-def _score_nodes(
-    laws: torch.Tensor, raw: torch.Tensor, places: torch.Tensor, tokens: Sequence[int]
-) -> list[NodeScore]:
-    """``laws`` and ``raw`` are log-probabilities [rows, vocabulary], ``places`` the row of each
-    token."""
-    index = _at(tokens, laws.device)[:, None]
+    logits = _only(logits, rows).float()
+    laws = warp_rows(_constrained(logits, mine), mine).log_softmax(dim=-1)
+    raw = logits.log_softmax(dim=-1)
+    places, index = _at(behind, logits.device), _at(tokens, logits.device)[:, None]
     own = laws[places].gather(-1, index)
     columns = (
         own[:, 0],
@@ -281,7 +267,8 @@ def _score_nodes(
         torch.special.entr(laws.exp()).sum(dim=-1)[places],
         raw[places].gather(-1, index)[:, 0].clamp_(min=LEAST_LOGPROB),
     )
-    return list(starmap(NodeScore, zip(*[one.tolist() for one in columns], strict=True)))
+    found = starmap(NodeScore, zip(*[one.tolist() for one in columns], strict=True))
+    return {one.key: tuple(islice(found, len(one.tokens))) for one, *_ in asked}
 
 
 _VECTOR_ELEMENTS = 64
@@ -492,8 +479,8 @@ def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size
         count = len(block.positions)
         bias = {t: b for t, b in block.params.logit_bias.items() if 0 <= t < vocabulary_size}
         if bias and count:
-            values = np.tile(np.array([*bias.values()]), count)
-            biases.append((*_places(first, count, np.array([*bias])), values))
+            amounts = np.tile([*bias.values()], count)
+            biases.append((*_places(first, count, np.array([*bias])), amounts))
         if block.params.penalised:
             penalties.append(_penalties(first, block))
         first += count
@@ -501,10 +488,10 @@ def _adjust(scores: torch.Tensor, blocks: Sequence[SampleBlock], vocabulary_size
         rows, tokens, values = _columns(biases, scores.device)
         scores[rows, tokens] += values.to(scores.dtype)
     if penalties:
-        rows, tokens, factors, amounts = _columns(penalties, scores.device)
+        rows, tokens, factors, taken = _columns(penalties, scores.device)
         values = scores[rows, tokens]
         values = torch.where(values > 0, values / factors, values * factors)
-        scores[rows, tokens] = values - amounts
+        scores[rows, tokens] = values - taken
 
 
 def _columns(entries: Sequence[tuple[np.ndarray, ...]], device: torch.device) -> list[torch.Tensor]:

@@ -53,7 +53,13 @@ def check_family(config: Any, context_length: int | None = None) -> int:
     """The context length that a model with this transformers ``config`` is served with. Raises
     ``UnsupportedModelError`` naming what is not supported, ``ValueError`` for a bad length."""
     if config.model_type not in FAMILIES:
-        raise UnsupportedModelError(_unknown_type(config))
+        media = getattr(config, "text_config", None) is not None
+        hint = " (a model of text and other media; serve a checkpoint of its text model alone)"
+        supported = ", ".join(f"{kind} ({name})" for kind, name in FAMILIES.items())
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} is not supported{hint if media else ''}; supported"
+            f" are {supported}"
+        )
     limit = int(config.max_position_embeddings)
     length = limit if context_length is None else context_length
     if not 0 < length <= limit:
@@ -67,14 +73,6 @@ def check_family(config: Any, context_length: int | None = None) -> int:
         _check_rope(rope, length)
     _check_layers(config)
     return length
-
-
-def _unknown_type(config: Any) -> str:
-    supported = ", ".join(f"{kind} ({name})" for kind, name in FAMILIES.items())
-    hint = ""
-    if getattr(config, "text_config", None) is not None:
-        hint = " (a model of text and other media; serve a checkpoint of its text model alone)"
-    return f"model type {config.model_type!r} is not supported{hint}; supported are {supported}"
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:

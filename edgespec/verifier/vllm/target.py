@@ -246,7 +246,14 @@ class VllmTarget:
         results: dict[str, ports.PassResult] = {}
         idle = 0
         while True:
-            wanted = self._wanted(batch, results)
+            wanted: dict[str, Wanted] = {}
+            for request in batch:
+                if request.key not in results:
+                    found = self._answer(request)
+                    if isinstance(found, Wanted):
+                        wanted[request.key] = found
+                    else:
+                        results[request.key] = found
             if not wanted:
                 return [results[request.key] for request in batch]
             before = [self._progress(key) for key in wanted]
@@ -277,20 +284,6 @@ class VllmTarget:
         self._engine.add(key, text, length, sampling, sequence.adapter)
         sequence.known, sequence.given = KnownText(text), len(text)
         return sequence.known
-
-    def _wanted(
-        self, batch: Sequence[ports.PassRequest], results: dict[str, ports.PassResult]
-    ) -> dict[str, Wanted]:
-        wanted: dict[str, Wanted] = {}
-        for request in batch:
-            if request.key in results:
-                continue
-            found = self._answer(request)
-            if isinstance(found, ports.PassResult):
-                results[request.key] = found
-            else:
-                wanted[request.key] = found
-        return wanted
 
     def _answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
         sequence = self._sequences[request.key]
