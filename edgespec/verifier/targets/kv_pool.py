@@ -32,7 +32,7 @@ from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.sampling.tensors import TextCounts, is_plain, to_device
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
-from edgespec.verifier.targets.pass_requests import SequenceText
+from edgespec.verifier.targets.pass_requests import SequenceText, check_table
 
 BLOCK_SIZE = 16
 TOKENS_NEEDED = 160
@@ -240,7 +240,12 @@ class KvPool:
         )
         room = np.fromiter(map(len, batch.tables), np.int64, len(batch)) * BLOCK_SIZE
         short = np.flatnonzero(room < batch.ends).tolist()
-        bare = [batch[i] for i in {*changed, *short} if not self._check_table(batch[i])]
+        bare = []
+        for i in {*changed, *short}:
+            if batch.tables[i]:
+                check_table(batch[i], self.block_count, BLOCK_SIZE)
+            else:
+                bare.append(batch[i])
         missing = sum(
             self._own.missing(request.key, request.cache_length + request.row_count)
             for request in bare
@@ -302,23 +307,6 @@ class KvPool:
         placed = [self.tables.slots_of(rows, keys) for keys in (sources, goals)]
         self._placed.append(np.stack(placed))
         self._moves.clear()
-
-    def _check_table(self, request: PassRequest) -> bool:
-        """Whether the request brings a table; raises ``ValueError`` for one that is wrong."""
-        blocks = request.blocks
-        sequence = self.sequence(request.key)
-        if not blocks:
-            return False
-        room = len(blocks) * BLOCK_SIZE
-        rows = request.cache_length + request.row_count
-        if rows > room:
-            raise ValueError(f"{request.key!r}: {rows} rows, but its blocks hold {room}")
-        if blocks == sequence.blocks:  # as in its last pass
-            return True
-        low, high = min(blocks), max(blocks)
-        if low < 1 or high > self.block_count:
-            raise ValueError(f"{request.key!r}: blocks {low} to {high}, limit {self.block_count}")
-        return True
 
     def _own_table(self, request: PassRequest) -> tuple[int, ...]:
         length = request.cache_length + request.row_count

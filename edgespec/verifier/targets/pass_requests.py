@@ -79,6 +79,15 @@ def check_batch(
         _check_request(request, cached_length(request), info)
 
 
+def check_table(request: PassRequest, block_count: int, block_tokens: int) -> None:
+    """Raises ``ValueError`` for a table that is too short or names a block that is not there."""
+    key, blocks, rows = request.key, request.blocks, request.cache_length + request.row_count
+    if rows > (room := len(blocks) * block_tokens):
+        raise ValueError(f"{key!r}: {rows} rows, but its blocks hold {room}")
+    if min(blocks) < 1 or max(blocks) > block_count:
+        raise ValueError(f"{key!r}: blocks {min(blocks)} to {max(blocks)}, limit {block_count}")
+
+
 def node_depths(parents: Sequence[int]) -> list[int]:
     """The depth of every node of a tree; 1 for a node that hangs on the last fed token."""
     depths: list[int] = []

@@ -23,6 +23,7 @@ from edgespec.verifier.targets.pass_requests import (
     SequenceText,
     check_batch,
     check_opening,
+    check_table,
 )
 
 _EMPTY = -1
@@ -48,13 +49,9 @@ class ToyMemory:
         """Store the rows of a pass; ``cached[i]`` are the tokens that request i finds cached.
         Raises ``ValueError`` for a table that is too short or wrong, for a written block that is
         another's too, and for a cached token that is not in its slot."""
-        for one in batch:
-            rows, room = one.cache_length + one.row_count, len(one.blocks) * self._block_tokens
-            if rows > room:
-                raise ValueError(f"{one.key!r}: {rows} rows, but its blocks hold {room}")
+        for request in batch:
+            check_table(request, self._block_count, self._block_tokens)
         blocks = [block for request in batch for block in request.blocks]
-        if blocks and not 1 <= min(blocks) <= max(blocks) <= self._block_count:
-            raise ValueError(f"blocks {min(blocks)} to {max(blocks)}, limit {self._block_count}")
         if len(set(blocks)) != len(blocks):
             self._check_writes(batch)
         for request, tokens in zip(batch, cached, strict=True):

@@ -84,6 +84,17 @@ NO_SCORE = TokenScore(0.0, 0.0, ())
 """Of a row that nobody looks at, because its path is not the text."""
 
 
+def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The target's tokens as far as the drafts before them are right. A request without targets
+    has failed, and gets a token that nobody will see."""
+    if not targets:
+        return [0]
+    right = 0
+    while right < len(drafts) and drafts[right] == targets[right]:
+        right += 1
+    return list(targets[: right + 1])
+
+
 class UnknownScoresError(ValueError):
     """Tokens are known without the scores asked for: the text begins anew at the prefix's end."""
 

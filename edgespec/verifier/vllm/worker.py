@@ -24,6 +24,7 @@ from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
 from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, is_plain, score_passes
+from edgespec.verifier.vllm.target import accepted_tokens
 
 EXTRA = "edgespec"
 """Under this name a request's ``extra_args`` say how to choose its tokens."""
@@ -252,17 +253,6 @@ class RunnerSampling:
                 self._rows[one.key] = tuple(tokens[first:last]), scores.get(one.key, ()), ""
                 first = last
             return
-
-
-def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The target's tokens as far as the drafts before them are right. A request without targets
-    has failed, and gets a token that nobody will see."""
-    if not targets:
-        return [0]
-    right = 0
-    while right < len(drafts) and drafts[right] == targets[right]:
-        right += 1
-    return list(targets[: right + 1])
 
 
 _CHOOSING = (
