@@ -358,8 +358,13 @@ def _warmed(scores: Row, params: SamplingParams, work: Workspace) -> Support:
     support = EVERYTHING
     if 0 < params.top_k < scores.size:
         support = Support(float(_nth_best(scores, params.top_k, work)))
-    if params.top_p < 1.0:
-        support = _nucleus_within(scores, support, params.top_p, work)
+    if params.top_p < 1.0 and support is EVERYTHING:
+        support = nucleus(scores, params.top_p, work)
+    elif params.top_p < 1.0:
+        ids = support.ids(scores)
+        inner = nucleus(scores[ids], params.top_p, work)
+        if inner.last is not None:
+            support = inner._replace(last=int(ids[inner.last]))
     if params.min_p > 0.0 and support.floor < (least := np.float32(math.log(params.min_p))):
         support = Support(float(least))
     return support
@@ -384,16 +389,6 @@ def _biased(
     taken = params.presence_penalty + params.frequency_penalty * in_output.astype(np.float64)
     scores[seen] = values - np.where(in_output > 0, taken, 0.0).astype(np.float32)
     return scores
-
-
-def _nucleus_within(scores: Row, support: Support, top_p: float, work: Workspace) -> Support:
-    if support is EVERYTHING:
-        return nucleus(scores, top_p, work)
-    ids = support.ids(scores)
-    inner = nucleus(scores[ids], top_p, work)
-    if inner.last is None:
-        return support
-    return inner._replace(last=int(ids[inner.last]))
 
 
 def _sampled(

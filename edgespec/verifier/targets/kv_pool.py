@@ -156,6 +156,8 @@ class KvPool:
         self.block_count = -(-max_tokens // BLOCK_SIZE)
         shape = (2, layer_count, (self.block_count + 1) * BLOCK_SIZE, row_width)
         self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self.device, self.dtype = self._data.device, dtype
+        self.token_bytes = 2 * layer_count * row_width * self._data.element_size()
         self._moves: list[tuple[int, int, int]] = []
         """Keys to copy: row of ``tables``, from which place and to which."""
         self._placed: list[Indices] = []
@@ -165,14 +167,6 @@ class KvPool:
         self.sequences: dict[str, CachedSequence] = {}
         self.special: set[str] = set()
         """Sequences whose tokens are not just the largest logits."""
-
-    @property
-    def device(self) -> torch.device:
-        return self._data.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._data.dtype
 
     @property
     def data(self) -> torch.Tensor:
@@ -193,11 +187,6 @@ class KvPool:
     def free_tokens(self) -> int:
         """Room, in tokens (whole blocks), that requests without tables have left."""
         return self._own.free_count * BLOCK_SIZE
-
-    @property
-    def token_bytes(self) -> int:
-        sides, layers, _, width = self._data.shape
-        return sides * layers * width * self._data.element_size()
 
     def open(
         self, key: str, prompt_length: int, sampling: SamplingParams, text: Sequence[int] = ()

@@ -136,11 +136,14 @@ class ConstrainedRows:
             self._texts[key] = ConstrainedText(sampling.constraint, self._info.eos_token_ids)
 
     def masks(
-        self, key: str, output: Sequence[int], nodes: Sequence[int], parents: Sequence[int]
+        self, key: str, sequence: SequenceText, nodes: Sequence[int], parents: Sequence[int]
     ) -> list[bytes | None]:
-        """The mask behind ``output``, the generated tokens so far, and behind each node of the tree
-        on it; None where no text gets. Raises ``ModelOutputError`` where the grammar is lost."""
-        text = self._texts[key]
+        """The mask behind the text of ``sequence``, and behind each node of the tree on it; None
+        where no text gets, and where nothing is constrained. Raises ``ModelOutputError`` where the
+        grammar is lost."""
+        if (text := self._texts.get(key)) is None:
+            return [None] * (1 + len(nodes))
+        output = sequence.tokens[sequence.prompt_length :]
         try:
             if (taken := text.follow(output)) < len(output):
                 why = f"the grammar takes {taken} of the {len(output)} tokens generated"

@@ -319,8 +319,8 @@ class TorchTarget:
         params, length = sequence.sampling, sequence.first + len(sequence.tokens)
         counts = None
         if params.penalised:
-            known = sequence.counts or tensors.TextCounts(sequence.prompt_length)
-            counts = sequence.counts = known
+            counts = sequence.counts or tensors.TextCounts(sequence.prompt_length)
+            sequence.counts = counts
             counts.follow(sequence.tokens, request.cache_length)
         if not request.sample:
             return tensors.SampleBlock(request.key, params, ())
@@ -328,10 +328,7 @@ class TorchTarget:
         if request.parents:
             positions += (tree_depths(request.parents) + length).tolist()
         before = counts.before(request.tokens, request.parents) if counts else None
-        masks: Sequence[bytes | None] = ()
-        if params.constraint is not None:
-            output = sequence.tokens[sequence.prompt_length :]
-            masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
+        masks = self._constrained.masks(request.key, sequence, request.tokens, request.parents)
         return tensors.SampleBlock(request.key, params, positions, before, masks)
 
 

@@ -222,10 +222,7 @@ class ToyTarget:
         for token, parent in zip(request.tokens, request.parents, strict=True):
             paths.append((*paths[1 + parent], token))
         params, length = sequence.sampling, sequence.first + len(sequence.tokens)
-        masks: Sequence[bytes | None] = [None] * len(paths)
-        if params.constraint is not None:
-            output = sequence.tokens[sequence.prompt_length :]
-            masks = self._constrained.masks(request.key, output, request.tokens, request.parents)
+        masks = self._constrained.masks(request.key, sequence, request.tokens, request.parents)
         # Only the tail and, when penalised, the whole text are looked at.
         rows = [self.model.logits(self._tail(sequence, path)) for path in paths]
         said = [self._said(sequence, path) for path in paths]
@@ -300,16 +297,13 @@ class ToyServerDrafter:
         tokens[step.keep_length :] = step.feed
         if not step.guess:
             return ()
-        mask = None
-        output = tokens[sequence.prompt_length :]
-        if sequence.sampling.constraint is not None:
-            try:
-                mask = self._constrained.masks(step.key, output, (), ())[0]
-            except ModelOutputError:
-                tokens.clear()
-                return ()
+        try:
+            (mask,) = self._constrained.masks(step.key, sequence, (), ())
+        except ModelOutputError:
+            tokens.clear()
+            return ()
         logits = self._model.logits(tokens)
-        prompt = tokens[: sequence.prompt_length]
+        prompt, output = tokens[: sequence.prompt_length], tokens[sequence.prompt_length :]
         token = laws.choose(logits, sequence.sampling, length, prompt, output, mask)
         return (work.Candidate(token, work.score_token(logits, token, 1).logprob),)
 
