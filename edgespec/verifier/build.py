@@ -72,23 +72,21 @@ def build_verifier(
         max_unreceived=bounds.max_unreceived,
         lease_s=bounds.lease_s,
     )
-    read = None if config.engine == VLLM else verifier_reader(config.model)
     verifier = Verifier(
         target,
         limits,
         _engine_limits(config, target, drafts=drafter is not None),
         tracer=tracer,
         telemetry=None if watch is None else watch.streams,
-        read_constraint=read,
+        read_constraint=None if config.engine == VLLM else verifier_reader(config.model),
         drafter=drafter,
     )
-    wire = WireLimits.for_context(limits.context_length)
     # Streams beyond the sessions are let in, so that they are told why they are refused.
     server = GrpcServer(
         config.address,
         verifier.serve,
         lambda: verifier.info,
-        limits=wire,
+        limits=WireLimits.for_context(limits.context_length),
         max_streams=bounds.max_sessions + 64,
         peer_share=bounds.peer_share,
         watch=watch,
@@ -170,12 +168,6 @@ def prefer_reproducible_products() -> None:
     """Ask MKL, if it is there, for products whose bits do not depend on the number of rows: that
     makes canonical mode cheaper. It counts before this process's first matrix product."""
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-
-
-def prefer_huge_pages() -> None:
-    """Ask torch for huge pages under large tensors: products of few rows read all weights, and look
-    up fewer pages then (measurements.md). It counts before this process's first tensor."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _toy_target(config: VerifierConfig) -> TargetModel:
@@ -287,7 +279,9 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     folders.check_folder(folder)
     info = folders.model_info(folder)
     _check_draft(config, info.vocabulary)
-    prefer_huge_pages()
+    # torch's huge pages under large tensors: products of few rows read all weights, and look up
+    # fewer pages then (measurements.md). It counts before this process's first tensor.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if config.canonical is not False:
         prefer_reproducible_products()
     with needs("torch", "edgespec[server]"):

@@ -263,7 +263,12 @@ class ConstraintDesk:
     ) -> m.Open | m.Fault:
         if request.sampling.constraint is None or self._read is None:
             return request
-        turns = self._turns_of(peer, credential.name)
+        # The address first: so each has one place in the line of its key.
+        key = credential.name
+        turns = [self._turns.setdefault((key, peer), _Turn(peer, _MOST_OF_A_PEER))]
+        if key:
+            of_key = self._turns.setdefault((key, ""), _Turn(f"key {key!r}", _MOST_OF_A_KEY))
+            turns.append(of_key)
         for turn in turns:
             turn.users += 1
         try:
@@ -284,14 +289,6 @@ class ConstraintDesk:
                 turn.users -= 1
             self._forget_idle_turns()
         return m.Fault(m.FaultCode.OVERLOADED, why, retry_after_s=1.0)
-
-    def _turns_of(self, peer: str, key: str) -> list[_Turn]:
-        """The address first: so each has one place in the line of its key."""
-        turns = [self._turns.setdefault((key, peer), _Turn(peer, _MOST_OF_A_PEER))]
-        if key:
-            of_key = self._turns.setdefault((key, ""), _Turn(f"key {key!r}", _MOST_OF_A_KEY))
-            turns.append(of_key)
-        return turns
 
     async def _in_turn(self, request: m.Open, read: ReadConstraint, turns: list[_Turn]) -> m.Open:
         """Read in these turns, which end with the thread's work, whoever waits for that."""

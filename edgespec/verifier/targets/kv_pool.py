@@ -17,6 +17,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape
 from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.sampling.tensors import TextCounts, is_plain, to_device
-from edgespec.telemetry.process_memory import machine_memory
+from edgespec.telemetry.process_memory import machine_memory, resident_bytes
 from edgespec.verifier.targets.pass_batch import Indices, PassBatch
 from edgespec.verifier.targets.pass_requests import SequenceText, check_table
 
@@ -485,25 +486,17 @@ def _cuda_peak(run: Callable[[], object], device: torch.device) -> int:
 
 def _resident_peak(run: Callable[[], object], _: torch.device) -> int:
     """Bytes by which the process grows while ``run`` runs, or by its earlier peak if that stays."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak
-    except OSError:
-        pass
-    before = _status_bytes("VmRSS")
+    before = resident_bytes()
     run()
-    peak = _status_bytes("VmHWM")
-    if peak == 0:
+    try:
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return max(0, peak - before)
-
-
-def _status_bytes(field: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith(f"{field}:")), 0)
 
 
 def _gib(size_bytes: float) -> str:

@@ -76,7 +76,30 @@ def check_batch(
     if len({request.key for request in batch}) != len(batch):
         raise ValueError("two requests of one pass have the same key")
     for request in batch:
-        _check_request(request, cached_length(request), info)
+        cached = cached_length(request)
+        key, parents = request.key, request.parents
+        if not 0 <= request.cache_length <= cached:
+            raise ValueError(
+                f"{key!r}: cache_length is {request.cache_length}, but {cached} tokens are cached"
+            )
+        if not request.feed:
+            raise ValueError(f"{key!r}: feed is empty, but must hold at least one token")
+        if len(request.tokens) != len(parents) or (request.tokens and not request.sample):
+            raise ValueError(f"{key!r}: nodes need parents, and sample=True")
+        if parents and any([not -1 <= parent < node for node, parent in enumerate(parents)]):
+            raise ValueError(f"{key!r}: parents {parents} must come before their nodes")
+        tokens = request.feed + request.tokens
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= info.vocabulary_size:
+            raise ValueError(
+                f"{key!r}: token ids {low} to {high}, limit 0 to {info.vocabulary_size - 1}"
+            )
+        depth = max(node_depths(parents)) if parents else 0
+        length = request.cache_length + len(request.feed) + depth
+        if length > info.context_length:
+            raise CapacityError(
+                f"{key!r}: {length} tokens, limit context_length {info.context_length}"
+            )
 
 
 def check_table(request: PassRequest, block_count: int, block_tokens: int) -> None:
@@ -94,31 +117,6 @@ def node_depths(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
     return depths
-
-
-def _check_request(request: PassRequest, cached_length: int, info: ModelInfo) -> None:
-    key, parents = request.key, request.parents
-    if not 0 <= request.cache_length <= cached_length:
-        raise ValueError(
-            f"{key!r}: cache_length is {request.cache_length}, "
-            f"but {cached_length} tokens are cached"
-        )
-    if not request.feed:
-        raise ValueError(f"{key!r}: feed is empty, but must hold at least one token")
-    if len(request.tokens) != len(parents) or (request.tokens and not request.sample):
-        raise ValueError(f"{key!r}: nodes need parents, and sample=True")
-    if parents and any([not -1 <= parent < node for node, parent in enumerate(parents)]):
-        raise ValueError(f"{key!r}: parents {parents} must come before their nodes")
-    tokens = request.feed + request.tokens
-    low, high = min(tokens), max(tokens)
-    if low < 0 or high >= info.vocabulary_size:
-        raise ValueError(
-            f"{key!r}: token ids {low} to {high}, limit 0 to {info.vocabulary_size - 1}"
-        )
-    depth = max(node_depths(parents)) if parents else 0
-    length = request.cache_length + len(request.feed) + depth
-    if length > info.context_length:
-        raise CapacityError(f"{key!r}: {length} tokens, limit context_length {info.context_length}")
 
 
 class ConstrainedRows:
