@@ -16,7 +16,7 @@ from edgespec.core.ports import ModelInfo, PassRequest
 from edgespec.core.protocol.messages import MAX_ADAPTERS
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.models import folders
-from edgespec.verifier.vllm.target import Adapter, VllmTarget
+from edgespec.verifier.vllm.target import Adapter, VllmTarget, accepted_tokens
 
 # A flag of vLLM's server and not of its engine, so it is read here.
 FLAG: Final = "--lora-modules"
@@ -206,12 +206,10 @@ def generate(
             chain = tuple(guess[done : done + _CHAIN]) if done else ()
         parents = tuple(range(-1, len(chain) - 1))
         (result,) = target.forward([PassRequest(key, cached, tuple(text[cached:]), chain, parents)])
-        right = 0
-        while right < len(chain) and chain[right] == result.targets[right]:
-            right += 1
-        target.keep(key, range(right))
-        cached = len(text) + right
-        text += result.targets[: right + 1]
+        accepted = accepted_tokens(result.targets, chain)
+        cached = len(text) + len(accepted) - 1
+        target.keep(key, range(len(accepted) - 1))
+        text += accepted
         chain = result.guesses
     target.close(key)
     target.set_draft_steps(0)

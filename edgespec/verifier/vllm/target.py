@@ -84,6 +84,17 @@ NO_SCORE = TokenScore(0.0, 0.0, ())
 """Of a row that nobody looks at, because its path is not the text."""
 
 
+def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """The target's tokens as far as the drafts before them are right. A request without targets
+    has failed, and gets a token that nobody will see."""
+    if not targets:
+        return [0]
+    right = 0
+    while right < len(drafts) and drafts[right] == targets[right]:
+        right += 1
+    return list(targets[: right + 1])
+
+
 class UnknownScoresError(ValueError):
     """Tokens are known without the scores asked for: the text begins anew at the prefix's end."""
 
@@ -246,7 +257,14 @@ class VllmTarget:
         results: dict[str, ports.PassResult] = {}
         idle = 0
         while True:
-            wanted = self._wanted(batch, results)
+            wanted: dict[str, Wanted] = {}
+            for request in batch:
+                if request.key not in results:
+                    found = self._answer(request)
+                    if isinstance(found, Wanted):
+                        wanted[request.key] = found
+                    else:
+                        results[request.key] = found
             if not wanted:
                 return [results[request.key] for request in batch]
             before = [self._progress(key) for key in wanted]
@@ -277,20 +295,6 @@ class VllmTarget:
         self._engine.add(key, text, length, sampling, sequence.adapter)
         sequence.known, sequence.given = KnownText(text), len(text)
         return sequence.known
-
-    def _wanted(
-        self, batch: Sequence[ports.PassRequest], results: dict[str, ports.PassResult]
-    ) -> dict[str, Wanted]:
-        wanted: dict[str, Wanted] = {}
-        for request in batch:
-            if request.key in results:
-                continue
-            found = self._answer(request)
-            if isinstance(found, ports.PassResult):
-                results[request.key] = found
-            else:
-                wanted[request.key] = found
-        return wanted
 
     def _answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
         sequence = self._sequences[request.key]

@@ -24,6 +24,7 @@ from edgespec.core.ports import ModelOutputError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
 from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, is_plain, score_passes
+from edgespec.verifier.vllm.target import accepted_tokens
 
 EXTRA = "edgespec"
 """Under this name a request's ``extra_args`` say how to choose its tokens."""
@@ -239,40 +240,19 @@ class RunnerSampling:
                 logits = logits[torch.tensor(keep, device=logits.device)]
                 blocks = [one for one in blocks if one.key != error.key]
                 continue
-            scores = self._scores(logits, blocks, drafts, tokens)
+            scores: dict[str, tuple[TokenScore, ...]] = {}
+            if self._logprobs:
+                asked = [
+                    PassRequest(key, 0, (), drafts[key], logprobs=self._logprobs.get(key, 0))
+                    for key in [one.key for one in blocks]
+                ]
+                scores = score_passes(logits, asked, tokens)
             first = 0
             for one in blocks:
                 last = first + len(one.positions)
                 self._rows[one.key] = tuple(tokens[first:last]), scores.get(one.key, ()), ""
                 first = last
             return
-
-    def _scores(
-        self,
-        logits: torch.Tensor,
-        blocks: list[SampleBlock],
-        drafts: dict[str, tuple[int, ...]],
-        tokens: list[int],
-    ) -> dict[str, tuple[TokenScore, ...]]:
-        if not self._logprobs:
-            return {}
-        asked = [
-            PassRequest(one.key, 0, (), chain, logprobs=self._logprobs.get(one.key, 0))
-            for one in blocks
-            for chain in (drafts[one.key],)
-        ]
-        return score_passes(logits, asked, tokens)
-
-
-def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The target's tokens as far as the drafts before them are right. A request without targets
-    has failed, and gets a token that nobody will see."""
-    if not targets:
-        return [0]
-    right = 0
-    while right < len(drafts) and drafts[right] == targets[right]:
-        right += 1
-    return list(targets[: right + 1])
 
 
 _CHOOSING = (
