@@ -100,7 +100,9 @@ def test_every_import_stays_on_its_floor() -> None:
     assert not found, f"{len(found)} violations:\n" + "\n".join(found)
 
 
-def test_every_product_module_has_a_floor() -> None:
+def test_every_product_module_has_a_floor_and_every_floor_a_module() -> None:
+    floors = {present(floor).package for module in modules() if (floor := floor_of(module))}
+    assert floors == {floor.package for floor in FLOORS}
     for module in modules():
         if any(within(module.name, package) for package in PACKAGES):
             floor = present(floor_of(module))
