@@ -83,17 +83,24 @@ def connect(
     Raises ``SetupError`` when something is not installed, ``ValueError`` naming the setting or the
     file. ``AgentConfig`` and ``edgespec.device.build.build_agent`` reach every other setting.
     """
-    shape = {"gamma": gamma, "width": width, "window": window}
-    own = {"client_cert": client_cert, "client_key": client_key}
     settings = {
         "verifier": address if isinstance(address, str) else list(address),
         "model": model,
         "rule": rule,
         "tokenizer": tokenizer,
-        "draft": {"model": draft, "draft_ms": draft_ms},
-        "link": {"rtt_ms": rtt_ms},
-        "policy": {"name": policy, "run_ahead": run_ahead, **shape},
-        "tls": {"enabled": tls, "ca": ca, "server_name": server_name, **own},
+        "draft.model": draft,
+        "draft.draft_ms": draft_ms,
+        "link.rtt_ms": rtt_ms,
+        "policy.name": policy,
+        "policy.gamma": gamma,
+        "policy.width": width,
+        "policy.window": window,
+        "policy.run_ahead": run_ahead,
+        "tls.enabled": tls,
+        "tls.ca": ca,
+        "tls.client_cert": client_cert,
+        "tls.client_key": client_key,
+        "tls.server_name": server_name,
         "api_key_file": api_key_file,
         "insecure": insecure,
     }

@@ -117,7 +117,7 @@ def choose_workload(
             too_long += 1
             continue
         chosen.append((prompt.name, tokens))
-        if len(chosen) == limit:
+        if len(chosen) >= limit:
             break
     if not chosen:
         raise ValueError(

@@ -77,7 +77,7 @@ async def _serve(
     status = StatusSource(agent, tuple(map(build.with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
     stop = running.Stopping()
-    running.on_stopping_signals(stop.ask)
+    numbers = running.on_stopping_signals(stop.ask)
     try:
         await server.start()
         watch.start()
@@ -93,7 +93,11 @@ async def _serve(
         going_on = f": {endpoint.active} requests may go on for {endpoint.settings.drain_s:g} s"
         running.say(f"stopping{going_on if endpoint.active and not stop.hurried else ''}")
     finally:
-        await server.stop(0.0 if stop.hurried else None)
+        try:
+            await server.stop(0.0 if stop.hurried else None)
+        finally:
+            for number in numbers:
+                asyncio.get_running_loop().remove_signal_handler(number)
 
 
 @asynccontextmanager

@@ -178,7 +178,14 @@ def exported_variant(folder: Path) -> memory.DraftVariant:
     """What the manifest, the files and the config.json of a draft folder say."""
     manifest, shape = read_manifest(folder), read_shape(folder)
     parts = [part for part in folder.glob(f"{MODEL_FILE}*") if part.is_file()]
-    table = manifest.model.vocabulary_size * shape.hidden
+    shape = replace(  # the graph is held against the manifest, not against config.json
+        shape,
+        layers=manifest.layers,
+        kv_heads=manifest.kv_heads,
+        head_dim=manifest.head_dim,
+        vocabulary_size=manifest.model.vocabulary_size,
+    )
+    table = shape.vocabulary_size * shape.hidden
     return memory.DraftVariant(
         name=manifest.model.name,
         bits=manifest.bits,
@@ -187,7 +194,7 @@ def exported_variant(folder: Path) -> memory.DraftVariant:
         table_bytes=int(table * _STORED_PER_WEIGHT[manifest.table_bits]),
         inline=len(parts) == 1,
         context_length=manifest.window or manifest.model.context_length,
-        **_sizes(replace(shape, head_dim=manifest.head_dim)),
+        **_sizes(shape),
     )
 
 

@@ -443,7 +443,7 @@ def _row_by_row(logits: torch.Tensor) -> bool:
 def _noisy(
     scores: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> torch.Tensor:
-    """Truncated ``scores``, which change, with the noise of the rows that are not greedy."""
+    """Truncated ``scores``, which may change, with the noise of the rows that are not greedy."""
     noisy = [row for row, one in enumerate(params) if not one.greedy]
     if noisy:
         seeds, places = [params[row].seed for row in noisy], [positions[row] for row in noisy]

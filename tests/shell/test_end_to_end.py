@@ -204,7 +204,8 @@ def test_sync_session(address: str) -> None:
 
 
 def test_leaving_a_sync_loop_early_frees_the_agent(address: str) -> None:
-    with edgespec.SyncAgent(address, draft="toy") as agent:
+    unset: dict[str, Any] = {"ca": None, "policy": None}  # as of variables that are not set
+    with edgespec.SyncAgent(address, draft="toy", **unset) as agent:
         for chunk in agent.generate(STORY, edgespec.SamplingParams(max_tokens=3000)):
             assert chunk.text is not None
             break

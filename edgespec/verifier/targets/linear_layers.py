@@ -274,14 +274,14 @@ def quantize_model(path: str, model: Any, number_format: str) -> None:
         for name, part in model.named_modules()
         if isinstance(part, torch.nn.Linear) and part is not head
     ]
-    for index, (name, layer) in enumerate(linear):
-        whole = not (layer.in_features % GROUP or layer.out_features % _INT4_OUTPUTS)
-        if number_format == "int4" and not whole:
+    for name, layer in linear if number_format == "int4" else ():
+        if layer.in_features % GROUP or layer.out_features % _INT4_OUTPUTS:
             raise UnsupportedModelError(
                 f"{path}: quantize int4 needs inputs in multiples of {GROUP} and outputs in "
                 f"multiples of {_INT4_OUTPUTS}, but {name} is {layer.in_features} x "
                 f"{layer.out_features}; int8 has no such limit"
             )
+    for index, (name, layer) in enumerate(linear):
         quantized = QuantizedLinear(layer, number_format)
         if index == 0:
             _check_product(path, name, layer, quantized)

@@ -139,9 +139,9 @@ class ConstrainedRows:
         """The mask behind the text of ``sequence``, and behind each node of the tree on it; None
         where no text gets, and where nothing is constrained. Raises ``ModelOutputError`` where the
         grammar is lost."""
-        if (text := self._texts.get(key)) is None:
+        if sequence.sampling.constraint is None:
             return [None] * (1 + len(nodes))
-        output = sequence.tokens[sequence.prompt_length :]
+        text, output = self._texts[key], sequence.tokens[sequence.prompt_length :]
         try:
             if (taken := text.follow(output)) < len(output):
                 why = f"the grammar takes {taken} of the {len(output)} tokens generated"

@@ -173,7 +173,7 @@ def summarise(lines: Iterable[Line], name: str = "run") -> rs.RunSummary:
     arm = rs.ArmSummary(
         arm=name,
         label="as traced",
-        all=replace(meters.whole(), mismatches=None),
+        all=replace(meters.whole(), mismatches=None, unfinished=0),
         groups={},
         verifiers=tuple(_load(of, tally, duration_s) for of, tally in verifiers.items()),
         rows=meters.rows(),

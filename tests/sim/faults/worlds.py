@@ -461,7 +461,10 @@ class _World:
             )
             self.devices.append(self._start_device(index, request))
         self.ended_s = [0.0] * len(self.devices)
-        self.device_checks = [checks.DeviceCheck(one, options.limits) for one in self.expected]
+        self.device_checks = [
+            checks.DeviceCheck(one, options.limits, text=options.device_text)
+            for one in self.expected
+        ]
 
     # --- parts -----------------------------------------------------------------------------
 
