@@ -46,10 +46,10 @@ class Link:
 
     def close(self) -> None:
         """Let go after what was sent; at once if the stream is not there yet."""
+        if self._connecting and self._live:  # else the dial has failed, and says so right now
+            self.task.cancel()
         self._live = False
         self._outgoing.put_nowait(None)
-        if self._connecting:
-            self.task.cancel()
 
     def _tell(self, event: ev.DraftEvent) -> None:
         if self._live:
