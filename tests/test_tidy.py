@@ -25,7 +25,6 @@ from tools import draw_bench, draw_race
 from tools.draw_states import PAGE, page
 from tools.svg import text
 
-FUNCTION_LINES_MAX = 60
 FILE_BYTES_MAX = 2**20
 BUNDLED = "edgespec/models/bundled/"
 BUNDLED_BYTES_MAX = 40 * 2**20
@@ -37,16 +36,6 @@ UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX"
 ABSOLUTE = re.compile(r"(?<![\w.$}/-])/(?:work|root|home/\w+|Users/\w+)" + r"/")
 
 Rule = Callable[[Module], Iterator[str]]
-
-
-def function_length(module: Module) -> Iterator[str]:
-    """Behind the signature, which is a command's list of options."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
-            if lines > FUNCTION_LINES_MAX:
-                where = f"{module.path}:{node.lineno}: {node.name}"
-                yield f"{where} has {lines} lines, at most {FUNCTION_LINES_MAX}"
 
 
 def named_for_an_idea(module: Module) -> Iterator[str]:
@@ -106,7 +95,6 @@ def _is_product(module: Module) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    function_length,
     named_for_an_idea,
     prints_only_at_the_rim,
     no_sleep_in_tests,
