@@ -30,6 +30,7 @@ from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
 from edgespec.telemetry.process_memory import machine_memory
 from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import device_access, endpoint_key
+from edgespec.worker_pool import exit_despite_stuck_work
 
 _MOST_NAMED = 8
 _AGAIN_S = 2.0
@@ -73,7 +74,10 @@ async def _serve(
     sampling = config.sampling
     if config.endpoint.model_sampling:
         sampling = build.with_model_sampling(sampling, build.tokenizer_reference(config))
-    endpoint = Endpoint(agent, text, watch, config.endpoint, sampling, key=key)
+    has_budget = bool(config.draft.memory_budget)
+    endpoint = Endpoint(
+        agent, text, watch, config.endpoint, sampling, key=key, has_budget=has_budget
+    )
     status = StatusSource(agent, tuple(map(build.with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listener)
     stop = running.Stopping()
@@ -214,3 +218,4 @@ def serve(settings: AgentConfig) -> None:
     """
     with running.trace_to(settings.trace, settings.trace_tokens) as tracer:
         asyncio.run(serve_until_stopped(settings, tracer))
+    exit_despite_stuck_work()

@@ -18,6 +18,8 @@ from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.core.verifier.relaxed_rules import parse_rule
 
 ANY_ORIGIN = "*"
+_BODIES, _BODIES_IN_BUDGET = 16, 4
+"""Bodies of the longest length for which there is room at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,18 @@ class EndpointSection:
     """Names that a ``Host`` header may have besides ``localhost``, such as a proxy's."""
     max_concurrent: int = limited(8, 1, 1024)
     """Texts that are written beside each other. A request for n texts counts n times."""
+    max_per_client: int | None = limited(None, 1, 1024)
+    """Texts of one client beside each other. A client is an address, of IPv6 its first 64 bits.
+    null: all of ``max_concurrent`` if only this machine can ask, else three quarters of it; set it
+    to ``max_concurrent`` behind a proxy, where all clients have one address."""
     max_queue: int = limited(32, 0, 65_536)
     """Requests that may wait for their turn. Those beyond are answered with 429."""
     max_body_bytes: int = limited(4 << 20, 1024, 1 << 30)
     """Bytes of a request's body at most."""
+    max_bodies_bytes: int | None = limited(None, 2048, 1 << 34)
+    """Bytes that the bodies of all requests may hold until they are read; those beyond are
+    answered with 503. null: 16 times ``max_body_bytes``, 4 times with a memory budget. At least
+    twice ``max_body_bytes`` is taken."""
     default_max_tokens: int | None = limited(None, 1, MAX_TOKENS)
     """Tokens for a request that does not say. null: a chat may fill the context, a completion has
     ``sampling.max_tokens``."""
@@ -55,8 +65,24 @@ class EndpointSection:
     """How long a request may take to arrive."""
     write_within_s: float = limited(60.0, 0.1, 3600.0)
     """A client that reads nothing for so long counts as gone."""
+    unread_within_s: float = limited(5.0, 0.01, 3600.0)
+    """The same while another request waits for its turn."""
     drain_s: float = limited(5.0, 0.0, 3600.0)
     """How long running requests may go on after a request to stop."""
+
+    @property
+    def most_of_client(self) -> int:
+        """Texts of one client that run at a time."""
+        if self.max_per_client is not None:
+            return min(self.max_per_client, self.max_concurrent)
+        if common.is_loopback(self.host):
+            return self.max_concurrent
+        return max(1, self.max_concurrent - max(1, self.max_concurrent // 4))
+
+    def most_bodies_bytes(self, *, has_budget: bool) -> int:
+        """Bytes of all bodies together; ``has_budget``: the process has a memory budget."""
+        usual = (_BODIES_IN_BUDGET if has_budget else _BODIES) * self.max_body_bytes
+        return max(self.max_bodies_bytes or usual, 2 * self.max_body_bytes)
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -28,7 +28,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.checks import bounded, is_unicode
-from edgespec.core.protocol.constraint import Constraint
+from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
@@ -38,14 +38,23 @@ from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
+from edgespec.models.grammar import GrammarReader
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import NoTrace, Tracer
+from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 # Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
 MAX_TOKEN_ID: Final = (1 << 31) - 1
 # How long closing waits for what generations that ended early still have to say.
 _CLOSING_S: Final = 5.0
 _MOST_TOLD: Final = 16
+# Grammars that are read beside each other, and what one may take: as at a verifier.
+_GRAMMAR_THREADS: Final = 4
+_MOST_GRAMMARS: Final = 64
+_GRAMMAR_WITHIN_S: Final = 40.0
+# A disk that answers to nothing holds up the end of a text for this long.
+_DISK_WITHIN_S: Final = 10.0
+_MOST_RECORDINGS: Final = 64
 _log = logging.getLogger(__name__)
 
 
@@ -241,6 +250,15 @@ class Agent:
         self.transport, self.drafter = transport, drafter
         self._encode, self._decoder = encode, decoder
         self._tracer, self._read_constraint = tracer or NoTrace(), read_constraint
+        self._grammars = WorkerPool(
+            "reading a grammar",
+            threads=_GRAMMAR_THREADS,
+            most_waiting=_MOST_GRAMMARS,
+            within_s=_GRAMMAR_WITHIN_S,
+        )
+        self._disk = WorkerPool(
+            "recording a text", threads=1, most_waiting=_MOST_RECORDINGS, within_s=_DISK_WITHIN_S
+        )
         self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
         self._told: set[str] = set()
         """Failures that the user has heard of."""
@@ -281,7 +299,7 @@ class Agent:
         rule = full_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
         tokens = checked_prompt(text, self._vocabulary_size)
-        sampling = await self._read(sampling or SamplingParams())
+        sampling = await self.with_matcher(sampling or SamplingParams())
         drafter = self.drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
             drafter = None
@@ -334,13 +352,20 @@ class Agent:
                 found.setdefault(model.name, model)
         return tuple(found.values())
 
-    async def _read(self, sampling: SamplingParams) -> SamplingParams:
-        """With a constraint that this device has read, if it can; in a thread, for it may take a
-        second. Raises ``ConstraintError``."""
+    async def with_matcher(self, sampling: SamplingParams, client: str = "") -> SamplingParams:
+        """Return ``sampling`` with its constraint read, if it has one and this device can read it.
+
+        It is read in a thread and may take seconds. Several clients take turns; ``client`` names
+        the one that asks. ``generate`` does this for a constraint that has not been read. Raises
+        ``ConstraintError``, and ``ConstraintBusyError`` if it cannot be read in time."""
         constraint, read = sampling.constraint, self._read_constraint
-        if constraint is None or read is None:
+        if constraint is None or read is None or constraint.matcher is not None:
             return sampling
-        return replace(sampling, constraint=await asyncio.to_thread(read, constraint))
+        try:
+            known = await self._grammars.run_for(client, read, constraint)
+        except (PoolBusyError, PoolLateError) as error:
+            raise ConstraintBusyError(str(error)) from None
+        return replace(sampling, constraint=known)
 
     async def close(self) -> None:
         """End what runs, and free the model."""
@@ -352,6 +377,10 @@ class Agent:
         await self.transport.close()
         if self.drafter is not None:
             self._pool.close()
+        self._grammars.close()
+        self._disk.close()
+        if isinstance(self._read_constraint, GrammarReader):
+            self._read_constraint.close()  # which ends the processes that try grammars
 
     async def __aenter__(self) -> Agent:
         return self
@@ -365,12 +394,13 @@ class Agent:
         return DrafterPool(self.drafter, self.options.draft_caches)
 
     async def _record(self, prompt: Sequence[int], committed: Sequence[int]) -> None:
-        """In a thread, for it may wait for the disk; a failure does the text no harm."""
+        """Record a text in a thread, since the disk may be slow. A failure is logged once and does
+        the text no harm."""
         if (recording := self.options.recording) is None or not committed:
             return
         try:
-            await asyncio.to_thread(recording.add, self._vocabulary, prompt, committed)
-        except RecordingError as error:
+            await self._disk.run(recording.add, self._vocabulary, prompt, committed)
+        except (RecordingError, PoolBusyError, PoolLateError) as error:
             self._tell_once(f"a text could not be recorded: {error}")
 
     def _tell_once(self, failure: str) -> None:

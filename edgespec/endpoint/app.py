@@ -18,13 +18,14 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -33,11 +34,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec import __version__
-from edgespec.config.device import EndpointSection
 from edgespec.device.agent import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint import service
+from edgespec.endpoint.admission import client_of, current_client
 from edgespec.endpoint.answer import KEEP_ALIVE
+from edgespec.endpoint.bodies import Body
 from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model, read_object
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
 from edgespec.telemetry import agent_status
@@ -45,13 +47,13 @@ from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.telemetry.trace import plain
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
-_LARGE: Final = 1 << 18
-"""Bodies beyond this are read one after the other: in memory they are many times as much."""
 _EVENTS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or a proxy such as nginx collects what should flow
 )
+_UNREAD: Final = "edgespec.unread"
+"""Key of an ASGI scope: true while the request's body has not been read to its end."""
 _MOST_NAMES: Final = 16
 _LONGEST_NAME: Final = 40
 _ASSETS: Final = Path(__file__).parent / "status"
@@ -107,11 +109,9 @@ class _Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome, began_s = _GONE, time.monotonic()
         try:
-            body = await _read_body(receive, self._endpoint.settings)
-            if body is not None:
-                work = asyncio.create_task(self._serve([body], scope, receive, send))
+            async with _body_of(scope, receive, self._endpoint) as body:
+                work = asyncio.create_task(self._serve(body, scope, receive, send))
                 gone = asyncio.create_task(_gone(receive))
-                del body  # it is let go once it is read
                 try:
                     await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                     outcome = work.result() if work.done() else _GONE
@@ -121,25 +121,20 @@ class _Generation:
                     await asyncio.gather(work, gone, return_exceptions=True)
         except ApiError as error:
             outcome = await _refuse(error, scope, receive, send)
+        except _ClientGoneError:
+            outcome = _GONE
         finally:
             self._endpoint.counts.requests[scope["path"], outcome] += 1
             took_s = time.monotonic() - began_s
             _log.info("%s: %s after %.3f s", scope["path"], outcome, took_s)
 
-    async def _serve(self, bodies: list[bytes], scope: Scope, receive: Receive, send: Send) -> str:
+    async def _serve(self, body: Body, scope: Scope, receive: Receive, send: Send) -> str:
         """What became of it. Never raises what a client could not be told."""
         writer: _Writer | None = None
         try:
-            if self._endpoint.stopping:
-                raise service.stopping()
-            self._endpoint.admission.check()
-            large = len(bodies[0]) > _LARGE
-            async with self._endpoint.one_large if large else contextlib.nullcontext():
-                data = await asyncio.to_thread(read_object, bodies.pop())
-            answer = await self._prepare(data)
-            del data
+            answer = await _prepared(self._endpoint, body, self._prepare)
             settings, streams = self._endpoint.settings, answer.request.stream
-            writer = _Writer(send, settings.write_within_s, answer)
+            writer = _Writer(send, self._endpoint, answer)
             async with self._endpoint.running(answer) as run:
                 while not run.over:
                     news = await run.next(settings.keep_alive_s if streams else None)
@@ -185,11 +180,11 @@ class _ClientGoneError(Exception):
 
 
 class _Writer:
-    """Writes an answer as a stream of events. Raises ``_ClientGoneError`` where a write takes
-    longer than ``within_s``."""
+    """Writes an answer as a stream of events. Raises ``_ClientGoneError`` if a write takes longer
+    than ``write_within_s``, or than ``unread_within_s`` while another request waits."""
 
-    def __init__(self, send: Send, within_s: float, answer: service.Answer) -> None:
-        self._send, self._within_s, self.answer = send, within_s, answer
+    def __init__(self, send: Send, endpoint: service.Endpoint, answer: service.Answer) -> None:
+        self._send, self._endpoint, self.answer = send, endpoint, answer
         self.begun = False
         self._opening = answer.envelope.opening(answer.choices) if answer.request.stream else b""
         self.headers: dict[str, str] = {}
@@ -202,23 +197,31 @@ class _Writer:
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """``more`` false: the stream ends. Its first events stand before what is written first."""
         try:
-            async with asyncio.timeout(self._within_s):
-                if not self.begun:
-                    self.begun = True
-                    own = [(n.lower().encode(), v.encode()) for n, v in self.headers.items()]
-                    headers = [*_EVENTS, *own]
-                    start = {"type": "http.response.start", "status": 200, "headers": headers}
-                    await self._send(start)
-                    data = self._opening + data
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            limit = asyncio.timeout(self._endpoint.settings.write_within_s)
+            async with limit:
+                with self._endpoint.admission.unread(limit):
+                    if not self.begun:
+                        self.begun = True
+                        own = [(n.lower().encode(), v.encode()) for n, v in self.headers.items()]
+                        headers = [*_EVENTS, *own]
+                        start = {"type": "http.response.start", "status": 200, "headers": headers}
+                        await self._send(start)
+                        data = self._opening + data
+                    await self._send(
+                        {"type": "http.response.body", "body": data, "more_body": more}
+                    )
         except (TimeoutError, OSError) as error:
             raise _ClientGoneError from error
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> str:
-    unread = {"Connection": "close"} if error.status in (408, 413) else {}
-    await error_response(error, unread)(scope, receive, send)
+    await error_response(error, _if_unread(scope))(scope, receive, send)
     return str(error.status)
+
+
+def _if_unread(scope: Scope) -> dict[str, str]:
+    """Return the header that ends a connection on which the rest of a body would come."""
+    return {"Connection": "close"} if scope.get(_UNREAD) else {}
 
 
 async def _gone(receive: Receive) -> None:
@@ -226,25 +229,65 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _read_body(receive: Receive, settings: EndpointSection) -> bytes | None:
-    """All of a request's body; None: the client has gone. Raises ``ApiError`` for one that is too
-    large, or takes too long."""
-    parts: list[bytes] = []
-    size, limit, more = 0, settings.max_body_bytes, True
+_Made = TypeVar("_Made")
+
+
+async def _prepared(
+    endpoint: service.Endpoint, body: Body, prepare: Callable[[Mapping[str, Any]], Awaitable[_Made]]
+) -> _Made:
+    """Return what ``prepare`` makes of the JSON in ``body``, which gives its room back then. Raises
+    ``ApiError``, also if it cannot be done in time."""
+    async with endpoint.preparing():
+        async with endpoint.one_large if body.is_large else contextlib.nullcontext():
+            made = await prepare(await endpoint.read(read_object, body.whole()))
+    body.close()
+    return made
+
+
+@contextlib.asynccontextmanager
+async def _body_of(
+    scope: Scope, receive: Receive, endpoint: service.Endpoint
+) -> AsyncIterator[Body]:
+    """Read all of a request's body, which holds its room until the block ends or it is closed.
+
+    Nothing of it is read if the endpoint stops, or if the request would find the queue full or no
+    room. Raises ``_ClientGoneError``, and ``ApiError`` also for a body that is too large or takes
+    too long."""
+    current_client.set(client_of(scope))
+    scope[_UNREAD] = True
+    if endpoint.stopping:
+        raise service.stopping()
+    endpoint.admission.check()
+    settings = endpoint.settings
+    within_s, limit_bytes, more = settings.body_within_s, settings.max_body_bytes, True
+    limit = asyncio.timeout(within_s)
+    announced = int(Headers(scope=scope).get("content-length", "0"))  # the guard has checked it
+
+    def drop() -> None:
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    body = endpoint.bodies.open(current_client.get(), announced, drop)
     try:
-        async with asyncio.timeout(settings.body_within_s):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                parts.append(message.get("body", b""))
-                size, more = size + len(parts[-1]), message.get("more_body", False)
-                if size > limit:
-                    raise too_large(limit, f"more than {limit}")
-    except TimeoutError:
-        why = f"the request did not arrive within {settings.body_within_s:g} s"
-        raise ApiError(408, why) from None
-    return b"".join(parts)
+        try:
+            async with limit:
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGoneError
+                    more = message.get("more_body", False)
+                    data = message.get("body", b"")
+                    if body.held_bytes + len(data) > limit_bytes:
+                        raise too_large(limit_bytes, f"more than {limit_bytes}")
+                    body.add(data)
+                body.is_coming = scope[_UNREAD] = False
+        except TimeoutError:
+            why = f"the request did not arrive within {within_s:g} s"
+            if body.was_dropped:
+                why = "the request stopped arriving, and another one needed its room"
+            raise ApiError(408, why) from None
+        yield body
+    finally:
+        body.close()
 
 
 def status_routes(status: StatusSource) -> list[Route]:
@@ -319,16 +362,22 @@ class _Places:
 
     async def tokenize(self, request: Request) -> Response:
         """As vLLM's server has it; llama.cpp's ``content`` is ``prompt``."""
-        tokens, most = await self._endpoint.tokenize(await self._json(request))
+        tokens, most = await self._answered(request, self._endpoint.tokenize)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": most})
 
     async def detokenize(self, request: Request) -> Response:
-        text = await self._endpoint.detokenize(await self._json(request))
+        text = await self._answered(request, self._endpoint.detokenize)
         return JSONResponse({"prompt": text, "content": text})
 
-    async def _json(self, request: Request) -> Mapping[str, Any]:
-        body = await _read_body(request.receive, self._endpoint.settings)
-        return await asyncio.to_thread(read_object, body or b"")
+    async def _answered(
+        self, request: Request, prepare: Callable[[Mapping[str, Any]], Awaitable[_Made]]
+    ) -> _Made:
+        """Read the request's JSON, under the same bounds as that of a generation, and answer it."""
+        try:
+            async with _body_of(request.scope, request.receive, self._endpoint) as body:
+                return await _prepared(self._endpoint, body, prepare)
+        except _ClientGoneError:
+            raise ApiError(400, "the request was not sent to its end") from None
 
     async def models(self, request: Request) -> Response:
         served = self._endpoint.models.listed or (None,)
@@ -363,7 +412,7 @@ async def _told(request: Request, error: Exception) -> Response:
         }
         found = ApiError(error.status_code, why.get(error.status_code, error.detail))
         return error_response(found, error.headers)
-    return error_response(_told_of(error))
+    return error_response(_told_of(error), _if_unread(request.scope))
 
 
 def _told_of(error: Exception) -> ApiError:

@@ -103,6 +103,10 @@ class Guard:
             # What a proxy took for the end of this request may be the middle of another's.
             why = "the request has both Content-Length and Transfer-Encoding"
             raise ApiError(400, why, code="two_lengths")
+        coding = headers.get("content-encoding", "identity")
+        if coding.strip().lower() not in ("", "identity"):
+            why = f"the request has Content-Encoding {coding[:40]!r}: send it without compression"
+            raise ApiError(415, why, code="unsupported_encoding")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > settings.max_body_bytes:
             raise too_large(settings.max_body_bytes, length)
@@ -305,6 +309,7 @@ class EndpointServer:
             await self._until_idle(_LAST_WORDS_S)
         self._server.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
+        self._endpoint.close()
 
     async def _until_idle(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):

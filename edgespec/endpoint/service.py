@@ -1,10 +1,11 @@
 """One endpoint without HTTP: an agent, its tokenizer, and all that requests share; from the words
 of a request to its generations, which run beside each other as one stream of events.
 
-So many texts run at a time, so many requests wait in the order of arrival, the rest is refused. A
-text is tokenized in a thread. The memory that this takes is some hundred times the text, so a long
-text is first counted piece by piece, as far as the context reaches: 4 MB for a context of 512
-tokens are refused after one piece of 64 KiB.
+A bounded number of texts runs at a time (``admission.py``). Blocking work runs in threads, in one
+pool for each kind, in which clients take turns: requests are read, texts are tokenized, templates
+are rendered. To tokenize takes some hundred times the memory of the text, so a long text is first
+counted piece by piece, as far as the context reaches: 4 MB for a context of 512 tokens are refused
+after one piece of 64 KiB.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from edgespec.config.device import EndpointSection
 from edgespec.core.ports import ModelInfo
-from edgespec.core.protocol.constraint import ConstraintError, ConstraintKind
+from edgespec.core.protocol.constraint import (
+    ConstraintBusyError,
+    ConstraintError,
+    ConstraintKind,
+)
 from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.device.agent import Agent, Chunk, GenerationError, fits_on_wire
 from edgespec.device.prober import VerifierWatch
+from edgespec.endpoint.admission import RETRY_AFTER_S, Admission, current_client
 from edgespec.endpoint.answer import (
     ChatEnvelope,
     Choice,
@@ -33,6 +39,7 @@ from edgespec.endpoint.answer import (
     ResponseEnvelope,
     usage_of,
 )
+from edgespec.endpoint.bodies import BodyRoom
 from edgespec.endpoint.request_json import (
     ApiError,
     Fields,
@@ -46,8 +53,8 @@ from edgespec.endpoint.tool_calls import MARKS, ToolReader, forced_call, tool_fo
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
 from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
+from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
-RETRY_AFTER_S: Final = 1
 # Chunks that nobody has read yet; beyond them the generations wait.
 _MOST_UNREAD: Final = 256
 _PARAMS: Final = {
@@ -60,6 +67,11 @@ _PIECE: Final = 1 << 16
 _SLACK: Final = 2
 """A text cut into pieces may have other tokens than the whole one, beside each cut. No tokenizer
 makes half of them by it."""
+_WORK_WITHIN_S: Final = 30.0
+"""Seconds that one piece of blocking work may take, its time in the queue included."""
+_PREPARE_WITHIN_S: Final = 60.0
+"""Seconds from a request's body to its tokens and its grammar."""
+_MOST_WAITING: Final = 128
 METRICS_PREFIX: Final = "edgespec_endpoint_"
 OTHER: Final = "other"
 """Stands for the names of models that nobody serves any more, or of too many."""
@@ -74,6 +86,7 @@ counter accepted_tokens_total{model} counts.accepted_tokens Of the tokens, those
 counter replaced_tokens_total{model} counts.replaced_tokens Of these, LOSSY ones: not the target's
 gauge texts_running admission.running Texts that are generated now
 gauge requests_waiting admission.waiting Requests that wait for their turn
+gauge body_bytes bodies.held_bytes Bytes of requests that are being read
 gauge verifier_ready verifiers.ready 1: a verifier is there
 histogram time_to_first_token_seconds counts.first_token_s Until text comes
 histogram request_seconds counts.duration_s From request to the end
@@ -113,62 +126,6 @@ class EndpointCounts:
         self.drafted_tokens[model] += sum(one.sent for one in stats)
         self.accepted_tokens[model] += sum(one.accepted for one in stats)
         self.replaced_tokens[model] += sum(one.replaced for one in stats)
-
-
-class Admission:
-    """``capacity`` texts run, ``max_waiting`` requests wait."""
-
-    def __init__(self, capacity: int, max_waiting: int) -> None:
-        self.capacity, self._max_waiting = capacity, max_waiting
-        self.running = self.waiting = 0
-        """Texts that have their turn, and requests that wait for theirs."""
-        self._first = asyncio.Lock()
-        """Of the request that is next; a lock is given in the order of arrival."""
-        self._changed = asyncio.Event()
-        self._closed: ApiError | None = None
-
-    @asynccontextmanager
-    async def turn(self, texts: int) -> AsyncIterator[None]:
-        """Room for so many texts, at most ``capacity``, while this is open. Raises ``ApiError``:
-        429 where the queue is full, and what ``close`` was given."""
-        assert 0 < texts <= self.capacity
-        at_once = self._closed is not None or self.check(texts)
-        if not at_once:
-            self.waiting += 1
-            try:
-                async with self._first:
-                    while self._closed is None and self.running + texts > self.capacity:
-                        await self._changed.wait()
-            finally:
-                self.waiting -= 1
-        if self._closed is not None:
-            raise self._closed
-        self.running += texts  # before the next one looks
-        try:
-            yield
-        finally:
-            self.running -= texts
-            self._tell()
-
-    def check(self, texts: int = 1) -> bool:
-        """Whether there is room for so many texts now. Raises ``ApiError`` 429 where they would
-        have to wait and the queue is full: ask before the work that a request is."""
-        has_room = not self.waiting and self.running + texts <= self.capacity
-        if not has_room and self.waiting >= self._max_waiting:
-            now = f"{self.running} texts run and {self.waiting} requests wait"
-            why = f"{now}, of at most {self.capacity} and {self._max_waiting}: try again"
-            raise ApiError(429, why, code="queue_full", retry_after_s=RETRY_AFTER_S)
-        return has_room
-
-    def close(self, why: ApiError) -> None:
-        """From now on nobody gets a turn, those who wait included; who has one keeps it."""
-        self._closed = why
-        self._tell()
-
-    def _tell(self) -> None:
-        """Those who wait look again whether it is their turn."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 class Run:
@@ -251,9 +208,7 @@ class Run:
         except GenerationError as failure:
             error = from_generation(failure)
         except ConstraintError as failure:
-            held, forced = choice.sampling.constraint, choice.request.must_call
-            param = "tools" if held is None or forced else _PARAMS[held.kind]
-            error = invalid(param, str(failure))
+            error = _refused_constraint(choice.request, failure)
         except Exception as failure:
             if not begun and isinstance(failure, ValueError | TypeError):
                 error = invalid("prompt", str(failure))
@@ -261,6 +216,14 @@ class Run:
                 _log.exception("a generation failed")
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
         await self._unread.put(error)
+
+
+def _refused_constraint(request: Request, failure: ConstraintError) -> ApiError:
+    if isinstance(failure, ConstraintBusyError):
+        return ApiError(503, str(failure), code="grammar_busy", retry_after_s=RETRY_AFTER_S)
+    held, forced = request.sampling.constraint, request.must_call
+    param = "tools" if held is None or forced else _PARAMS[held.kind]
+    return invalid(param, str(failure))
 
 
 def _too_long(why: str, context_length: int, param: str) -> ApiError:
@@ -359,6 +322,15 @@ class ServedModels:
         return served.name
 
 
+def _pool(name: str, threads: int) -> WorkerPool:
+    return WorkerPool(name, threads=threads, most_waiting=_MOST_WAITING, within_s=_WORK_WITHIN_S)
+
+
+def _late(why: str) -> ApiError:
+    return ApiError(503, f"{why}: try again", code="too_slow", retry_after_s=RETRY_AFTER_S)
+
+
+_T = TypeVar("_T")
 Tokens = Sequence[int]
 AnyEnvelope = ChatEnvelope | CompletionEnvelope | ResponseEnvelope
 MakeEnvelope = Callable[[str, str | None, bool], AnyEnvelope]
@@ -381,7 +353,8 @@ class Answer:
 
 
 class Endpoint:
-    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for."""
+    """``sampling`` holds for what requests leave open; ``key`` empty: none is asked for.
+    ``has_budget``: the process has a memory budget, so bodies get less room. ``close`` it."""
 
     def __init__(
         self,
@@ -392,13 +365,26 @@ class Endpoint:
         sampling: SamplingParams | None = None,
         *,
         key: str = "",
+        has_budget: bool = False,
     ) -> None:
         self.agent, self.tokenizer, self.verifiers = agent, tokenizer, verifiers
         self.models = ServedModels(verifiers, agent.options.model)
         self.settings, self.sampling, self.key = settings, sampling or SamplingParams(), key
-        self.admission = Admission(settings.max_concurrent, settings.max_queue)
+        is_shared = settings.most_of_client < settings.max_concurrent
+        self.admission = Admission(
+            settings.max_concurrent,
+            settings.max_queue,
+            most_of_client=settings.most_of_client if is_shared else None,
+            unread_within_s=settings.unread_within_s,
+        )
+        self.bodies = BodyRoom(
+            settings.most_bodies_bytes(has_budget=has_budget), shared_by_clients=is_shared
+        )
+        self._requests = _pool("reading a request", threads=2)
+        self._texts = _pool("tokenizing a text", threads=4)
+        self._templates = _pool("rendering a chat template", threads=2)
         self.one_large = asyncio.Lock()
-        """Held while a large body is read."""
+        """Held from a large body to its tokens, since its values take many times its memory."""
         self._one_long = asyncio.Lock()
         """Held while a long text is tokenized, which bounds the memory that all of them take."""
         self.counts = EndpointCounts()
@@ -420,6 +406,34 @@ class Endpoint:
             self.counts.add_answer(one.name, answers=0)
         return self
 
+    @asynccontextmanager
+    async def preparing(self) -> AsyncIterator[None]:
+        """Bound the time of what happens to a request before it waits for its turn; what cannot be
+        done in time becomes an ``ApiError`` with ``Retry-After``."""
+        limit = asyncio.timeout(_PREPARE_WITHIN_S)
+        try:
+            async with limit:
+                yield
+        except PoolBusyError as error:
+            raise ApiError(
+                429, f"{error}: try again", code="queue_full", retry_after_s=RETRY_AFTER_S
+            ) from None
+        except PoolLateError as error:
+            raise _late(str(error)) from None
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _late(f"the request was not read within {_PREPARE_WITHIN_S:g} s") from None
+
+    async def read(self, function: Callable[..., _T], *given: Any) -> _T:
+        """Return what ``function`` makes of a request, in a thread for that."""
+        return await self._requests.run_for(current_client.get(), function, *given)
+
+    def close(self) -> None:
+        """End the threads that work for requests."""
+        for pool in (self._requests, self._texts, self._templates):
+            pool.close()
+
     def begin_stop(self) -> None:
         self.stopping = True
         self.admission.close(stopping())
@@ -431,33 +445,33 @@ class Endpoint:
     # --- requests, all of which may raise ``ApiError`` ----------------------------------------
 
     async def chat(self, data: Mapping[str, Any], envelope: MakeEnvelope = ChatEnvelope) -> Answer:
-        most = self.settings.max_concurrent
-        request = await asyncio.to_thread(chat_request, data, self.sampling, most)
+        request = await self.read(chat_request, data, self.sampling, self._most_texts)
         chosen = await self.choose_model(request.model)
         tokens = await self._chat_tokens(request, chosen.context_length)
         if request.must_call:
-            request = await asyncio.to_thread(self._with_forced_call, request)
+            request = await self.read(self._with_forced_call, request)
+        request = await self._with_matcher(request)
         return self._answer(envelope, request, chosen, [tokens])
 
     async def response(self, data: Mapping[str, Any]) -> Answer:
-        answer = await self.chat(as_chat(data), ResponseEnvelope)
+        answer = await self.chat(await self.read(as_chat, data), ResponseEnvelope)
         if len(answer.choices) > 1:
             raise invalid("n", f"n is {len(answer.choices)}, but a response is one text")
         return answer
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
-        most = self.settings.max_concurrent
-        request = await asyncio.to_thread(completion_request, data, self.sampling, most)
+        request = await self.read(completion_request, data, self.sampling, self._most_texts)
         chosen = await self.choose_model(request.model)
         longest = chosen.context_length
         prompts: list[Tokens] = [
             await self._encode(one, longest, "prompt") if isinstance(one, str) else one
             for one in request.prompts
         ]
+        request = await self._with_matcher(request)
         answer = self._answer(CompletionEnvelope, request, chosen, prompts)
         if request.echo:
             for choice in answer.choices:
-                choice.echo = self._text_of(choice.prompt)
+                choice.echo = await self._tokenized(self._text_of, choice.prompt)
         return answer
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
@@ -465,15 +479,19 @@ class Endpoint:
         fields = Fields(data)
         context = (await self.choose_model(fields.text("model") or "")).context_length
         if data.get("messages") is not None:
-            request = await asyncio.to_thread(chat_request, data, self.sampling, 1)
+            request = await self.read(chat_request, data, self.sampling, 1)
             return await self._chat_tokens(request, context), context
         text = fields.text("prompt") or fields.text("content") or ""
         special = fields.flag("add_special_tokens", absent=True)
         return await self._encode(text, context, "prompt", special), context
 
     async def detokenize(self, data: Mapping[str, Any]) -> str:
-        tokens = Fields(data).token_ids("tokens", MAX_TOKENS)
-        return await asyncio.to_thread(self._text_of, tokens)
+        """The text of token ids, of which there may be as many as the context has."""
+        fields = Fields(data)
+        chosen = await self.choose_model(fields.text("model") or "")
+        most = chosen.context_length or MAX_TOKENS
+        tokens = await self.read(fields.token_ids, "tokens", most)
+        return await self._tokenized(self._text_of, tokens)
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
@@ -516,10 +534,12 @@ class Endpoint:
             why = "this model has no chat template; use /v1/completions"
             raise invalid("messages", why, "no_chat_template")
         try:
-            if request.tools and not template.knows_tools:
+            if request.tools and not await self._rendered(lambda: template.knows_tools):
                 raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
-            render = partial(template.render, tools=request.tools or None)
-            text = await asyncio.to_thread(render, request.messages, variables=request.variables)
+            render = partial(
+                template.render, tools=request.tools or None, variables=request.variables
+            )
+            text = await self._rendered(render, request.messages)
             return await self._encode(text, context_length, "messages", False)
         except TokenizerError as error:
             raise invalid("messages", str(error)) from None
@@ -531,8 +551,29 @@ class Endpoint:
         long = len(text) > _PIECE
         async with self._one_long if long else contextlib.nullcontext():
             if long:
-                await asyncio.to_thread(self._check_length, text, context_length, param)
-            return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special)
+                await self._tokenized(self._check_length, text, context_length, param)
+            encode = partial(self.tokenizer.encode, add_special_tokens=special)
+            return await self._tokenized(encode, text)
+
+    async def _tokenized(self, function: Callable[..., _T], *given: Any) -> _T:
+        return await self._texts.run_for(current_client.get(), function, *given)
+
+    async def _rendered(self, function: Callable[..., _T], *given: Any) -> _T:
+        return await self._templates.run_for(current_client.get(), function, *given)
+
+    async def _with_matcher(self, request: Request) -> Request:
+        """Return ``request`` with its constraint read, so that a slow one holds no turn. Raises
+        ``ApiError``."""
+        try:
+            sampling = await self.agent.with_matcher(request.sampling, current_client.get())
+        except ConstraintError as failure:
+            raise _refused_constraint(request, failure) from None
+        return replace(request, sampling=sampling)
+
+    @property
+    def _most_texts(self) -> int:
+        """Texts that one request may ask for: those that one client may have at a time."""
+        return self.settings.most_of_client
 
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
         """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is

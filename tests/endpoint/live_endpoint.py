@@ -162,6 +162,9 @@ class ScriptedAgent:
     closed: int = 0
     options: AgentOptions = field(default_factory=AgentOptions)
 
+    async def with_matcher(self, sampling: SamplingParams, client: str = "") -> SamplingParams:
+        return sampling
+
     async def generate(
         self,
         prompt: Sequence[int],

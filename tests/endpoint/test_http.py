@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from edgespec.config import EndpointSection
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.protocol.messages import FinishReason
+from edgespec.endpoint.admission import Admission
 from edgespec.endpoint.request_json import ApiError
 from edgespec.endpoint.requests import seed_of
 from edgespec.endpoint.server import most_connections
-from edgespec.endpoint.service import Admission
 from edgespec.models.toy import ToyTokenizer
 from tests.endpoint.live_endpoint import (
     Live,

@@ -1,0 +1,394 @@
+"""Clients that would stall or fill the endpoint: slow grammars, bodies that are held, lists of a
+million ids, streams that nobody reads. Oracles: other requests are answered while the work that is
+slow has not been let go on; sums that no schedule exceeds; the status and the words of a refusal.
+Slow work waits for an event of the test, never for a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.config import EndpointSection
+from edgespec.core.protocol.constraint import Constraint, ConstraintError
+from edgespec.core.protocol.messages import Limits
+from edgespec.device.agent import Agent
+from edgespec.device.drafters.toy import ToyDrafter, toy_info
+from edgespec.device.prober import VerifierWatch
+from edgespec.endpoint.admission import Admission, client_of, current_client
+from edgespec.endpoint.bodies import SMALL_BYTES, STALLED_S, Body, BodyRoom
+from edgespec.endpoint.request_json import ApiError
+from edgespec.verifier.daemon import Verifier
+from edgespec.verifier.targets.toy import ToyTarget
+from tests.endpoint.live_endpoint import (
+    Live,
+    ScriptedAgent,
+    ask,
+    exchange,
+    live,
+    over_script,
+    parse_reply,
+    request_bytes,
+)
+from tests.endpoint.test_http import connected
+from tests.shell.letters import MODEL, LettersTokenizer, text_of
+from tests.shell.live_verifier import until
+from tests.shell.loopback import LoopbackTransport
+
+PATH = "/v1/completions"
+HELLO = {"prompt": "abc", "max_tokens": 4}
+
+
+# --- grammars ------------------------------------------------------------------------------------
+
+
+@dataclass
+class SlowReader:
+    """Reads no grammar before ``go_on`` is set; then refuses it."""
+
+    go_on: threading.Event = field(default_factory=threading.Event)
+    begun: int = 0
+
+    def __call__(self, constraint: Constraint) -> Constraint:
+        self.begun += 1
+        self.go_on.wait()
+        raise ConstraintError("the grammar cannot be used: the test refuses it")
+
+
+@asynccontextmanager
+async def over_slow_reader(settings: EndpointSection) -> AsyncIterator[tuple[Live, SlowReader]]:
+    reader, target = SlowReader(), ToyTarget(MODEL, vocabulary=toy_info(MODEL).vocabulary)
+    verifier = Verifier(target, Limits())
+    agent = Agent(
+        LoopbackTransport(verifier.serve, lambda: verifier.info),
+        ToyDrafter(MODEL.perturbed(0.2)),
+        LettersTokenizer().encode,
+        LettersTokenizer().stream,
+        read_constraint=reader,
+    )
+    async with agent:
+        try:
+            async with live(agent, LettersTokenizer(), VerifierWatch({}), settings) as found:
+                yield found, reader
+        finally:
+            reader.go_on.set()
+            await verifier.stop()
+
+
+async def test_slow_grammars_hold_no_turn_and_no_thread_of_others() -> None:
+    """More of them than threads and turns: texts, tokens and health are answered meanwhile."""
+    async with over_slow_reader(EndpointSection(max_concurrent=2, max_queue=64)) as (found, reader):
+        slow = [
+            asyncio.create_task(ask(found, PATH, {**HELLO, "grammar": f'start: "{n}"'}))
+            for n in range(16)
+        ]
+        await until(lambda: reader.begun == 4)
+        assert (await ask(found, "/tokenize", {"prompt": "abc"})).json["count"] == 3
+        assert (await ask(found, "/detokenize", {"tokens": [40]})).json["prompt"] == text_of([40])
+        assert (await ask(found, PATH, HELLO)).status == 200
+        assert (await ask(found, "/health")).status == 200
+        assert found.endpoint.admission.running == 0
+        reader.go_on.set()
+        for reply in await asyncio.gather(*slow):
+            assert (reply.status, reply.error["param"]) == (400, "grammar")
+            assert "the test refuses it" in reply.error["message"]
+
+
+async def test_more_grammars_than_may_wait_are_asked_to_come_again() -> None:
+    settings = EndpointSection(max_concurrent=2, max_queue=64)
+    async with over_slow_reader(settings) as (found, reader):
+        slow = [
+            asyncio.create_task(ask(found, PATH, {**HELLO, "regex": f"a{n}"})) for n in range(53)
+        ]
+        reply = await next(asyncio.as_completed(slow))
+        assert (reply.status, reply.error["code"]) == (503, "grammar_busy")
+        assert "48 of this client's, limit 48" in reply.error["message"]
+        assert reply.headers["retry-after"] == "1"
+        reader.go_on.set()
+        await asyncio.gather(*slow)
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+LARGE = 4 * SMALL_BYTES
+Move = tuple[str, int, int]
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "add", "whole", "close", "wait"]),
+        st.integers(0, 3),
+        st.sampled_from([1, 1000, SMALL_BYTES, LARGE]),
+    ),
+    max_size=60,
+)
+
+
+@given(moves=MOVES, shared=st.booleans())
+def test_bodies_never_hold_more_than_there_is_room_for(moves: list[Move], shared: bool) -> None:
+    clock, bodies = Clock(), list[Body]()
+    room = BodyRoom(3 * LARGE, shared_by_clients=shared, now=clock)
+    dropped: list[int] = []
+    for what, number, size in moves:
+        body = bodies[number] if number < len(bodies) else None
+        try:
+            if what == "wait":
+                clock.now_s += 1.0
+            elif what == "open":
+                bodies.append(room.open(f"client {number % 2}", size, lambda: dropped.append(1)))
+            elif body is not None and not body.was_dropped:
+                match what:
+                    case "add":
+                        body.add(b"x" * size)
+                    case "whole":
+                        body.whole()
+                    case "close":
+                        body.close()
+        except ApiError:
+            pass  # what a refusal says is another test's
+        assert room.held_bytes == sum(one.held_bytes for one in bodies) <= room.most_bytes
+        large = sum(one.held_bytes for one in bodies if one.is_large)
+        assert large <= 0.75 * room.most_bytes
+        if shared:
+            for client in ("client 0", "client 1"):
+                own = sum(one.held_bytes for one in bodies if one.client == client)
+                assert own <= 0.75 * room.most_bytes
+    assert len(dropped) == sum(one.was_dropped for one in bodies)
+    for one in bodies:
+        one.close()
+    assert room.held_bytes == 0
+
+
+def test_a_body_that_stands_still_makes_room_and_one_that_moves_does_not() -> None:
+    clock, gone = Clock(), list[str]()
+    room = BodyRoom(4 * LARGE, shared_by_clients=False, now=clock)
+    first, second, third = (room.open("", LARGE, partial(gone.append, n)) for n in "abc")
+    for one in (first, second, third):
+        one.add(b"x" * LARGE)
+    with pytest.raises(ApiError, match=f"hold {3 * LARGE} bytes of the {3 * LARGE} that large"):
+        room.open("", LARGE, lambda: None)
+    small = room.open("", 10, lambda: None)  # the last quarter is for small ones
+    clock.now_s += STALLED_S
+    first.moved_s = clock.now_s
+    second.whole()  # all of it came: it is read now
+    room.open("", LARGE, lambda: None)
+    assert gone == ["c"]
+    dropped = [one.was_dropped for one in (first, second, third, small)]
+    assert dropped == [False, False, True, False]
+
+
+async def test_held_bodies_are_refused_before_they_are_read_and_small_ones_are_served() -> None:
+    settings = EndpointSection(max_body_bytes=LARGE)
+    async with over_script(ScriptedAgent(["a"]), settings=settings) as found, AsyncExitStack() as x:
+        room = found.endpoint.bodies
+        held = request_bytes(PATH, b"x" * (LARGE - 1), headers={"Content-Length": str(LARGE)})
+        assert room.most_bytes == 16 * LARGE
+        for place in range(1, 13):
+            _, writer = await x.enter_async_context(connected(found))
+            writer.write(held)
+            await until(lambda n=place: room.held_bytes == n * (LARGE - 1))  # type: ignore[misc]
+        for path in (PATH, "/tokenize", "/detokenize"):
+            head = request_bytes(path, b"{", headers={"Content-Length": str(LARGE)})
+            reply = await exchange(found.port, head)
+            assert (reply.status, reply.error["code"]) == (503, "bodies_full")
+            assert (reply.headers["retry-after"], reply.headers["connection"]) == ("1", "close")
+        assert (await ask(found, PATH, HELLO)).status == 200
+        room.now = lambda: float("inf")  # now all of them have stood still for long
+        assert (await ask(found, "/tokenize", {"prompt": " " * (LARGE // 2)})).status in (200, 400)
+        assert room.held_bytes == 11 * (LARGE - 1)
+    await until(lambda: room.held_bytes == 0)
+
+
+async def test_a_body_that_another_one_needs_the_room_of_is_told() -> None:
+    settings = EndpointSection(max_body_bytes=LARGE, max_bodies_bytes=2 * LARGE)
+    async with over_script(ScriptedAgent(["a"]), settings=settings) as found:
+        room = found.endpoint.bodies
+        async with connected(found) as (reader, writer):
+            writer.write(
+                request_bytes(PATH, b"x" * (LARGE - 1), headers={"Content-Length": str(LARGE)})
+            )
+            await until(lambda: room.held_bytes == LARGE - 1)
+            room.now = lambda: float("inf")
+            await ask(found, PATH, {"prompt": "a" * (LARGE - 100), "max_tokens": 1})
+            reply = parse_reply(await reader.read())
+    assert reply.status == 408
+    assert "another one needed its room" in reply.error["message"]
+
+
+def test_a_memory_budget_leaves_bodies_less_room() -> None:
+    usual = EndpointSection()
+    assert usual.most_bodies_bytes(has_budget=False) == 64 << 20
+    assert usual.most_bodies_bytes(has_budget=True) == 16 << 20
+    assert EndpointSection(max_bodies_bytes=2048).most_bodies_bytes(has_budget=True) == 8 << 20
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "Deflate", "gzip, identity"])
+async def test_a_compressed_body_is_said_to_be_one(coding: str) -> None:
+    async with over_script(ScriptedAgent(["a"])) as found:
+        body = gzip.compress(json.dumps(HELLO).encode())
+        data = request_bytes(PATH, body, headers={"Content-Encoding": coding})
+        reply = await exchange(found.port, data)
+        assert (reply.status, reply.error["code"]) == (415, "unsupported_encoding")
+        assert coding in reply.error["message"]
+        assert (await ask(found, PATH, HELLO, Content_Encoding="identity")).status == 200
+
+
+async def test_more_ids_than_the_context_has_stand_for_no_text() -> None:
+    """Before any of them is looked at: the first of them is no id."""
+    async with over_slow_reader(EndpointSection()) as (found, _):
+        longest = 1 << 20  # no verifier has told its context
+        reply = await ask(found, "/detokenize", {"tokens": ["x"] + [5] * longest})
+        assert reply.status == 400
+        assert f"at most {longest} token ids" in reply.error["message"]
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::1", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::1", "::1"),
+        ("a socket", "a socket"),
+    ],
+)
+def test_who_is_one_client(address: str, client: str) -> None:
+    assert client_of({"client": (address, 50_000)}) == client
+    assert client_of({"client": None}) == ""
+
+
+def test_the_share_of_a_client() -> None:
+    def shares(**given: Any) -> tuple[int, int]:
+        found = EndpointSection(**given), EndpointSection(host="0.0.0.0", **given)
+        return found[0].most_of_client, found[1].most_of_client
+
+    assert shares() == (8, 6)
+    assert shares(max_concurrent=1) == (1, 1)
+    assert shares(max_concurrent=2) == (2, 1)
+    assert shares(max_per_client=3) == (3, 3)
+    assert shares(max_concurrent=2, max_per_client=3) == (2, 2)
+
+
+class Texts:
+    """Requests of several clients at one admission, each with its turn until it is ended."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission, self.order = admission, list[str]()
+        self._ends: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def ask(self, client: str, name: str) -> None:
+        """Returns when the request has its turn, waits or was refused."""
+        self._ends[name] = asyncio.Event()
+
+        async def hold() -> None:
+            current_client.set(client)
+            async with self.admission.turn(1):
+                self.order.append(name)
+                await self._ends[name].wait()
+
+        self._tasks[name] = asyncio.create_task(hold())
+        await settle()
+
+    async def end(self, name: str) -> None:
+        self._ends[name].set()
+        await self._tasks[name]
+        await settle()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+async def settle() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def test_one_client_leaves_turns_and_places_in_the_queue_to_others() -> None:
+    texts = Texts(Admission(4, 4, most_of_client=3))
+    for n in range(6):
+        await texts.ask("greedy", f"g{n}")
+    assert texts.order == ["g0", "g1", "g2"]  # the fourth turn is for somebody else
+    await texts.ask("greedy", "g6")
+    with pytest.raises(ApiError, match="3 of them this client's, of at most 3"):
+        await texts._tasks["g6"]
+    await texts.ask("other", "o0")
+    assert texts.order[-1] == "o0"
+    await texts.ask("other", "o1")
+    assert texts.admission.waiting == 4
+    await texts.end("g0")  # o1 has come last, but its client has fewer texts running
+    await texts.end("g1")
+    await texts.end("o0")
+    assert texts.order[4:] == ["o1", "g3", "g4"]
+    await texts.close()
+    assert (texts.admission.running, texts.admission.waiting) == (0, 0)
+
+
+async def test_a_write_that_nobody_reads_ends_early_only_while_somebody_waits() -> None:
+    admission = Admission(1, 4, unread_within_s=0.01)
+    texts = Texts(admission)
+    await texts.ask("", "first")
+    limit, cut = asyncio.timeout(1000.0), asyncio.Event()
+
+    async def write() -> None:
+        try:
+            async with limit:
+                with admission.unread(limit):
+                    await asyncio.Event().wait()
+        except TimeoutError:
+            cut.set()
+
+    writing = asyncio.create_task(write())
+    await settle()
+    assert admission._timer is None  # nobody waits: nothing will cut the write short
+    await texts.ask("", "second")
+    await cut.wait()
+    await writing
+    await texts.close()
+
+
+async def test_streams_that_nobody_reads_make_way_for_others() -> None:
+    """They hold every turn, and would for an hour."""
+    agent = ScriptedAgent(["x" * 10_000] * 4000)
+    settings = EndpointSection(max_concurrent=2, write_within_s=3600.0, unread_within_s=0.05)
+    async with over_script(agent, settings=settings) as found, AsyncExitStack() as x:
+        data = request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode())
+        for _ in range(2):
+            _, writer = await x.enter_async_context(connected(found, 4096))
+            writer.write(data)
+        await until(lambda: len(found.endpoint.admission._writes) == 2)
+        agent.pieces = ["a"]
+        assert (await ask(found, PATH, HELLO)).status == 200
+        counts = found.endpoint.counts.requests
+        await until(lambda: counts[PATH, "gone"] >= 1)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_asking() -> Iterator[None]:
+    token = current_client.set("")
+    yield
+    current_client.reset(token)
