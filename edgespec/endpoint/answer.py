@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
@@ -31,8 +32,20 @@ DONE: Final = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
-Scores = Sequence[tuple[int, TokenScore]]
-"""By token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer with its score."""
+
+    token: int
+    score: TokenScore
+    offset: int
+    """Characters of the answer's text before the token's own; a token that only ends or only
+    continues a character has the place of that character."""
+
+
+Scores = Sequence[ScoredToken]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +76,10 @@ class Choice:
     """Stands before the text."""
     parts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    scores: list[tuple[int, TokenScore]] = field(default_factory=list)
+    scores: list[ScoredToken] = field(default_factory=list)
     tokens: int = 0
+    _characters: int = 0
+    """Characters of the pieces so far, whatever becomes of them."""
     finish: str | None = None
     """Why it is complete, in OpenAI's words; None: it is not."""
 
@@ -78,8 +93,14 @@ class Choice:
     def text(self) -> str:
         return "".join(self.parts)
 
-    def text_of(self, token: int) -> str:
-        return self.token_bytes(token).decode("utf-8", errors="replace")
+    def name_of(self, token: int, prefix: str = "") -> str:
+        """Return the text of a token. One that is a part of a character is written as its bytes
+        behind ``prefix``, such as ``\\xe6\\x97``: so no two parts have one name."""
+        written = self.token_bytes(token)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return prefix + "".join(f"\\x{byte:02x}" for byte in written)
 
     def add(self, chunk: Chunk) -> Delta:
         """Raises ``ApiError`` for a generation that was cancelled from elsewhere."""
@@ -99,10 +120,20 @@ class Choice:
                 raise ApiError(503, "the generation was cancelled on this device", code="cancelled")
             called = self.calls and chunk.finish is FinishReason.STOP
             self.finish = "tool_calls" if called else _REASONS[chunk.finish]
-        asked = self.request.logprobs is not None
-        scores = tuple(zip(chunk.tokens, chunk.logprobs, strict=False)) if asked else ()
+        scores = self._scored(chunk) if self.request.logprobs is not None else []
         self.scores += scores
         return Delta(kept, scores)
+
+    def _scored(self, chunk: Chunk) -> list[ScoredToken]:
+        """The tokens of a chunk with their scores, as far as it has some, and their places."""
+        found: list[ScoredToken] = []
+        for place, score in enumerate(chunk.logprobs):
+            piece = chunk.pieces[place]
+            offset = len(self.echo) + self._characters + piece.held
+            found.append(ScoredToken(chunk.tokens[place], score, offset))
+            self._characters += len(piece.text)
+        self._characters += sum(len(piece.text) for piece in chunk.pieces[len(found) :])
+        return found
 
     def _kept(self, found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
         """Less further calls where one is wanted, and with texts that follow each other as one."""
@@ -226,8 +257,6 @@ class CompletionEnvelope(ChoicesEnvelope):
 
     prefix = "cmpl-"
     whole_object = delta_object = "text_completion"
-    _offsets: dict[int, int] = field(default_factory=dict)
-    """Characters of the scored tokens so far, by choice."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         return self._chunks(*(self._part(one, one.echo, None) for one in choices if one.echo))
@@ -245,21 +274,25 @@ class CompletionEnvelope(ChoicesEnvelope):
 
     def _part(self, choice: Choice, text: str, scores: Scores | None) -> Json:
         found = None if scores is None else self._scores(choice, scores)
+        if found is not None and choice.finish is not None:  # a stop text is none of the answer's
+            length = len(choice.echo) + len(choice.text)
+            found["text_offset"] = [min(one, length) for one in found["text_offset"]]
         return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": None}
 
     def _scores(self, choice: Choice, scores: Scores) -> Json:
-        offset, offsets = self._offsets.get(choice.index, 0), []
-        tokens = [choice.text_of(token) for token, _ in scores]
-        for text in tokens:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[choice.index] = offset
-        tops = [score.top[: choice.request.logprobs] for _, score in scores]
+        name = partial(choice.name_of, prefix="bytes:")
+        tops = []
+        for one in scores:
+            # Each token once, the one that was taken with its own number among them.
+            top = {name(one.token): one.score.logprob}
+            for token, logprob in one.score.top[: choice.request.logprobs]:
+                top.setdefault(name(token), logprob)
+            tops.append(dict(sorted(top.items(), key=lambda item: -item[1])))
         return {
-            "tokens": tokens,
-            "token_logprobs": [score.logprob for _, score in scores],
-            "top_logprobs": [{choice.text_of(one): value for one, value in top} for top in tops],
-            "text_offset": offsets,
+            "tokens": [name(one.token) for one in scores],
+            "token_logprobs": [one.score.logprob for one in scores],
+            "top_logprobs": tops,
+            "text_offset": [one.offset for one in scores],
         }
 
 
@@ -403,14 +436,14 @@ def _call(call: ToolCall) -> Json:
 def _chat_scores(choice: Choice, scores: Scores) -> Json:
     def told(token: int, logprob: float) -> Json:
         written = list(choice.token_bytes(token))
-        return {"token": choice.text_of(token), "logprob": logprob, "bytes": written}
+        return {"token": choice.name_of(token), "logprob": logprob, "bytes": written}
 
     content = [
         {
-            **told(token, score.logprob),
-            "top_logprobs": [told(*one) for one in score.top[: choice.request.logprobs]],
+            **told(one.token, one.score.logprob),
+            "top_logprobs": [told(*top) for top in one.score.top[: choice.request.logprobs]],
         }
-        for token, score in scores
+        for one in scores
     ]
     return {"content": content, "refusal": None}
 

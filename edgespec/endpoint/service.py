@@ -587,12 +587,12 @@ class Endpoint:
                 raise _too_long(f"{read} are some {counted} tokens", longest, param)
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        """Raises ``ApiError`` for an id that is none."""
+        """Return the text of a whole sequence with its special tokens. Raises ``ApiError`` for an
+        id that is none."""
         try:
-            written = b"".join(map(self.tokenizer.token_bytes, tokens))
+            return self.tokenizer.decode(tokens, skip_special_tokens=False)
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
             raise invalid("tokens", f"the token ids stand for no text: {error}") from None
-        return written.decode("utf-8", errors="replace")
 
     def _with_forced_call(self, request: Request) -> Request:
         tokenizer = self.tokenizer

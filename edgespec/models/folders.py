@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache, partial
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from edgespec.config.files import user_folder
 from edgespec.core.ports import ModelInfo
+from edgespec.models import added_tokens
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_TOKEN_ID = (1 << 24) - 1
@@ -30,19 +31,22 @@ _FINGERPRINT_DIGITS = 32
 def vocabulary_fingerprint(path: Path) -> str:
     """32 hex digits (128 bits of SHA-256) for a ``tokenizer.json``: equal for two models exactly
     when ids mean the same text, whatever their merges, normalisation and chat templates. The hash
-    covers every (id, token string), added tokens included, in order of id. Raises
-    ``ModelFolderError``.
+    covers every (id, token string) in order of id, with added tokens, also those that stand in a
+    file beside it (``added_tokens``). Raises ``ModelFolderError``.
 
     A file is read once: that takes ten times its size of memory, and ``serve`` asks every while."""
-    try:
-        found = path.stat()
-    except OSError:
-        return _fingerprint(path, ())  # which says what is wrong
-    return _fingerprint(path, (found.st_mtime_ns, found.st_size, found.st_ino))
+    versions = list[tuple[int, ...]]()
+    for one in (path, *(path.parent / name for name in added_tokens.FILES)):
+        try:
+            found = one.stat()
+            versions.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        except OSError:  # one that has to be there is named when it is read
+            versions.append(())
+    return _fingerprint(path, tuple(versions))
 
 
 @lru_cache(maxsize=16)
-def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
+def _fingerprint(path: Path, versions: tuple[tuple[int, ...], ...]) -> str:
     tokens = read_vocabulary(path)
     digest = hashlib.sha256()
     for token_id in sorted(tokens):
@@ -54,7 +58,8 @@ def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
 
 
 def read_vocabulary(path: Path) -> dict[int, str]:
-    """Token strings by id, added tokens last. Raises ``ModelFolderError``."""
+    """Return the token strings of a ``tokenizer.json`` and of the files beside it by id, added
+    tokens last. Raises ``ModelFolderError``."""
     if path.is_file() and (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
         raise ModelFolderError(f"{path}: {size} bytes, but at most {MAX_TOKENIZER_BYTES} are read")
     data = read_json(path)
@@ -67,14 +72,37 @@ def read_vocabulary(path: Path) -> dict[int, str]:
             tokens = {int(token_id): str(token) for token, token_id in vocabulary.items()}
         else:  # Unigram: [token, score] at the place of its id
             tokens = {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
-        for added in data.get("added_tokens") or ():
-            tokens[int(added["id"])] = str(added["content"])
+        own = {int(one["id"]): str(one["content"]) for one in data.get("added_tokens") or ()}
+        tokens |= own
     except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
         raise ModelFolderError(f"{path}: unreadable vocabulary entry: {error!r}") from error
+    tokens |= added_tokens.next_ids(
+        tokens, own, len(vocabulary), [one.content for one in _beside(path, data).added]
+    )
     low, high = min(tokens, default=0), max(tokens, default=0)
     if low < 0 or high > MAX_TOKEN_ID:  # whoever counts ids from 0 on would never end
         raise ModelFolderError(f"{path}: token ids {low} to {high}, limit 0 to {MAX_TOKEN_ID}")
     return tokens
+
+
+def _beside(path: Path, data: Mapping[str, Any]) -> added_tokens.TokensBeside:
+    """What the files beside a parsed ``tokenizer.json`` add. Raises ``ModelFolderError``."""
+    files = read_beside(path.parent)
+    try:
+        own = {
+            int(one["id"]): added_tokens.token_of(path, one)
+            for one in (data.get("added_tokens") or () if files else ())
+        }
+        return added_tokens.tokens_beside(files, own, path.parent)
+    except added_tokens.AddedTokensError as error:
+        raise ModelFolderError(str(error)) from error
+
+
+def read_beside(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the parsed files that can add tokens to a ``tokenizer.json``, by name, as far as they
+    are there. Raises ``ModelFolderError`` naming the file."""
+    paths = {name: folder / name for name in added_tokens.FILES}
+    return {name: read_json(path) for name, path in paths.items() if path.is_file()}
 
 
 BUNDLED = "bundled"

@@ -17,14 +17,15 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from edgespec.core.protocol.checks import is_unicode
-from edgespec.models.folders import read_json
+from edgespec.models import added_tokens
+from edgespec.models.folders import read_beside
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -36,7 +37,6 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 Message = Mapping[str, Any]
 """At least ``role``; the rest is what the template reads."""
 
-_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _OURS = ("messages", "tools", "add_generation_prompt")
 
 
@@ -115,6 +115,8 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """The model's template, the one for tools if it has such; None: it has none."""
 
@@ -144,9 +146,13 @@ def prompt_encoder(tokenizer: ChatTokenizer, *, chat: bool) -> Callable[[str], l
     return encode
 
 
-def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """The templates of a tokenizer folder by name; ``config`` is its ``tokenizer_config.json``.
-    A file of its own wins over the entry there. Raises ``TokenizerError`` naming the file."""
+def read_chat_templates(
+    folder: Path, config: Mapping[str, Any], tokens: Mapping[str, str]
+) -> dict[str, ChatTemplate]:
+    """Return the templates of a tokenizer folder by name.
+
+    ``config`` is its ``tokenizer_config.json``, ``tokens`` are its special tokens by name. A file
+    of its own wins over the entry there. Raises ``TokenizerError`` naming the file."""
     value = config.get("chat_template")
     sources: dict[str, str] = {}
     if isinstance(value, str):
@@ -163,10 +169,6 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Ch
                 sources[name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{path}: not readable: {error}") from error
-    # A token is its text, or an object with the text in it.
-    given = {name: config.get(name) for name in _TOKENS}
-    texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in given.items()}
-    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
     return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
 
 
@@ -203,9 +205,6 @@ def _environment() -> Any:
     return environment
 
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-
-
 def byte_letters() -> dict[str, int]:
     """GPT-2's table, letter to byte: printable Latin-1 stands for itself, each other byte for
     one of the letters from U+0100 on, in order."""
@@ -216,36 +215,59 @@ def byte_letters() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Call with a token id; ids that there are not are no bytes."""
+    """The bytes that each token of a tokenizer stands for in the middle of a text.
+
+    This is the one place where an id becomes bytes: a token of a byte-level vocabulary or of byte
+    fallback may be a part of a character, and every other one is what the tokenizer's own decoder
+    makes of it, added tokens included. An id without a token has no bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {
-            number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()
-        }
-        decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
-        self._letters = byte_letters() if b'"ByteLevel"' in decoder else None
+        kinds = _decoder_kinds(tokenizer)
+        self._letters = byte_letters() if "ByteLevel" in kinds else None
+        self._falls_back = "ByteFallback" in kinds
+        self._decode: Callable[[list[str]], str] = (
+            " ".join if tokenizer.decoder is None else tokenizer.decoder.decode
+        )
+        # Between two others a token is neither the first nor the last one, which lose spaces.
+        self._tail = self._decode([_ANCHOR, _ANCHOR]).removeprefix(_ANCHOR)
 
     def __call__(self, token: int) -> bytes:
-        if (added := self._added.get(token)) is not None:
-            return added.encode()
+        """Return the bytes of one token id. Raises ``OverflowError`` for a number that is none."""
         written = self._tokenizer.id_to_token(token)
         if written is None:
             return b""
-        if self._letters is not None and all(letter in self._letters for letter in written):
-            return bytes(self._letters[letter] for letter in written)
-        if found := _BYTE_TOKEN.fullmatch(written):
+        if (letters := self._letters) is not None:
+            if all(letter in letters for letter in written):
+                return bytes(letters[letter] for letter in written)
+            return str(written).encode()
+        if self._falls_back and (found := _BYTE_TOKEN.fullmatch(written)):
             return bytes((int(found[1], 16),))
-        return str(written).replace(_SPACE, " ").encode()
+        text = self._decode([_ANCHOR, written, _ANCHOR])
+        return text.removeprefix(_ANCHOR).removesuffix(self._tail).encode()
 
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_ANCHOR: Final = "a"
+_BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MOST_UNFINISHED = 4
 """Tokens that a character which a prompt leaves unfinished may have, one a byte."""
 
 
+def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
+    """The types of the steps that a tokenizer's decoder has."""
+    state = b"null" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
+    found, left = set[str](), [json.loads(state)]
+    while left:
+        step = left.pop()
+        if isinstance(step, dict):
+            found.add(str(step.get("type")))
+            left += step.get("decoders") or ()
+    return found
+
+
 class TextTokenizer:
-    """The tokenizer of a model folder (``tokenizer.json``, ``tokenizer_config.json``)."""
+    """The tokenizer of a model folder: ``tokenizer.json``, and the files beside it that add tokens
+    or name special ones (``added_tokens``)."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
@@ -260,14 +282,34 @@ class TextTokenizer:
         # A file saved while training pads or cuts every text; a prompt must stay as it is.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        files = read_beside(folder)
+        self._config = files.get(added_tokens.TOKENIZER_CONFIG, {})
+        self._folder = folder
+        self.special_texts = self._add_tokens(files)
+        """Special tokens by their names, such as ``bos_token``."""
         self.special_ids = frozenset(
             token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._folder = folder
-        config = folder / "tokenizer_config.json"
-        self._config = read_json(config) if config.is_file() else {}
+
+    def _add_tokens(self, files: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
+        """Add what the files beside ``tokenizer.json`` say, and return the special tokens that they
+        name. Raises ``TokenizerError``."""
+        from tokenizers import AddedToken
+
+        own = {
+            number: added_tokens.AddedToken(
+                *(one.content, one.special, one.single_word, one.lstrip, one.rstrip, one.normalized)
+            )
+            for number, one in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        try:
+            found = added_tokens.tokens_beside(files, own, self._folder)
+        except added_tokens.AddedTokensError as error:
+            raise TokenizerError(str(error)) from error
+        self._tokenizer.add_tokens([AddedToken(**asdict(one)) for one in found.added])
+        return found.named
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; special tokens written out in it are recognised."""
@@ -276,9 +318,11 @@ class TextTokenizer:
         found = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(found[0].ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of a whole sequence, special tokens skipped."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a whole sequence; special tokens are left out unless
+        ``skip_special_tokens`` is false. Raises ``OverflowError`` for a number that is no id."""
+        found = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return str(found)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
@@ -306,7 +350,7 @@ class TextTokenizer:
 
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
-        return read_chat_templates(self._folder, self._config)
+        return read_chat_templates(self._folder, self._config, self.special_texts)
 
 
 class TextStream:

@@ -32,7 +32,7 @@ class ToyTokenizer:
         ids = {letter: number for number, letter in enumerate(TOY_ALPHABET)}
         return [ids.get(letter, _OTHER) for letter in text if letter != "\0"]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(TOY_ALPHABET[token] for token in tokens if token != TOY_EOS)
 
     def stream(self, prompt: Sequence[int] = ()) -> ToyTokenizer:

@@ -526,8 +526,8 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         {"name": "tool_use", "template": "b{{ tools }}"},
         {"name": "broken"},
     ]
-    config = {"chat_template": named, "bos_token": {"content": "<s>"}, "pad_token": None}
-    found = read_chat_templates(tmp_path, config)
+    config, tokens = {"chat_template": named}, {"bos_token": "<s>"}
+    found = read_chat_templates(tmp_path, config, tokens)
     assert {name: one.source for name, one in found.items()} == {
         "default": "a",
         "tool_use": "b{{ tools }}",
@@ -536,11 +536,11 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
-    found = read_chat_templates(tmp_path, config)
+    found = read_chat_templates(tmp_path, config, tokens)
     assert (found["default"].source, found["rag"].source) == ("file", "rag")
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja: not readable"):
-        read_chat_templates(tmp_path, config)
+        read_chat_templates(tmp_path, config, tokens)
 
 
 def test_the_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
@@ -557,6 +557,6 @@ def test_the_bytes_of_byte_fallback_and_sentencepiece() -> None:
 
     words = {"<unk>": 0, "\N{LOWER ONE EIGHTH BLOCK}a": 1, "<0xE2>": 2}
     inner = Tokenizer(models.BPE(vocab=words, merges=[], byte_fallback=True, unk_token="<unk>"))
-    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    inner.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback()])
     found = TokenBytes(inner)
     assert [found(one) for one in (0, 1, 2, 3)] == [b"<unk>", b" a", b"\xe2", b""]

@@ -55,7 +55,7 @@ class LettersTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return text_of(tokens)
 
     def stream(self, prompt: Sequence[int] = ()) -> LettersStream:

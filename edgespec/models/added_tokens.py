@@ -1,0 +1,193 @@
+"""Tokens that a tokenizer folder adds beside its ``tokenizer.json``.
+
+Hugging Face's library reads ``tokenizer_config.json``, ``special_tokens_map.json`` and
+``added_tokens.json`` too, and adds what ``tokenizer.json`` does not have: ids grow behind the
+vocabulary in the order in which the tokens are added. The rules below are those of transformers
+5.23 for a tokenizer that is loaded from a ``tokenizer.json`` (``TokenizersBackend``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP: Final = "special_tokens_map.json"
+ADDED_TOKENS: Final = "added_tokens.json"
+FILES: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
+"""The files beside ``tokenizer.json`` that can add a token."""
+
+ROLES: Final = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Names that special tokens have in every tokenizer, in the order in which they are added."""
+_MOST_ADDED: Final = 1 << 16
+_EXTRA: Final = "extra_special_tokens"
+_OLDER_EXTRA: Final = "additional_special_tokens"
+_FLAGS: Final = ("special", "single_word", "lstrip", "rstrip", "normalized")
+
+
+class AddedTokensError(ValueError):
+    """A file says of a token what cannot be; the message names the file, the key and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is found in a text before the vocabulary is; flags as in ``tokenizers``."""
+
+    content: str
+    special: bool = False
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokensBeside:
+    """What the files beside ``tokenizer.json`` say of tokens."""
+
+    named: Mapping[str, str]
+    """Special tokens by their names, ``bos_token`` and others: the variables of chat templates."""
+    added: tuple[AddedToken, ...]
+    """Tokens to add, in order; one that the vocabulary has keeps its id and gets these flags."""
+
+
+def next_ids(
+    tokens: Mapping[int, str], added: Mapping[int, str], vocabulary_size: int, more: Iterable[str]
+) -> dict[int, str]:
+    """Return the ids that the contents ``more`` get behind a vocabulary, as ``tokenizers`` numbers
+    them. ``tokens`` are all token strings by id, ``added`` those of them that were added before,
+    ``vocabulary_size`` is the number of entries of the model's own vocabulary."""
+    known, largest = set(tokens.values()), max(added, default=-1)
+    found: dict[int, str] = {}
+    for content in more:
+        if content not in known:
+            largest = max(largest + 1, vocabulary_size)
+            found[largest] = content
+            known.add(content)
+    return found
+
+
+def tokens_beside(
+    files: Mapping[str, Mapping[str, Any]], own: Mapping[int, AddedToken], folder: Path
+) -> TokensBeside:
+    """Read what the files beside a ``tokenizer.json`` say of its tokens.
+
+    ``files`` are the parsed ones of ``FILES`` that are there, ``own`` are the added tokens of
+    ``tokenizer.json`` by id, and ``folder`` is for messages. Raises
+    ``AddedTokensError``."""
+    config = dict(files.get(TOKENIZER_CONFIG, {}))
+    where = folder / TOKENIZER_CONFIG
+    if not config.get(_EXTRA) and _OLDER_EXTRA in config:
+        config[_EXTRA] = config.pop(_OLDER_EXTRA)
+    by_id: dict[int, AddedToken] = {}
+    listed = config.get("added_tokens_decoder")
+    if listed is not None:
+        for key, value in _entries(where, "added_tokens_decoder", listed):
+            by_id[_id(where, f"added_tokens_decoder[{key}]", key)] = token_of(where, value, key)
+    else:
+        _merge_map(config, files.get(SPECIAL_TOKENS_MAP, {}))
+        special = {*_named(where, config).values(), *_extra(where, config)}
+        texts = {one.content for one in special}
+        path = folder / ADDED_TOKENS
+        for content, number in _entries(path, ADDED_TOKENS, files.get(ADDED_TOKENS, {})):
+            by_id[_id(path, content, number)] = AddedToken(
+                content, special=content in texts, normalized=content not in texts
+            )
+        by_id |= own
+    named, extra = _named(where, config), _extra(where, config)
+    described = {one.content: one for one in by_id.values()}
+    named = {name: described.get(one.content, one) for name, one in named.items()}
+    held = set(own.values())
+    added = [one for _, one in sorted(by_id.items(), key=lambda item: item[0]) if one not in held]
+    known = {one.content for one in (*own.values(), *added)}
+    for one in (*named.values(), *extra):
+        if one.content not in known:
+            known.add(one.content)
+            added.append(one)
+    roles = {one.content for one in named.values()}
+    added = [replace(one, special=True) if one.content in roles else one for one in added]
+    if len(added) > _MOST_ADDED:
+        raise AddedTokensError(f"{where}: adds {len(added)} tokens, but at most {_MOST_ADDED}")
+    return TokensBeside(
+        {name: one.content for name, one in named.items()},
+        tuple(one for one in added if one.content),
+    )
+
+
+def _merge_map(config: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Put the entries of ``special_tokens_map.json`` into ``config``, as far as they count."""
+    for key, value in more.items():
+        if key == _EXTRA and isinstance(value, list):
+            had = config.get(_EXTRA) or []
+            value = [*had, *(one for one in value if one not in had)]
+        elif key == _OLDER_EXTRA:
+            if _EXTRA in config:
+                continue
+            key = _EXTRA
+        elif isinstance(value, dict) and key != _EXTRA:
+            value = {**value, "special": True}
+        config[key] = value
+
+
+def _named(path: Path, config: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """The special tokens that have a name: the seven common ones first, then a model's own."""
+    found: dict[str, AddedToken] = {}
+    others = [
+        key
+        for key, value in config.items()
+        if key.endswith("_token") and key not in ROLES and isinstance(value, str | dict)
+    ]
+    own = config.get(_EXTRA)
+    values = {**config, **(own if isinstance(own, dict) else {})}
+    for key in (*ROLES, *others, *(own if isinstance(own, dict) else ())):
+        if (value := values.get(key)) is not None:
+            found[key] = _special(path, key, value)
+    return found
+
+
+def _extra(path: Path, config: Mapping[str, Any]) -> list[AddedToken]:
+    """The special tokens without a name."""
+    value = config.get(_EXTRA)
+    if value is None or isinstance(value, dict):
+        return []
+    if not isinstance(value, list):
+        raise AddedTokensError(f"{path}: {_EXTRA} is {value!r}, but must be a list of tokens")
+    return [_special(path, f"{_EXTRA}[{place}]", one) for place, one in enumerate(value)]
+
+
+def _special(path: Path, key: str, value: object) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    return token_of(path, value, key)
+
+
+def token_of(path: Path, value: object, key: str = "added_tokens") -> AddedToken:
+    """Read a token that a JSON object describes. ``path`` and ``key`` are for the message of the
+    ``AddedTokensError`` that anything else raises."""
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise AddedTokensError(
+            f"{path}: {key} is {value!r}, but must be a token: an object with its content"
+        )
+    flags = {name: value[name] for name in _FLAGS if value.get(name) is not None}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise AddedTokensError(f"{path}: {key}: {name} is {flag!r}, but must be true or false")
+    if "normalized" not in flags:
+        flags["normalized"] = not flags.get("special", False)
+    return AddedToken(value["content"], **flags)
+
+
+def _entries(path: Path, key: str, value: object) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        raise AddedTokensError(f"{path}: {key} is {value!r}, but must be an object")
+    yield from value.items()
+
+
+def _id(path: Path, key: str, value: object) -> int:
+    """A token id, of which JSON may have made a text. Raises ``AddedTokensError``."""
+    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+    if type(number) is not int or number < 0:
+        raise AddedTokensError(f"{path}: {key} has the id {value!r}, but must have a whole number")
+    return number
