@@ -19,7 +19,15 @@ from edgespec.device.drafters.manifest import MODEL_FILE, read_manifest
 from edgespec.device.export.checkpoint import DecoderShape, read_shape
 from edgespec.device.export.export import DEFAULT_CONTEXT_LIMIT, exported
 from edgespec.models.draft_sources import DraftSource, find_draft, read_foreign_info, resolve_texts
-from edgespec.models.folders import DRAFT_MANIFEST, Role, model_info, read_config, resolve_model
+from edgespec.models.folders import (
+    DRAFT_MANIFEST,
+    Role,
+    model_info,
+    read_config,
+    resolve_model,
+    trained_length,
+    whole_number,
+)
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
 
 if TYPE_CHECKING:
@@ -205,10 +213,11 @@ def source_variant(folder: Path, bits: int, kv_type: memory.KvType) -> memory.Dr
     hidden + 3 * hidden * feed_forward) + tables * vocabulary * hidden) * bytes + rotary tables."""
     config, shape = read_config(folder), read_shape(folder)
     hidden, dim, vocabulary = shape.hidden, shape.head_dim, shape.vocabulary_size
-    positions = min(int(config["max_position_embeddings"]), DEFAULT_CONTEXT_LIMIT)
-    context = min(int(config.get("trained_length") or positions), positions)
+    longest = whole_number(folder / "config.json", config, "max_position_embeddings")
+    positions = min(longest, DEFAULT_CONTEXT_LIMIT)
+    context = min(trained_length(folder) or positions, positions)
     layer = hidden * dim * 2 * (shape.heads + shape.kv_heads) + 3 * hidden * shape.feed_forward
-    tables = 1 if config.get("tie_word_embeddings", True) else 2
+    tables = 1 if shape.tied else 2
     per_weight = _STORED_PER_WEIGHT[bits]
     table = int(vocabulary * hidden * per_weight)
     return memory.DraftVariant(

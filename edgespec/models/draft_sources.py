@@ -198,7 +198,7 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     """Names and sizes that are not in a graph of others, from ``config.json`` (also with a
     ``text_config`` inside, and with the older names of sizes) and ``genai_config.json``, whichever
     is there. ``tokenizer`` is the folder of another tokenizer to go with the graph, for a folder
-    that has none. Raises ``ModelFolderError`` naming the file and the field."""
+    that has none. Raises ``ModelFolderError`` naming the file, the key and the value."""
     path = folder / "config.json"
     config = folders.read_json(path) if path.is_file() else {}
     if isinstance(inner := config.get("text_config"), dict):
@@ -209,15 +209,19 @@ def read_foreign_info(folder: Path, name: str, tokenizer: Path | None = None) ->
     texts = folder if tokenizer is None or (folder / "tokenizer.json").is_file() else tokenizer
 
     def size(*names: str) -> int:
-        """The first that is a positive integer, else 0."""
-        values = (place.get(name) for place in (config, decoder, genai) for name in names)
-        numbers = (one for one in values if isinstance(one, int) and not isinstance(one, bool))
-        return next((one for one in numbers if one > 0), 0)
+        """The first that is there, else 0."""
+        genai_path = folder / GENAI_CONFIG
+        places = ((path, config), (genai_path, decoder), (genai_path, genai))
+        for where, place in places:
+            for name in names:
+                if place.get(name) is not None:
+                    return folders.whole_number(where, place, name)
+        return 0
 
     if not (context := size(*_CONTEXT, "context_length")):
         raise folders.ModelFolderError(
             f"{folder}: neither config.json ({', '.join(_CONTEXT)}) nor {GENAI_CONFIG}"
-            " (context_length) tells the context length as a positive integer"
+            " (context_length) says what the context length is"
         )
     ends, said = folders.eos_token_ids(folder), genai.get("eos_token_id")
     if not ends and said is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -161,11 +162,10 @@ def resolve_model(reference: str, role: Role, patterns: Sequence[str] = HUB_PATT
 def check_folder(folder: Path, model_types: Sequence[str] = MODEL_TYPES) -> None:
     """A checkpoint that can be loaded? Raises ``ModelFolderError`` naming the first file that is
     missing or wrong."""
-    kind = read_config(folder).get("model_type")
-    if kind not in model_types:
-        raise ModelFolderError(
-            f"{folder / 'config.json'}: model_type {kind!r} is not one of {tuple(model_types)}"
-        )
+    path, config = folder / "config.json", read_config(folder)
+    if (kind := config.get("model_type")) not in model_types:
+        raise ModelFolderError(f"{path}: model_type {kind!r} is not one of {tuple(model_types)}")
+    check_sizes(path, config)
     if not (folder / "tokenizer.json").is_file():
         raise ModelFolderError(f"{folder / 'tokenizer.json'}: no such file")
     index = folder / "model.safetensors.index.json"
@@ -198,8 +198,8 @@ def model_info(folder: Path) -> ModelInfo:
     return ModelInfo(
         name=folder.resolve().name,
         vocabulary=vocabulary_fingerprint(folder / "tokenizer.json"),
-        vocabulary_size=_whole_number(path, config, "vocab_size"),
-        context_length=_whole_number(path, config, "max_position_embeddings"),
+        vocabulary_size=whole_number(path, config, "vocab_size", most=MAX_TOKEN_ID + 1),
+        context_length=whole_number(path, config, "max_position_embeddings"),
         eos_token_ids=eos_token_ids(folder),
     )
 
@@ -218,12 +218,15 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def eos_ids(path: Path, value: object) -> tuple[int, ...]:
-    """``eos_token_id`` of a file, one id or several. Raises ``ModelFolderError``."""
+def eos_ids(path: Path, value: object, name: str = "eos_token_id") -> tuple[int, ...]:
+    """Return the end-of-text ids that a file has under the key ``name``, one id or several. Raises
+    ``ModelFolderError``."""
     ids = value if isinstance(value, list) else [value]
-    if len(ids) > MAX_EOS_IDS or not all(type(token) is int and token >= 0 for token in ids):
+    fine = all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in ids)
+    if len(ids) > MAX_EOS_IDS or not fine:
         raise ModelFolderError(
-            f"{path}: eos_token_id is {value!r}, but must be up to {MAX_EOS_IDS} ids"
+            f"{path}: {name} is {value!r}, but must be up to {MAX_EOS_IDS} ids in"
+            f" [0, {MAX_TOKEN_ID}]"
         )
     return tuple(ids)
 
@@ -240,7 +243,7 @@ def trained_length(folder: Path) -> int:
     ``config.json``, which our own training writes; 0: it does not say. Raises
     ``ModelFolderError``."""
     config = {"trained_length": 0, **read_config(folder)}
-    return _whole_number(folder / "config.json", config, "trained_length", least=0)
+    return whole_number(folder / "config.json", config, "trained_length", least=0)
 
 
 def fetch(reference: str, patterns: Sequence[str]) -> Path:
@@ -266,11 +269,7 @@ def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
 
 
 def _info_of_draft(path: Path) -> ModelInfo:
-    data = read_json(path).get("model")
-    try:
-        model = ModelInfo(**(data or {}))
-    except TypeError as error:
-        raise ModelFolderError(f"{path}: model: {error}") from error
+    model = manifest_info(path, read_json(path))
     tokenizer = path.parent / "tokenizer.json"
     found = vocabulary_fingerprint(tokenizer)
     if found != model.vocabulary:
@@ -278,16 +277,119 @@ def _info_of_draft(path: Path) -> ModelInfo:
             f"{tokenizer}: its vocabulary is {found}, but the draft was exported with"
             f" {model.vocabulary}; export it again"
         )
-    return replace(model, eos_token_ids=tuple(model.eos_token_ids))
+    return model
 
 
-def _whole_number(path: Path, config: dict[str, Any], name: str, least: int = 1) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def manifest_info(path: Path, manifest: Mapping[str, Any]) -> ModelInfo:
+    """Return the model that the parsed manifest of a draft folder describes. Raises
+    ``ModelFolderError`` naming the file, the key and the value."""
+    data = section(path, manifest, "model")
+    texts = {name: data.get(name, "") for name in ("name", "vocabulary", "fingerprint")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ModelFolderError(f"{path}: model.{name} is {text!r}, but must be text")
+    return ModelInfo(
+        name=texts["name"],
+        vocabulary=texts["vocabulary"],
+        vocabulary_size=whole_number(path, data, "vocabulary_size", most=MAX_TOKEN_ID + 1),
+        context_length=whole_number(path, data, "context_length"),
+        eos_token_ids=eos_ids(path, data.get("eos_token_ids") or [], "eos_token_ids"),
+        fingerprint=texts["fingerprint"],
+    )
+
+
+_MOST: Final = (1 << 31) - 1
+
+
+def whole_number(
+    path: Path,
+    data: Mapping[str, Any],
+    name: str,
+    *,
+    least: int = 1,
+    most: int = _MOST,
+    absent: int | None = None,
+) -> int:
+    """Return the whole number ``data[name]`` of a parsed file.
+
+    ``absent`` is returned for a key that is missing or null; None: there is none. Raises
+    ``ModelFolderError`` naming the file, the key, the value and the limits."""
+    value = data.get(name)
+    if value is None and absent is not None:
+        return absent
+    if type(value) is not int or not least <= value <= most:
+        limit = (
+            f"at least {least}" if type(value) is not int or value < least else f"at most {most}"
+        )
         raise ModelFolderError(
-            f"{path}: {name} is {value!r}, but must be a whole number of at least {least}"
+            f"{path}: {name} is {value!r}, but must be a whole number of {limit}"
         )
     return value
+
+
+def real_number(
+    path: Path,
+    data: Mapping[str, Any],
+    name: str,
+    absent: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+) -> float:
+    """Return the finite number ``data[name]`` of a parsed file, at least ``least`` and larger than
+    ``above``. ``absent`` is returned for a key that is missing or null. Raises
+    ``ModelFolderError`` naming the file, the key, the value and the limit."""
+    value = data.get(name)
+    if value is None:
+        return absent
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least or value <= above:
+        limit = f" above {above:g}" if above > -math.inf else ""
+        limit = f" of at least {least:g}" if least > -math.inf else limit
+        raise ModelFolderError(f"{path}: {name} is {value!r}, but must be a finite number{limit}")
+    return float(value)
+
+
+def truth(path: Path, data: Mapping[str, Any], name: str, absent: bool = False) -> bool:
+    """Return the true or false ``data[name]`` of a parsed file, ``absent`` for a key that is
+    missing or null. Raises ``ModelFolderError`` naming the file, the key and the value."""
+    value = data.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ModelFolderError(f"{path}: {name} is {value!r}, but must be true or false")
+    return absent if value is None else value
+
+
+def section(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the object ``data[name]`` of a parsed file, an empty one for a key that is missing or
+    null. Raises ``ModelFolderError`` naming the file, the key and the value."""
+    value = data.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ModelFolderError(f"{path}: {name} is {value!r}, but must be an object")
+    return value or {}
+
+
+_SIZES: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+
+
+def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Check the sizes that a ``config.json`` has, before a library computes with them. Raises
+    ``ModelFolderError`` naming the file, the key and the value."""
+    for name in _SIZES:
+        whole_number(path, config, name, absent=1)
+    groups = whole_number(path, config, "num_key_value_heads", absent=1)
+    heads = whole_number(path, config, "num_attention_heads", absent=groups)
+    if heads % groups:
+        raise ModelFolderError(
+            f"{path}: num_key_value_heads is {groups}, but must divide num_attention_heads, {heads}"
+        )
+    hidden = whole_number(path, config, "hidden_size", absent=heads)
+    if config.get("head_dim") is None and hidden < heads:
+        raise ModelFolderError(
+            f"{path}: hidden_size is {hidden}, which is less than num_attention_heads, {heads}"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -482,8 +482,12 @@ def test_older_names_and_nested_configs_are_read(tmp_path: Path) -> None:
         assert (found.model.context_length, found.kv_heads, found.head_size) == expected
         assert found.model.vocabulary_size == 320 or found.token_count
     (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
-    with pytest.raises(ModelFolderError, match="context length as a positive integer"):
+    with pytest.raises(ModelFolderError, match="says what the context length is"):
         read_foreign_info(folder, "name")
+    for name in ("n_positions", "n_head", "n_embd", "vocab_size", "head_dim"):
+        (folder / "config.json").write_text(json.dumps({"n_positions": 99, name: "x"}))
+        with pytest.raises(ModelFolderError, match=rf"config\.json: {name} is 'x'"):
+            read_foreign_info(folder, "name")
 
 
 class Hub:

@@ -2,13 +2,14 @@
 
 {"format": 1, "model": {ModelInfo}, "bits": 4, "table_bits": 4, "block_size": 32, "layers": 3,
  "kv_heads": 1, "head_dim": 64, "kv_type": "float32", "trained_length": 256,
- "source": "name of the checkpoint"}
+ "source": "name of the checkpoint", "file_bytes": {"model.onnx": 1234}}
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,20 @@ from edgespec.core.device.memory import KvType
 from edgespec.core.ports import ModelInfo
 
 FORMAT = 1
+BITS = (4, 8, 32)
 MANIFEST_FILE = "edgespec.json"
 MODEL_FILE = "model.onnx"
 MAX_CONTEXT_LENGTH = 1 << 20
 MAX_VOCABULARY_SIZE = 1 << 20
+MAX_TOKEN_ID = (1 << 24) - 1
+MAX_FILE_BYTES = 1 << 40
+_NEEDED = ("bits", "table_bits", "block_size", "layers", "kv_heads", "head_dim")
+_NUMBERS = {
+    **dict.fromkeys(_NEEDED, (1, 1 << 12)),
+    "token_count": (0, MAX_VOCABULARY_SIZE),
+    "trained_length": (0, MAX_CONTEXT_LENGTH),
+}
+"""Numbers of a manifest, each with its least and its largest value."""
 
 
 class DraftModelError(ValueError):
@@ -43,6 +54,9 @@ class DraftManifest:
     """Of a cached key or value."""
     trained_length: int = 0
     """Tokens of the texts that it was trained on; 0: not known, taken for the whole context."""
+    file_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the folder's other files by name, which tell a file that was cut; empty: not known,
+    as in older exports."""
 
     @property
     def proposable(self) -> int:
@@ -57,12 +71,14 @@ class DraftManifest:
 
 
 def write_manifest(folder: Path, manifest: DraftManifest) -> None:
+    """Write the manifest into a draft folder. Raises ``OSError``."""
     text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2, sort_keys=True)
     (folder / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> DraftManifest:
-    """Raises ``DraftModelError`` naming the file and the field."""
+    """Return the manifest of a draft folder. Raises ``DraftModelError`` naming the file, the key,
+    the value and the limits."""
     path = folder / MANIFEST_FILE
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -70,31 +86,70 @@ def read_manifest(folder: Path) -> DraftManifest:
         raise DraftModelError(
             f"{path}: no such file; a draft folder is made by `edgespec export`"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DraftModelError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise DraftModelError(f"{path}: format must be {FORMAT}; export the draft again")
     data.pop("kept_count", None)  # of older exports
-    try:
-        model = ModelInfo(**data.pop("model"))
-        model = replace(model, eos_token_ids=tuple(int(token) for token in model.eos_token_ids))
-        manifest = DraftManifest(model=model, **data)
-    except (TypeError, ValueError, KeyError) as error:
-        raise DraftModelError(f"{path}: {error}") from error
-    _check(path, "vocabulary_size", model.vocabulary_size, MAX_VOCABULARY_SIZE)
-    _check(path, "context_length", model.context_length, MAX_CONTEXT_LENGTH)
-    if manifest.token_count:
-        _check(path, "token_count", manifest.token_count, model.vocabulary_size)
-    if manifest.trained_length:
-        _check(path, "trained_length", manifest.trained_length, MAX_CONTEXT_LENGTH)
-    known = [kv_type.value for kv_type in KvType]
-    if manifest.kv_type not in known:
-        raise DraftModelError(f"{path}: kv_type is {manifest.kv_type!r}, not one of {known}")
-    for name in ("layers", "kv_heads", "head_dim"):
-        _check(path, name, getattr(manifest, name), 1 << 12)
+    known = {one.name for one in fields(DraftManifest)}
+    if surplus := sorted(data.keys() - known):
+        raise DraftModelError(f"{path}: {surplus[0]} is no key of a manifest; export it again")
+    model = _model(path, data.pop("model", None))
+    for name, (low, high) in _NUMBERS.items():
+        if name in data or name in _NEEDED:
+            _check(path, name, data.get(name), high, low)
+    for name in ("bits", "table_bits"):
+        if data[name] not in BITS:
+            raise DraftModelError(f"{path}: {name} is {data[name]!r}, but must be one of {BITS}")
+    for name in ("source", "kv_type"):
+        if not isinstance(text := data.get(name, ""), str):
+            raise DraftModelError(f"{path}: {name} is {text!r}, but must be text")
+    sizes = data.get("file_bytes", {})
+    if not isinstance(sizes, dict):
+        raise DraftModelError(f"{path}: file_bytes is {sizes!r}, but must be an object")
+    for name, size in sizes.items():
+        _check(path, f"file_bytes[{name}]", size, MAX_FILE_BYTES, 0)
+    manifest = DraftManifest(model=model, **data)
+    _check(path, "token_count", manifest.token_count, model.vocabulary_size, 0)
+    types = [kv_type.value for kv_type in KvType]
+    if manifest.kv_type not in types:
+        raise DraftModelError(f"{path}: kv_type is {manifest.kv_type!r}, not one of {types}")
     return manifest
 
 
-def _check(path: Path, name: str, value: object, high: int) -> None:
-    if not isinstance(value, int) or not 1 <= value <= high:
-        raise DraftModelError(f"{path}: {name} is {value!r}, but must be an integer in [1, {high}]")
+def _model(path: Path, data: Any) -> ModelInfo:
+    """The model that a manifest describes. Raises ``DraftModelError``."""
+    if not isinstance(data, dict):
+        raise DraftModelError(f"{path}: model is {data!r}, but must be an object")
+    for name in ("name", "vocabulary", "fingerprint"):
+        if not isinstance(text := data.get(name, ""), str):
+            raise DraftModelError(f"{path}: model.{name} is {text!r}, but must be text")
+    _check(path, "vocabulary_size", data.get("vocabulary_size"), MAX_VOCABULARY_SIZE)
+    _check(path, "context_length", data.get("context_length"), MAX_CONTEXT_LENGTH)
+    ends = data.get("eos_token_ids", [])
+    if not isinstance(ends, list):
+        raise DraftModelError(f"{path}: eos_token_ids is {ends!r}, but must be a list")
+    for token in ends:
+        _check(path, "eos_token_ids", token, MAX_TOKEN_ID, 0)
+    try:
+        return ModelInfo(**{**data, "eos_token_ids": tuple(ends)})
+    except TypeError as error:
+        raise DraftModelError(f"{path}: model: {error}") from error
+
+
+def damage(folder: Path, manifest: DraftManifest, names: Iterable[str] = ()) -> str:
+    """Say which file of a draft folder does not have the size that it was written with; empty:
+    none. ``names`` are the files to look at, by default all that the manifest lists."""
+    for name in names or manifest.file_bytes:
+        path, size = folder / name, manifest.file_bytes.get(name)
+        if size is not None and (found := path.stat().st_size if path.is_file() else -1) != size:
+            has = "no such file" if found < 0 else f"has {found} bytes"
+            return f"{path}: {has}, but was written with {size}"
+    return ""
+
+
+def _check(path: Path, name: str, value: object, high: int, low: int = 1) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise DraftModelError(
+            f"{path}: {name} is {value!r}, but must be an integer in [{low}, {high}]"
+        )

@@ -321,6 +321,8 @@ class OnnxDrafter(GraphDrafter):
         )
         bounded("chunk", chunk, 1, CHUNK)
         path = folder / mf.MODEL_FILE
+        if why := mf.damage(folder, manifest, (mf.MODEL_FILE, f"{mf.MODEL_FILE}.data")):
+            raise mf.DraftModelError(f"{why}; export or copy the draft again")
         two_from = _TWO_THREADS_FROM_BYTES.get(manifest.bits, 0)
         threads = threads or dg.usual_threads(dg.weights_bytes(path), two_from)
         session = dg.load_session(path, threads, providers)

@@ -7,13 +7,23 @@ refused by name; ``Checkpoint`` reads tensors of ``*.safetensors`` one at a time
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.models.folders import DRAFT_MODEL_TYPES, ModelFolderError, read_json
+from edgespec.models.folders import (
+    DRAFT_MODEL_TYPES,
+    ModelFolderError,
+    check_sizes,
+    read_json,
+    real_number,
+    section,
+    truth,
+    whole_number,
+)
 
 _GEMMA = ("gemma2", "gemma3_text")
 _WINDOWED = ("mistral", "phi3", *_GEMMA)
@@ -21,6 +31,26 @@ _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+}
+# What a configuration of a family leaves out, where it is not the same for all of them.
+_LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32},
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
 }
 ROPE_TYPES = ("default", *_ROPE_FIELDS)
 ACTIVATIONS = {
@@ -69,6 +99,8 @@ class DecoderShape:
     attention_cap: float = 0.0
     """Scores are cap * tanh(score / cap); 0: they are not."""
     logits_cap: float = 0.0
+    biased: tuple[str, ...] = ()
+    """Names of the matrices of a layer that have a bias, such as ``q_proj``."""
 
     @property
     def normalises_heads(self) -> bool:
@@ -95,7 +127,8 @@ class DecoderShape:
 
 
 def read_shape(folder: Path) -> DecoderShape:
-    """Raises ``ModelFolderError`` naming the field and the value for anything unsupported."""
+    """Return what the exporter needs of the ``config.json`` of a folder. Raises
+    ``ModelFolderError`` naming the file, the key and the value for anything unsupported."""
     path = folder / "config.json"
     config = read_json(path)
     model_type = config.get("model_type")
@@ -103,67 +136,102 @@ def read_shape(folder: Path) -> DecoderShape:
         raise ModelFolderError(
             f"{path}: model_type {model_type!r} is not one of {DRAFT_MODEL_TYPES}"
         )
+    config = {**_LEFT_OUT.get(model_type, {}), **config}
+    check_sizes(path, config)
+    whole, real = partial(whole_number, path, config), partial(real_number, path, config)
     gemma = model_type in _GEMMA
     usual = "gelu_pytorch_tanh" if gemma else "silu"
     act = config.get("hidden_activation") or config.get("hidden_act") or usual
-    if act not in ACTIVATIONS:
+    if not isinstance(act, str) or act not in ACTIVATIONS:
         raise ModelFolderError(f"{path}: hidden_act {act!r} is not one of {sorted(ACTIVATIONS)}")
-    try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or (256 if gemma else hidden // heads))
-        if head_dim % 2:
-            raise ModelFolderError(
-                f"{path}: head size {head_dim} is odd, but positions rotate pairs"
-            )
-        return DecoderShape(
-            model_type=model_type,
-            vocabulary_size=int(config["vocab_size"]),
-            hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=head_dim,
-            feed_forward=int(config["intermediate_size"]),
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            activation=ACTIVATIONS[act],
-            tied=bool(config.get("tie_word_embeddings", False)),
-            window=_window(path, config),
-            rope=_rope(path, config),
-            **_specialities(path, config, hidden, head_dim),
+    hidden, heads = whole("hidden_size"), whole("num_attention_heads")
+    head_dim = whole("head_dim", absent=256 if gemma else hidden // heads)
+    if head_dim % 2:
+        raise ModelFolderError(f"{path}: head size {head_dim} is odd, but positions rotate pairs")
+    return DecoderShape(
+        model_type=model_type,
+        vocabulary_size=whole("vocab_size"),
+        hidden=hidden,
+        layers=whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=whole("num_key_value_heads", absent=heads),
+        head_dim=head_dim,
+        feed_forward=whole("intermediate_size"),
+        norm_epsilon=real("rms_norm_eps", 1e-6, least=0.0),
+        activation=ACTIVATIONS[act],
+        tied=truth(path, config, "tie_word_embeddings"),
+        window=_window(path, config),
+        rope=_rope(path, config),
+        biased=_biased(path, config),
+        **_specialities(path, config, hidden, head_dim),
+    )
+
+
+_ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP: Final = ("gate_proj", "up_proj", "down_proj")
+
+
+def _biased(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
+    """The matrices of a layer that have a bias in this family, by its configuration."""
+    kind = config["model_type"]
+    attention, mlp = (truth(path, config, name) for name in ("attention_bias", "mlp_bias"))
+    if kind in ("mistral", "phi3"):
+        return ()
+    if kind == "qwen2":
+        return _ATTENTION[:3]
+    has_mlp = mlp and kind in ("llama", "granite", "smollm3")
+    return (_ATTENTION if attention else ()) + (_MLP if has_mlp else ())
+
+
+def _layer_types(path: Path, config: dict[str, Any]) -> list[str]:
+    """The kinds of a model's layers as ``layer_types`` lists them; empty where it does not."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return []
+    layers = whole_number(path, config, "num_hidden_layers")
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        raise ModelFolderError(
+            f"{path}: layer_types is {kinds!r}, but must have one of {known} for each of {layers}"
+            " layers"
         )
-    except KeyError as error:
-        raise ModelFolderError(f"{path}: field {error} is missing") from error
+    return kinds
 
 
 def _window(path: Path, config: dict[str, Any]) -> int:
-    kinds = set(config.get("layer_types") or ())
+    kinds = set(_layer_types(path, config))
     if len(kinds) > 1 and config["model_type"] not in _GEMMA:
         raise ModelFolderError(f"{path}: layer_types mixes {sorted(kinds)}, which is not supported")
     if config["model_type"] not in _WINDOWED:
         if config.get("use_sliding_window"):
             raise ModelFolderError(f"{path}: use_sliding_window is not supported")
         return 0
-    default = 4096 if config["model_type"] in _GEMMA else 0
-    return int(config.get("sliding_window", default) or 0)
+    return whole_number(path, config, "sliding_window", least=0, absent=0)
 
 
 def _specialities(path: Path, config: dict[str, Any], hidden: int, head_dim: int) -> dict[str, Any]:
     """Fields that only some families have; defaults are those of their configurations."""
+    real = partial(real_number, path, config)
     match config["model_type"]:
         case "granite":
             return {
-                "attention_scale": float(config.get("attention_multiplier", 1.0)),
-                "stream_scale": float(config.get("embedding_multiplier", 1.0)),
-                "branch_scale": float(config.get("residual_multiplier", 1.0)),
-                "logits_divisor": float(config.get("logits_scaling", 1.0)),
+                "attention_scale": real("attention_multiplier", 1.0),
+                "stream_scale": real("embedding_multiplier", 1.0, above=0.0),
+                "branch_scale": real("residual_multiplier", 1.0),
+                "logits_divisor": real("logits_scaling", 1.0, above=0.0),
             }
         case "gemma2" | "gemma3_text":
             return _gemma(path, config, hidden)
         case "smollm3":
-            layers = range(int(config["num_hidden_layers"]))
-            every = config.get("no_rope_layer_interval", 4)
+            layers = range(whole_number(path, config, "num_hidden_layers"))
+            every = whole_number(path, config, "no_rope_layer_interval", absent=4)
             # The list says which layers do rotate, whatever it is called.
             rotated = config.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
+            if not isinstance(rotated, list) or len(rotated) != len(layers):
+                raise ModelFolderError(
+                    f"{path}: no_rope_layers is {rotated!r}, but must have an entry for each of"
+                    f" {len(layers)} layers"
+                )
             unrotated = tuple(layer for layer in layers if not rotated[layer])
             return {"attention_scale": head_dim**-0.5, "unrotated": unrotated}
         case _:
@@ -174,22 +242,23 @@ def _gemma(path: Path, config: dict[str, Any], hidden: int) -> dict[str, Any]:
     second = config["model_type"] == "gemma2"
     if config.get("use_bidirectional_attention"):
         raise ModelFolderError(f"{path}: use_bidirectional_attention is not supported")
-    every = 2 if second else int(config.get("sliding_window_pattern", 6))
-    kinds = config.get("layer_types") or [
+    every = 2 if second else whole_number(path, config, "sliding_window_pattern", absent=6)
+    kinds = _layer_types(path, config) or [
         "sliding_attention" if (layer + 1) % every else "full_attention"
-        for layer in range(int(config["num_hidden_layers"]))
+        for layer in range(whole_number(path, config, "num_hidden_layers"))
     ]
+    real = partial(real_number, path, config)
     found: dict[str, Any] = {
-        "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_scale": real("query_pre_attn_scalar", 256.0, above=0.0) ** -0.5,
         "stream_scale": float(hidden) ** 0.5,
         "norm_offset": 1.0,
         "sliding": tuple(kind == "sliding_attention" for kind in kinds),
-        "attention_cap": float(config.get("attn_logit_softcapping", 50.0 * second) or 0.0),
-        "logits_cap": float(config.get("final_logit_softcapping", 30.0 * second) or 0.0),
+        "attention_cap": real("attn_logit_softcapping", 0.0, least=0.0),
+        "logits_cap": real("final_logit_softcapping", 0.0, least=0.0),
     }
     if not second:
-        local = (config.get("rope_parameters") or {}).get("sliding_attention") or {
-            "rope_theta": config.get("rope_local_base_freq", 10_000.0)
+        local = section(path, section(path, config, "rope_parameters"), "sliding_attention") or {
+            "rope_theta": real("rope_local_base_freq", 10_000.0, above=0.0)
         }
         found["local_rope"] = _rope(path, {"rope_parameters": local})
     return found
@@ -199,20 +268,31 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Both spellings: ``rope_parameters`` (transformers 5), ``rope_theta`` + ``rope_scaling``."""
     usual = 1_000_000.0 if config.get("model_type") == "gemma3_text" else 10_000.0
     rope = {"rope_theta": config.get("rope_theta", usual)}
-    rope |= config.get("rope_scaling") or {}
-    parameters = config.get("rope_parameters") or {}
-    rope |= parameters.get("full_attention", parameters)  # or one for each kind of layer
+    rope |= section(path, config, "rope_scaling")
+    parameters = section(path, config, "rope_parameters")
+    if "full_attention" in parameters:  # one for each kind of layer
+        parameters = section(path, parameters, "full_attention")
+    rope |= parameters
+    rope["rope_theta"] = real_number(path, rope, "rope_theta", usual, above=0.0)
     rope["rope_type"] = kind = rope.get("rope_type") or rope.pop("type", None) or "default"
     if kind not in ROPE_TYPES:
         raise ModelFolderError(f"{path}: rope_type {kind!r} is not one of {ROPE_TYPES}")
     if kind == "yarn" and not rope.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = config.get("max_position_embeddings")
     for name in _ROPE_FIELDS.get(kind, ()):
-        if not isinstance(value := rope.get(name), int | float):
-            raise ModelFolderError(f"{path}: rope_type {kind!r} needs {name}, which is {value!r}")
-    partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ModelFolderError(f"{path}: partial_rotary_factor {partial} is not supported")
+        if rope.get(name) is None:
+            raise ModelFolderError(f"{path}: rope_type {kind!r} needs {name}, which is None")
+        rope[name] = real_number(path, rope, name, 1.0, above=0.0)
+    for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+        real_number(path, rope, name, 0.0)
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ModelFolderError(
+            f"{path}: low_freq_factor is {rope['low_freq_factor']}, but must be below"
+            f" high_freq_factor, {rope['high_freq_factor']}"
+        )
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        raise ModelFolderError(f"{path}: partial_rotary_factor {share} is not supported")
     return rope
 
 

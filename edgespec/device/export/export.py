@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.checks import bounded
-from edgespec.device.drafters.manifest import MODEL_FILE, DraftManifest, write_manifest
+from edgespec.device.drafters.manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    DraftManifest,
+    DraftModelError,
+    damage,
+    read_manifest,
+    write_manifest,
+)
 from edgespec.device.export.checkpoint import Checkpoint, read_shape
 from edgespec.models import folders
 
@@ -30,6 +38,7 @@ COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
 )
 
@@ -80,7 +89,9 @@ def export_draft(
     for name in COPIED_FILES:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
-    write_manifest(target, manifest)
+    files = [path for path in target.iterdir() if path.is_file() and path.name != MANIFEST_FILE]
+    sizes = {path.name: path.stat().st_size for path in sorted(files)}
+    write_manifest(target, manifest := replace(manifest, file_bytes=sizes))
     return manifest
 
 
@@ -128,31 +139,47 @@ def work_folder(beside: Path) -> Iterator[Path]:
 
 
 # Raised when an export of the same input would give other bytes.
-_EXPORT_VERSION = 4
+_EXPORT_VERSION = 5
 _CHUNK_BYTES = 1 << 20
-_HASHED = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors")
+_HASHED = ("config.json", "generation_config.json", "*token*.json", "*.safetensors")
 
 
 def exported(
     source: Path, bits: int, say: Callable[[str], None], kv_type: KvType = KvType.FLOAT32
 ) -> Path:
-    """The draft folder made from the Hugging Face folder ``source``: in the user's cache under a
-    key of its weights, its tokenizer and these settings, made now if need be. Raises ``ValueError``
-    naming the file for a folder that cannot be exported."""
+    """Return the draft folder made from the Hugging Face folder ``source``.
+
+    It lies in the user's cache under a key of its weights, its tokenizer and these settings, and is
+    made now if it is not there, or if a file of it was cut (by a full disk, for example). ``say``
+    is told what takes long. Raises ``ValueError`` naming the file for a folder that cannot be
+    exported."""
     folders.check_checkpoint(source)
     folder = folders.cache_folder() / "drafts" / f"{source.name}-{_key(source, bits, kv_type)}"
-    if (folder / folders.DRAFT_MANIFEST).is_file():
-        return folder
+    if folder.exists():
+        if not (why := _fault(folder)):
+            return folder
+        say(f"the cached draft is damaged and made again ({why})")
     say(f"exporting {source} to {bits}-bit ONNX, once, into {folder}")
     # Built aside and moved: a half-written folder is never found, nor by a second process.
     with work_folder(folder.parent) as work:
         export_draft(source, work, bits=bits, kv_type=kv_type)
+        if folder.exists() and _fault(folder):
+            with work_folder(folder.parent) as aside:
+                folder.rename(aside / "damaged")
         try:
             work.rename(folder)
         except OSError:
-            if not (folder / folders.DRAFT_MANIFEST).is_file():
+            if not folder.exists() or _fault(folder):
                 raise
     return folder
+
+
+def _fault(folder: Path) -> str:
+    """Why a draft folder of the cache cannot be used; empty: nothing is wrong with it."""
+    try:
+        return damage(folder, read_manifest(folder))
+    except DraftModelError as error:
+        return str(error)
 
 
 def _key(source: Path, bits: int, kv_type: KvType) -> str:

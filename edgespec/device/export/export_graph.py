@@ -136,6 +136,7 @@ _ACTIVATIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gelu": ("Gelu", {}),
     "gelu_tanh": ("Gelu", {"approximate": "tanh"}),
 }
+_TABLE = "model.embed_tokens"
 _OPSET = 21
 _IR_VERSION = 10
 # SimplifiedLayerNormalization is onnxruntime's own too, yet registered in the standard domain.
@@ -212,7 +213,7 @@ class GraphBuilder:
     # --- parts of the decoder ---------------------------------------------------------------
 
     def _embedding(self) -> str:
-        shape, name = self._shape, "model.embed_tokens"
+        shape, name = self._shape, _TABLE
         weight = self._read(f"{name}.weight", (shape.vocabulary_size, shape.hidden))
         if self._bits == 32:
             self._constant(f"{name}.weight", weight)
@@ -299,7 +300,7 @@ class GraphBuilder:
         ]
         joint = f"{name}.qkv_proj"
         product = self._product(joint, normed, np.concatenate(weights))
-        if f"{name}.q_proj.bias" not in self._checkpoint:
+        if "q_proj" not in self._shape.biased:
             return product
         biases = [
             pad_outputs(self._read(f"{name}.{x}_proj.bias", (count * dim,)), dim)
@@ -352,10 +353,10 @@ class GraphBuilder:
         return self._node("SimplifiedLayerNormalization", inputs, name, axis=-1, epsilon=epsilon)
 
     def _head(self, normed: str) -> None:
-        shape, table = self._shape, "model.embed_tokens"
+        shape, table = self._shape, _TABLE
         size = (shape.vocabulary_size, shape.hidden)
         out = "logits.uncapped" if shape.logits_cap else "logits"
-        if not shape.tied and "lm_head.weight" in self._checkpoint:
+        if not shape.tied or self._has_own_head(size):
             self._product("lm_head", normed, self._read("lm_head.weight", size), out)
         elif self._bits == 32:  # the table as it stands, read transposed
             self._node("Gemm", [normed, f"{table}.weight"], out, transB=1)
@@ -367,6 +368,14 @@ class GraphBuilder:
             bent = self._node("Tanh", [share], "logits.bent")
             self._node("Mul", [bent, "logits.cap"], "logits")
 
+    def _has_own_head(self, size: tuple[int, int]) -> bool:
+        """Whether a checkpoint that ties its tables holds a head that is not the embedding: then
+        transformers takes the head."""
+        if "lm_head.weight" not in self._checkpoint:
+            return False
+        head, table = self._read("lm_head.weight", size), self._read(f"{_TABLE}.weight", size)
+        return not np.array_equal(head, table)
+
     # --- matrices ---------------------------------------------------------------------------
 
     def _linear(self, name: str, value: str, rows: int, columns: int) -> str:
@@ -374,7 +383,7 @@ class GraphBuilder:
         return self._biased(name, self._product(name, value, weight), rows)
 
     def _biased(self, name: str, product: str, rows: int) -> str:
-        if f"{name}.bias" not in self._checkpoint:
+        if name.rpartition(".")[2] not in self._shape.biased:
             return product
         self._constant(f"{name}.bias", self._read(f"{name}.bias", (rows,)))
         return self._node("Add", [product, f"{name}.bias"], f"{name}.biased")
