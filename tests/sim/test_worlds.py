@@ -279,6 +279,21 @@ def older_ones_give_way(
     return [other for other in keeper.sessions if other != key and other not in spared]
 
 
+@MUTANTS.of(CacheKeeper, "_may_enter", seeds=200)
+def everybody_waits_for_the_first(may_enter: Any, keeper: CacheKeeper, key: str) -> bool:
+    """Even where the room is enough for all, and for sessions of another credential."""
+    older = itertools.takewhile(lambda other: other != key, keeper.sessions)
+    return not any(map(keeper._is_outside, older))
+
+
+@MUTANTS.of(CacheKeeper, "_find_order", seeds=1000)
+def the_order_is_that_of_opening(find_order: Any, keeper: CacheKeeper) -> Any:
+    """What is above a share is not given back to a newcomer."""
+    order = find_order(keeper)
+    line = [key for key in keeper.sessions if key in order.place_of]
+    return replace(order, line=line, place_of={key: at for at, key in enumerate(line)})
+
+
 @MUTANTS.of(ServedDrafts, "learn", seeds=60)
 def guesses_are_the_devices(
     learn: Any, served: ServedDrafts, request: Any, targets: Any, accepted: Any, committed: Any

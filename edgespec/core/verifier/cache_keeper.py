@@ -1,32 +1,54 @@
-"""Who gives up key-value blocks when a pass needs more than are free.
+"""Which sessions enter the key-value cache, and which give up blocks when it is full.
 
 Theory of operation. A cache is only a cache: a session that loses its blocks computes its committed
 tokens again when there is room, and its text does not change. So nothing ever fails for memory, it
-waits. Blocks are taken, as long as the asker's committed tokens need them, from
+waits. A session is *outside* while it wants a pass and holds no block. It enters when its whole
+committed prefix fits.
 
-    1. sessions whose device is gone, those gone longest first;
-    2. sessions that wait for their device to acknowledge, those waiting longest first;
-    3. sessions opened after the asker, the newest first.
+Shares. The *need* of a session is the number of blocks that it holds or that its prefix takes. All
+blocks are shared out between credentials by their needs (max-min fairness, ``fair_share``). A
+session is *within its share* when it and the older sessions of its credential need no more than
+that. Sessions whose device is gone or acknowledges nothing, and sessions outside that are over
+their rate, need nothing and keep nobody out.
 
-Draft nodes never cost anybody a block. Sessions of the pass that is being formed are spared. The
-order of opening is total, so the oldest session that has work can always run, and no two sessions
-take blocks from each other in turns.
+The order. Sessions within their share come first, together with the oldest of each credential
+whatever its need; then all others; older before newer in both parts. With one credential this is
+the order of opening.
 
-A session without blocks enters only when its whole committed prefix fits, and not before one that
-was opened earlier and waits too: a long prompt is not overtaken for ever by short ones. Who could
-not run even with room, because it is over its rate, keeps nobody out. An eviction frees only what
-nobody else holds, so a session whose blocks all have other holders is spared.
+The rules.
+
+    1. A session enters if the free blocks are enough for it and for everybody outside who goes
+       before it. That is: everybody ahead of it in the order; but for a session within its share
+       only the older sessions of its own credential, so that no credential delays another.
+    2. If nobody outside goes before it, it may take blocks from others, as few as needed: from
+       sessions whose device is gone, those gone longest first; then from sessions that wait for
+       their device to acknowledge, those waiting longest first; then from sessions behind it in the
+       order, the last first. A session that grows takes blocks in the same way.
+    3. A session that was refused is tried again before the next pass is formed, in the order.
+       Sessions of the pass that is being formed are spared.
+
+What follows. All sessions within their shares fit in the cache together, unless the oldest session
+of a credential needs more than its share. The order is total and the first session in it can take
+every block, so somebody always runs. No session starves, however long its prompt: when its older
+sessions are over it is the oldest of its credential, and from then on only sessions that were
+opened before it are ahead of it. Two sessions do not take blocks from each other in turns, since
+the order changes only when a session opens, ends, or outgrows its share. Draft nodes never cost
+anybody a block. An eviction frees only what nobody else holds, so a session whose blocks all have
+other holders is spared. Priorities order passes, not the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from edgespec.core.protocol.tree import CommittedPrefix
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.verifier import session_events as ev
 from edgespec.core.verifier.block_ledger import BlockLedger, BlockNames
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.session import VerifySession
+from edgespec.core.verifier.traffic_budget import fair_share
 
 OwnerOf = Callable[[str], str]
 """Sessions with equal owners may share."""
@@ -125,12 +147,34 @@ class PrefixSharing:
 Sessions = Mapping[str, VerifySession]
 
 
+@dataclass(slots=True)
+class CacheOrder:
+    """The order of the sessions that take part in the cache, and what it follows from."""
+
+    line: list[str]
+    """Ids of all sessions that hold a block or want one, the first in the order first."""
+    place_of: dict[str, int]
+    needs: dict[str, int]
+    """Blocks that each of them needs; absent for a session that keeps nobody out."""
+    siblings: dict[str, list[str]]
+    """By the name of a credential, its sessions in the order of opening."""
+    within_share: set[str]
+
+
 class CacheKeeper:
-    """``sessions`` is the engine's own table, in the order of opening. ``ledger`` None: the target
-    has room for all that is admitted, and nothing is counted. ``owner_of`` None: nobody shares."""
+    """Decides about the blocks of ``ledger``, and keeps them shared where texts begin alike.
+
+    ``ledger`` None: the target has room for all that is admitted, and nothing is counted.
+    ``sessions`` is the engine's own table, in the order of opening. ``owner_of`` None: no blocks
+    are shared. ``credential_of`` is the engine's own table, by session; others are of ``ANYBODY``.
+    """
 
     def __init__(
-        self, ledger: BlockLedger | None, sessions: Sessions, owner_of: OwnerOf | None = None
+        self,
+        ledger: BlockLedger | None,
+        sessions: Sessions,
+        owner_of: OwnerOf | None = None,
+        credential_of: Mapping[str, Credential] | None = None,
     ) -> None:
         self.ledger = ledger
         self.evictions = 0
@@ -141,10 +185,28 @@ class CacheKeeper:
         """Sessions that lost their blocks since the scheduler last looked; it clears the list."""
         self.sessions = sessions
         self.over_rate: Callable[[str], bool] = lambda key: False
-        """Whether a session waits for its credential's rate; the engine knows."""
+        """Return whether a session waits for its credential's rate; set by the engine."""
+        self._credential_of = {} if credential_of is None else credential_of
+        self._refused: set[str] = set()
+        """Sessions outside that found no room when the last pass was formed."""
+        self._order: CacheOrder | None = None
+        """The order for the pass that is being formed; None until somebody wants room in it."""
         self._sharing: PrefixSharing | None = None
         if ledger is not None and owner_of is not None:
             self._sharing = PrefixSharing(ledger, owner_of)
+
+    def begin_pass(self, now: float) -> None:
+        """Prepare for forming a pass: let sessions enter that found no room in the last one.
+
+        They come before anybody is asked, since a session that takes part in a pass cannot be
+        evicted for it, and sessions that decode are asked before those that feed a prompt."""
+        self._order = None
+        refused, self._refused = self._refused, set()
+        waiting = [key for key in refused if self._is_outside(key)]
+        if waiting:
+            place_of = self._ordered().place_of
+            for key in sorted(waiting, key=place_of.__getitem__):
+                self._enter(self.sessions[key], key, (), now)
 
     def rows_for(
         self, key: str, most: int, spared: Collection[str], waiting: int, now: float
@@ -210,21 +272,85 @@ class CacheKeeper:
         if self.ledger is not None:
             self.ledger.release(key)
 
-    # --- the rule --------------------------------------------------------------------------
+    # --- the rules -------------------------------------------------------------------------
+
+    def _is_outside(self, key: str) -> bool:
+        """Return whether the session wants a pass, may have one, and holds no block."""
+        assert self.ledger is not None
+        session = self.sessions.get(key)
+        wants = session is not None and session.missing_rows > 0
+        return wants and not self.ledger.held(key) and not self.over_rate(key)
+
+    def _ordered(self) -> CacheOrder:
+        """Return the order of the sessions for the pass that is being formed."""
+        if self._order is None:
+            self._order = self._find_order()
+        return self._order
+
+    def _find_order(self) -> CacheOrder:
+        ledger = self.ledger
+        assert ledger is not None
+        members: list[str] = []
+        needs: dict[str, int] = {}
+        siblings: dict[str, list[str]] = {}
+        wants: dict[str, int] = {}
+        for key, session in self.sessions.items():
+            held = ledger.held(key)
+            if not held and not session.missing_rows:
+                continue
+            members.append(key)
+            device = session.device
+            if device.detached_at is not None or device.unread_since is not None:
+                continue
+            if not held and self.over_rate(key):
+                continue
+            name = self._credential_of.get(key, ANYBODY).name
+            needs[key] = held + ledger.missing(key, session.prefix.length)
+            wants[name] = wants.get(name, 0) + needs[key]
+            siblings.setdefault(name, []).append(key)
+        share = fair_share(ledger.block_count, [*wants.values()])
+        within_share: set[str] = set()
+        first_part: set[str] = set()
+        for keys in siblings.values():
+            first_part.add(keys[0])
+            needed = 0
+            for key in keys:
+                needed += needs[key]
+                if needed > share:
+                    break
+                within_share.add(key)
+        first_part |= within_share
+        line = sorted(members, key=lambda key: key not in first_part)  # stable: older before newer
+        place_of = {key: place for place, key in enumerate(line)}
+        return CacheOrder(line, place_of, needs, siblings, within_share)
+
+    def _may_enter(self, key: str) -> bool:
+        """Return whether the session delays nobody outside who goes before it (rule 1)."""
+        assert self.ledger is not None
+        order, free = self._ordered(), self.ledger.free_count
+        own = self._credential_of.get(key, ANYBODY).name
+        before = order.siblings.get(own, []) if key in order.within_share else order.line
+        needed = self.ledger.missing(key, self.sessions[key].prefix.length)
+        for other in before:
+            if other == key:
+                break
+            if other in order.needs and self._is_outside(other):
+                needed += order.needs[other]
+                if needed > free:
+                    return False
+        return True
 
     def _enter(self, session: VerifySession, key: str, spared: Collection[str], now: float) -> bool:
-        """Reserve the whole committed prefix of a session without blocks, if it is its turn."""
+        """Reserve the whole committed prefix of a session without blocks, if the rules let it."""
         assert self.ledger is not None
-        for other_key, other in self.sessions.items():
-            if other_key == key:
-                break
-            outside = other.missing_rows and not self.ledger.held(other_key)
-            if outside and other_key not in spared and not self.over_rate(other_key):
-                return False
+        if not self.ledger.held(key) and not self._may_enter(key):
+            self._refused.add(key)
+            return False
         length = session.prefix.length
         cached = None if self._sharing is None else self._sharing.enter(key, session.prefix)
         if not self._make_room(key, length, spared, now) or not self.ledger.reserve(key, length):
             self.ledger.release(key)
+            self._refused.add(key)
             return False
         if cached is not None:
             self.prefix_query_tokens += length
@@ -270,20 +396,19 @@ class CacheKeeper:
         return True
 
     def _victims(self, key: str, spared: Collection[str], now: float) -> list[str]:
-        """Who may lose blocks to ``key``, in the order in which they do."""
+        """Return the sessions that may lose blocks to ``key``, the first to lose them first."""
         assert self.ledger is not None
-        found: list[tuple[int, float, str]] = []  # of these kinds in turn, each in its order
-        met = False
-        holders = frozenset(self.ledger.holders)
-        for opened, (other_key, other) in enumerate(self.sessions.items()):
-            if other_key == key:
-                met = True
-            elif other_key not in holders or other_key in spared:
+        found: list[tuple[int, float, str]] = []  # by kind, and within a kind in its own order
+        place_of = self._ordered().place_of
+        own_place = place_of[key]
+        for other_key in self.ledger.holders:
+            if other_key == key or other_key in spared or other_key not in self.sessions:
                 continue
-            elif other.device.detached_at is not None:
-                found.append((0, other.device.detached_at, other_key))
-            elif other.device.unread_since is not None:
-                found.append((1, other.device.unread_since, other_key))
-            elif met:
-                found.append((2, -opened, other_key))
+            device = self.sessions[other_key].device
+            if device.detached_at is not None:
+                found.append((0, device.detached_at, other_key))
+            elif device.unread_since is not None:
+                found.append((1, device.unread_since, other_key))
+            elif place_of[other_key] > own_place:
+                found.append((2, -place_of[other_key], other_key))
         return [victim for _, _, victim in sorted(found)]

@@ -340,7 +340,12 @@ class VerifyEngine:
         self.sessions = self.registry.sessions
         ledger = None if cache is None else BlockLedger(cache)
         shares = engine_limits.share_prefixes is not SharePrefixes.NONE
-        self.keeper = CacheKeeper(ledger, self.sessions, self._owner_of if shares else None)
+        self.keeper = CacheKeeper(
+            ledger,
+            self.sessions,
+            self._owner_of if shares else None,
+            self.registry.credential_of,
+        )
         self._scheduler = PassScheduler(
             engine_limits, self.keeper, self.registry.ask, self.registry.credential_of
         )

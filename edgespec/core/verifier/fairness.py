@@ -44,6 +44,8 @@ from edgespec.core.verifier.traffic_budget import TokenBucket, water_level
 AGE_PASSES = 8
 LEAST_BURST = 8.0
 MAX_ACCOUNTS = 4096
+CONTENDED_S = 30.0
+"""A credential that wanted a pass this recently is likely to want another one soon."""
 LOOP_S = 2e-4
 """What a session of a pass costs the event loop: its commit is made and written while the next pass
 runs, so passes do not tell. Measured 0.3 ms (docs/measurements.md); this is what may be left."""
@@ -76,6 +78,9 @@ class Fairness:
         self._rows = MovingAverage(0.05)
         self._fed: set[str] = set()
         """Credentials that had a prompt in the last line."""
+        self._last_seen: tuple[str, float] | None = None
+        """The credential that wanted a pass last, and when."""
+        self._contended_until = -inf
 
     # --- before the pass -------------------------------------------------------------------
 
@@ -92,6 +97,7 @@ class Fairness:
             counts[name] = counts.get(name, 0) + 1
         for name in {self._account(key, now).credential.name for key in prompts}:
             counts[name] = counts.get(name, 0) + 1
+        self._note_contention(counts, now)
         accounts = [self._accounts[name] for name in counts]
         for account in accounts:
             account.in_pass, account.left_s = 0, inf
@@ -109,6 +115,10 @@ class Fairness:
             for one in among:
                 if one.credential.priority == priority:
                     _allow(one, wants[one.credential.name], share, session_s)
+
+    def is_contended(self, now: float) -> bool:
+        """Return whether two credentials wanted passes within ``CONTENDED_S``, or lately did."""
+        return now < self._contended_until
 
     def first_come(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
         """The keys by priority, else as they are; ``left_out``: of how many passes in a row."""
@@ -177,6 +187,14 @@ class Fairness:
             account.bucket.take(tokens, now)
 
     # --- parts -----------------------------------------------------------------------------
+
+    def _note_contention(self, names: Iterable[str], now: float) -> None:
+        for name in names:
+            if self._last_seen is not None:
+                last_name, seen_at = self._last_seen
+                if name != last_name and now - seen_at < CONTENDED_S:
+                    self._contended_until = now + CONTENDED_S
+            self._last_seen = name, now
 
     def _session_s(self, slopes: tuple[float, float]) -> float:
         return _took_s(slopes, self._rows.get(1.0))

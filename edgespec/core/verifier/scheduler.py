@@ -9,7 +9,8 @@ their place. After a pass that failed, its sessions are tried one at a time.
 Decode first: sessions whose text moves on by the pass come before those that feed a prompt, and a
 row is kept for each of them before anybody's drafts get it. Prompts follow in the order of
 ``PromptLine`` and share the rows that ``PrefillBudget`` leaves them while somebody decodes;
-an eighth of the pass is theirs however many decode. ``fairness.py`` says who has to wait for the
+an eighth of the pass is theirs however many decode. While nobody decodes they have the whole pass,
+but a short one where several credentials are at work. ``fairness.py`` says who has to wait for the
 sake of others.
 """
 
@@ -104,6 +105,15 @@ LEAST_ROWS: Final = 16
 FIRST_ROWS: Final = 32
 """Before the first prompt was timed beside decoding sessions."""
 MOST_ROWS: Final = 1 << 20
+PROMPT_PASS_S: Final = 0.1
+"""How long a pass of prompts alone may take while several credentials are at work. Whoever comes
+meanwhile waits for its end, and a first token is asked within 0.3 s: this pass, one with the
+newcomer's prompt, and the network."""
+PROMPT_PASS_PART: Final = 4.0
+"""Such a pass may take this many times as long as one without prompt rows, whatever
+``PROMPT_PASS_S``: so prompts lose at most a quarter of their pace by it."""
+FIRST_PROMPT_ROWS: Final = 256
+"""The rows of such a pass before the first prompt was timed."""
 SLOT_S: Final = 1.0
 SLOTS: Final = 8
 
@@ -132,6 +142,18 @@ class PrefillBudget:
     @property
     def rows(self) -> int:
         return self._budget // 2 if self._halve else self._budget
+
+    @property
+    def rows_alone(self) -> int:
+        """How many prompt rows a pass may have in which nobody decodes, so that it is over soon."""
+        row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
+        if row_s is None or base_s is None:
+            return FIRST_PROMPT_ROWS
+        if row_s <= 0.0:
+            return MOST_ROWS
+        base_s = max(0.0, base_s)
+        rows = (max(PROMPT_PASS_S, PROMPT_PASS_PART * base_s) - base_s) / row_s
+        return max(LEAST_ROWS, min(MOST_ROWS, int(rows)))
 
     def _affordable(self, arriving: float, pace: float) -> int:
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
@@ -198,6 +220,10 @@ class PromptLine:
     @property
     def rows(self) -> int:
         return self._budget.rows
+
+    @property
+    def rows_alone(self) -> int:
+        return self._budget.rows_alone
 
     def order(self, missing: Mapping[str, int], now: float) -> list[str]:
         """The keys of ``missing`` in the order in which they are fed; the values are the rows that
@@ -274,6 +300,7 @@ class PassScheduler:
         the keys that were asked. ``began_at``: as in the offers."""
         assert self.running is None
         forming = self._forming(began_at)
+        self._keeper.begin_pass(now)
         line, first_prompt, prompt_room = self._line(sessions, now)
         room = forming.room
         kept = min(prompt_room, max(1, room // _PROMPT_PART)) if first_prompt < len(line) else 0
@@ -448,6 +475,8 @@ class PassScheduler:
             line = line + self.fairness.prompts_in_turn(in_order, left_out)
             if any(map(decodes, sessions.values())):
                 most = self._prompts.rows
+            elif self.fairness.is_contended(now):
+                most = min(most, self._prompts.rows_alone)
         return line, len(decoding), most
 
     def finish(self, now: float, target_s: float | None = None, draft_steps: int = 0) -> Batch:

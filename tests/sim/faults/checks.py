@@ -16,6 +16,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, SpeculationTree
 from edgespec.core.protocol.work import PassRequest
 from edgespec.core.toy_model import ToyModel
+from edgespec.core.verifier.block_ledger import BlockLedger
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.session import VerifySession
@@ -241,6 +242,77 @@ def check_ledger(engine: VerifyEngine) -> None:
         if session.cache_length:  # else the blocks may be those of an earlier session of this id
             written = table[session.cache_length // ledger.block_tokens :]
             require(all(map(ledger.writable, written)), f"{key}: would write a shared block")
+
+
+class EntryCheck:
+    """Judges every refusal of the cache keeper at the moment in which it happens.
+
+    It states the law of ``cache_keeper.py`` a second time, by other means: shares by progressive
+    filling, and the blocks that a session could have by counting them."""
+
+    def __init__(self, engine: VerifyEngine) -> None:
+        self._engine = engine
+        self._true = engine.keeper.rows_for
+        engine.keeper.rows_for = self.rows_for  # type: ignore[method-assign]
+
+    def rows_for(
+        self, key: str, most: int, spared: Collection[str], waiting: int, now: float
+    ) -> int:
+        rows = self._true(key, most, spared, waiting, now)
+        ledger = self._engine.keeper.ledger
+        if rows == 0 and ledger is not None and not ledger.held(key):
+            self._check_refused(key, spared, ledger)
+        return rows
+
+    def _check_refused(self, key: str, spared: Collection[str], ledger: BlockLedger) -> None:
+        """The session has no block and got none."""
+        sessions, over_rate = self._engine.sessions, self._engine.keeper.over_rate
+        outside, owned = [], dict[str, list[tuple[str, int]]]()
+        for other, session in sessions.items():
+            held, device = ledger.held(other), session.device
+            asks = not held and session.missing_rows > 0 and not over_rate(other)
+            reads = device.detached_at is None and device.unread_since is None
+            need = max(held, -(-session.prefix.length // ledger.block_tokens))
+            if asks:
+                outside.append((other, need))
+            if asks or (held and reads):
+                name = self._engine.registry.credential_of[other].name
+                owned.setdefault(name, []).append((other, need))
+        everybody = sum(need for _, need in outside)
+        require(everybody > ledger.free_count, f"{key}: refused, with room for all outside")
+        left, share = float(ledger.block_count), 0.0
+        wants = sorted(sum(need for _, need in mine) for mine in owned.values())
+        for place, want in enumerate(wants):
+            share = left / (len(wants) - place)
+            if want > share:
+                break
+            left -= want
+        else:
+            share = left + wants[-1]  # the greediest may have what the others leave
+        surplus: set[str] = set()
+        ends: dict[str, int] = {}
+        for mine in owned.values():
+            end = 0
+            for place, (other, need) in enumerate(mine):
+                end += need
+                ends[other] = end
+                if place and end > share:
+                    surplus.add(other)
+        own = self._engine.registry.credential_of[key].name
+        elders = [other for other, _ in owned[own]]
+        elders = elders[: elders.index(key)]
+        if ends[key] > share or any(not ledger.held(other) for other in elders):
+            return
+        room = ledger.free_count
+        for other in ledger.holders:
+            if other in spared or other not in sessions:
+                continue
+            device = sessions[other].device
+            gone = device.detached_at is not None or device.unread_since is not None
+            if gone or other in surplus:
+                room += sum(ledger.holder_count(block) == 1 for block in ledger.table(other))
+        need = -(-sessions[key].prefix.length // ledger.block_tokens)
+        require(need > room, f"{key}: refused {need} blocks within its share, {room} are to be had")
 
 
 def check_credentials(engine: VerifyEngine) -> None:

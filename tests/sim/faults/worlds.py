@@ -493,6 +493,7 @@ class _World:
         )
         drafter = self._draft_model(engine, guessed)
         compute = _PassTime(self.queue, self._pass_s)
+        checks.EntryCheck(engine)
         self.engines.append(engine)
         return SimulatedVerifier(self.queue, engine, target, compute, drafter=drafter)
 
