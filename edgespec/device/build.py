@@ -34,6 +34,8 @@ from edgespec.device.prober import Answer, ask_all
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.grammar import device_reader
+from edgespec.models.text_process import template_worker
+from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
 from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY, TOY_MODEL, ToyTokenizer, toy_info
 from edgespec.telemetry.recording import Recording, RecordingError
@@ -71,15 +73,18 @@ _MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 
 def load_tokenizer(reference: str) -> PromptTokenizer:
-    """The tokenizer of a model reference: the same object for as long as somebody uses it, since a
-    large one takes tens of MiB. Raises ``ValueError`` naming the file."""
+    """Return the tokenizer of a model reference: the same object for as long as somebody uses it,
+    since a large one takes tens of MiB. Chat templates of all but the bundled one are rendered in a
+    process of their own. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return ToyTokenizer()
     # The bundled one is read from the draft's folder: a device may hold no other.
     folder = resolve_texts(reference)
-    key = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))
+    files = tuple((path, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*.json")))
+    worker = None if reference == BUNDLED else template_worker()
+    key = (worker, files)
     if (found := _tokenizers.get(key)) is None:
-        found = _tokenizers[key] = TextTokenizer(folder)
+        found = _tokenizers[key] = TextTokenizer(folder, worker)
     return found
 
 
@@ -168,6 +173,8 @@ def build_agent(
 ) -> Agent:
     """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
+    if config.draft.memory_budget:
+        template_worker().most_bytes = TEMPLATE_BYTES_IN_BUDGET
     options = agent_options(config, vocabulary_of(reference))
     add_corpus(options.text, config, tokenizer, say)
     drafter = load_drafter(config, say=say)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from edgespec.config import DraftSection, PolicySection
+from edgespec.config import DraftSection, EndpointSection, PolicySection
 from edgespec.config.common import SetupError, needs
 from edgespec.core.device import memory
 from edgespec.core.ports import Drafter
@@ -28,6 +28,7 @@ from edgespec.models.folders import (
     trained_length,
     whole_number,
 )
+from edgespec.models.text_worker import RESIDENT_BYTES
 from edgespec.telemetry.process_memory import machine_memory, resident_bytes, trim_heap
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 CPU = "cpu"
+BUNDLED: Final = "bundled"
+"""The draft that comes with edgespec."""
 
 _DEFAULT = DraftSection()
 
@@ -165,6 +168,8 @@ _STORED_PER_WEIGHT: Final = {4: 0.625, 8: 1.125, 32: 4.0}
 _SIZES = ("vocabulary_size", "layers", "heads", "kv_heads", "head_dim", "hidden", "feed_forward")
 _ENDPOINT_BYTES: Final = 8 << 20
 """What ``edgespec serve`` loads beyond the other commands, 6 to 9 MiB."""
+_REQUESTS_BYTES: Final = EndpointSection().most_bodies_bytes(has_budget=True)
+"""What the bodies of requests may hold."""
 
 
 def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftVariant, ...]:
@@ -249,6 +254,9 @@ def question_of(draft: DraftSection, most_width: int) -> memory.MemoryQuestion:
     runtime = resident_bytes()
     # So a budget that one command takes is enough for every other one.
     runtime += 0 if "edgespec.endpoint.app" in sys.modules else _ENDPOINT_BYTES
+    runtime += _REQUESTS_BYTES
+    if draft.model != BUNDLED:
+        runtime += RESIDENT_BYTES  # of the process that renders chat templates
     return memory.MemoryQuestion(
         budget_bytes=memory.parse_budget(draft.memory_budget or "auto").resolve(machine_memory()),
         runtime_bytes=runtime,

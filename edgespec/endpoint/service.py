@@ -382,7 +382,8 @@ class Endpoint:
         )
         self._requests = _pool("reading a request", threads=2)
         self._texts = _pool("tokenizing a text", threads=4)
-        self._templates = _pool("rendering a chat template", threads=2)
+        # One after the other: the process that renders them answers one question at a time.
+        self._templates = _pool("rendering a chat template", threads=1)
         self.one_large = asyncio.Lock()
         """Held from a large body to its tokens, since its values take many times its memory."""
         self._one_long = asyncio.Lock()

@@ -1,23 +1,23 @@
 """Grammars are compiled first in processes that may run out of time or memory alone.
 
-Each grammar has a process of its own, some 0.08 s of a processor's time to begin with. It runs this
-file as a script, behind everything else that runs (``nice``), with bounds on its memory and its
-processor time: whoever sends grammars that take for ever holds up neither the event loop nor,
-before ``_MOST`` of them are tried at once, anybody else. What a killed parent leaves behind ends by
-its bounds.
+Each grammar has a process of its own (``limited_process.py``), some 0.1 s of processor time to
+begin with. It runs this file as a script, behind everything else (``nice``). A client with grammars
+that take for ever holds up neither the event loop nor, before ``_MOST`` of them are tried
+at once, anybody else.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:  # the script that runs in a process of its own imports nothing of ours
+    from edgespec.models.limited_process import Bounds, LimitedProcesses
 
 DATA_BYTES: Final = 768 << 20
 _CPU_S: Final = 4
@@ -28,7 +28,6 @@ _MOST: Final = 4
 """Grammars tried at once."""
 _READ: Final = b"read\n"
 """What the process says once it has begun: what ends it from there on is the grammar."""
-_STOPPING: Final = "no grammar is tried any more, for this side is stopping"
 
 
 class TrialFailedError(Exception):
@@ -39,11 +38,11 @@ class GrammarTrials:
     """Calls come from any thread. ``most_bytes``: data that a process may have. Close it."""
 
     def __init__(self, most_bytes: int = DATA_BYTES) -> None:
+        from edgespec.models.limited_process import LimitedProcesses
+
         self._most_bytes = most_bytes
-        self._lock = threading.Lock()
+        self.processes: LimitedProcesses = LimitedProcesses()
         self._turns = threading.BoundedSemaphore(_MOST)
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._closed = False
 
     def tried(self, asked: Mapping[str, Any], within_s: float) -> str:
         """What is wrong with the grammar, empty for nothing. Raises ``TrialFailedError`` where the
@@ -52,7 +51,7 @@ class GrammarTrials:
         if not self._turns.acquire(timeout=within_s):
             raise OSError(f"{_MOST} others have been tried for {within_s:g} s")
         try:
-            with self._started() as process:
+            with self.processes.start(__file__, self._most_bytes, niceness=_NICENESS) as process:
                 try:
                     text = json.dumps(asked).encode()
                     said, _ = process.communicate(text, max(0.0, until - time.monotonic()))
@@ -60,51 +59,28 @@ class GrammarTrials:
                     process.kill()
                     said = late.output or b""
                 finally:
-                    with self._lock:
-                        self._running.discard(process)
+                    self.processes.ended(process)
         finally:
             self._turns.release()
         _, read, why = said.partition(_READ)
         if why:
             return str(json.loads(why))
-        if self._closed:
-            raise OSError(_STOPPING)
+        if self.processes.is_closed:
+            raise OSError("no grammar is tried any more, for this side is stopping")
         if read:
             raise TrialFailedError("no answer")
         raise OSError(f"the process that tries grammars ended with code {process.returncode}")
 
     def close(self) -> None:
         """End all of them; a second call does nothing."""
-        with self._lock:
-            self._closed = True
-            for process in self._running:
-                process.kill()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._closed:
-                raise OSError(_STOPPING)
-            process = subprocess.Popen(
-                [sys.executable, "-I", __file__, str(self._most_bytes)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a panic's words may be those of the grammar
-                start_new_session=True,  # a Ctrl-C is not for it
-            )
-            self._running.add(process)
-        return process
+        self.processes.close()
 
 
-def _main(most_bytes: int) -> None:
+def main(bounds: Bounds) -> None:
     """Answer what stands on standard input: a JSON object ``{"vocabulary": ... or null, "grammar":
     ..., "bounds": ...}``, with ``_READ`` and, as JSON, what is wrong."""
-    import resource  # where there are limits to set
-
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    os.nice(_NICENESS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     asked = json.loads(sys.stdin.buffer.read())
     known = asked["vocabulary"]
     tokenizer = LLTokenizer(
@@ -112,9 +88,7 @@ def _main(most_bytes: int) -> None:
     )
     sys.stdout.buffer.write(_READ)
     sys.stdout.flush()
-    # The limit counts from the start of a process.
-    limit = math.ceil(time.process_time()) + _CPU_S
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    bounds.allow(_CPU_S)
     sys.stdout.write(json.dumps(_tried(asked, tokenizer)))
 
 
@@ -158,7 +132,3 @@ def _tried(asked: dict[str, Any], tokenizer: Any) -> str:
             break
         matcher.try_consume_tokens([mask.bit_length() - 1])
     return matcher.get_error() if matcher.is_error() else ""
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]))

@@ -8,7 +8,8 @@ Chat templates are Jinja programs that come with the model, by the conventions o
 ``chat_template.jinja`` or ``chat_template`` in ``tokenizer_config.json``, one or several named ones
 (``tool_use`` is taken when tools are given); ``messages``, ``tools``, ``add_generation_prompt`` and
 the special tokens as variables; ``raise_exception``, ``strftime_now``, ``tojson`` without HTML
-escapes, ``{% generation %}``, ``{% break %}``. They run in jinja2's immutable sandbox.
+escapes, ``{% generation %}``, ``{% break %}``. They run in jinja2's immutable sandbox, and those
+that do not come with edgespec in a process with bounds (``text_worker.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -26,13 +27,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.models import added_tokens
 from edgespec.models.folders import read_beside
+from edgespec.models.text_worker import TextRefusedError, TextWorker
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from tokenizers import Tokenizer
 
 MAX_MESSAGES = 4096
 MAX_PROMPT_CHARACTERS = 1 << 24
+_MAX_SOURCE = 1 << 20
+"""Characters of a template; the longest public ones have some 30,000."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 Message = Mapping[str, Any]
 """At least ``role``; the rest is what the template reads."""
@@ -48,12 +51,21 @@ class ChatTemplateError(TokenizerError):
     """A template failed on these messages, or refuses them."""
 
 
+class TemplateProgram(Protocol):
+    """A compiled template."""
+
+    def render(self, given: Mapping[str, Any]) -> str: ...
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template, compiled at its first use. ``tokens`` are the special ones by name."""
+    """One template, compiled at its first use."""
 
     source: str
     tokens: Mapping[str, str] = field(default_factory=dict)
+    """The special tokens by name."""
+    worker: TextWorker | None = field(default=None, compare=False, repr=False)
+    """Compiles and renders it; None: this process does, so it has to come with edgespec."""
 
     def render(
         self,
@@ -93,21 +105,50 @@ class ChatTemplate:
             raise ChatTemplateError("the messages hold half of a surrogate pair")
         return text
 
-    @cached_property
+    @property
     def knows_tools(self) -> bool:
-        """Whether the template reads ``tools`` at all."""
-        from jinja2 import meta
+        """Whether the template reads ``tools`` at all. Raises ``ChatTemplateError``."""
+        return "tools" in self.variables
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of all variables that the template reads. Raises ``ChatTemplateError``."""
         try:
-            tree = _environment().parse(self.source)
+            if self.worker is not None:
+                return frozenset(self.worker.ask("variables", _checked(self.source)))
+            return template_variables(self.source)
+        except TokenizerError:
+            raise
         except Exception as error:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
-        return "tools" in meta.find_undeclared_variables(tree)
 
     @cached_property
-    def _compiled(self) -> Template:
-        template: Template = _environment().from_string(self.source)
-        return template
+    def _compiled(self) -> TemplateProgram:
+        if self.worker is not None:
+            return _FarProgram(self.source, self.worker)
+        return compiled_template(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class _FarProgram:
+    """A template that the process of ``worker`` compiles and renders."""
+
+    source: str
+    worker: TextWorker
+
+    def render(self, given: Mapping[str, Any]) -> str:
+        try:
+            return str(self.worker.ask("render", _checked(self.source), given))
+        except TextRefusedError as error:
+            raise ChatTemplateError(str(error)) from None
+
+
+def _checked(source: str) -> str:
+    if (length := len(source)) > _MAX_SOURCE:
+        raise ChatTemplateError(
+            f"the chat template has {length} characters, but at most {_MAX_SOURCE} are taken"
+        )
+    return source
 
 
 class ChatTokenizer(Protocol):
@@ -170,6 +211,19 @@ def read_chat_templates(
             except (OSError, UnicodeDecodeError) as error:
                 raise TokenizerError(f"{path}: not readable: {error}") from error
     return {name: ChatTemplate(source, tokens) for name, source in sources.items()}
+
+
+def compiled_template(source: str) -> TemplateProgram:
+    """Compile a template to be rendered in this process. Raises what jinja2 raises."""
+    program: TemplateProgram = _environment().from_string(source)
+    return program
+
+
+def template_variables(source: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads. Raises what jinja2 raises."""
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 @cache
@@ -267,9 +321,10 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
 
 class TextTokenizer:
     """The tokenizer of a model folder: ``tokenizer.json``, and the files beside it that add tokens
-    or name special ones (``added_tokens``)."""
+    or name special ones (``added_tokens``). ``worker`` renders its chat templates; None: this
+    process does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, worker: TextWorker | None = None) -> None:
         from tokenizers import Tokenizer
 
         path = folder / "tokenizer.json"
@@ -284,7 +339,7 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         files = read_beside(folder)
         self._config = files.get(added_tokens.TOKENIZER_CONFIG, {})
-        self._folder = folder
+        self._folder, self._worker = folder, worker
         self.special_texts = self._add_tokens(files)
         """Special tokens by their names, such as ``bos_token``."""
         self.special_ids = frozenset(
@@ -350,7 +405,8 @@ class TextTokenizer:
 
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
-        return read_chat_templates(self._folder, self._config, self.special_texts)
+        found = read_chat_templates(self._folder, self._config, self.special_texts)
+        return {name: replace(one, worker=self._worker) for name, one in found.items()}
 
 
 class TextStream:

@@ -271,8 +271,8 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarReader]:
 
 def one_pid(reader: GrammarReader) -> int:
     """Of the process that there will be soon."""
-    until(lambda: reader.trials._running)
-    (process,) = reader.trials._running
+    until(lambda: reader.trials.processes._running)
+    (process,) = reader.trials.processes._running
     return process.pid
 
 
@@ -281,7 +281,7 @@ def test_each_grammar_has_a_process_that_ends_with_it(trying: GrammarReader) -> 
         assert trying(easy).matcher is not None
     with pytest.raises(ConstraintError, match="Invalid type: objekt"):
         trying(schema({"type": "objekt"}))
-    assert not trying.trials._running
+    assert not trying.trials.processes._running
     trying.close()
     with pytest.raises(ConstraintError, match="this side is stopping"):
         trying(EASY[5])
@@ -304,14 +304,14 @@ def test_who_asks_for_something_endless_keeps_nobody_waiting(trying: GrammarRead
                 trying.close()
             with pytest.raises(ConstraintError, match=TOO_MUCH if killed else "is stopping"):
                 endless.result(WITHIN_S)
-    assert not trying.trials._running
+    assert not trying.trials.processes._running
 
 
 def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
     """By its processor time; without the process of its own, this never ends."""
     with pytest.raises(ConstraintError, match=TOO_MUCH):
         trying(ENDLESS)
-    assert not trying.trials._running
+    assert not trying.trials.processes._running
     assert trying(schema({"type": "object"})).matcher is not None
 
 
@@ -322,9 +322,9 @@ from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 reader = GrammarReader(lambda: letters_tokenizer("ab", 1))
 endless = Constraint(ConstraintKind.JSON_SCHEMA, sys.argv[1])
 threading.Thread(target=reader, args=(endless,), daemon=True).start()
-while not reader.trials._running:
+while not reader.trials.processes._running:
     threading.Event().wait(0.01)
-print(*[process.pid for process in reader.trials._running], flush=True)
+print(*[process.pid for process in reader.trials.processes._running], flush=True)
 sys.stdin.read()
 """
 

@@ -1,0 +1,105 @@
+"""Runs what comes from strangers in processes of its own, with bounds on memory and processor time.
+
+Grammars of clients are compiled in such a process first (``grammar_trial.py``); chat templates and
+tokenizers of others live in one (``text_worker.py``). The process runs this file, which sets the
+bounds, and then the script that it is given, which calls ``main(bounds, ...)``. It has the
+environment of its parent without what is named ``EDGESPEC_``, such as keys. A killed parent closes
+its standard input, and what does not read that ends by its bounds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+STOPPING: Final = "this side is stopping"
+_SECRET: Final = "EDGESPEC_"
+
+
+class LimitedProcesses:
+    """Starts processes from any thread and ends them all with ``close``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def start(
+        self, script: str, most_bytes: int, arguments: Sequence[str] = (), niceness: int = 0
+    ) -> subprocess.Popen[bytes]:
+        """Start ``script`` with at most ``most_bytes`` of data. Give it back to ``ended``. Raises
+        ``OSError``, also after ``close``."""
+        with self._lock:
+            if self._closed:
+                raise OSError(STOPPING)
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", __file__, script, str(most_bytes), str(niceness)),
+                    *arguments,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a panic's words may be those of a client
+                start_new_session=True,  # a Ctrl-C is not for it
+                env={n: text for n, text in os.environ.items() if not n.startswith(_SECRET)},
+            )
+            self._running.add(process)
+        return process
+
+    def ended(self, process: subprocess.Popen[bytes]) -> None:
+        """Forget a process that has ended or was killed."""
+        with self._lock:
+            self._running.discard(process)
+
+    def close(self) -> None:
+        """Kill all of them, and start no more; a second call does nothing."""
+        with self._lock:
+            self._closed = True
+            for process in self._running:
+                process.kill()
+
+
+class Bounds:
+    """The bounds of this process, for the script that runs in it."""
+
+    def __init__(self, most_bytes: int, niceness: int) -> None:
+        import resource  # where there are limits to set
+
+        os.nice(niceness)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+
+    def allow(self, cpu_s: int) -> None:
+        """Let this process have this much more processor time; it is killed when that is over."""
+        import resource
+
+        # The limit counts from the start of a process.
+        limit = math.ceil(time.process_time()) + cpu_s
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
+
+
+def _main(script: str, most_bytes: str, niceness: str, *arguments: str) -> None:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    bounds = Bounds(int(most_bytes), int(niceness))
+    spec = spec_from_file_location("edgespec_limited", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(bounds, *arguments)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

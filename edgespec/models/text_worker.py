@@ -1,0 +1,184 @@
+"""Renders chat templates in a process with bounds.
+
+A chat template is a program: jinja2's sandbox keeps it from the machine, but neither from memory
+nor from time. What does not come with edgespec itself therefore runs in a child process
+(``limited_process.py``), which starts at the first use, answers one question after the other, and
+is replaced when it was ended. A question costs some 0.2 ms more than without the child, and the
+child takes some 26 MiB. It imports neither a runtime for models nor anything of the network.
+
+The two ends speak in frames: eight bytes with the length, and JSON. The child runs
+``text_process.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+if TYPE_CHECKING:
+    pass
+
+TEMPLATE_BYTES: Final = 192 << 20
+"""Data that a process that only renders templates may have."""
+TEMPLATE_BYTES_IN_BUDGET: Final = 64 << 20
+"""The same beside a draft with a memory budget."""
+RESIDENT_BYTES: Final = 28 << 20
+"""What such a process usually takes: counted by memory plans."""
+_CPU_S: Final = 5
+"""Processor time for one question."""
+_ANSWER_S: Final = 15.0
+"""Seconds for one question, on a busy machine."""
+_START_S: Final = 60.0
+_MAX_FRAME: Final = 1 << 28
+_LENGTH_BYTES: Final = 8
+
+
+class TextWorkerError(RuntimeError):
+    """The child did not answer: it took too long or too much memory, or cannot be started."""
+
+
+class TextRefusedError(RuntimeError):
+    """A template refuses what it was given, in its own words."""
+
+
+class TextWorker:
+    """One child process. Calls come from any thread and are answered one after the other.
+
+    Args:
+        script: The file that the child runs (``text_process.py``).
+        most_bytes: Data that the child may have.
+    """
+
+    def __init__(self, script: str, most_bytes: int = TEMPLATE_BYTES) -> None:
+        from edgespec.models.limited_process import LimitedProcesses
+
+        self._script, self.most_bytes = script, most_bytes
+        """Holds for a child that is started from now on."""
+        self._processes = LimitedProcesses()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._one_at_a_time = threading.Lock()
+        self._end = weakref.finalize(self, self._processes.close)
+
+    def ask(self, what: str, *given: Any) -> Any:
+        """Return the child's answer to one question: ``render`` a source with its variables, or
+        find the ``variables`` of a source.
+
+        Raises ``TextRefusedError``, ``TextWorkerError`` if there is no answer, and ``RuntimeError``
+        with the words of any other error of the template."""
+        question = json.dumps([what, *given]).encode()
+        if not self._one_at_a_time.acquire(timeout=_ANSWER_S):
+            raise TextWorkerError(f"others have been waited for longer than {_ANSWER_S:g} s")
+        try:
+            kind, answer = self._answer(question)
+        finally:
+            self._one_at_a_time.release()
+        if kind == "refused":
+            raise TextRefusedError(answer)
+        if kind == "failed":
+            raise RuntimeError(answer)
+        return answer
+
+    def close(self) -> None:
+        """End the child, and what waits for it; a second call does nothing."""
+        self._end()  # so that a question which is being answered ends
+        with self._one_at_a_time:
+            if self._process is not None:
+                self._discard(self._process)
+
+    def _answer(self, question: bytes) -> tuple[str, Any]:
+        process = self._started()
+        found = self._exchanged(process, question, _ANSWER_S)
+        if found is None:
+            self._discard(process)
+            if self._processes.is_closed:
+                raise TextWorkerError("this side is stopping")
+            raise TextWorkerError(
+                f"it takes more than the {_CPU_S} s of processor time or the"
+                f" {self.most_bytes >> 20} MiB that are given"
+            )
+        kind, answer = json.loads(found)
+        if kind == "failed" and answer == "":  # its memory is full
+            self._discard(process)
+            answer = f"it takes more than the {self.most_bytes >> 20} MiB that are given"
+        return kind, answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return the child, which is started if there is none."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        if self._process is not None:
+            self._discard(self._process)
+        try:
+            process = self._processes.start(self._script, self.most_bytes, (json.dumps(sys.path),))
+        except OSError as error:
+            raise TextWorkerError(f"no process can be started: {error}") from error
+        if self._exchanged(process, None, _START_S) is None:
+            self._discard(process)
+            raise TextWorkerError("the process that renders templates does not start")
+        self._process = process
+        return process
+
+    def _exchanged(
+        self, process: subprocess.Popen[bytes], question: bytes | None, within_s: float
+    ) -> bytes | None:
+        """Return the answer to a question (None: that the child has begun); None if the child ended
+        or had to be ended."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(within_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            if question is not None:
+                write_frame(process.stdin, question)
+            answer = read_frame(process.stdout)
+        except (OSError, ValueError):
+            return None
+        finally:
+            timer.cancel()
+        return None if late.is_set() else answer
+
+    def _discard(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # a question that it did not read to its end
+                    pass
+        self._processes.ended(process)
+        self._process = None
+
+
+# --- frames --------------------------------------------------------------------------------------
+
+
+def write_frame(sink: BinaryIO | Any, content: bytes) -> None:
+    sink.write(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+    sink.flush()
+
+
+def read_frame(source: BinaryIO | Any) -> bytes:
+    """Raises ``OSError`` where the other end has gone."""
+    length = int.from_bytes(_read_exactly(source, _LENGTH_BYTES), "big")
+    if length > _MAX_FRAME:
+        raise OSError(f"a frame of {length} bytes, but at most {_MAX_FRAME} are read")
+    return _read_exactly(source, length)
+
+
+def _read_exactly(source: BinaryIO | Any, length: int) -> bytes:
+    content: bytes = source.read(length)
+    if len(content) < length:
+        raise OSError("the other end has gone")
+    return content

@@ -1,0 +1,209 @@
+"""Chat templates of others in a process with bounds. Oracles: the text that the same template gives
+in this process; the process is another one after it was ended; `serve` ends, and answers others,
+while a template never would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.config import AgentConfig, DraftSection
+from edgespec.device import build
+from edgespec.device.build import load_tokenizer
+from edgespec.models import text_process, text_worker
+from edgespec.models.folders import Role, resolve_model
+from edgespec.models.text_process import template_worker
+from edgespec.models.text_worker import TextWorker, TextWorkerError
+from edgespec.models.tokenizer import ChatTemplate, ChatTemplateError
+from tests.endpoint.live_endpoint import parse_reply, request_bytes
+from tests.endpoint.test_tools_and_text import CONVERSATIONS, FAMILIES, FORECASTS, TOKENS, USER
+from tests.present import present
+from tests.shell.live_verifier import ready, start
+
+WITHIN_S = 300
+LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
+GREETING = "{{ messages[0].content }}!"
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[TextWorker]:
+    found = TextWorker(text_process.__file__)
+    yield found
+    found.close()
+
+
+def pid_of(worker: TextWorker) -> int:
+    return present(worker._process).pid
+
+
+def shown_by(template: ChatTemplate, messages: Any, tools: Any) -> str:
+    """The text, or the words of a refusal."""
+    try:
+        return template.render(messages, tools=tools)
+    except ChatTemplateError as refusal:
+        return f"refused: {refusal}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tools", [None, FORECASTS], ids=["plain", "tools"])
+def test_a_child_renders_what_this_process_does(
+    worker: TextWorker, family: str, tools: Any
+) -> None:
+    near, far = (ChatTemplate(FAMILIES[family], TOKENS, one) for one in (None, worker))
+    assert far.variables == near.variables
+    for messages in CONVERSATIONS:
+        assert shown_by(far, messages, tools) == shown_by(near, messages, tools)
+
+
+@pytest.mark.parametrize("content", ["", "\u20ac \U0001f600 \0", "a" * 2_000_000])
+def test_a_child_renders_any_text(worker: TextWorker, content: str) -> None:
+    message = {"role": "user", "content": content}
+    assert ChatTemplate(GREETING, worker=worker).render([message]) == content + "!"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ '%999999999d' % 1 }}", "takes more than the 192 MiB that are given"),
+        ("{{ 'ab' * 300000000 }}", "takes more than the 192 MiB that are given"),
+        ("{{ 'a' * 16777217 }}", "wrote 16777217 characters, at most 16777216"),
+        ("{% set x = namespace(l=[1]) %}{% for i in range(99) %}{% set x.l = x.l + x.l %}"
+         "{% endfor %}", "takes more than the 192 MiB that are given"),
+        ("{{ raise_exception('no') }}", "refuses the messages: no"),
+        ("{{ 1 / 0 }}", "failed: division by zero"),
+        ("{% if %}", "failed: Expected an expression"),
+        ("{% raw %}" + " " * (1 << 20), "but at most 1048576 are taken"),
+    ],
+    ids=["format", "repeat", "long", "doubled", "refusal", "failure", "syntax", "source"],
+)  # fmt: skip
+def test_a_hostile_template_costs_its_own_request_alone(
+    worker: TextWorker, source: str, why: str
+) -> None:
+    with pytest.raises(ChatTemplateError, match=why):
+        ChatTemplate(source, worker=worker).render([USER])
+    assert ChatTemplate(GREETING, worker=worker).render([USER]) == f"{USER['content']}!"
+
+
+def test_a_template_that_never_ends_is_ended(worker: TextWorker) -> None:
+    """By its processor time, or on a busy machine by the clock."""
+    ChatTemplate(GREETING, worker=worker).render([USER])
+    before = pid_of(worker)
+    with pytest.raises(ChatTemplateError, match="more than the 5 s of processor time"):
+        ChatTemplate(LOOPS, worker=worker).render([USER])
+    assert ChatTemplate(GREETING, worker=worker).render([USER]) == f"{USER['content']}!"
+    assert pid_of(worker) != before
+
+
+def test_a_child_that_does_not_answer_is_ended_by_the_clock(
+    worker: TextWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate(GREETING, worker=worker)
+    template.render([USER])
+    os.kill(pid_of(worker), signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(text_worker, "_ANSWER_S", 0.05)
+        with pytest.raises(ChatTemplateError, match="takes more than"):
+            template.render([{"role": "user", "content": "a" * 1_000_000}])  # beyond the pipe
+    assert template.render([USER]) == f"{USER['content']}!"
+
+
+def test_a_child_that_was_killed_is_replaced_and_many_may_ask(worker: TextWorker) -> None:
+    template = ChatTemplate(GREETING, worker=worker)
+    template.render([USER])
+    os.kill(pid_of(worker), signal.SIGKILL)
+    present(worker._process).wait()
+    messages = [[{"role": "user", "content": f"{n}"}] for n in range(40)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(template.render, messages)) == [f"{n}!" for n in range(40)]
+
+
+def test_a_child_has_no_secrets_and_no_library_that_it_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EDGESPEC_API_KEY", "a secret")
+    worker = TextWorker(text_process.__file__)
+    try:
+        ChatTemplate(GREETING, worker=worker).render([USER])
+        process = Path("/proc", str(pid_of(worker)))
+        assert b"a secret" not in (process / "environ").read_bytes()
+        loaded = (process / "maps").read_text()
+        for name in ("torch", "onnxruntime", "grpc", "numpy", "llguidance"):
+            assert name not in loaded
+        resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        assert resident <= text_worker.RESIDENT_BYTES * 1.2
+    finally:
+        worker.close()
+
+
+def test_a_closed_worker_ends_what_runs_and_starts_nothing() -> None:
+    worker = TextWorker(text_process.__file__)
+    ChatTemplate(GREETING, worker=worker).render([USER])
+    process = present(worker._process)
+    with ThreadPoolExecutor(1) as threads:
+        endless = threads.submit(ChatTemplate(LOOPS, worker=worker).render, [USER])
+        os.kill(process.pid, signal.SIGSTOP)  # so that its bound does not end it
+        worker.close()
+        with pytest.raises(ChatTemplateError, match=r"stopping|takes more than"):
+            endless.result(WITHIN_S)
+    assert process.wait(WITHIN_S) == -signal.SIGKILL
+    with pytest.raises(TextWorkerError, match="this side is stopping"):
+        worker.ask("variables", GREETING)
+
+
+def bundled_copy(folder: Path, template: str) -> Path:
+    shutil.copytree(resolve_model("bundled", Role.DRAFT), folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_only_the_bundled_template_is_rendered_in_this_process(tmp_path: Path) -> None:
+    own = load_tokenizer(str(bundled_copy(tmp_path / "own", GREETING))).chat_template()
+    assert present(own).worker is template_worker()
+    assert present(load_tokenizer("bundled").chat_template()).worker is None
+
+
+def test_a_memory_budget_counts_the_child_and_bounds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgespec.device import model_drafter
+
+    monkeypatch.setattr(model_drafter, "resident_bytes", lambda: 0)
+    sizes = [
+        model_drafter.question_of(DraftSection(model=name), 1).runtime_bytes
+        for name in ("bundled", str(tmp_path))
+    ]
+    assert sizes[1] - sizes[0] == text_worker.RESIDENT_BYTES
+    assert sizes[0] >= 16 << 20  # the bodies of requests
+    monkeypatch.setattr(template_worker(), "most_bytes", text_worker.TEMPLATE_BYTES)
+    draft = DraftSection(memory_budget="1GiB")
+    agent = build.build_agent(AgentConfig(draft=draft))
+    assert template_worker().most_bytes == 64 << 20
+    present(agent.drafter).close()
+
+
+def test_serve_answers_others_and_ends_while_a_template_never_does(tmp_path: Path) -> None:
+    draft = bundled_copy(tmp_path / "draft", LOOPS)
+    with ready(start("verifier", "--port", "0", "--pass-ms", "1")) as (address, _):
+        serve = start(
+            *("serve", "--port", "0", "--verifier", address, "--draft", str(draft)),
+            *("--set", "endpoint.drain_s=0"),
+        )
+        with ready(serve, r"ready on http://127\.0\.0\.1:(\d+)/v1") as (port, process):
+            chat = json.dumps({"messages": [USER], "max_tokens": 1}).encode()
+            text = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
+            with socket.create_connection(("127.0.0.1", int(port))) as endless:
+                endless.sendall(request_bytes("/v1/chat/completions", chat))
+                with socket.create_connection(("127.0.0.1", int(port))) as other:
+                    other.sendall(request_bytes("/v1/completions", text))
+                    assert parse_reply(b"".join(iter(lambda: other.recv(65536), b""))).status == 200
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(WITHIN_S) == 0
