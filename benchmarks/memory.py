@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime  # noqa: F401 # counted with the runtime
 from numpy.typing import NDArray
 
 # What a device's process holds: whatever else a function here needs, it imports itself.

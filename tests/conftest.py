@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+import edgespec  # noqa: F401 # turns telemetry off in whatever a test imports first
+
 if TYPE_CHECKING:
     from tests.shell.guarded import Pki
 

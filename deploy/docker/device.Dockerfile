@@ -36,7 +36,12 @@ ENV PATH=/opt/edgespec/bin:${PATH} \
     XDG_CACHE_HOME=/var/cache/edgespec \
     XDG_STATE_HOME=/var/cache/edgespec/state \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    ORT_DISABLE_TELEMETRY=1 \
+    HF_HUB_DISABLE_TELEMETRY=1 \
+    VLLM_NO_USAGE_STATS=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    DO_NOT_TRACK=1
 USER 10001:10001
 WORKDIR /var/cache/edgespec
 VOLUME /var/cache/edgespec

@@ -49,7 +49,12 @@ ENV PATH=/opt/edgespec/bin:${PATH} \
     HF_HOME=/var/cache/edgespec/huggingface \
     XDG_CACHE_HOME=/var/cache/edgespec \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    ORT_DISABLE_TELEMETRY=1 \
+    HF_HUB_DISABLE_TELEMETRY=1 \
+    VLLM_NO_USAGE_STATS=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    DO_NOT_TRACK=1
 # By number, so that Kubernetes can see that it is not root.
 USER 10001:10001
 WORKDIR /var/cache/edgespec

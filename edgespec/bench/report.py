@@ -26,7 +26,7 @@ from edgespec.bench.measurement import Row, beside, numbers, summarise
 from edgespec.bench.prompts import Workload
 from edgespec.bench.runner import BenchRunner, BenchSettings
 from edgespec.config.common import installed_version
-from edgespec.config.files import replace_file
+from edgespec.config.files import write_output
 from edgespec.core.protocol.sampling import SamplingParams
 
 _PACKAGES = ("numpy", "onnxruntime", "torch", "transformers", "grpcio")
@@ -91,9 +91,8 @@ def document(
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """All or nothing: the file is complete or not there. Raises ``OSError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(content, indent=1, allow_nan=False) + "\n", 0o644)
+    """Write ``content``, so that a file is complete or not there. Raises ``OSError``."""
+    write_output(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def summary_table(settings: BenchSettings, rows: Sequence[Row]) -> Table:

@@ -422,8 +422,13 @@ def chat(
         settings = replace(settings, record="")
     if not borrows_tokenizer(settings):
         _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with asyncio.Runner() as runner, trace_to(settings.trace, settings.trace_tokens) as tracer:
+    with (
+        # Each of them unwinds, so that the terminal is as it was: also one that stays when a shell
+        # or a script ends this process by SIGHUP.
+        answered_by(lambda number, _: sys.exit(128 + number), (signal.SIGTERM, signal.SIGHUP)),
+        asyncio.Runner() as runner,
+        trace_to(settings.trace, settings.trace_tokens) as tracer,
+    ):
         settings, info = runner.run(device.greet(settings))
         settings = device.for_trying(settings, info)
         text = _chat_tokenizer(settings)

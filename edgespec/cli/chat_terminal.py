@@ -149,7 +149,8 @@ def silent_keyboard() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(number, termios.TCSANOW, before)
+        with contextlib.suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 class CtrlC:

@@ -20,6 +20,7 @@ import typer
 from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError, joined
+from edgespec.config.files import remove_temporary_folders
 from edgespec.device.agent import GenerationError
 from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter
 from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
@@ -107,6 +108,7 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
 async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.ensure_future(work)
     stopping = Stopping(task.cancel)
+    before = {int(number): signal.getsignal(number) for number in _STOPPING_SIGNALS}
     numbers = on_stopping_signals(stopping.ask)
     try:
         return await task
@@ -116,6 +118,7 @@ async def _supervised(work: Coroutine[Any, Any, _T]) -> _T:
     finally:
         for number in numbers:
             asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, before[number])
 
 
 def on_stopping_signals(
@@ -158,6 +161,7 @@ class Stopping:
     def ask(self, number: int, frame: FrameType | None = None) -> None:
         """A signal of this ``number`` came."""
         if self.asked.is_set() or not self.in_order:
+            remove_temporary_folders()
             os._exit(128 + number)
         self._number = number
         self.asked.set()

@@ -1,17 +1,31 @@
-"""Files that are written as a whole or not at all, and read up to a limit.
+"""Files that users name: written as a whole or not at all, and read up to a limit.
 
-A device or a pipe has no size that could be looked at before, and perhaps no end."""
+A name may stand for anything. A device or a pipe has no size that could be looked at before, and
+perhaps no end; opening a pipe waits for its other end, which may never come. So nothing here waits
+for another process for longer than ``PATIENCE_S``, and only regular files are replaced.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
+import select
+import shutil
+import signal
 import stat
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Final, TextIO
 
 PRIVATE = 0o600
+PATIENCE_S: Final = 30.0
+"""Longest wait for the next byte from a pipe or a terminal."""
+_PART_BYTES: Final = 1 << 20
 _PERMISSIONS = 0o777
 
 
@@ -19,11 +33,18 @@ def replace_file(
     path: Path, content: bytes | str, mode: int = PRIVATE, *, keeps_owner: bool = False
 ) -> None:
     """Put ``content`` at ``path``, with these permissions, in one step; text as UTF-8. What was
-    there stays until then, and on the disk until the new content is there. Raises ``OSError``, and
-    ``UnicodeEncodeError`` for text that has no UTF-8; then ``path`` is as it was, and nothing is
-    left beside it. ``keeps_owner``: a file that is there keeps its permissions, and its owner and
-    group where this process may give files away."""
+    there stays until then, and on the disk until the new content is there. A link stays; the file
+    behind it is replaced.
+
+    ``keeps_owner``: a file that is there keeps its permissions, and its owner and group where this
+    process may give files away.
+
+    Raises ``OSError``, also where a device, a pipe or a folder is there, and ``UnicodeEncodeError``
+    for text that has no UTF-8; then ``path`` is as it was, and nothing is left beside it."""
     data = content.encode("utf-8") if isinstance(content, str) else content
+    path = Path(os.path.realpath(path))
+    if not _is_replaceable(path):
+        raise OSError(errno.EINVAL, "is no regular file; name another", str(path))
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -41,6 +62,41 @@ def replace_file(
         raise
 
 
+def _is_replaceable(path: Path) -> bool:
+    """Whether a regular file or nothing is at ``path``."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a result to the file that a user named, and make its folder. A regular file is replaced
+    in one step, so it is complete or as it was; a device or a pipe (``/dev/stdout``) gets the text.
+    Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if _is_replaceable(path):
+        replace_file(path, text, 0o644, keeps_owner=True)
+    else:
+        with open_to_write(path) as file:
+            file.write(text)
+
+
+def open_to_write(path: Path) -> TextIO:
+    """Open ``path`` to write text from its beginning, as ``open(path, "w")`` does, but do not wait
+    for a reader of a pipe. Raises ``OSError``."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            why = "is a pipe that nobody reads, or a socket"
+            raise OSError(errno.ENXIO, why, str(path)) from None
+        raise
+    os.set_blocking(handle, True)
+    return open(handle, "w", encoding="utf-8")
+
+
 def _given_away(handle: int, path: Path, mode: int) -> int:
     """The mode for the file behind ``handle``, which now belongs to whom ``path`` does, if that is
     there and this process may; ``mode`` where it is not."""
@@ -54,6 +110,44 @@ def _given_away(handle: int, path: Path, mode: int) -> int:
             os.chown(handle, owner, before.st_gid)
             return kept
     return kept & ~stat.S_IRWXG  # it has another group, which was granted nothing
+
+
+_TEMPORARY: set[Path] = set()
+
+
+@contextlib.contextmanager
+def temporary_folder(beside: Path | None = None, prefix: str = "edgespec-") -> Iterator[Path]:
+    """An empty folder in the folder ``beside`` (None: where the system keeps temporary files),
+    which is deleted in the end. A signal that would end this process deletes it first; so does
+    ``remove_temporary_folders``. Raises ``OSError``."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=beside))
+    _TEMPORARY.add(folder)
+    replaced = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Whatever else answers a signal unwinds, and so comes to the end below.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _remove_and_exit)
+                replaced.append(number)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _TEMPORARY.discard(folder)
+        for number in replaced:
+            if signal.getsignal(number) is _remove_and_exit:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def remove_temporary_folders() -> None:
+    """Delete every folder of ``temporary_folder``, before this process ends without unwinding."""
+    for folder in list(_TEMPORARY):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_and_exit(number: int, frame: FrameType | None) -> None:
+    remove_temporary_folders()
+    os._exit(128 + number)
 
 
 def user_folder(variable: str, usual: str, advice: str) -> Path:
@@ -72,13 +166,54 @@ class TooLargeError(ValueError):
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All that ``path`` holds, at most ``most`` bytes. Raises ``OSError``, ``TooLargeError``."""
-    with path.open("rb") as file:
-        data = file.read(most + 1)
-        if len(data) > most:
-            size = max(path.stat().st_size, len(data))
-            raise TooLargeError(f"{size} bytes, but at most {most} are read")
-    return data
+    """Return all that ``path`` holds, at most ``most`` bytes. Raises ``OSError``, also for a pipe
+    that nothing comes from for ``PATIENCE_S``, and ``TooLargeError``."""
+    handle = _opened(path)
+    try:
+        data = bytearray()
+        while len(data) <= most:
+            _wait_for_data(handle, path)
+            part = os.read(handle, min(most + 1 - len(data), _PART_BYTES))
+            if not part:
+                return bytes(data)
+            data += part
+        size = max(os.fstat(handle).st_size, len(data))
+        raise TooLargeError(f"{size} bytes, but at most {most} are read")
+    finally:
+        os.close(handle)
+
+
+def open_to_read(path: Path) -> TextIO:
+    """Open ``path`` to read text in UTF-8, line ends as they are. Raises ``OSError``, also for a
+    pipe that nothing comes from for ``PATIENCE_S``."""
+    handle = _opened(path)
+    try:
+        _wait_for_data(handle, path)
+        os.set_blocking(handle, True)
+    except BaseException:
+        os.close(handle)
+        raise
+    return open(handle, encoding="utf-8", newline="")
+
+
+def _opened(path: Path) -> int:
+    """Open ``path`` without waiting for the other end of a pipe. Raises ``OSError``."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISDIR(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return handle
+
+
+def _wait_for_data(handle: int, path: Path) -> None:
+    """Return once a read finds data or the end. Raises ``TimeoutError``, an ``OSError``."""
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return
+    waiting = select.poll()
+    waiting.register(handle, select.POLLIN)
+    if not waiting.poll(PATIENCE_S * 1e3):
+        why = f"nothing came from it for {PATIENCE_S:g} s; it is no regular file"
+        raise TimeoutError(errno.ETIMEDOUT, why, str(path))
 
 
 def read_text(path: Path, most: int) -> str:

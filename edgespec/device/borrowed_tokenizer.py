@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import NoReturn
 
 from edgespec.config import AgentConfig
 from edgespec.config.common import SetupError
+from edgespec.config.files import temporary_folder
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
@@ -80,8 +80,8 @@ def _place(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> None:
     ``SetupError`` where nothing can be written."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as place:
-            work = Path(place, "texts")
+        with temporary_folder(folder.parent, ".fetch-") as place:
+            work = place / "texts"
             for name, content in texts.items():
                 (path := work / name).parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -27,6 +28,7 @@ _MAGIC: Final = b"SQLite format 3\0"
 _MARK: Final = 0x65647370
 """What tells a recording from other databases of SQLite (``PRAGMA application_id``)."""
 _MARK_AT, _WORD = 68, 4
+_HEAD_BYTES: Final = _MARK_AT + _WORD
 _WAIT_S: Final = 5.0  # for another process that writes
 _BEGIN: Final = (
     "PRAGMA secure_delete = ON",
@@ -87,10 +89,7 @@ class Recording:
         path = self._path
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            if path.stat().st_size and not is_recording(path):
-                raise RecordingError(f"{path}: is there, but is no recording; name another file")
-            path.chmod(0o600)
+            _make_private(path)
             with closing(sqlite3.connect(path, _WAIT_S, isolation_level=None)) as database:
                 for statement in _BEGIN:
                     database.execute(statement)
@@ -102,12 +101,31 @@ class Recording:
             raise RecordingError(f"{path}: {error}") from error
 
 
+def _make_private(path: Path) -> None:
+    """Make the recording at ``path`` if nothing is there, readable for its owner alone. Nothing
+    else is touched: by its descriptor, so that no other file can take the place of the one that was
+    looked at. Raises ``OSError``, and ``RecordingError`` for something else."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise RecordingError(f"{path}: is no regular file; name another")
+        if found.st_size and not _begins_as_recording(os.pread(handle, _HEAD_BYTES, 0)):
+            raise RecordingError(f"{path}: is there, but is no recording; name another file")
+        os.fchmod(handle, 0o600)
+    finally:
+        os.close(handle)
+
+
 def is_recording(path: Path) -> bool:
-    """Whether the file begins as a recording does. Raises ``OSError``."""
+    """Whether ``path`` is a regular file that begins as a recording does. Raises ``OSError``."""
     if not path.is_file():  # what is read from a pipe is gone
         return False
     with path.open("rb") as file:
-        head = file.read(_MARK_AT + _WORD)
+        return _begins_as_recording(file.read(_HEAD_BYTES))
+
+
+def _begins_as_recording(head: bytes) -> bool:
     return head.startswith(_MAGIC) and head[_MARK_AT:] == _MARK.to_bytes(_WORD, "big")
 
 

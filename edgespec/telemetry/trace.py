@@ -21,6 +21,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, TextIO
 
+from edgespec.config.files import open_to_write
+
 TOKEN_FIELDS: Final = frozenset("tokens prompt committed feed text targets stop_token_ids".split())
 """Sequences of token ids, under these names in the core's classes."""
 _MOST_KEPT: Final = 1 << 20
@@ -102,7 +104,7 @@ class TraceFile:
 
     def __init__(self, path: Path, hidden: HiddenTokens | None = None) -> None:
         self._path, self._hidden = path, hidden
-        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        self._file: TextIO | None = open_to_write(path)
 
     def record(self, at_s: float, side: str, session: str, kind: str, item: object) -> None:
         if self._file is None:

@@ -305,8 +305,10 @@ def _key(path: str, environment: Mapping[str, str], variable: str) -> str:
     if not key and path:
         source = path
         try:
-            with _checked(path, secret=True).open(encoding="ascii") as file:
-                key = file.read(MAX_KEY_LENGTH + 2).strip()
+            found = read_bytes(_checked(path, secret=True), MAX_KEY_LENGTH + len("\r\n"))
+            key = found.decode("ascii").strip()
+        except TooLargeError as error:
+            raise ConfigError(f"{path}: holds no key: {error}") from None
         except OSError as error:
             why = f"{error.strerror or error}; name a file with the key, or set {variable}"
             raise ConfigError(f"{path}: {why}") from error

@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
+from edgespec.config.files import read_text
 from edgespec.config.loading import ConfigError, build
 
 FORMAT: Final = "edgespec-profile"
 VERSION: Final = 1
+MAX_PROFILE_BYTES: Final = 1 << 20
 _HEAD: Final = (FORMAT, VERSION)
 
 
@@ -111,7 +113,7 @@ class CostProfile:
 def read_profile(path: Path) -> CostProfile:
     """Raises ``ProfileError``."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path, MAX_PROFILE_BYTES))
     except (OSError, ValueError) as error:
         raise ProfileError(f"{path}: not readable as a profile: {error}") from error
     if not isinstance(data, dict) or (data.pop("format", 0), data.pop("version", 0)) != _HEAD:

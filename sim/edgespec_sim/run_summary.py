@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from edgespec.config.files import read_text
 from edgespec.config.loading import build
 from edgespec_sim.replication import quantile
 
@@ -21,6 +22,7 @@ FORMAT: Final = "edgespec-run"
 LOSSY: Final = "LOSSY"
 """Beside every figure of an arm whose output is not the target's own."""
 VERSION: Final = 3
+MAX_SUMMARY_BYTES: Final = 1 << 28
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
@@ -265,7 +267,7 @@ class RunSummary:
 def read_summary(path: Path) -> RunSummary:
     """Raises ``SummaryError``."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path, MAX_SUMMARY_BYTES))
         if data.pop("format") != FORMAT or data.pop("version") != VERSION:
             raise ValueError(f"not a summary of format {FORMAT} version {VERSION}")
         return build(RunSummary, data, "it")

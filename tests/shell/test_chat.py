@@ -413,8 +413,11 @@ def test_ctrl_c_ends_a_reply_and_keeps_what_came(address: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("typing", [True, False])
-def test_sigterm_leaves_the_terminal_as_it_was(address: str, tmp_path: Path, typing: bool) -> None:
+def test_a_signal_leaves_the_terminal_as_it_was(
+    address: str, tmp_path: Path, typing: bool, number: signal.Signals
+) -> None:
     command = chatting(address, tmp_path, count=3000)
     with on_terminal(*command, XDG_STATE_HOME=str(tmp_path)) as terminal:
         before = terminal.modes
@@ -423,9 +426,10 @@ def test_sigterm_leaves_the_terminal_as_it_was(address: str, tmp_path: Path, typ
             terminal.type("hello\r")
             terminal.until("accepted")
         assert terminal.modes != before
-        terminal.process.terminate()
-        assert terminal.ended() == 143
+        terminal.process.send_signal(number)
+        assert terminal.ended() == 128 + number
         assert terminal.modes == before
+        assert "Traceback" not in terminal.said
 
 
 @pytest.mark.slow

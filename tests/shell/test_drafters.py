@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -40,6 +39,7 @@ from edgespec.device.drafters.onnx_drafter import (
     OnnxDrafter,
     check_behaviour,
 )
+from edgespec.device.drafters.onnx_runtime import ort
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter

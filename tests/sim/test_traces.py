@@ -298,7 +298,7 @@ def test_other_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(TraceError, match="binary:3: expected UTF-8 text"):
         read_trace(tmp_path / "binary")
     monkeypatch.setattr("edgespec_sim.links.formats.MAX_FILE_BYTES", 10)
-    with pytest.raises(TraceError, match="19 bytes, but at most 10 go"):
+    with pytest.raises(TraceError, match="19 bytes, but at most 10 are read"):
         read_trace(path)
 
 

@@ -22,10 +22,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Final
 
-import onnxruntime as ort
-
 from edgespec.core.protocol.checks import bounded
 from edgespec.device.drafters.manifest import DraftModelError
+from edgespec.device.drafters.onnx_runtime import ort
 
 _PART = re.compile(r"key(?!_values)|value(?!s[._])")
 MAX_LAYERS = 1024

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgespec.core import ports
@@ -36,6 +35,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
 from edgespec.device.drafters import kv_buffers as kv
 from edgespec.device.drafters import manifest as mf
+from edgespec.device.drafters.onnx_runtime import ort
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
 from edgespec.telemetry.process_memory import trim_heap

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgespec.config.files import temporary_folder
 from edgespec.core.device.memory import KvType
 from edgespec.core.protocol.checks import bounded
 from edgespec.device.drafters.manifest import (
@@ -105,8 +105,7 @@ def _with_int8_cache(
     from edgespec.device.export.quantize import calibrated_scales, save_graph, scale_cache
 
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".calibrate-", dir=target) as name:
-        folder = Path(name)
+    with temporary_folder(target, ".calibrate-") as folder:
         save_graph(model, folder / MODEL_FILE)
         write_manifest(folder, replace(manifest, kv_type=KvType.FLOAT32.value))
         drafter = OnnxDrafter(folder)
@@ -123,19 +122,16 @@ _LEFT_BEHIND_S = 86_400.0
 
 @contextmanager
 def work_folder(beside: Path) -> Iterator[Path]:
-    """An empty folder in the folder ``beside``, to be moved from there; what is left of it in the
-    end is deleted, and so is what processes that were killed have left a day ago. Raises
-    ``OSError``."""
+    """An empty folder in the folder ``beside``, to be moved from there. What is left of it in the
+    end is deleted, also by a signal that ends this process, and so is what processes that were
+    killed have left a day ago. Raises ``OSError``."""
     beside.mkdir(parents=True, exist_ok=True)
     for left in beside.glob(f"{WORK_PREFIX}????????"):
         with suppress(OSError):
             if time.time() - left.lstat().st_mtime > _LEFT_BEHIND_S:
                 shutil.rmtree(left)
-    folder = Path(tempfile.mkdtemp(prefix=WORK_PREFIX, dir=beside))
-    try:
+    with temporary_folder(beside, WORK_PREFIX) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # Raised when an export of the same input would give other bytes.

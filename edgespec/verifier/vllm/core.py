@@ -8,15 +8,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from edgespec.config import VerifierConfig
 from edgespec.config.common import SetupError
+from edgespec.config.files import temporary_folder
 from edgespec.core.ports import TargetLostError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.verifier.block_ledger import SharePrefixes
@@ -234,8 +233,8 @@ def _core(config: Any) -> Any:
     # A process that serves has threads, and a fork of it may hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     worker_main = WorkerProc.worker_main
-    with tempfile.TemporaryDirectory() as folder:
-        reason = Path(folder) / "reason"
+    with temporary_folder() as folder:
+        reason = folder / "reason"
         WorkerProc.worker_main = staticmethod(partial(run_worker, str(reason)))
         try:
             return EngineCore(config, Executor.get_class(config), log_stats=False)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import numpy as np
@@ -37,6 +36,7 @@ from edgespec.cli.options import option
 from edgespec.cli.running import reported, run
 from edgespec.cli.verifier import PLAIN_STREAMING, verifier_process
 from edgespec.config import AgentConfig, ConfigError, DraftSection
+from edgespec.config.files import temporary_folder, write_output
 from edgespec.core.device.policy import FixedPolicy, PearlPolicy, WindowedPolicy
 from edgespec.core.ports import Drafter
 from edgespec.core.protocol.messages import RunAhead
@@ -443,8 +443,7 @@ def profile(
         if drafter is None or draft == build.LOOKUP:
             raise ConfigError(f"draft is {draft!r}, but a profile needs one that drafts")
         arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
-        with TemporaryDirectory() as folder:
-            traces = Path(folder)
+        with temporary_folder() as traces:
             try:
                 run(_measure_costs(drafter, draft, arguments, traces, quick, stderr))
             finally:
@@ -480,8 +479,7 @@ def _write(device: Path, verifier: Path, out: Path, name: str, stderr: Console) 
     """Fit, write and show. Raises ``ValueError``, ``OSError``."""
     samples = samples_of(read_lines([device]), read_lines([verifier]))
     found = fit_profile(samples, name, report.origin())
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(found.to_json(), encoding="utf-8")
+    write_output(out, found.to_json())
     steps, passes = found.draft_step, found.target_pass
     for what, law, mine in (
         ("draft step", steps, samples.draft_steps),

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 
 from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reported, say
+from edgespec.config.files import write_output
 from edgespec.config.loading import dump_config
 from edgespec_sim.commands import play
 from edgespec_sim.links.formats import read_trace, write_plain
@@ -160,7 +161,7 @@ def trace(
         console.print(_statistics(found))
         console.print(rtt_line(found, width=min(console.width, 120) - 2))
         if out is not None:
-            out.write_text(write_plain(found), encoding="utf-8")
+            write_output(out, write_plain(found))
             say(f"wrote {out}: {len(found.time_s)} rows, {found.duration_s:.0f} s")
 
 

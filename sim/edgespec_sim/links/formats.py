@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from edgespec.config.files import TooLargeError, read_bytes
 from edgespec_sim.links.network_trace import (
     MAX_ROWS,
     NetworkTrace,
@@ -662,9 +663,9 @@ def read_trace(path: Path) -> NetworkTrace:
 def _opened(path: Path) -> TraceText:
     """Its ``source`` is empty where no format begins like that. Raises ``TraceError``."""
     try:
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise TraceError(f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} go")
-        data = path.read_bytes()
+        data = read_bytes(path, MAX_FILE_BYTES)
+    except TooLargeError as error:
+        raise TraceError(f"{path}: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     try:

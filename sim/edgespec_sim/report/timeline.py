@@ -31,6 +31,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from edgespec.config.files import open_to_read
+
 # --- lines of a trace (``telemetry/trace.py``) as plain dicts, one at a time -------------------
 
 Line = dict[str, Any]
@@ -48,7 +50,7 @@ def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
     """All lines, file by file. A last line that was cut off is left out, as by a run that was
     killed. Raises ``TraceLineError``, ``OSError``."""
     for path in paths:
-        with path.open(encoding="utf-8") as file:
+        with open_to_read(path) as file:
             for number, text in enumerate(file, start=1):
                 if not text.endswith("\n"):
                     try:

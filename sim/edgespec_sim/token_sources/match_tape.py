@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from edgespec.config.files import TooLargeError, read_text, write_output
 from edgespec.config.loading import build
 from edgespec.core.protocol.work import Candidate
 from edgespec.telemetry.trace import plain
 
 FORMAT: Final = "edgespec-tape"
 VERSION: Final = 1
+MAX_TAPE_BYTES: Final = 1 << 30
 MISS: Final = -1
 
 
@@ -123,14 +125,14 @@ def write_tape(tape: MatchTape, path: Path) -> None:
     del head["generations"]
     texts = [{k: v for k, v in plain(one).items() if v != []} for one in tape.generations]
     lines = [json.dumps(one, separators=(",", ":")) + "\n" for one in (head, *texts)]
-    path.write_text("".join(lines), encoding="utf-8")
+    write_output(path, "".join(lines))
 
 
 def read_tape(path: Path) -> MatchTape:
     """Raises ``TapeError``."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path, MAX_TAPE_BYTES).splitlines()
+    except (OSError, TooLargeError, UnicodeDecodeError) as error:
         raise TapeError(f"{path}: not readable: {error}") from error
     if not lines:
         raise TapeError(f"{path}: empty, but must begin with a line of format {FORMAT}")

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from edgespec.config.files import open_to_read
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.links.network_trace import TraceError, file_named
 from edgespec_sim.scenario.sections import ArrivalKind, ArrivalsSection, AtDevice, Scenario
@@ -51,7 +52,7 @@ def read_arrivals(path: Path) -> list[_Recorded]:
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise TraceError(f"{path}: {size} bytes, but at most {MAX_BYTES} are read")
-        with path.open(encoding="utf-8", newline="") as file:
+        with open_to_read(path) as file:
             rows = csv.DictReader(file)
             header = (name.strip().lower() for name in rows.fieldnames or ())
             rows.fieldnames = [_NAMES.get(name, name) for name in header]
