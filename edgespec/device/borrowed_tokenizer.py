@@ -2,6 +2,7 @@
 
 What comes is bounded and checked against its announced SHA-256, has to be readable, and has to have
 the vocabulary that the verifier serves; only then it is put into the user's cache, under its hash.
+It is a program by a stranger, so it is read, and runs, in a process with bounds (``FarTokenizer``).
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from edgespec.config.files import temporary_folder
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
-from edgespec.models.folders import cache_folder, vocabulary_fingerprint
+from edgespec.models.far_tokenizer import FarTokenizer
 from edgespec.models.grammar import device_reader
-from edgespec.models.tokenizer import TextTokenizer
 from edgespec.models.toy import TOY
 from edgespec.wire.access import device_access
 from edgespec.wire.tokenizer_lending import TOKENIZER_JSON, TokenizerFetch
+from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
-_FOLDER = "tokenizers"
 _NAME_DIGITS = 32
+_WORK = WorkerPool("preparing a tokenizer", threads=2, most_waiting=64, within_s=300.0)
 
 
 def borrows_tokenizer(config: AgentConfig) -> bool:
@@ -66,11 +67,15 @@ async def with_tokenizer(
 async def _cached(fetch: TokenizerFetch, info: ModelInfo, say: build.Say) -> Path:
     """The folder of the verifier's tokenizer. Raises ``LinkError``, also for one of no use."""
     announced = await fetch.announced()
-    folder = cache_folder() / _FOLDER / announced.sha256.hex()[:_NAME_DIGITS]
+    folder = build.lent_folder() / announced.sha256.hex()[:_NAME_DIGITS]
     if not (folder / TOKENIZER_JSON).is_file():
         size = f"{announced.size / 1e3:,.0f} kB"
         say(f"fetching the tokenizer of {info.name} from the verifier, once: {size}")
-        await asyncio.to_thread(_place, folder, await fetch.texts(announced), info)
+        texts = await fetch.texts(announced)
+        try:
+            await _WORK.run(_place, folder, texts, info)
+        except (PoolBusyError, PoolLateError) as error:
+            raise LinkError(str(error)) from None
     return folder
 
 
@@ -100,12 +105,12 @@ def _try(folder: Path, info: ModelInfo) -> None:
     """Raises ``LinkError`` where the files are no tokenizer of ``info``."""
     who = f"the tokenizer that the verifier of {info.name!r} sent"
     try:
-        found = vocabulary_fingerprint(folder / TOKENIZER_JSON)
-        TextTokenizer(folder).chat_template()
+        tokenizer = FarTokenizer(folder)
+        tokenizer.close()
     except ValueError as error:
         why = str(error).replace(f"{folder}/", "")
         raise LinkError(f"{who} cannot be used: {why}", retryable=False) from error
-    if found != info.vocabulary:
+    if (found := tokenizer.vocabulary) != info.vocabulary:
         raise LinkError(
             f"{who} has the vocabulary {found}, but it serves {info.vocabulary}", retryable=False
         )
@@ -148,7 +153,10 @@ class BorrowingAgent(Agent):
                 may_come |= answer.error is not None and answer.error.retryable
             elif (model := answer.info.of(wanted)) is not None:
                 config = await with_tokenizer(self._config, model, lambda text: None, address)
-                await asyncio.to_thread(self._take, config)
+                try:
+                    await _WORK.run(self._take, config)
+                except (PoolBusyError, PoolLateError) as error:
+                    raise LinkError(str(error)) from None
                 return
             else:
                 names = ", ".join(repr(one.name) for one in answer.info.served)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -33,6 +33,7 @@ from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDraf
 from edgespec.device.prober import Answer, ask_all
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
+from edgespec.models.far_tokenizer import FarTokenizer
 from edgespec.models.grammar import device_reader
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
@@ -54,7 +55,7 @@ _MAX_CONTEXT_LENGTH = 1 << 20
 _MOST_LEADERS = 4096
 
 Say = Callable[[str], None]
-PromptTokenizer = TextTokenizer | ToyTokenizer
+PromptTokenizer = TextTokenizer | ToyTokenizer | FarTokenizer
 _tokenizers: WeakValueDictionary[object, PromptTokenizer] = WeakValueDictionary()
 
 
@@ -74,8 +75,9 @@ _MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty
 
 def load_tokenizer(reference: str) -> PromptTokenizer:
     """Return the tokenizer of a model reference: the same object for as long as somebody uses it,
-    since a large one takes tens of MiB. Chat templates of all but the bundled one are rendered in a
-    process of their own. Raises ``ValueError`` naming the file."""
+    since a large one takes tens of MiB. A process of its own renders the chat templates of all but
+    the bundled one, and holds a tokenizer that a verifier lent. Raises ``ValueError`` naming the
+    file."""
     if reference == TOY:
         return ToyTokenizer()
     # The bundled one is read from the draft's folder: a device may hold no other.
@@ -84,8 +86,22 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     worker = None if reference == BUNDLED else template_worker()
     key = (worker, files)
     if (found := _tokenizers.get(key)) is None:
-        found = _tokenizers[key] = TextTokenizer(folder, worker)
+        found = FarTokenizer(folder) if is_lent(folder) else TextTokenizer(folder, worker)
+        _tokenizers[key] = found
     return found
+
+
+def lent_folder() -> Path:
+    """Return the folder of tokenizers that verifiers lent. Raises ``OSError``."""
+    return folders.cache_folder() / "tokenizers"
+
+
+def is_lent(folder: Path) -> bool:
+    """Whether a verifier lent the tokenizer in this folder."""
+    try:
+        return folder.resolve().parent == lent_folder().resolve()
+    except OSError:  # a user without a home has borrowed none
+        return False
 
 
 def tokenizer_reference(config: AgentConfig) -> str:
@@ -117,9 +133,19 @@ def vocabulary_of(reference: str) -> str:
     if reference == TOY:
         return toy_info().vocabulary
     folder = resolve_texts(reference)
+    if is_lent(folder):
+        return _lent_vocabulary(reference)
     if (folder / folders.DRAFT_MANIFEST).is_file():
         return folders.model_info(folder).vocabulary
     return folders.vocabulary_fingerprint(folder / "tokenizer.json")
+
+
+@lru_cache(maxsize=16)
+def _lent_vocabulary(reference: str) -> str:
+    """The fingerprint of a lent tokenizer, whose folder is named after what it holds."""
+    found = load_tokenizer(reference)
+    assert isinstance(found, FarTokenizer)
+    return found.vocabulary
 
 
 def connect(

@@ -40,7 +40,7 @@ from edgespec.endpoint import service
 from edgespec.endpoint.admission import client_of, current_client
 from edgespec.endpoint.answer import KEEP_ALIVE
 from edgespec.endpoint.bodies import Body
-from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model, read_object
+from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.metric_table import Table, registry_of
@@ -239,7 +239,7 @@ async def _prepared(
     ``ApiError``, also if it cannot be done in time."""
     async with endpoint.preparing():
         async with endpoint.one_large if body.is_large else contextlib.nullcontext():
-            made = await prepare(await endpoint.read(read_object, body.whole()))
+            made = await prepare(await endpoint.read(endpoint.read_json, body.whole()))
     body.close()
     return made
 

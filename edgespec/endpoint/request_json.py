@@ -127,6 +127,18 @@ def read_object(body: bytes) -> Mapping[str, Any]:
     return value
 
 
+def check_members(body: bytes, most: int) -> None:
+    """Raise ``ApiError`` if the lists and objects in a body have more than ``most`` members.
+
+    To count commas takes a thousandth of what reading them takes, and holds up nobody."""
+    if body.count(b",") < most:
+        return
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now a quote begins or ends a text
+    if (members := b"".join(plain.split(b'"')[::2]).count(b",") + 1) > most:
+        why = f"the request has {members} values, but at most {most}"
+        raise ApiError(400, why, code="too_many_values")
+
+
 def nested_too_deep() -> ApiError:
     """Of lists in lists there are more than can be read, or written again."""
     return ApiError(400, "the request is nested too deep", code="invalid_json")

@@ -45,6 +45,8 @@ _BACKLOG: Final = 512
 _ACCEPTED_AT_ONCE: Final = 8
 """Before the event loop goes on: it takes three turns until one that has to go is closed, so that
 at most a few times as many descriptors are open beyond the most connections."""
+_UNREAD_BYTES: Final = 1 << 15
+"""What may wait for a client to read it, here and once more in the system."""
 _OTHER_DESCRIPTORS: Final = 96
 """Of what a process may have open, kept for files, verifiers and the event loop."""
 # After a stream was told that it ends: for the words to leave.
@@ -136,6 +138,11 @@ class WatchedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._whole = transport
+        # A client that reads nothing is noticed when these are full; the system's own buffer would
+        # take megabytes, which is a whole text.
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
+        transport.set_write_buffer_limits(_UNREAD_BYTES)
         super().connection_made(_ClosesInOrder(transport, self))  # type: ignore[arg-type]
         self._since = self.loop.time()
         self._look()

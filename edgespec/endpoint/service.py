@@ -41,11 +41,14 @@ from edgespec.endpoint.answer import (
 )
 from edgespec.endpoint.bodies import BodyRoom
 from edgespec.endpoint.request_json import (
+    MAX_VALUES,
     ApiError,
     Fields,
+    check_members,
     from_generation,
     invalid,
     no_such_model,
+    read_object,
     unavailable,
 )
 from edgespec.endpoint.requests import Request, as_chat, chat_request, completion_request, seed_of
@@ -72,6 +75,8 @@ _WORK_WITHIN_S: Final = 30.0
 _PREPARE_WITHIN_S: Final = 60.0
 """Seconds from a request's body to its tokens and its grammar."""
 _MOST_WAITING: Final = 128
+_MOST_PROMPTS: Final = 16
+"""Prompts as long as the context that one request may hold as token ids."""
 METRICS_PREFIX: Final = "edgespec_endpoint_"
 OTHER: Final = "other"
 """Stands for the names of models that nobody serves any more, or of too many."""
@@ -429,6 +434,14 @@ class Endpoint:
     async def read(self, function: Callable[..., _T], *given: Any) -> _T:
         """Return what ``function`` makes of a request, in a thread for that."""
         return await self._requests.run_for(current_client.get(), function, *given)
+
+    def read_json(self, body: bytes) -> Mapping[str, Any]:
+        """Return the object that a request is. Raises ``ApiError`` before much of it is read, if it
+        has more members than the token ids of some prompts and the other values that it may have
+        (``MAX_VALUES``)."""
+        longest = max((one.context_length for one in self.models.listed), default=MAX_TOKENS)
+        check_members(body, MAX_VALUES + _MOST_PROMPTS * longest)
+        return read_object(body)
 
     def close(self) -> None:
         """End the threads that work for requests."""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 STOPPING: Final = "this side is stopping"
@@ -67,6 +68,18 @@ class LimitedProcesses:
             self._closed = True
             for process in self._running:
                 process.kill()
+
+    def reap(self) -> None:
+        """Kill all of them, wait for their end and close their pipes, which nobody uses any more.
+        No more are started."""
+        self.close()
+        for process in list(self._running):
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):  # of what the process did not read
+                        pipe.close()
+            self.ended(process)
 
 
 class Bounds:

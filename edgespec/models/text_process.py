@@ -1,21 +1,25 @@
-"""The process that renders chat templates for this one: a worker, and what its child runs."""
+"""The process that renders chat templates for this one: a worker, and what its child runs.
+
+With a folder the child holds the tokenizer there, too, for ``FarTokenizer``."""
 
 from __future__ import annotations
 
 import atexit
 import json
 import sys
+from array import array
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:  # the child finds our modules once it was told where they are
     from edgespec.models.limited_process import Bounds
     from edgespec.models.text_worker import TextWorker
+    from edgespec.models.tokenizer import TextTokenizer
 
-_CPU_S: Final = 5
-"""Processor time for one question: ``text_worker.CPU_S``."""
-_START_CPU_S: Final = 10
+_MOST_IDS: Final = 1 << 21
 _KEPT_TEMPLATES: Final = 16
 
 
@@ -29,22 +33,23 @@ def template_worker() -> TextWorker:
     return worker
 
 
-def main(bounds: Bounds, path: str) -> None:
-    """Answer questions from standard input until it ends. ``path``, a JSON list, says where
-    modules are found."""
-    bounds.allow(_START_CPU_S)
+def main(bounds: Bounds, given: str) -> None:
+    """Answer questions from standard input until it ends. ``given``, a JSON list, says where
+    modules are found, the tokenizer's folder or nothing, and the bounds."""
+    path, folder, start_cpu_s, cpu_s, bytes_per_s = json.loads(given)
+    bounds.allow(start_cpu_s)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    sys.path[:0] = json.loads(path)
+    sys.path[:0] = path
     from edgespec.models.text_worker import read_frame, write_frame
 
-    answers = _Answers()
+    answers = _Answers(Path(folder) if folder else None)
     write_frame(sink, b"ready")
     while True:
         try:
             question = read_frame(source)
         except OSError:
             return
-        bounds.allow(_CPU_S)
+        bounds.allow(cpu_s + len(question) // bytes_per_s)
         try:
             answer = json.dumps(answers.answer(*json.loads(question))).encode()
         except MemoryError:
@@ -55,12 +60,19 @@ def main(bounds: Bounds, path: str) -> None:
 class _Answers:
     """What the child answers: a kind, and a text or value."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._programs: dict[str, Any] = {}
-        self._answers: Mapping[str, Callable[..., Any]] = {
+        self._answers: dict[str, Callable[..., Any]] = {
             "render": self._rendered,
             "variables": self._variables,
         }
+        if folder is not None:
+            tokenizer = _Tokenizer(folder)
+            self._answers |= {
+                "facts": lambda: tokenizer.facts,
+                "encode": tokenizer.encoded,
+                "decode": tokenizer.decoded,
+            }
 
     def answer(self, what: str, *given: Any) -> tuple[str, Any]:
         from edgespec.models.tokenizer import ChatTemplateError
@@ -96,3 +108,58 @@ class _Answers:
         from edgespec.models.tokenizer import template_variables
 
         return sorted(template_variables(source))
+
+
+class _Tokenizer:
+    """The tokenizer of a folder. What is wrong with it is an answer, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._found: TextTokenizer | None = None
+        self.facts: dict[str, Any]
+        try:
+            self.facts = self._load(folder)
+        except MemoryError:
+            raise
+        except Exception as error:  # of foreign libraries too
+            self.facts = {"why": str(error) or type(error).__name__}
+
+    def _load(self, folder: Path) -> dict[str, Any]:
+        """Return all of the tokenizer that is not computed from a text. Raises ``ValueError``."""
+        from edgespec.models.folders import vocabulary_fingerprint
+        from edgespec.models.tokenizer import TextTokenizer
+        from edgespec.telemetry.process_memory import trim_heap
+
+        vocabulary = vocabulary_fingerprint(folder / "tokenizer.json")
+        self._found = tokenizer = TextTokenizer(folder)
+        if (size := tokenizer.id_count) > _MOST_IDS:
+            raise ValueError(f"{folder}: ids reach {size}, but at most {_MOST_IDS} are taken")
+        written, ends, alone = bytearray(), array("I"), dict[int, str]()
+        for token in range(size):
+            piece = tokenizer.token_bytes(token)
+            written += piece
+            ends.append(len(written))
+            if piece.startswith(b" ") and token not in tokenizer.special_ids:
+                shown = tokenizer.decode([token])
+                if shown.encode() != piece:
+                    alone[token] = shown
+        trim_heap()
+        return {
+            "vocabulary": vocabulary,
+            "bytes": b64encode(written).decode(),
+            "ends": b64encode(ends.tobytes()).decode(),
+            "alone": alone,
+            "added": dict(tokenizer.added),
+            "special_ids": sorted(tokenizer.special_ids),
+            "special_texts": dict(tokenizer.special_texts),
+            "templates": {
+                name: (one.source, dict(one.tokens)) for name, one in tokenizer.templates.items()
+            },
+        }
+
+    def encoded(self, text: str, special: bool) -> list[int]:
+        assert self._found is not None
+        return self._found.encode(text, add_special_tokens=special)
+
+    def decoded(self, tokens: list[int], skip_special: bool) -> str:
+        assert self._found is not None
+        return self._found.decode(tokens, skip_special_tokens=skip_special)

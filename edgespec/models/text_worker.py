@@ -1,10 +1,11 @@
-"""Renders chat templates in a process with bounds.
+"""Renders chat templates, and holds tokenizers that verifiers lend, in a process with bounds.
 
-A chat template is a program: jinja2's sandbox keeps it from the machine, but neither from memory
-nor from time. What does not come with edgespec itself therefore runs in a child process
-(``limited_process.py``), which starts at the first use, answers one question after the other, and
-is replaced when it was ended. A question costs some 0.2 ms more than without the child, and the
-child takes some 26 MiB. It imports neither a runtime for models nor anything of the network.
+A chat template is a program, and the patterns of a tokenizer are nearly one: jinja2's sandbox keeps
+a template from the machine, but neither from memory nor from time. What does not come with edgespec
+itself therefore runs in a child process (``limited_process.py``), which starts at the first use,
+answers one question after the other, and is replaced when it was ended. A question costs some
+0.2 ms more than without the child. The child takes some 26 MiB, and a tokenizer what it takes
+anywhere. It imports neither a runtime for models nor anything of the network.
 
 The two ends speak in frames: eight bytes with the length, and JSON. The child runs
 ``text_process.py``.
@@ -29,7 +30,11 @@ TEMPLATE_BYTES_IN_BUDGET: Final = 64 << 20
 RESIDENT_BYTES: Final = 28 << 20
 """What such a process usually takes: counted by memory plans."""
 _CPU_S: Final = 5
-"""Processor time for one question."""
+"""Processor time for one question, beside what its length gives it (``_BYTES_PER_S``)."""
+_START_CPU_S: Final = 30
+"""Processor time to start: a vocabulary of 256 k tokens takes some 5 s to load."""
+_BYTES_PER_S: Final = 200_000
+"""Text that a second of processor time is enough for: tokenizers are five times as quick."""
 _ANSWER_S: Final = 15.0
 """Seconds for one question, on a busy machine."""
 _START_S: Final = 60.0
@@ -51,24 +56,25 @@ class TextWorker:
     Args:
         script: The file that the child runs (``text_process.py``).
         most_bytes: Data that the child may have.
+        folder: The tokenizer that the child loads; empty: it only renders templates.
     """
 
-    def __init__(self, script: str, most_bytes: int = TEMPLATE_BYTES) -> None:
+    def __init__(self, script: str, most_bytes: int = TEMPLATE_BYTES, folder: str = "") -> None:
         from edgespec.models.limited_process import LimitedProcesses
 
-        self._script, self.most_bytes = script, most_bytes
+        self._script, self._folder, self.most_bytes = script, folder, most_bytes
         """Holds for a child that is started from now on."""
         self._processes = LimitedProcesses()
         self._process: subprocess.Popen[bytes] | None = None
         self._one_at_a_time = threading.Lock()
-        self._end = weakref.finalize(self, self._processes.close)
+        weakref.finalize(self, self._processes.reap)
 
     def ask(self, what: str, *given: Any) -> Any:
-        """Return the child's answer to one question: ``render`` a source with its variables, or
-        find the ``variables`` of a source.
+        """Return the child's answer to one question: ``render`` a source with its variables, find
+        the ``variables`` of a source, or what ``text_process.py`` knows of its tokenizer.
 
         Raises ``TextRefusedError``, ``TextWorkerError`` if there is no answer, and ``RuntimeError``
-        with the words of any other error of the template."""
+        with the words of any other error."""
         question = json.dumps([what, *given]).encode()
         if not self._one_at_a_time.acquire(timeout=_ANSWER_S):
             raise TextWorkerError(f"others have been waited for longer than {_ANSWER_S:g} s")
@@ -84,20 +90,21 @@ class TextWorker:
 
     def close(self) -> None:
         """End the child, and what waits for it; a second call does nothing."""
-        self._end()  # so that a question which is being answered ends
+        self._processes.close()  # so that a question which is being answered ends
         with self._one_at_a_time:
             if self._process is not None:
                 self._discard(self._process)
 
     def _answer(self, question: bytes) -> tuple[str, Any]:
         process = self._started()
-        found = self._exchanged(process, question, _ANSWER_S)
+        cpu_s = _CPU_S + len(question) // _BYTES_PER_S
+        found = self._exchanged(process, question, _ANSWER_S * cpu_s / _CPU_S)
         if found is None:
             self._discard(process)
             if self._processes.is_closed:
                 raise TextWorkerError("this side is stopping")
             raise TextWorkerError(
-                f"it takes more than the {_CPU_S} s of processor time or the"
+                f"it takes more than the {cpu_s} s of processor time or the"
                 f" {self.most_bytes >> 20} MiB that are given"
             )
         kind, answer = json.loads(found)
@@ -113,12 +120,16 @@ class TextWorker:
         if self._process is not None:
             self._discard(self._process)
         try:
-            process = self._processes.start(self._script, self.most_bytes, (json.dumps(sys.path),))
+            given = json.dumps([sys.path, self._folder, _START_CPU_S, _CPU_S, _BYTES_PER_S])
+            process = self._processes.start(self._script, self.most_bytes, (given,))
         except OSError as error:
             raise TextWorkerError(f"no process can be started: {error}") from error
         if self._exchanged(process, None, _START_S) is None:
             self._discard(process)
-            raise TextWorkerError("the process that renders templates does not start")
+            raise TextWorkerError(
+                f"its process does not start within {_START_CPU_S} s of processor time and"
+                f" {self.most_bytes >> 20} MiB"
+            )
         self._process = process
         return process
 

@@ -383,15 +383,27 @@ class TextTokenizer:
         """A decoder for one text that arrives in pieces and continues ``prompt``: what it emits is
         what ``decode`` shows of both behind what it shows of the prompt. A character that the
         prompt leaves unfinished is emitted when the text finishes it."""
-        stream = TextStream(self)
-        own = [token for token in prompt if token not in self.special_ids]
-        stream.push(own[-_MOST_UNFINISHED:])
-        return stream
+        return begun_stream(self, prompt)
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """The model's own template, or the one it has for tools; None: it has none."""
-        found = self._templates
+        found = self.templates
         return (found.get(TOOL_USE) if tools else None) or found.get(DEFAULT)
+
+    @property
+    def id_count(self) -> int:
+        """The largest token id and one, added tokens included."""
+        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
+
+    @property
+    def added(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, by their text."""
+        found = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in found.items()}
+
+    def shown_first(self, token: int) -> bytes:
+        """Return the bytes of a token where a text begins: some decoders take a space away."""
+        return self.decode([token]).encode()
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written so: one that no decoded text shows."""
@@ -404,9 +416,29 @@ class TextTokenizer:
         return TokenBytes(self._tokenizer)
 
     @cached_property
-    def _templates(self) -> dict[str, ChatTemplate]:
+    def templates(self) -> dict[str, ChatTemplate]:
+        """All chat templates by name."""
         found = read_chat_templates(self._folder, self._config, self.special_texts)
         return {name: replace(one, worker=self._worker) for name, one in found.items()}
+
+
+class TokenTexts(Protocol):
+    """What decoding token by token needs of a tokenizer."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def shown_first(self, token: int) -> bytes: ...
+
+
+def begun_stream(tokenizer: TokenTexts, prompt: Sequence[int]) -> TextStream:
+    """Return a decoder for a text that continues ``prompt`` (``TextTokenizer.stream``)."""
+    stream = TextStream(tokenizer)
+    own = [token for token in prompt if token not in tokenizer.special_ids]
+    stream.push(own[-_MOST_UNFINISHED:])
+    return stream
 
 
 class TextStream:
@@ -414,8 +446,8 @@ class TextStream:
     belongs to no character becomes U+FFFD. A text that begins here begins as the library shows it:
     some decoders take the first space away."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._decode, self._token_bytes = tokenizer.decode, tokenizer.token_bytes
+    def __init__(self, tokenizer: TokenTexts) -> None:
+        self._shown_first, self._token_bytes = tokenizer.shown_first, tokenizer.token_bytes
         self._special_ids = tokenizer.special_ids
         self._begins = True
         self._characters = getincrementaldecoder("utf-8")("replace")
@@ -437,6 +469,6 @@ class TextStream:
         written, begins = self._token_bytes(token), self._begins
         self._begins = begins and not written
         if begins and written.startswith(b" "):
-            shown = self._decode([token]).encode()
+            shown = self._shown_first(token)
             written = written[len(written) - len(shown) :] if written.endswith(shown) else written
         return self._characters.decode(written)

@@ -19,6 +19,7 @@ from typing import Final
 from edgespec.core.ports import LinkError
 from edgespec.wire.codec import ProtocolViolation, check_number, parsed
 from edgespec.wire.pb import speculation_pb2 as pb
+from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 TOKENIZER_JSON: Final = "tokenizer.json"
 TEXT_FILES: Final = (
@@ -36,6 +37,7 @@ _MAX_REQUEST_BYTES: Final = 1 << 10
 _ENTRY, _MOST_ENTRIES = b"PK\x01\x02", 64
 """What each file's line in an archive's list begins with; the library reads all of the list."""
 # A line that is full, or a link that is lost for a moment, ends no fetch.
+_WORK: Final = WorkerPool("unpacking a tokenizer", threads=1, most_waiting=64, within_s=60.0)
 _ATTEMPTS: Final = 8
 _AGAIN_S: Final = 0.5
 
@@ -119,9 +121,9 @@ class TokenizerFetch:
                 check_number("bytes of TokenizerReply.data", len(data), 1, PART_BYTES)
                 archive += data
             # Unpacking and hashing take tens of milliseconds for a large vocabulary.
-            if (await asyncio.to_thread(hashlib.sha256, archive)).digest() != announced.sha256:
+            if (await _WORK.run(hashlib.sha256, archive)).digest() != announced.sha256:
                 raise ProtocolViolation("the archive does not have the SHA-256 that was announced")
-            return await asyncio.to_thread(unpacked, bytes(archive))
+            return await _WORK.run(unpacked, bytes(archive))
 
     async def _ask(self, sha256: bytes, offset: int) -> pb.TokenizerReply:
         request = pb.TokenizerRequest(sha256=sha256, offset=offset).SerializeToString()
@@ -142,3 +144,5 @@ class TokenizerFetch:
         except ProtocolViolation as error:
             why = f"the tokenizer of the verifier at {self._who}: {error}"
             raise LinkError(why, retryable=False) from None
+        except (PoolBusyError, PoolLateError) as error:
+            raise LinkError(str(error)) from None

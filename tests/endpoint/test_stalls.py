@@ -37,6 +37,7 @@ from tests.endpoint.live_endpoint import (
     exchange,
     live,
     over_script,
+    over_toy,
     parse_reply,
     request_bytes,
 )
@@ -259,6 +260,19 @@ async def test_more_ids_than_the_context_has_stand_for_no_text() -> None:
         assert f"at most {longest} token ids" in reply.error["message"]
 
 
+@pytest.mark.parametrize("path", ["/detokenize", PATH, "/v1/chat/completions"])
+async def test_a_million_numbers_are_counted_before_they_are_read(path: str) -> None:
+    """Oracle: behind them the body is no JSON, which nobody finds out."""
+    async with over_toy() as found:
+        served = found.endpoint.models.listed
+        most = (1 << 17) + 16 * served[0].context_length
+        for more, words in ((0, "no JSON"), (1, f"has {most + 1} values, but at most {most}")):
+            body = b'{"a": "' + b'\\",' * 9 + b'", "tokens": [' + b"5," * (most - 2 + more) + b"5 }"
+            reply = await exchange(found.port, request_bytes(path, body))
+            assert reply.status == 400
+            assert words in reply.error["message"]
+
+
 # --- turns ---------------------------------------------------------------------------------------
 
 
@@ -385,6 +399,22 @@ async def test_streams_that_nobody_reads_make_way_for_others() -> None:
         assert (await ask(found, PATH, HELLO)).status == 200
         counts = found.endpoint.counts.requests
         await until(lambda: counts[PATH, "gone"] >= 1)
+
+
+async def test_a_stream_that_nobody_reads_is_noticed_before_its_text_is_over() -> None:
+    """Half a megabyte of events, which the system would take for a client that never reads."""
+    agent = ScriptedAgent(["x" * 50] * 2000)
+    settings = EndpointSection(max_concurrent=1, write_within_s=3600.0, unread_within_s=0.05)
+    async with (
+        over_script(agent, settings=settings) as found,
+        connected(found, 4096) as (_, writer),
+    ):
+        writer.write(request_bytes(PATH, json.dumps({**HELLO, "stream": True}).encode()))
+        await until(lambda: agent.prompts)
+        agent.pieces = ["a"]
+        assert (await ask(found, PATH, HELLO)).status == 200
+        assert agent.closed == 2
+        await until(lambda: found.endpoint.counts.requests[PATH, "gone"] == 1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
-"""Chat templates of others in a process with bounds. Oracles: the text that the same template gives
-in this process; the process is another one after it was ended; `serve` ends, and answers others,
-while a template never would."""
+"""Chat templates and tokenizers of others in a process with bounds. Oracles: what the same folder
+gives in this process; the process is another one after it was ended; `serve` ends, and answers
+others, while a template never would."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from edgespec.config import AgentConfig, DraftSection
 from edgespec.device import build
 from edgespec.device.build import load_tokenizer
 from edgespec.models import text_process, text_worker
-from edgespec.models.folders import Role, resolve_model
+from edgespec.models.far_tokenizer import FarTokenizer
+from edgespec.models.folders import Role, resolve_model, vocabulary_fingerprint
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TextWorker, TextWorkerError
-from edgespec.models.tokenizer import ChatTemplate, ChatTemplateError
+from edgespec.models.tokenizer import (
+    ChatTemplate,
+    ChatTemplateError,
+    TextTokenizer,
+    TokenizerError,
+)
 from tests.endpoint.live_endpoint import parse_reply, request_bytes
 from tests.endpoint.test_tools_and_text import CONVERSATIONS, FAMILIES, FORECASTS, TOKENS, USER
 from tests.present import present
 from tests.shell.live_verifier import ready, start
+from tests.shell.tiny_checkpoints import write_tokenizer
 
 WITHIN_S = 300
 LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
@@ -207,3 +215,107 @@ def test_serve_answers_others_and_ends_while_a_template_never_does(tmp_path: Pat
                     assert parse_reply(b"".join(iter(lambda: other.recv(65536), b""))).status == 200
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(WITHIN_S) == 0
+
+
+# --- tokenizers that verifiers lend ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lent")
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": GREETING, "bos_token": "<s>"})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def far(lent: Path) -> Iterator[FarTokenizer]:
+    found = FarTokenizer(lent)
+    yield found
+    found.close()
+
+
+def test_a_far_tokenizer_is_the_near_one(far: FarTokenizer, lent: Path) -> None:
+    """Oracle: the same folder in this process."""
+    near = TextTokenizer(lent)
+    assert far.vocabulary == vocabulary_fingerprint(lent / "tokenizer.json")
+    assert (far.special_ids, far.special_texts) == (near.special_ids, near.special_texts)
+    assert far.added == near.added
+    ids = range(-1, near.id_count + 2)
+    assert [far.token_bytes(n) for n in ids if n >= 0] == [
+        near.token_bytes(n) for n in ids if n >= 0
+    ]
+    for text in ("", "the quick brown fox", " a\u20ac\U0001f600\n", "<s>the</s>"):
+        for special in (True, False):
+            tokens = far.encode(text, add_special_tokens=special)
+            assert tokens == near.encode(text, add_special_tokens=special)
+            assert far.decode(tokens, skip_special_tokens=special) == near.decode(
+                tokens, skip_special_tokens=special
+            )
+            for place in range(len(tokens)):
+                streams = far.stream(tokens[:place]), near.stream(tokens[:place])
+                shown = [one.push(tokens[place:]) + one.flush() for one in streams]
+                assert shown[0] == shown[1]
+    for text in [*near.added, "the", "nothing"]:
+        assert far.special_id(text) == near.special_id(text)
+    templates = far.chat_template(), near.chat_template()
+    assert templates[0] == templates[1]
+    assert present(templates[0]).worker is not None
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.Metaspace(), decoders.ByteLevel(), decoders.Strip(" ", 1, 0), decoders.WordPiece()],
+    ids=["metaspace", "bytes", "strip", "wordpiece"],
+)
+def test_a_far_tokenizer_begins_texts_as_the_library_does(tmp_path: Path, decoder: Any) -> None:
+    vocabulary = {"<unk>": 0, "\u2581a": 1, "\u0120b": 2, " c": 3, "d": 4}
+    inner = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    inner.decoder = decoder
+    inner.save(str(tmp_path / "tokenizer.json"))
+    near, far = TextTokenizer(tmp_path), FarTokenizer(tmp_path)
+    try:
+        for first in range(5):
+            for second in range(5):
+                shown = [one.stream().push([first, second]) for one in (near, far)]
+                assert shown[0] == shown[1]
+    finally:
+        far.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"{", "JSON"),
+        (b"{}", "model.vocab is missing"),
+        (
+            b'{"a": [' + b"[]," * 12_000_000 + b"1]}",
+            "its process does not start within 30 s of processor time and 64 MiB",
+        ),
+    ],
+    ids=["no JSON", "no vocabulary", "much memory"],
+)
+def test_a_hostile_tokenizer_is_not_loaded(tmp_path: Path, content: bytes, why: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(TokenizerError, match=why):
+        FarTokenizer(tmp_path, 64 << 20)
+
+
+def test_a_tokenizer_that_fills_memory_with_a_text_costs_that_text_alone(tmp_path: Path) -> None:
+    """Ten normalizers that each write ten letters for one."""
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    found = json.loads(path.read_text())
+    tenfold = {"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 10}
+    found["normalizer"] = {"type": "Sequence", "normalizers": [tenfold] * 10}
+    path.write_text(json.dumps(found))
+    tokenizer = FarTokenizer(tmp_path, 192 << 20)
+    try:
+        expected = tokenizer.encode("the")
+        with pytest.raises(TokenizerError, match="the tokenizer failed: it takes more than"):
+            tokenizer.encode("q")
+        assert tokenizer.encode("the") == expected
+    finally:
+        tokenizer.close()

@@ -1,0 +1,101 @@
+"""A tokenizer of somebody else, which a child process holds (``text_process.py``).
+
+What it makes of a text it computes there, in bounds; the bytes of all its tokens lie here, so that
+texts are decoded token by token without the child.
+"""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from edgespec.models import text_process
+from edgespec.models.text_worker import TextWorker, TextWorkerError
+from edgespec.models.tokenizer import (
+    DEFAULT,
+    TOOL_USE,
+    ChatTemplate,
+    TextStream,
+    TokenizerError,
+    begun_stream,
+)
+
+TOKENIZER_BYTES: Final = 768 << 20
+"""Data that the child may have: a file of 35 MB takes ten times its size while it is read."""
+
+
+class FarTokenizer:
+    """The methods of ``TextTokenizer`` that agents and endpoints use. Close it.
+
+    Every method that has to ask the child raises ``TokenizerError`` if that takes too long or too
+    much memory; so does the constructor, which names what is wrong with the folder."""
+
+    def __init__(self, folder: Path, most_bytes: int = TOKENIZER_BYTES) -> None:
+        self._worker = TextWorker(text_process.__file__, most_bytes, str(folder))
+        try:
+            self._facts: dict[str, Any] = self._ask("facts")
+            if "why" in self._facts:
+                raise TokenizerError(self._facts["why"])
+        except TokenizerError:
+            self.close()
+            raise
+        self.vocabulary: str = self._facts["vocabulary"]
+        """The fingerprint of its vocabulary."""
+        self.special_ids = frozenset[int](self._facts["special_ids"])
+        self.special_texts: Mapping[str, str] = self._facts["special_texts"]
+        self.added: Mapping[str, int] = self._facts["added"]
+        self._bytes = b64decode(self._facts.pop("bytes"))
+        self._ends = array("I", b64decode(self._facts.pop("ends")))
+        self._alone = {int(token): text for token, text in self._facts.pop("alone").items()}
+        """Texts of tokens that look otherwise where a text begins."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._ask("encode", text, add_special_tokens))
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if len(tokens) == 1 and tokens[0] in self._alone:
+            return str(self._alone[tokens[0]])
+        return str(self._ask("decode", list(tokens), skip_special_tokens))
+
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        return begun_stream(self, prompt)
+
+    def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
+        return (self._templates.get(TOOL_USE) if tools else None) or self._templates.get(DEFAULT)
+
+    def special_id(self, text: str) -> int | None:
+        found = self.added.get(text)
+        return found if found in self.special_ids else None
+
+    def token_bytes(self, token: int) -> bytes:
+        if not 0 <= token < len(self._ends):
+            return b""
+        return self._bytes[self._ends[token - 1] if token else 0 : self._ends[token]]
+
+    def shown_first(self, token: int) -> bytes:
+        """Return the bytes of a token where a text begins, without asking the child."""
+        alone = self._alone.get(token)
+        return self.token_bytes(token) if alone is None else alone.encode()
+
+    def close(self) -> None:
+        """End the child; nothing is encoded any more."""
+        self._worker.close()
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        return {
+            name: ChatTemplate(source, tokens, self._worker)
+            for name, (source, tokens) in self._facts["templates"].items()
+        }
+
+    def _ask(self, what: str, *given: Any) -> Any:
+        try:
+            return self._worker.ask(what, *given)
+        except TextWorkerError as error:
+            raise TokenizerError(f"the tokenizer failed: {error}") from None
+        except RuntimeError as error:  # the library's own, such as for an id that is none
+            raise TokenizerError(str(error)) from None
