@@ -4,7 +4,6 @@ intervals, one check for all commands, no lost run."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import time
 from pathlib import Path
@@ -176,16 +175,6 @@ def test_seeds_are_added_up_one_by_one(tmp_path: Path) -> None:
         busy = [one.verifiers[0].utilisation for one in (arm, first, second)]
         assert busy[0] == pytest.approx((busy[1] + busy[2]) / 2)
     assert alone[0].arms[1].speedup_interval is None
-
-
-def test_a_worker_that_is_killed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its task would never come back."""
-    workers = Workers(2, quiet=True)
-    workers._check_children()
-    workers._workers = {1234}
-    monkeypatch.setattr(multiprocessing, "active_children", lambda: [])
-    with pytest.raises(ChildProcessError, match="was killed"):
-        workers._check_children()
 
 
 def test_the_report_of_a_trace_does_not_replace_a_runs(tmp_path: Path) -> None:

@@ -11,18 +11,13 @@ SIGTERM end the workers at once: what was complete by then is kept by whoever as
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import platform
-import queue
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.pool import Pool
-from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Final
@@ -38,6 +33,8 @@ from edgespec.cli.options import option
 from edgespec.cli.running import Interrupted, answered_by, say
 from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
+from edgespec_sim.commands.worker_pool import Finished, WorkerPool
+from edgespec_sim.commands.worker_pool import Progress as TaskProgress
 from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.report import tables
 from edgespec_sim.report.page import first_question, first_questions
@@ -379,10 +376,8 @@ class Workers:
         self._line_at = math.inf
         self._doing, self._until_s = "", math.inf
         self._around = ExitStack()
-        self._pool: Pool | None = None
-        self._told: Queue[tuple[int, float]] | None = None
+        self._pool: WorkerPool[Task, WorldOutcome] = WorkerPool(processes, _played)
         self._total_s = self._done_s = 0.0
-        self._workers: set[int | None] = set()
 
     def __enter__(self) -> Workers:
         self._around.enter_context(self._bar)
@@ -391,28 +386,25 @@ class Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end()
-        self._around.close()
-
-    def _end(self) -> None:
-        """Whatever the processes are at."""
-        if self._pool is not None:
+        try:
             self._pool.terminate()
-            self._pool.join()
-            self._pool = self._told = None
+        finally:
+            self._around.close()
 
     def play(
         self, tasks: Sequence[Task], doing: str = "", until_s: float = math.inf
     ) -> Iterator[tuple[int, WorldOutcome]]:
-        """Index of a task and its outcome, as they come. ``doing`` stands before the bar. Raises
-        what ``world.run.play`` raises, ``Interrupted``, and ``TimeoutError`` when the clock says
+        """Play ``tasks`` and yield the index of each and its outcome, as they come.
+
+        ``doing`` stands before the bar. Raises what ``world.run.play`` raises, ``Interrupted``,
+        ``ChildProcessError`` when a process died, and ``TimeoutError`` when the clock has reached
         ``until_s``: then what was not complete is lost."""
         self._doing, self._until_s = doing or "simulated", until_s
         self._total_s += sum(task.job.scenario.duration_s for task in tasks)
         self._bar.update(self._overall, total=self._total_s, description=self._doing)
         if self._lines_every_s < math.inf:
             self._say(self._done_s)
-        if self._processes == 1 or (len(tasks) == 1 and self._pool is None):
+        if self._processes == 1 or (len(tasks) == 1 and not self._pool.is_running):
             for index, task in enumerate(tasks):
                 self._bar.update(self._overall, description=doing or task.name)
                 yield index, _played(task, lambda now_s: self._completed(self._done_s + now_s))
@@ -421,13 +413,13 @@ class Workers:
             yield from self._play_there(tasks)
 
     def _completed(self, virtual_s: float) -> None:
-        """So far. Raises ``TimeoutError``."""
+        """Show how far all tasks have come together. Raises ``TimeoutError``."""
         self._bar.update(self._overall, completed=virtual_s)
         now = self._clock()
         if now >= self._line_at:
             self._say(virtual_s)
         if now >= self._until_s:
-            self._end()
+            self._pool.terminate()
             raise TimeoutError(f"the time is up: {self._doing}")
 
     def _say(self, virtual_s: float) -> None:
@@ -435,54 +427,20 @@ class Workers:
         say(f"{self._doing}: {virtual_s:.0f} of {self._total_s:.0f} virtual s")
 
     def _play_there(self, tasks: Sequence[Task]) -> Iterator[tuple[int, WorldOutcome]]:
-        pool, told = self._started()
         done_s = [0.0] * len(tasks)
         # Drafts take longest: begun first, they leave the short worlds to even out the end.
         order = sorted(enumerate(tasks), key=lambda numbered: not numbered[1].job.arm.drafts)
-        results = pool.imap_unordered(_work, order)
         left = len(tasks)
-        while left:
-            self._completed(self._done_s + sum(done_s))
-            try:
-                index, outcome = results.next(timeout=_POLL_S)
-            except multiprocessing.TimeoutError:
-                self._check_children()
-            else:
+        for event in self._pool.work_on(order, _POLL_S):
+            if isinstance(event, Finished):
                 left -= 1
-                done_s[index] = tasks[index].job.scenario.duration_s
-                yield index, outcome
-            _drain(told, done_s)
-        _drain(told, done_s)
+                done_s[event.index] = tasks[event.index].job.scenario.duration_s
+                yield event.index, event.outcome
+            elif isinstance(event, TaskProgress):
+                done_s[event.index] = event.done
+            if left:  # A round that is complete is kept, however late it is.
+                self._completed(self._done_s + sum(done_s))
         self._done_s += sum(task.job.scenario.duration_s for task in tasks)
-
-    def _check_children(self) -> None:
-        """A process that was killed (memory) takes its task with it, and nobody would wait less."""
-        if not self._workers <= _children():
-            raise ChildProcessError(
-                "a process that played worlds was killed, for want of memory perhaps"
-            )
-
-    def _started(self) -> tuple[Pool, Queue[tuple[int, float]]]:
-        if self._pool is None or self._told is None:
-            context = multiprocessing.get_context("spawn")
-            self._told = context.Queue()
-            before = _children()
-            self._pool = context.Pool(self._processes, _start_worker, (self._told,))
-            self._workers = _children() - before
-        return self._pool, self._told
-
-
-def _children() -> set[int | None]:
-    return {process.pid for process in multiprocessing.active_children()}
-
-
-def _drain(told: Queue[tuple[int, float]], done_s: list[float]) -> None:
-    while True:
-        try:
-            index, now_s = told.get_nowait()
-        except queue.Empty:
-            return
-        done_s[index] = max(done_s[index], now_s)
 
 
 def _played(task: Task, told: Callable[[float], None]) -> WorldOutcome:
@@ -490,24 +448,6 @@ def _played(task: Task, told: Callable[[float], None]) -> WorldOutcome:
         return play(task.job, None, told)
     with TraceFile(task.trace) as tracer:
         return play(task.job, FirstQuestion(tracer) if task.first else tracer, told)
-
-
-_told: Queue[tuple[int, float]] | None = None
-
-
-def _start_worker(told: Queue[tuple[int, float]]) -> None:
-    global _told
-    _told = told
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
-    # A signal to our group, such as timeout's, would end a worker that holds a lock of the pool.
-    os.setpgid(0, 0)
-
-
-def _work(numbered: tuple[int, Task]) -> tuple[int, WorldOutcome]:
-    index, task = numbered
-    told = _told
-    assert told is not None
-    return index, _played(task, lambda now_s: told.put((index, now_s)))
 
 
 def _progress(quiet: bool) -> Progress:

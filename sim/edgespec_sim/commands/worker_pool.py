@@ -1,0 +1,226 @@
+"""A pool of processes that work on tasks, for worlds that are played on several cores.
+
+Theory of operation. Each process has a pipe of its own to the main process; there is no queue, lock
+or thread that two of them share, so a process that dies at any point holds up nobody else. The
+main process hands a task only to an idle worker. Every task has a ticket that is never used again,
+and every message carries the ticket of its task: a message about a task that nobody waits for any
+more is dropped. A worker whose pipe closes is dead, and ``work_on`` says so at once. A worker ends
+by itself when the main process is gone, because then its pipe breaks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, Generic, TypeVar
+
+_Task = TypeVar("_Task")
+_Outcome = TypeVar("_Outcome")
+Report = Callable[[float], None]
+"""Takes how far a task has come; its unit is the task's own."""
+
+_PATIENCE_S: Final = 2.0
+"""Time that a worker has to end after SIGTERM, before it is killed. A worker has no handler for
+SIGTERM and holds nothing that another process waits for, so this is only for a stopped machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A task has come so far."""
+
+    index: int
+    done: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Generic[_Outcome]):
+    """A task is finished."""
+
+    index: int
+    outcome: _Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """No worker has said anything for a while."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: SpawnProcess
+    pipe: Connection
+    ticket: int | None = None
+    """The task that it works on; None: it is idle."""
+
+
+class WorkerPool(Generic[_Task, _Outcome]):
+    """Processes that call ``work(task, report)``.
+
+    ``work`` has to be a function of a module, as the processes import it anew, and tasks and
+    outcomes have to be picklable. ``start`` begins the processes and ``terminate`` ends them,
+    whatever they are at; both may be called again."""
+
+    def __init__(self, processes: int, work: Callable[[_Task, Report], _Outcome]) -> None:
+        self._processes, self._work = processes, work
+        self._workers: list[_Worker] = []
+        self._next_ticket = 0
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._workers)
+
+    @property
+    def process_ids(self) -> tuple[int | None, ...]:
+        return tuple(worker.process.pid for worker in self._workers)
+
+    def start(self) -> None:
+        """Begin the processes, unless they run already. Raises ``OSError``."""
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < self._processes:
+            # A signal between the start of a process and its place in the list would leave it
+            # behind, and one in its first milliseconds would end it with a traceback.
+            with _signals_held():
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, self._work), daemon=True)
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(process, ours))
+
+    def work_on(
+        self, tasks: Sequence[tuple[int, _Task]], poll_s: float
+    ) -> Iterator[Progress | Finished[_Outcome] | Quiet]:
+        """Work on ``tasks``, pairs of an index and a task, and begin them in this order.
+
+        Yields what the workers report, and ``Quiet`` after each ``poll_s`` seconds without a
+        report. Ends when all tasks are finished. Raises what ``work`` raised for a task, and
+        ``ChildProcessError`` when a worker has died. The generator may be dropped before its end:
+        workers finish what they are at, and nobody is told."""
+        self.start()
+        waiting = list(reversed(tasks))
+        index_of: dict[int, int] = {}
+        while waiting or index_of:
+            for worker in self._workers:
+                if worker.ticket is None and waiting:
+                    index, task = waiting.pop()
+                    worker.ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+                    index_of[worker.ticket] = index
+                    try:
+                        worker.pipe.send((worker.ticket, task))
+                    except OSError:
+                        raise _died(worker) from None
+            ready = connection.wait([worker.pipe for worker in self._workers], poll_s)
+            if not ready:
+                yield Quiet()
+            for worker in [one for one in self._workers if one.pipe in ready]:
+                try:
+                    ticket, kind, value = worker.pipe.recv()
+                except (EOFError, OSError):
+                    raise _died(worker) from None
+                if kind != "progress":
+                    worker.ticket = None
+                if ticket not in index_of:
+                    continue  # The round of this task is over.
+                if kind == "progress":
+                    yield Progress(index_of[ticket], value)
+                    continue
+                index = index_of.pop(ticket)
+                if kind == "failed":
+                    raise value
+                yield Finished(index, value)
+
+    def terminate(self) -> None:
+        """End the processes at once. Those that do not end on SIGTERM are killed."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.process.terminate()
+            worker.pipe.close()
+        for worker in workers:
+            worker.process.join(_PATIENCE_S)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+
+def _died(worker: _Worker) -> ChildProcessError:
+    worker.process.join(_PATIENCE_S)
+    code = worker.process.exitcode
+    why = f"exit status {code}"
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            why = signal.Signals(-code).name
+        if code == -signal.SIGKILL:
+            why += ", for want of memory perhaps"
+    return ChildProcessError(f"a process that played worlds has died ({why})")
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold back the signals that stop a command; they come when the block is over. A process that
+    is started in the block begins with them held back."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_STOPPING: Final = (signal.SIGINT, signal.SIGTERM) + (
+    () if sys.platform == "win32" else (signal.SIGHUP,)
+)
+
+
+# --- what runs in a worker ----------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, work: Callable[[Any, Report], Any]) -> None:
+    """Work on the tasks that come through ``pipe`` until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The main process decides.
+    if sys.platform != "win32":
+        # A signal to the group, such as that of `timeout`, is for the main process.
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    with suppress(EOFError, OSError):  # The main process is gone, or has closed the pipe.
+        while True:
+            ticket, task = pipe.recv()
+            try:
+                outcome = work(task, lambda done, ticket=ticket: _report(pipe, ticket, done))
+                answer = ForkingPickler.dumps((ticket, "finished", outcome))
+            except _Gone:
+                return
+            except Exception as error:
+                answer = ForkingPickler.dumps((ticket, "failed", _picklable(error)))
+            pipe.send_bytes(answer)
+
+
+class _Gone(BaseException):
+    """The main process is gone, so ``work`` is to end. It is no error of ``work``."""
+
+
+def _report(pipe: Connection, ticket: int, done: float) -> None:
+    """Send how far the task has come. Raises ``_Gone``."""
+    try:
+        pipe.send((ticket, "progress", done))
+    except OSError:
+        raise _Gone from None
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return ``error``, or its text where it would not arrive as it is."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
