@@ -21,6 +21,8 @@ from edgespec_sim.replication import quantile
 FORMAT: Final = "edgespec-run"
 LOSSY: Final = "LOSSY"
 """Beside every figure of an arm whose output is not the target's own."""
+WARNING: Final = "Warning: "
+"""A note that begins so is about something that is hardly meant; commands print it."""
 VERSION: Final = 3
 MAX_SUMMARY_BYTES: Final = 1 << 28
 QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -205,6 +207,10 @@ class ArmSummary:
     """Mean TPOT of ``target-only`` in the same run over this one's."""
     speedup_interval: tuple[float, float] | None = None
     """Its 95 % interval; None of a single world, or where it was not computed."""
+    gain: float | None = None
+    """Mean TPOT of ``RunSummary.alone`` over this one's; None where it was not computed."""
+    gain_interval: tuple[float, float] | None = None
+    """The 95 % interval of ``gain``; None as for ``speedup_interval``."""
     attainment: Attainment | None = None
     """None without objectives and arrivals."""
     tpot_interval: tuple[float, float] | None = None
@@ -252,6 +258,9 @@ class RunSummary:
     """Versions, machine, command."""
     seeds: int = 1
     """How many were played, ``seed`` the first of them."""
+    alone: str = ""
+    """The fastest arm that needs no device: plain streaming, or a server that drafts by itself.
+    Empty where no such arm was run."""
 
     @property
     def marked_name(self) -> str:

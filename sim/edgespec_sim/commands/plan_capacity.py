@@ -28,8 +28,7 @@ from rich.table import Table
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reported, say
-from edgespec.config import ConfigError
-from edgespec_sim.commands.play import Task, Workers, default_processes
+from edgespec_sim.commands.play import Task, Workers, default_processes, named_as_typed
 from edgespec_sim.event_queue import EventQueue
 from edgespec_sim.run_summary import LOSSY
 from edgespec_sim.scenario import sections
@@ -57,9 +56,9 @@ Play = Callable[[str, Sequence[Job], float], list[WorldOutcome]]
 """What is done, worlds, until when; outcomes in their order. Raises ``TimeoutError``."""
 
 
-# --- what a GPU costs an hour and what it holds ------------------------------------------------
+# --- what a GPU costs an hour -------------------------------------------------------------------
 # List prices for one GPU on demand, in US dollars, without tax, storage and egress; they change and
-# differ by a factor of three between providers. Memory is the data sheet's.
+# differ by a factor of three between providers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +66,16 @@ class Gpu:
     price_per_hour: float
     source: str
     """With the date on which it said so."""
-    memory_bytes: float
 
 
 _HYPERSTACK: Final = "Hyperstack, on demand (hyperstack.cloud/gpu-pricing), 2026-08-26"
 GPUS: Final = {
-    "h200": Gpu(3.99, _HYPERSTACK, 141e9),
-    "h100": Gpu(3.20, _HYPERSTACK, 80e9),
-    "a100-80g": Gpu(1.60, _HYPERSTACK, 80e9),
-    "rtx-4090": Gpu(0.29, "OpenRelay (openrelay.inc/gpu-pricing-calculator), 2026-09-20", 24e9),
+    "h200": Gpu(3.99, _HYPERSTACK),
+    "h100": Gpu(3.20, _HYPERSTACK),
+    "a100-80g": Gpu(1.60, _HYPERSTACK),
+    "rtx-4090": Gpu(0.29, "OpenRelay (openrelay.inc/gpu-pricing-calculator), 2026-09-20"),
 }
 """By the names of ``verifiers.MACHINES``; ``h100`` and ``a100-80g`` are the SXM ones."""
-_USABLE: Final = 0.9
-"""Of the memory: room for activations, the runtime and fragmentation."""
 
 
 def model_and_gpu(named: str) -> tuple[str, str]:
@@ -90,20 +86,6 @@ def model_and_gpu(named: str) -> tuple[str, str]:
     if (model or _MODEL) not in MODELS:
         raise ValueError(f"model is {model!r}, but must be one of {', '.join(MODELS)}")
     return model or _MODEL, gpu
-
-
-def sessions_that_fit(model_name: str, gpu_name: str, tokens: float) -> int:
-    """Sessions of so many cached tokens beside the weights; ``ValueError``: none fits."""
-    gpu, model = GPUS[gpu_name], MODELS[model_name]
-    weights = model.parameters * model.weight_bytes
-    fit = int((_USABLE * gpu.memory_bytes - weights) / (model.context_bytes * tokens))
-    if fit < 1:
-        raise ValueError(
-            f"the weights of {model_name} take {weights / 1e9:.0f} GB and a session of"
-            f" {tokens:.0f} tokens {model.context_bytes * tokens / 1e9:.2f} GB, but of the"
-            f" {gpu.memory_bytes / 1e9:.0f} GB of {gpu_name} at most {_USABLE:.0%} are to be used"
-        )
-    return fit
 
 
 # --- the question ---------------------------------------------------------------------------
@@ -201,6 +183,8 @@ class CapacityQuestion:
             scenario,
             slo=self.slo,
             arrivals=arrivals,
+            # Whoever asks has asked before: its agent keeps the connection.
+            connected=True,
             warm_up_s=_WARM_UP_CYCLES * cycle_s,
             duration_s=_WARM_UP_CYCLES * cycle_s + window_s,
             drain_s=cycle_s,
@@ -463,7 +447,7 @@ def why_never(question: CapacityQuestion, arm: Arm, alone: Observed) -> str:
     passes = scenario.verifiers[question.kind].pass_time
     law = law_of(passes, Operation.TARGET_PASS, folder)
     prompt = max(section.workload.prompt_tokens for section in scenario.devices.values())
-    prefill = f"connecting and asking take a round trip each, the prompt {_ms(law.seconds(prompt))}"
+    prefill = f"asking takes a round trip, the prompt {_ms(law.seconds(prompt))}"
     parts = [
         f"{what} p95 is to be {_ms(limit_s)} at most, but is {_ms(found[0])} for requests that have"
         f" a verifier to themselves{why}"
@@ -490,6 +474,17 @@ _GPU_HELP = "h200, h100, a100-80g or rtx-4090; passes are computed from data she
 _GPU = option(_GPU_HELP, metavar="[MODEL@]GPU")
 _SCENARIO = option("Where users, links and drafts are taken from")
 _SETTINGS = option("Change a key of it", "--set", metavar="KEY=VALUE")
+
+
+_OPTIONS: Final = {
+    "ttft_p95_ms": "--ttft-p95",
+    "tpot_p95_ms": "--tpot-p95",
+    "rate": "--rate",
+    "users": "--users",
+    "gpu": "--gpu",
+    "model": "--gpu: the model",
+}
+"""Options by the names that errors have for their values."""
 
 
 def capacity(
@@ -520,7 +515,7 @@ def capacity(
     answered with the term that forbids it."""
     with reported():
         began_s = time.monotonic()
-        try:
+        with named_as_typed(_OPTIONS):
             model, named = model_and_gpu(gpu)
             given = read_settings(settings or ())
             asked = scenario_for(scenario, given, users, model, named)
@@ -537,8 +532,6 @@ def capacity(
                 said = "both" if rate is not None else "neither"
                 raise ValueError(f"give --users or --rate: {said} of them is given")
             check(replace(question.scenario, arms=question.arms), question.folder)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
         cores = default_processes()
         with Workers(cores) as workers:
 
@@ -564,20 +557,16 @@ def scenario_for(
     devices = dict(loaded.devices)
     if users is not None:
         counts = dealt({group: float(one.count) for group, one in devices.items()}, users)
+        if users > sections.MAX_DEVICES:
+            raise ValueError(f"users is {users}, but must be at most {sections.MAX_DEVICES}")
         devices = {group: replace(devices[group], count=count) for group, count in counts.items()}
-    lengths = [
-        (one.workload.prompt_tokens + one.workload.output_tokens)
-        * math.sqrt(1.0 + one.workload.length_spread**2)
-        for one in devices.values()
-    ]
-    most = sessions_that_fit(model, gpu, max(lengths))
     passes = sections.CostSection(roofline=f"{model}@{gpu}")
     verifiers = {
         kind: replace(
             one,
             count=1,
             pass_time=one.pass_time if one.pass_time.profile else passes,
-            max_sessions=most,
+            machine=f"{model}@{gpu}",
         )
         for kind, one in loaded.verifiers.items()
     }
@@ -617,6 +606,7 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
             console.print(f"\n{name}: {late}: {why}", soft_wrap=True)
     if best is None:
         console.print("\n[bold]take:[/] nothing: no number of verifiers meets the objectives")
+        _show_assumptions(question, console)
         return
     low, high = best.interval
     sure = f"95 %: {low}" if low == high else f"95 %: {low} to {high}"
@@ -627,21 +617,44 @@ def _show(question: CapacityQuestion, planner: Planner, gpu: str) -> None:
         f" ${best.candidate * price:.2f} an hour"
     )
     if (saved := saved_verifiers(planner)) is not None:
-        dollars = f"${saved * price:.2f} an hour"
-        console.print(f"against plain streaming that saves {saved} {gpu.upper()}, {dollars}")
+        than, count = saved
+        if than is Arm.TARGET_ONLY:
+            named = "plain streaming"
+        else:
+            named = f"{than.value}, the best without a device,"
+        dollars = f"${count * price:.2f} an hour"
+        console.print(
+            f"against {named} that saves {count} {gpu.upper()}, {dollars}"
+            if count
+            else f"against {named} that saves no {gpu.upper()}"
+        )
     console.print(f"${price:.2f} a GPU and hour: {GPUS[gpu].source}", style="dim", soft_wrap=True)
+    _show_assumptions(question, console)
+
+
+def _show_assumptions(question: CapacityQuestion, console: Console) -> None:
+    """Print what the answer rests on: times of passes, and how many sessions a GPU holds."""
     passes = measured(question.scenario.verifiers[question.kind].pass_time)
     console.print(f"passes: {passes}", style="dim", soft_wrap=True)
+    console.print(question.scenario.memory_note(question.kind), style="dim", soft_wrap=True)
 
 
-def saved_verifiers(planner: Planner) -> int | None:
-    """By the best arm against plain streaming; None where events were not played with the number
-    of either, or none is saved."""
-    plain = next((one for one in planner.searches if one.arm is Arm.TARGET_ONLY), None)
+def saved_verifiers(planner: Planner) -> tuple[Arm, int] | None:
+    """Return how many verifiers the best arm saves, and against which arm: the one that needs
+    fewest of those without a device, or plain streaming if the best needs no device itself. None
+    where events were not played with the number of either, or the best is plain streaming."""
     best = planner.best
-    if best is None or plain is None or plain.never or best.unplayed or plain.unplayed:
+    if best is None or best.unplayed or best.arm is Arm.TARGET_ONLY:
         return None
-    return plain.candidate - best.candidate or None
+    others = [
+        one
+        for one in planner.searches
+        if not one.arm.drafts and one is not best and not one.never and not one.unplayed
+    ]
+    if not others:
+        return None
+    least = min(others, key=lambda one: one.candidate)
+    return least.arm, least.candidate - best.candidate
 
 
 def _named(question: CapacityQuestion, arm: Arm) -> str:
@@ -655,7 +668,7 @@ def _triple(found: Triple, digits: int) -> str:
 
 def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, Any]:
     """JSON has no infinity: "never" is null."""
-    best = planner.best
+    best, saved = planner.best, saved_verifiers(planner)
     return {
         "users": question.scenario.device_count if question.rate is None else None,
         "rate": question.rate,
@@ -665,8 +678,10 @@ def _plain(question: CapacityQuestion, planner: Planner, gpu: Gpu) -> dict[str, 
         "verifiers": best and best.candidate,
         "verifiers_interval": best and list(best.interval),
         "confirmed": best is not None and not best.unplayed,
-        "saved_verifiers": saved_verifiers(planner),
+        "saved_verifiers": None if saved is None else saved[1],
+        "saved_against": None if saved is None else saved[0].value,
         "cost_per_hour": best and round(best.candidate * gpu.price_per_hour, 4),
+        "memory": question.scenario.memory_note(question.kind),
         "price": {"per_verifier_and_hour": gpu.price_per_hour, "source": gpu.source},
         "arms": [
             {

@@ -1,10 +1,11 @@
-"""``edgespec plan link``: which way of decoding suits a link, and why.
+"""``edgespec plan link``: which way of decoding suits a link, why, and how sure that is.
 
 Every arm plays the bundled scenario ``single-device`` with the link's settings, as ``edgespec-sim
 run`` plays it; the call that does is printed. The fastest arm is advised, unless another one takes
 as long: then the one that takes the least time of the GPU, and of those that take as much of it the
 one that sends the fewest nodes in vain. Two arms take as long when the interval of their ratio,
-world by world on the same dice, holds 1.
+world by world on the same dice, holds 1. A device's arm has to gain something over the fastest arm
+that needs no device; otherwise that one is advised.
 """
 
 from __future__ import annotations
@@ -23,16 +24,23 @@ from edgespec_sim.commands import play
 from edgespec_sim.replication import Total, speedup
 from edgespec_sim.run_summary import ArmSummary, RunSummary
 from edgespec_sim.scenario.sections import load_scenario, scenario_path
+from edgespec_sim.world.run import fastest_alone
 
 SCENARIO: Final = "single-device"
 LEAST_GAIN: Final = 1.03
-"""An arm this much faster than plain streaming is worth the effort of drafting."""
+"""An arm this much faster than the best one without a device is worth the effort of drafting."""
 _AS_GOOD: Final = 1.02
 """Of one seed nobody knows the spread: so near counts as equal."""
-_COUNT: int | None = None
-"""Seeds; None: as many as it takes."""
 _SECONDS: Final = 30.0
-"""No further seed is played after so long."""
+"""No further seed is played after so long, unless the user says otherwise."""
+_OPTIONS: Final = {
+    "links.internet.rtt_ms": "--rtt-ms",
+    "devices.laptop.draft.ms": "--draft-ms",
+    "verifiers.server.pass_time.ms": "--pass-ms",
+    "tokens.acceptance": "--acceptance",
+    "verifiers.server.server_draft.ms": "--server-draft-ms",
+}
+"""Options by the keys of ``SCENARIO`` that they set."""
 FLAGS: Final = {
     Arm.TARGET_ONLY: "--draft none",
     Arm.VANILLA: "--set policy.name=fixed --set policy.width=1 --set policy.run_ahead=never",
@@ -47,14 +55,16 @@ FLAGS: Final = {
 
 def link_settings(
     rtt_ms: float, draft_ms: float, pass_ms: float, acceptance: float, server_draft_ms: float = 0.0
-) -> dict[str, float]:
-    """Keys of ``SCENARIO`` for one device on that link; ``server_draft_ms`` 0: only it drafts."""
-    settings = {
+) -> dict[str, float | bool]:
+    """Return keys of ``SCENARIO`` for one device on that link; ``server_draft_ms`` 0: only it
+    drafts. The connection is there already, as an agent keeps it."""
+    settings: dict[str, float | bool] = {
         "links.internet.rtt_ms": rtt_ms,
         "devices.laptop.draft.ms": draft_ms,
         "verifiers.server.pass_time.ms": pass_ms,
         "tokens.acceptance": acceptance,
         "duration_s": 30.0,
+        "connected": True,
     }
     if server_draft_ms:
         settings["verifiers.server.server_draft.ms"] = server_draft_ms
@@ -63,27 +73,73 @@ def link_settings(
 
 @dataclass(frozen=True, slots=True)
 class LinkAdvice:
-    """Which arm to take, and why in words."""
+    """Which arm to take, why, and how sure that is."""
 
     take: Arm
     reason: str
+    alone: Arm
+    """The fastest arm that needs no device."""
+    gain: float
+    """Time per token of ``alone`` over that of ``take``; of the fastest device's arm, where
+    ``alone`` is what to take."""
+    gain_interval: tuple[float, float] | None
+    """The 95 % interval of ``gain``; None: of one seed."""
+    sure: bool | None
+    """Whether the interval decides between a device and none; None: one seed cannot."""
+
+    @property
+    def how_sure(self) -> str:
+        """The same in words, to stand behind the arm."""
+        if self.sure is None:
+            return "one seed only, so nobody knows how sure that is: --seeds or --max-seconds"
+        return "sure" if self.sure else "not sure: the interval below leaves the other way open"
 
 
 def advise(
     summary: RunSummary, totals: Mapping[Arm, Sequence[Total]], draft_ms: float, pass_ms: float
 ) -> LinkAdvice:
-    """``totals``: of each arm, world by world."""
+    """Choose an arm. ``totals``: of each arm, world by world. Raises ``ValueError`` where the
+    worlds were too short for any request without a device."""
     arms = {Arm(arm.arm): arm for arm in summary.arms if arm.speedup is not None}
+    alone = fastest_alone({arm: totals[arm] for arm in arms})
+    if alone is None:
+        raise ValueError(
+            f"no request of {summary.duration_s:g} virtual s is over: the round trip is too long"
+            " beside that; play longer worlds with edgespec-sim run and --set duration_s=..."
+        )
     fastest = max(arms, key=lambda arm: arms[arm].speedup or 0.0)
     equal = [arm for arm in arms if _takes_as_long(totals[fastest], totals[arm])]
     most_ms = LEAST_GAIN * min(gpu_ms(arms[arm]) for arm in equal)
     cheap = [arm for arm in equal if gpu_ms(arms[arm]) <= most_ms]
     take = min(cheap, key=lambda arm: (arms[arm].all.wasted_per_token, arm is not fastest))
-    if (arms[fastest].speedup or 0.0) < LEAST_GAIN:
-        take = Arm.TARGET_ONLY
-    if take is Arm.TARGET_ONLY:
-        return LinkAdvice(take, _why_not(arms, fastest, draft_ms, pass_ms))
-    return LinkAdvice(take, _why(arms, take, fastest))
+    # A device that is hardly faster than the server alone may still take work off the GPU.
+    saves_gpu = LEAST_GAIN * gpu_ms(arms[take]) <= gpu_ms(arms[alone])
+    if not take.drafts or (_gain(totals, alone, take)[0] < LEAST_GAIN and not saves_gpu):
+        others = [arm for arm in arms if arm.drafts]
+        rival = max(others, key=lambda arm: arms[arm].speedup or 0.0, default=alone)
+        gain, ends = _gain(totals, alone, rival)
+        sure = None if ends is None else ends[1] < LEAST_GAIN
+        reason = _why_not(arms, alone, rival, (gain, ends), draft_ms, pass_ms)
+        return LinkAdvice(alone, reason, alone, gain, ends, sure)
+    gain, ends = _gain(totals, alone, take)
+    sure = None if ends is None else ends[0] > 1.0
+    return LinkAdvice(take, _why(arms, take, fastest, alone, (gain, ends)), alone, gain, ends, sure)
+
+
+_Gain = tuple[float, tuple[float, float] | None]
+
+
+def _gain(totals: Mapping[Arm, Sequence[Total]], alone: Arm, arm: Arm) -> _Gain:
+    """Return how many times as fast ``arm`` is as ``alone``, and the 95 % interval."""
+    value, interval = speedup(totals[alone], totals[arm])
+    assert value is not None, "both have a time per token"
+    return value, None if interval is None else (interval.low, interval.high)
+
+
+def _times(gain: _Gain) -> str:
+    value, ends = gain
+    interval = "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+    return f"{value:.2f} times{interval}"
 
 
 def gpu_ms(arm: ArmSummary) -> float:
@@ -98,9 +154,17 @@ def _takes_as_long(fastest: Sequence[Total], arm: Sequence[Total]) -> bool:
     return value is not None and value * _AS_GOOD >= 1.0
 
 
-def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm) -> str:
+def _named(alone: Arm) -> str:
+    if alone is Arm.TARGET_ONLY:
+        return "plain streaming"
+    return f"{alone.value}, the fastest way that needs no device"
+
+
+def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm, alone: Arm, gain: _Gain) -> str:
     mine = arms[take]
-    said = f"{take.value} is {mine.speedup:.2f} times as fast as plain streaming."
+    said = f"{take.value} is {_times(gain)} as fast as {_named(alone)}."
+    if alone is not Arm.TARGET_ONLY:
+        said += f" It is {mine.speedup:.2f} times as fast as plain streaming."
     if take is fastest:
         return said
     other = arms[fastest]
@@ -116,11 +180,24 @@ def _why(arms: Mapping[Arm, ArmSummary], take: Arm, fastest: Arm) -> str:
     )
 
 
-def _why_not(arms: Mapping[Arm, ArmSummary], fastest: Arm, draft_ms: float, pass_ms: float) -> str:
-    why = f"the fastest arm, {fastest.value}, is only {arms[fastest].speedup:.2f} times as fast"
-    if draft_ms >= pass_ms and fastest is not Arm.SERVER_DRAFT:
-        why = f"a draft step ({draft_ms:g} ms) takes no less than a pass ({pass_ms:g} ms)"
-    return f"Drafting does not pay here, because {why}."
+def _why_not(
+    arms: Mapping[Arm, ArmSummary],
+    alone: Arm,
+    rival: Arm,
+    gain: _Gain,
+    draft_ms: float,
+    pass_ms: float,
+) -> str:
+    if alone is Arm.TARGET_ONLY:
+        why = f"the fastest arm, {rival.value}, is only {_times(gain)} as fast"
+        if draft_ms >= pass_ms:
+            why = f"a draft step ({draft_ms:g} ms) takes no less than a pass ({pass_ms:g} ms)"
+        return f"Drafting does not pay here, because {why}."
+    said = (
+        f"{alone.value} is {arms[alone].speedup:.2f} times as fast as plain streaming, and a device"
+    )
+    said += " adds little" if gain[0] < LEAST_GAIN else " adds nothing that is more than chance"
+    return f"{said}: the best arm with one, {rival.value}, is {_times(gain)} as fast as that."
 
 
 # --- the command ----------------------------------------------------------------------------
@@ -135,26 +212,30 @@ def link(
     pass_ms: Annotated[float, option("One pass of the target")] = 25.0,
     acceptance: Annotated[float, _ACCEPTANCE] = 0.8,
     server_draft_ms: Annotated[float, _SERVER_DRAFT] = 2.5,
+    seeds: play.SeedsOption = None,
+    max_seconds: play.TimeOption = _SECONDS,
     as_json: Annotated[bool, option("One JSON object on stdout", "--json")] = False,
 ) -> None:
     """Say where drafting pays on a link, on the device, the server, both or neither, and why.
 
     Plays every way in virtual time, as `edgespec-sim run` would: nothing is connected or loaded.
-    Seeds are played until every speed is known within 5 %, for half a minute at most. Jitter, loss
-    and capacity of a link are keys of a scenario for `edgespec-sim run`.
+    Seeds are played until every speed is known within 5 %, for half a minute at most, and the
+    answer says how sure it is. Jitter, loss and capacity of a link are keys of a scenario for
+    `edgespec-sim run`.
 
     [dim]edgespec plan link --rtt-ms 120 --draft-ms 12 --pass-ms 30 --acceptance 0.7[/]"""
     with reported():
         settings = link_settings(rtt_ms, draft_ms, pass_ms, acceptance, server_draft_ms)
-        scenario = load_scenario(SCENARIO, settings)
-        ask = play.Ask(1, _COUNT, seconds=_SECONDS)
+        with play.named_as_typed(_OPTIONS):
+            scenario = load_scenario(SCENARIO, settings)
+        ask = play.Ask(1, seeds, seconds=max_seconds)
         point = play.Point("link", scenario, scenario_path(SCENARIO).parent)
         play.play_seeds([point], ask, play.default_processes(), quiet=as_json)
         worlds = {arm: [o for one, o in point.outcomes if one is arm] for arm in scenario.arms}
         totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
         summary = play.summary_of(point, ask)
         found = advise(summary, totals, draft_ms, pass_ms)
-    sets = " ".join(f"--set {key}={value:.12g}" for key, value in settings.items())
+    sets = " ".join(f"--set {key}={_plain_value(value)}" for key, value in settings.items())
     same = f"edgespec-sim run {SCENARIO} {sets}"
     if as_json:
         typer.echo(json.dumps(_plain(summary, found, same), indent=2))
@@ -163,10 +244,14 @@ def link(
         typer.echo(f"the same world: {same}")
 
 
+def _plain_value(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
+
+
 def _show(summary: RunSummary, found: LinkAdvice) -> None:
     play.show(summary)
     flags = FLAGS[found.take]
-    typer.echo(f"take: {found.take.value}\n{found.reason}")
+    typer.echo(f"take: {found.take.value} ({found.how_sure})\n{found.reason}")
     typer.echo(f"flags: {flags}" if flags else "flags: none, it is the default")
     if found.take.on_server:
         typer.echo("on the server: edgespec verifier --draft DRAFT")
@@ -193,6 +278,10 @@ def _plain(summary: RunSummary, found: LinkAdvice, same: str) -> dict[str, Any]:
             for arm in summary.arms
         },
         "take": found.take.value,
+        "sure": found.sure,
+        "over": found.alone.value,
+        "gain": found.gain,
+        "gain_interval": found.gain_interval,
         "flags": FLAGS[found.take],
         "reason": found.reason,
     }

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,7 @@ from edgespec import __version__
 from edgespec.bench.arms import Arm
 from edgespec.cli.options import option
 from edgespec.cli.running import Interrupted, answered_by, say
+from edgespec.config import ConfigError
 from edgespec.core.device.events import Fail, Finish
 from edgespec.telemetry.trace import TraceFile, Tracer
 from edgespec_sim.commands.worker_pool import Finished, WorkerPool
@@ -38,7 +40,7 @@ from edgespec_sim.commands.worker_pool import Progress as TaskProgress
 from edgespec_sim.replication import MOST_SEEDS, WITHIN, seeds_wanted
 from edgespec_sim.report import tables
 from edgespec_sim.report.page import first_question, first_questions
-from edgespec_sim.run_summary import LOSSY, RunSummary, Spread
+from edgespec_sim.run_summary import LOSSY, WARNING, RunSummary, Spread
 from edgespec_sim.scenario.sections import Scenario
 from edgespec_sim.world.assembly import WorldOutcome
 from edgespec_sim.world.run import Job, check, jobs_of, play, summarise, widest
@@ -51,6 +53,22 @@ SeedsOption = Annotated[int | None, _SEEDS]
 TimeOption = Annotated[float, option("Play no further seed after so long a time", min=1.0)]
 _SET = option("Change a key, as links.wan.rtt_ms=80", "--set", metavar="KEY=VALUE")
 SettingsOption = Annotated[list[str] | None, _SET]
+
+
+@contextmanager
+def named_as_typed(options: Mapping[str, str]) -> Iterator[None]:
+    """Name what the user typed in the errors of this block. ``options`` has the option by the name
+    under which the value is known inside, such as a key of a scenario. Values that are wrong become
+    ``ConfigError``."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for name in sorted(options, key=len, reverse=True):
+            text = re.sub(
+                rf"(?:command line: )?(?<![\w.]){re.escape(name)}(?![\w.])", options[name], text
+            )
+        raise ConfigError(text) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +332,8 @@ def show(summary: RunSummary) -> None:
             table.add_row(*row)
         output().print(table)
     for index, note in enumerate(summary.notes):
-        if note.startswith(LOSSY) or (index == 0 and "peed-ups" in note):
+        is_memory = note.startswith("Memory: ") and "memory has room" in note
+        if note.startswith((LOSSY, WARNING)) or is_memory or (index == 0 and "peed-ups" in note):
             say(note)
 
 

@@ -18,13 +18,13 @@ from rich.table import Column, Table
 from edgespec.cli.options import option, read_settings
 from edgespec.cli.running import reported, say
 from edgespec.config.files import write_output
-from edgespec.config.loading import dump_config
+from edgespec.config.loading import ConfigError, dump_config
 from edgespec_sim.commands import play
 from edgespec_sim.links.formats import read_trace, write_plain
 from edgespec_sim.links.generators import KINDS, generate
 from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, rtt_line
 from edgespec_sim.report.document import write_page
-from edgespec_sim.report.page import SUMMARY, TRACE, refuse_to_replace, report_on
+from edgespec_sim.report.page import SUMMARY, TRACE, headline, refuse_to_replace, report_on
 from edgespec_sim.report.sweep_page import render_sweep, sweep_csv
 from edgespec_sim.run_summary import RunSummary, SummaryError, read_summary
 from edgespec_sim.scenario.sections import Scenario, bundled_scenarios, load_scenario, scenario_path
@@ -73,6 +73,7 @@ def run(
         took_s = time.monotonic() - started_s
         virtual_s = loaded.duration_s * len(loaded.arms) * summary.seeds
         play.show(summary)
+        play.output().print(headline(summary), highlight=False)
         times = virtual_s / took_s
         say(f"{virtual_s:.0f} virtual seconds in {took_s:.1f} s ({times:.1f} times real time)")
         if out is not None:
@@ -268,11 +269,13 @@ def _grid(
     for item in vary:
         key, _, values = item.partition("=")
         if not key or not values:
-            raise ValueError(f"vary is {item!r}, but must be KEY=VALUE,VALUE,...")
+            raise ConfigError(f"--vary is {item!r}, but must be KEY=VALUE,VALUE,...")
         keys.append(key)
         columns.append([yaml.safe_load(value) for value in values.split(",")])
     if (count := math.prod(map(len, columns))) > MAX_POINTS:
-        raise ValueError(f"the grid has {count} points, but at most {MAX_POINTS} go")
+        raise ConfigError(
+            f"the values of --vary make a grid of {count} points, but at most {MAX_POINTS} go"
+        )
     points = []
     for number, combination in enumerate(itertools.product(*columns)):
         varied = dict(zip(keys, combination, strict=True))

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -196,7 +197,7 @@ def _serve(pipe: Connection, work: Callable[[Any, Report], Any]) -> None:
         while True:
             ticket, task = pipe.recv()
             try:
-                outcome = work(task, lambda done, ticket=ticket: _report(pipe, ticket, done))
+                outcome = work(task, partial(_report, pipe, ticket))
                 answer = ForkingPickler.dumps((ticket, "finished", outcome))
             except _Gone:
                 return

@@ -95,34 +95,47 @@ def asked(summary: RunSummary) -> str:
 
 
 def headline(summary: RunSummary) -> str:
-    """The result in a sentence or two, in plain text. What is compared are means."""
+    """Say in a sentence or two, in plain text, which arm won and by how much. Means are compared,
+    with those of the fastest arm that needs no device."""
     timed = [(arm, arm.all.tpot_s) for arm in summary.arms if arm.all.tpot_s is not None]
     if not timed:
         return "No request came to a second token, so there is no time per token to report."
     arm, spread = min(timed, key=lambda pair: pair[1].mean)
-    base = next((arm for arm, _ in timed if arm.arm == Arm.TARGET_ONLY.value), None)
-    first = arm.all.ttft_s
+    alone = [pair for pair in timed if pair[0].arm in _ALONE]
     what = f"{tables.milliseconds(spread.mean)} ms a token in the mean"
-    if base is None or len(timed) == 1:
+    if not alone or len(timed) == 1:
+        first = arm.all.ttft_s
         begins = f", the first after {tables.duration(first.median)}" if first else ""
         return f"{arm.name}: {what}{begins}, {_per_pass(arm)} tokens a pass."
+    base, base_spread = min(alone, key=lambda pair: pair[1].mean)
+    is_plain = base.arm == Arm.TARGET_ONLY.value
+    named = "target-only streaming" if is_plain else f"{base.name}, the best without a device"
     if arm is base:
-        return f"Nothing here is faster than target-only streaming: {what}. {_of_ours(summary)}"
-    against = tables.milliseconds(base.all.tpot_s.mean) if base.all.tpot_s else tables.MISSING
+        nothing = "target-only streaming" if is_plain else f"{base.name}, which needs no device"
+        return f"Nothing here is faster than {nothing}: {what}. {_of_ours(summary)}"
+    gain, ends = arm.gain, arm.gain_interval
+    if gain is None:  # Nobody has computed it, as for a real run.
+        gain, ends = base_spread.mean / spread.mean, arm.speedup_interval if is_plain else None
+    against = tables.milliseconds(base_spread.mean)
     ours = " (ours)" if tables.is_ours(arm.arm) else ""
     told = (
-        f"{arm.name}{ours} is {tables.times(arm.speedup)} as fast as target-only "
-        f"streaming{_sure(summary, arm)}: {what} against {against} ms, with {_per_pass(arm)} tokens"
-        " a pass."
+        f"{arm.name}{ours} is {tables.times(gain)} as fast as {named}{_sure(summary, ends)}: {what}"
+        f" against {against} ms, with {_per_pass(arm)} tokens a pass."
     )
+    if not is_plain and arm.speedup is not None:
+        told += f" Over target-only streaming it is {tables.speedup(arm)}."
     return told if ours else f"{told} {_of_ours(summary)}"
 
 
-def _sure(summary: RunSummary, arm: ArmSummary) -> str:
-    """How sure a speed-up is: its interval, or that one seed tells nothing of that."""
-    if arm.speedup_interval is not None:
-        low, high = arm.speedup_interval
-        return f" (95 % interval {low:.2f} to {high:.2f})"
+_ALONE = frozenset(arm.value for arm in Arm if not arm.drafts)
+"""Arms that need no device."""
+
+
+def _sure(summary: RunSummary, ends: tuple[float, float] | None) -> str:
+    """Say how sure a ratio is: its interval, or that one seed says nothing about that."""
+    if ends is not None:
+        inside = ends[0] <= 1.0 <= ends[1]
+        return f" (95 % interval {ends[0]:.2f} to {ends[1]:.2f}{': perhaps chance' * inside})"
     alone = summary.simulated and summary.seed is not None and summary.seeds == 1
     return " (one seed: nobody knows how sure that is)" if alone else ""
 

@@ -61,25 +61,37 @@ def answer(points: Points) -> str:
         f" {len(wins)} points ({sum(sures)} of them surely)"
         for arm, sures in sorted(counts.items(), key=lambda pair: -len(pair[1]))
     ]
+    over_plain = all(run.alone in ("", _BASE) for _, run in points)
     ours = [
-        (arm.speedup, varied, arm)
+        (value, ends, varied, arm)
         for varied, run in points
         for arm in run.arms
-        if tables.is_ours(arm.arm) and arm.speedup is not None
+        for value, ends in [_compared(arm, over_plain)]
+        if tables.is_ours(arm.arm) and value is not None
     ]
     told = "; ".join(parts) + "."
     if not ours:
         return told
     least, most = min(ours, key=lambda one: one[0]), max(ours, key=lambda one: one[0])
-    ends = [
-        f"{tables.speedup(arm)} at "
+    shown = [
+        tables.times(value)
+        + ("" if ends is None else f" ({ends[0]:.2f}–{ends[1]:.2f})")
+        + " at "
         + (", ".join(f"{key} = {value}" for key, value in varied.items()) or "its one point")
-        for _, varied, arm in (least, most)
+        for value, ends, varied, _ in (least, most)
     ]
-    known = least[2].speedup_interval is not None and most[2].speedup_interval is not None
+    known = least[1] is not None and most[1] is not None
     sure = "95 % intervals" if known else "nobody knows how sure that is: play more seeds"
-    lossy = " (LOSSY)" if least[2].lossy or most[2].lossy else ""
-    return f"{told} Against target-only ours{lossy} goes from {ends[0]} to {ends[1]} ({sure})."
+    lossy = " (LOSSY)" if least[3].lossy or most[3].lossy else ""
+    base = "target-only" if over_plain else "the fastest arm that needs no device"
+    return f"{told} Against {base} ours{lossy} goes from {shown[0]} to {shown[1]} ({sure})."
+
+
+def _compared(arm: ArmSummary, over_plain: bool) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the arm's ratio to what it is compared with, and the 95 % interval."""
+    if over_plain:
+        return arm.speedup, arm.speedup_interval
+    return arm.gain, arm.gain_interval
 
 
 Varied = Mapping[str, Any]

@@ -16,7 +16,7 @@ from edgespec.core.device.goodput_policy import DEFAULT_POLICY, PolicyName
 from edgespec.core.device.memory import SMALLEST_WINDOW
 from edgespec.core.protocol.checks import Section, among, bounded, check_limits, limited
 from edgespec_sim.scenario.verifiers import MAX_DEVICES as MAX_DEVICES
-from edgespec_sim.scenario.verifiers import RADIOS
+from edgespec_sim.scenario.verifiers import RADIOS, SESSIONS_UNKNOWN, MemorySum, memory_sum
 from edgespec_sim.scenario.verifiers import CostSection as CostSection
 from edgespec_sim.scenario.verifiers import ServerDraftSection as ServerDraftSection
 from edgespec_sim.scenario.verifiers import StagesSection as StagesSection
@@ -398,6 +398,13 @@ class Scenario:
     message_ms: float = limited(0.3, 0.0, 1000.0)
     """One way, besides the link: codec, event loops, sockets (docs/measurements.md)."""
     lease_s: float = limited(30.0, 0.0, 86_400.0)
+    connect_trips: int = limited(3, 0, 10)
+    """Round trips that a new connection takes before its first request: one each for TCP, TLS 1.3
+    and the settings of HTTP/2, so 2 without TLS. Requests on a connection that is there pay
+    nothing for it."""
+    connected: bool = False
+    """Whether devices have their connections when the world begins, as agents have that run for a
+    while; false: each device connects once, when it first asks a verifier."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -425,6 +432,48 @@ class Scenario:
         if self.arrivals is not None:
             self._check_arrivals(self.arrivals)
         self._check_names()
+        for kind in self.verifiers:
+            try:
+                self.memory_sum(kind)
+            except ValueError as error:
+                raise ValueError(f"verifiers.{kind}: {error}") from None
+
+    def memory_sum(self, kind: str) -> MemorySum | None:
+        """Return what the memory of a verifier of that kind holds, in sessions of the mean length;
+        None where nothing says what machine it is. Raises ``ValueError`` if not one fits."""
+        return memory_sum(self.verifiers[kind], self.session_tokens)
+
+    def most_sessions(self, kind: str) -> int:
+        """Return how many sessions a verifier of that kind takes at a time."""
+        section, memory = self.verifiers[kind], self.memory_sum(kind)
+        if memory is None:
+            return section.max_sessions or SESSIONS_UNKNOWN
+        return min(section.max_sessions or memory.sessions, memory.sessions)
+
+    def memory_note(self, kind: str) -> str:
+        """Say how many sessions a verifier of that kind takes at a time, and why so many."""
+        section, memory = self.verifiers[kind], self.memory_sum(kind)
+        takes = f"{kind} takes {self.most_sessions(kind)} sessions at a time"
+        if memory is None:
+            why = "as max_sessions says" if section.max_sessions else "the daemon's default"
+            return f"Memory: {takes} ({why}; its memory is not known)."
+        room = f"memory has room for {memory.sessions}: {memory.about}"
+        if section.max_sessions and section.max_sessions < memory.sessions:
+            return f"Memory: {takes}, as max_sessions says; its {room}."
+        more = ""
+        if section.max_sessions and section.max_sessions > memory.sessions:
+            more = f" max_sessions is {section.max_sessions}, which is more than fits."
+        return f"Memory: {takes}, as its {room}.{more}"
+
+    @property
+    def session_tokens(self) -> float:
+        """Tokens of a whole request of the group with the longest ones, in the mean. A log-normal
+        spread of a length leaves its median where it is and moves its mean."""
+        return max(
+            (one.workload.prompt_tokens + one.workload.output_tokens)
+            * math.sqrt(1.0 + one.workload.length_spread**2)
+            for one in self.devices.values()
+        )
 
     @property
     def window_s(self) -> float:

@@ -206,7 +206,11 @@ class VerifierSection(Section):
     stages: StagesSection | None = None
     server_draft: ServerDraftSection | None = None
     """null: it does not draft, and the arms ``server-draft`` and ``both`` are not played."""
-    max_sessions: int = limited(64, 1, MAX_DEVICES)
+    machine: str = ""
+    """MODEL@MACHINE: whose memory it has; without it that of ``pass_time.roofline``, if any."""
+    max_sessions: int | None = limited(None, 1, MAX_DEVICES)
+    """At most so many sessions at a time; null: as many as its memory holds, and 64 where a
+    scenario does not say what machine it is."""
     max_rows_per_pass: int = limited(1024, 1, 1 << 20)
     gpu_power: str = among("", ("", *GPU_POWERS))
     """h200, h100, a100-80g or l4: published powers of each machine."""
@@ -239,6 +243,8 @@ class Machine:
     """Dense, in the precision of the model's products."""
     overhead_s: float
     """Launches, sampling, scheduling: a pass takes at least this beyond the work itself."""
+    memory_bytes: float | None
+    """Of the data sheet; None: it is not a fixed one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +258,12 @@ class Model:
 
 # Vendors' data sheets: memory bandwidth, dense throughput (bf16 where weights are 16 or 8 bit).
 MACHINES: Final = {
-    "h200": Machine(4.8e12, 989e12, 2e-3),
-    "h100": Machine(3.35e12, 989e12, 2e-3),
-    "a100-80g": Machine(2.04e12, 312e12, 2e-3),
-    "rtx-4090": Machine(1.01e12, 165e12, 2e-3),
-    "jetson-orin-nano": Machine(102e9, 20e12, 3e-3),
-    "laptop-cpu": Machine(60e9, 1e12, 1e-3),
+    "h200": Machine(4.8e12, 989e12, 2e-3, 141e9),
+    "h100": Machine(3.35e12, 989e12, 2e-3, 80e9),
+    "a100-80g": Machine(2.04e12, 312e12, 2e-3, 80e9),
+    "rtx-4090": Machine(1.01e12, 165e12, 2e-3, 24e9),
+    "jetson-orin-nano": Machine(102e9, 20e12, 3e-3, 8e9),
+    "laptop-cpu": Machine(60e9, 1e12, 1e-3, None),
 }
 
 # Published configurations: 2 (K and V) * layers * KV heads * head dimension * 2 bytes.
@@ -270,16 +276,21 @@ MODELS: Final = {
 }
 
 
-def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
-    """The law of MODEL@MACHINE, ``share`` of whose layers lie on this machine. Raises
-    ``ValueError`` that names what is known."""
+def model_and_machine(key: str, name: str) -> tuple[Model, Machine]:
+    """Return what MODEL@MACHINE names, the value of ``key``. Raises ``ValueError``."""
     model_name, _, machine_name = name.partition("@")
     if model_name not in MODELS or machine_name not in MACHINES:
         raise ValueError(
-            f"roofline is {name!r}, but must be MODEL@MACHINE with a model of "
+            f"{key} is {name!r}, but must be MODEL@MACHINE with a model of "
             f"{', '.join(MODELS)} and a machine of {', '.join(MACHINES)}"
         )
-    model, machine = MODELS[model_name], MACHINES[machine_name]
+    return MODELS[model_name], MACHINES[machine_name]
+
+
+def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
+    """The law of MODEL@MACHINE, ``share`` of whose layers lie on this machine. Raises
+    ``ValueError`` that names what is known."""
+    model, machine = model_and_machine("roofline", name)
     read_s = share * model.parameters * model.weight_bytes / machine.bytes_per_s
     row_s = share * 2.0 * model.parameters / machine.flops
     table = tuple(
@@ -287,6 +298,73 @@ def roofline_law(name: str, share: float = 1.0) -> TimeLaw:
         for rows in _ROWS
     )
     return TimeLaw(table, share * model.context_bytes / machine.bytes_per_s / _EFFICIENCY)
+
+
+# --- how many sessions a machine's memory holds -------------------------------------------------
+
+_USABLE: Final = 0.9
+"""Share of the memory for weights and caches. The rest is for activations, the runtime and
+fragmentation (vLLM's default for the same share, ``gpu_memory_utilization``, is 0.9 as well)."""
+SESSIONS_UNKNOWN: Final = 64
+"""Sessions of a verifier of which nothing says what it holds; that of the daemon's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySum:
+    """How many sessions the memory of a verifier holds beside the weights."""
+
+    model: str
+    machine: str
+    machines: int
+    """Over which the layers are spread."""
+    memory_bytes: float
+    """Of all machines together."""
+    weights_bytes: float
+    session_tokens: float
+    session_bytes: float
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that fit; 0 or less: not even one does."""
+        return int((_USABLE * self.memory_bytes - self.weights_bytes) / self.session_bytes)
+
+    @property
+    def about(self) -> str:
+        """The whole sum, for a reader."""
+        many = f"{self.machines} x {self.machine}" if self.machines > 1 else self.machine
+        return (
+            f"of the {self.memory_bytes / 1e9:.0f} GB of {many} at most {_USABLE:.0%} are used, the"
+            f" weights of {self.model} take {self.weights_bytes / 1e9:.0f} GB, and a session of"
+            f" {self.session_tokens:.0f} tokens {self.session_bytes / 1e9:.2f} GB"
+        )
+
+
+def memory_sum(section: VerifierSection, session_tokens: float) -> MemorySum | None:
+    """Return the sum for sessions of so many cached tokens; None where nothing says what machine it
+    is, or the machine's memory is not known. Raises ``ValueError`` for an unknown machine, and if
+    not a single session fits."""
+    key, name = "machine", section.machine
+    if not name:
+        key, name = "pass_time.roofline", section.pass_time.roofline
+    if not name:
+        return None
+    model, machine = model_and_machine(key, name)
+    if machine.memory_bytes is None:
+        return None
+    model_name, _, machine_name = name.partition("@")
+    machines = 1 if section.stages is None else section.stages.nodes
+    found = MemorySum(
+        model=model_name,
+        machine=machine_name,
+        machines=machines,
+        memory_bytes=machines * machine.memory_bytes,
+        weights_bytes=model.parameters * model.weight_bytes,
+        session_tokens=session_tokens,
+        session_bytes=model.context_bytes * session_tokens,
+    )
+    if found.sessions < 1:
+        raise ValueError(f"{machine_name} has no room for a session of {model_name}: {found.about}")
+    return found
 
 
 _SPREAD_POINTS = 21

@@ -119,7 +119,7 @@ class World:
     def connect(self, user: User, site: Site, key: str) -> tuple[Stream, float] | None:
         if not site.reachable:
             return None
-        up, down, rtt_s = self.network.route(user.group, user.number, site.name)
+        up, down, connect_s = self.network.route(user.group, user.number, site.name, site.starts)
         watch = None
         if self.surrounding.checks:
             least_s = self.network.least_way_s(user.group, site.name)
@@ -128,7 +128,7 @@ class World:
         stream = Stream(self.queue, up, down, watch, user.radio)
         site.accept(stream, key)
         self.network.watch(user.group, user.number, stream)
-        return stream, rtt_s
+        return stream, connect_s
 
     def tracer(self, user: User) -> Tracer | None:
         return self._tracer if user.number < _TRACED_DEVICES else None

@@ -199,6 +199,8 @@ class Network:
     """The ways between devices and verifiers.
 
     A device connects once to a verifier; later streams share the connection and pay nothing for it.
+    Where ``connected`` is set the first one pays nothing either: the connection is older than the
+    world. A verifier that starts again has no connections.
     Where packets are lost that is one TCP connection, played packet by packet. A handover that
     changes a device's address ends all of its connections, and cuts the stream that runs."""
 
@@ -227,8 +229,11 @@ class Network:
         self._fixed_s = scenario.message_ms / 1e3
         """What each way takes at least, whatever the links do."""
         self._streams = 0
-        self._connected: dict[tuple[int, str], TcpConnection | None] = {}
-        """Devices and verifiers that have a connection; None: nothing is lost on its way."""
+        self._connected: dict[tuple[int, str], tuple[int, TcpConnection | None]] = {}
+        """Devices and verifiers that have a connection: in which life of the verifier it was made,
+        and its packets; None: nothing is lost on its way."""
+        self._broken: set[tuple[int, str]] = set()
+        """Devices and verifiers whose first connection a handover has ended."""
         self._cut: dict[int, Stream] = {}
         """The streams that a handover of their device would cut."""
         self._wired: dict[tuple[str, str], LinkView] = {}
@@ -250,6 +255,8 @@ class Network:
         return [one for one in links if one.section.handover and one.section.handover.breaks]
 
     def _break(self, number: int) -> None:
+        # Also of verifiers that it has not asked yet: those connections were there too, if any.
+        self._broken |= {(number, name) for name in self._stations}
         self._connected = {key: one for key, one in self._connected.items() if key[0] != number}
         if (stream := self._cut.get(number)) is not None:
             stream.cut(0.0, 1.0, "the address changed at a handover")
@@ -259,16 +266,25 @@ class Network:
         if self._breaking(group):
             self._cut[number] = stream
 
-    def route(self, group: str, number: int, verifier: str) -> tuple[Path, Path, float]:
-        """Paths up and down for one stream of device ``number``, and what connecting takes: a round
-        trip for the first, and nothing for those that share the connection later."""
+    def route(
+        self, group: str, number: int, verifier: str, start: int = 0
+    ) -> tuple[Path, Path, float]:
+        """Return the paths up and down for one stream of device ``number``, and the seconds that
+        connecting takes: ``connect_trips`` round trips for the first stream, nothing for those that
+        share its connection later. ``start`` counts the starts of the verifier's process, from 1
+        on: a connection to an earlier process is gone."""
         self._streams += 1
         key, names, connect_s = (number, verifier), self.names(group, verifier), 0.0
-        if key not in self._connected:
-            connect_s = self.view(group, number, verifier).rtt_s
+        known = self._connected.get(key)
+        if known is None or known[0] != start:
+            is_older = self._scenario.connected and start <= 1 and key not in self._broken
+            if known is not None or not is_older:
+                rtt_s = self.view(group, number, verifier).rtt_s
+                connect_s = self._scenario.connect_trips * rtt_s
             lossy = any(self._links[name].lossy for name in names)
-            self._connected[key] = self._connection(number, verifier, names) if lossy else None
-        if (connection := self._connected[key]) is not None:
+            made = self._connection(number, verifier, names) if lossy else None
+            known = self._connected[key] = start, made
+        if (connection := known[1]) is not None:
             connection.up.send(_HEADERS_BYTES, lambda: None)  # nobody waits for them
             return connection.up, connection.down, connect_s
         make = partial(self._paths, number, verifier, names, self._streams)

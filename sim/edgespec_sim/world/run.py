@@ -44,6 +44,7 @@ def notes_of(scenario: sections.Scenario) -> tuple[str, ...]:
         f"Passes of {name}: {measured(section.pass_time)}."
         for name, section in scenario.verifiers.items()
     ]
+    notes += map(scenario.memory_note, scenario.verifiers)
     notes += [
         f"Steps of {name}'s own draft: assumed ({draft.ms:g} ms); its memory is not counted."
         for name, section in scenario.verifiers.items()
@@ -299,15 +300,23 @@ def summarise(
     """``outcomes`` of all jobs, in ``jobs_of``'s order, by seed, used up; ``notes`` first."""
     losses = losses_of(scenario, outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in scenario.arms}
-    speedups = _speedups(worlds)
+    speedups = _speedups(worlds, Arm.TARGET_ONLY)
+    alone = fastest_alone({arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()})
+    gains = {} if alone is None else _speedups(worlds, alone)
     attained = {arm: attainment(scenario, mine, len(seeds)) for arm, mine in worlds.items()}
     arms = []
     for arm in scenario.arms:
-        value, interval = speedups.get(arm, (None, None))
-        summary = _arm_summary(scenario, arm, worlds[arm], len(seeds))
-        ends = (interval.low, interval.high) if interval is not None else None
+        value, ends = speedups.get(arm, (None, None))
+        gain, gain_ends = gains.get(arm, (None, None))
         arms.append(
-            replace(summary, speedup=value, speedup_interval=ends, attainment=attained[arm])
+            replace(
+                _arm_summary(scenario, arm, worlds[arm], len(seeds)),
+                speedup=value,
+                speedup_interval=None if ends is None else (ends.low, ends.high),
+                gain=gain,
+                gain_interval=None if gain_ends is None else (gain_ends.low, gain_ends.high),
+                attainment=attained[arm],
+            )
         )
     return rs.RunSummary(
         name=scenario.name,
@@ -321,21 +330,32 @@ def summarise(
         notes=(*notes, *notes_of(scenario), *losses, *service_notes(scenario, arms)),
         environment=environment or {},
         seeds=len(seeds),
+        alone="" if alone is None else alone.value,
     )
 
 
 _Speedup = tuple[float | None, replication.Interval | None]
 
 
-def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]]) -> dict[Arm, _Speedup]:
-    """Of every arm over target-only, where that was played."""
+def _speedups(worlds: Mapping[Arm, Sequence[WorldOutcome]], over: Arm) -> dict[Arm, _Speedup]:
+    """Return every arm's speed-up over the arm ``over``, if that was played."""
     totals = {arm: [one.meters.tpot for one in mine] for arm, mine in worlds.items()}
-    base = totals.get(Arm.TARGET_ONLY)
+    base = totals.get(over)
     if base is None:
         return {}
     found = {arm: replication.speedup(base, mine) for arm, mine in totals.items()}
-    value = found[Arm.TARGET_ONLY][0]
-    return {**found, Arm.TARGET_ONLY: (value, None)}
+    return {**found, over: (found[over][0], None)}
+
+
+def fastest_alone(totals: Mapping[Arm, Sequence[replication.Total]]) -> Arm | None:
+    """Return the fastest of the arms that need no device, plain streaming among equals; None where
+    none of them has a time per token. ``totals``: each arm's, world by world."""
+
+    def mean_s(arm: Arm) -> float:
+        return sum(one.seconds for one in totals[arm]) / sum(one.requests for one in totals[arm])
+
+    timed = [arm for arm, mine in totals.items() if sum(one.requests for one in mine)]
+    return min((arm for arm in timed if not arm.drafts), key=mean_s, default=None)
 
 
 def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
@@ -343,7 +363,8 @@ def widest(outcomes: Sequence[tuple[Arm, WorldOutcome]]) -> float | None:
     arm has no complete request. With no arm to compare with, nothing has a width."""
     arms = dict.fromkeys(arm for arm, _ in outcomes)
     worlds = {arm: [outcome for one, outcome in outcomes if one is arm] for arm in arms}
-    others = [found for arm, found in _speedups(worlds).items() if arm is not Arm.TARGET_ONLY]
+    speedups = _speedups(worlds, Arm.TARGET_ONLY)
+    others = [found for arm, found in speedups.items() if arm is not Arm.TARGET_ONLY]
     if not others:
         return 0.0
     intervals = [interval for _, interval in others if interval is not None]

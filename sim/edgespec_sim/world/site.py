@@ -137,6 +137,9 @@ class Site:
     ) -> None:
         self.section = section = scenario.verifiers[kind]
         self.name = name = scenario.verifier_name(kind, number)
+        self._most_sessions = scenario.most_sessions(kind)
+        self.starts = 0
+        """How often its process has begun. Connections do not outlive a process."""
         self._queue, self._limits, self._tracer = queue, limits, tracer
         self._source = surrounding.source
         law_of_share = partial(law_of, section.pass_time, Operation.TARGET_PASS, surrounding.folder)
@@ -203,7 +206,7 @@ class Site:
         messages_s = _MESSAGE_BITS / link.up_bits_per_s + _MESSAGE_BITS / link.down_bits_per_s
         sessions = self.sessions
         round_s = link.rtt_s + messages_s + (self.pass_s + self._session_s * sessions)
-        return VerifierView(self.name, round_s, sessions, sessions >= self.section.max_sessions)
+        return VerifierView(self.name, round_s, sessions, sessions >= self._most_sessions)
 
     def session(self, key: str) -> VerifySession | None:
         for server in self._servers:
@@ -233,9 +236,10 @@ class Site:
         self._servers = self._start()
 
     def _start(self) -> tuple[SimulatedVerifier, ...]:
+        self.starts += 1
         slots = len(self._computes)
         engine_limits = EngineLimits(
-            max_sessions=max(1, self.section.max_sessions // slots),
+            max_sessions=max(1, self._most_sessions // slots),
             max_rows_per_pass=self.section.max_rows_per_pass,
             drafter=self.section.server_draft is not None,
             rules=(self._source.rule,),
