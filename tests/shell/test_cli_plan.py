@@ -407,11 +407,8 @@ def test_a_table_a_recommendation_its_reason_and_the_flags_to_copy() -> None:
     (take,) = (line for line in lines if line.startswith("take: "))
     arm, _, sure = take.removeprefix("take: ").partition(" ")
     assert sure == "(sure)"
-    assert re.search(
-        r"^\S+ is 1\.\d\d times \(1\.\d\d to \d\.\d\d\) as fast as plain streaming",
-        result.stdout,
-        re.MULTILINE,
-    )
+    interval = r"\d\.\d\d times \(\d\.\d\d to \d\.\d\d\) as fast as plain streaming"
+    assert re.search(interval, result.stdout)
     assert lines[lines.index(take) + 1].startswith(f"{arm} is ")
     assert any(line.startswith("flags: ") for line in lines)
     assert any(line.startswith("GPU, ms a token: target-only 25.") for line in lines)
@@ -511,7 +508,7 @@ def test_a_device_is_compared_with_the_server_alone(
     assert (found.take, found.alone, found.sure) == (take, Arm.SERVER_DRAFT, sure)
     assert found.gain == pytest.approx(gain, rel=0.01)
     assert ("one seed only" in found.how_sure) == (sure is None)
-    assert re.search("needs no device|adds little|more than chance", found.reason)
+    assert re.search("needs no device|adds little|beyond chance", found.reason)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_scenario_says_by_what_its_devices_draft() -> None:
 
 def test_plain_streaming_is_as_fast_as_passes_come() -> None:
     """One device: 25 ms a token; the first one after the request's way there, the pass over the
-    prompt and the way back. The first request of all pays a round trip to connect as well."""
+    prompt and the way back. The first request of all pays for connecting as well."""
     link = sc.LinkSection(rtt_ms=100.0)
     device = sc.DeviceSection(path=("wan",), workload=replace(WORK, start_within_s=0.0))
     scenario = replace(
@@ -158,6 +158,50 @@ def test_plain_streaming_is_as_fast_as_passes_come() -> None:
     assert present(arm.all.tpot_s).median == pytest.approx(0.025, rel=1e-6)
     assert present(arm.all.ttft_s).median == pytest.approx(0.050 + 0.025 + 0.050, rel=1e-6)
     assert arm.all.tokens_per_pass == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("event", "connected", "extra_trips"),
+    [
+        ("", False, [3, 0, 0]),
+        ("", True, [0, 0, 0]),
+        ("restart", False, [3, 3, 0]),
+        ("restart", True, [0, 3, 0]),
+        ("new address", False, [3, 3, 0]),
+        ("new address", True, [0, 3, 0]),
+    ],
+)
+def test_a_connection_is_paid_for_once(event: str, connected: bool, extra_trips: list[int]) -> None:
+    """A request pays a round trip of 100 ms and a pass of 25 ms; one that has to connect three
+    round trips more (TCP, TLS, settings of HTTP/2). What ends a connection, here 4 s after the
+    start and between two requests, makes the next request connect anew."""
+    link = sc.LinkSection(rtt_ms=100.0)
+    if event == "new address":
+        link = replace(link, handover=sc.HandoverSection(every_s=1e5, gap_ms=0.0, breaks=True))
+    work = replace(WORK, start_within_s=0.0, output_tokens=1, requests=3, think_s=1e-9)
+    scenario = replace(
+        SMALL,
+        links={"wan": link},
+        devices={"one": sc.DeviceSection(path=("wan",), workload=work)},
+        arms=(Arm.TARGET_ONLY,),
+        message_ms=0.0,
+        connected=connected,
+        duration_s=30.0,
+    )
+    around = Surrounding(token_source(scenario, 1, HERE), HERE)
+    world = World(scenario, Arm.TARGET_ONLY, "1", around)
+    # Between the first answer and the next question.
+    world.users[0]._pause_s = lambda: 4.0  # type: ignore[method-assign]
+    if event == "restart":
+        world.queue.at(4.0, lambda: world.sites[0].restart(0.0))
+    elif event:
+        world.queue.at(4.0, lambda: world.network._break(0))
+    records = world.run().meters.records
+    took_s = [present(one.ttft_s) for one in records]
+    assert took_s == pytest.approx([0.125 + 0.1 * trips for trips in extra_trips], rel=1e-6)
+    without_tls = World(replace(scenario, connect_trips=2), Arm.TARGET_ONLY, "1", around)
+    first_s = present(without_tls.run().meters.records[0].ttft_s)
+    assert first_s == pytest.approx(0.125 + (0.0 if connected else 0.2), rel=1e-6)
 
 
 def test_equal_seeds_give_equal_results_and_others_do_not() -> None:

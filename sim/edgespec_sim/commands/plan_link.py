@@ -196,7 +196,7 @@ def _why_not(
     said = (
         f"{alone.value} is {arms[alone].speedup:.2f} times as fast as plain streaming, and a device"
     )
-    said += " adds little" if gain[0] < LEAST_GAIN else " adds nothing that is more than chance"
+    said += " adds little" if gain[0] < LEAST_GAIN else " device adds nothing beyond chance"
     return f"{said}: the best arm with one, {rival.value}, is {_times(gain)} as fast as that."
 
 
