@@ -39,8 +39,8 @@ class NetworkTrace:
     source: str
     """The format it was read from, or the generator and its seed."""
     time_s: tuple[float, ...]
-    rtt_s: tuple[float, ...]
-    """Round-trip time of a small packet; finite, at least 0."""
+    rtt_s: tuple[float, ...] | None
+    """Round-trip time of a small packet; finite, at least 0. None: not measured."""
     duration_s: float
     """The last row holds until then; a replay starts over there."""
     loss: tuple[float, ...] | None = None
@@ -50,6 +50,10 @@ class NetworkTrace:
     down_bits_per_s: tuple[float, ...] | None = None
     outages_s: tuple[tuple[float, float], ...] = ()
     """Intervals [start, end) in which nothing passes; in order, apart from one another."""
+    remarks: tuple[str, ...] = ()
+    """What a reader has to know of how the file was read."""
+    warnings: tuple[str, ...] = ()
+    """What was guessed, or is hardly meant."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.time_s) <= MAX_ROWS:
@@ -63,6 +67,8 @@ class NetworkTrace:
             raise TraceError(
                 f"{self.name}: lasts {self.duration_s} s, but its last row is at {self.time_s[-1]}"
             )
+        if self.rtt_s is None and self.up_bits_per_s is None and self.down_bits_per_s is None:
+            raise TraceError(f"{self.name}: has neither a delay nor a capacity")
         self._check_column("rtt_s", self.rtt_s, 0.0, math.inf)
         self._check_column("loss", self.loss, 0.0, 1.0)
         self._check_column("up_bits_per_s", self.up_bits_per_s, math.ulp(0.0), math.inf)
@@ -103,7 +109,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Of the RTT, the losses and the outages."""
+    """Statistics of the RTT, the losses and the outages."""
 
     rtt_median_s: float
     rtt_p95_s: float
@@ -117,23 +123,96 @@ class TraceStatistics:
 
     @classmethod
     def of(cls, trace: NetworkTrace) -> TraceStatistics:
+        """Return those of a trace. Raises ``TraceError`` where no delay was measured."""
+        if trace.rtt_s is None:
+            raise TraceError(f"{trace.name}: has no delay")
         times_s, step_s = even_times(trace)
         rtt_s = values_at(trace, trace.rtt_s, times_s)
         up = ~in_outage(trace, times_s)
         heard_s = rtt_s[up] if up.any() else rtt_s
         lag = max(round(1.0 / step_s), 1)
-        loss = 0.0
-        if trace.loss is not None and up.any():
-            loss = float(values_at(trace, trace.loss, times_s)[up].mean())
         median_s, p95_s, p99_s = (float(x) for x in np.percentile(heard_s, (50, 95, 99)))
         return cls(
             rtt_median_s=median_s,
             rtt_p95_s=p95_s,
             rtt_p99_s=p99_s,
             autocorrelation=_autocorrelation(rtt_s, up, lag),
-            loss=loss,
-            outage_max_s=max((end_s - start_s for start_s, end_s in trace.outages_s), default=0.0),
+            loss=mean_loss(trace),
+            outage_max_s=longest_outage_s(trace),
         )
+
+
+def mean_loss(trace: NetworkTrace) -> float:
+    """Return the mean share of packets lost outside outages; 0 where it was not measured."""
+    times_s, _ = even_times(trace)
+    up = ~in_outage(trace, times_s)
+    if trace.loss is None or not up.any():
+        return 0.0
+    return float(values_at(trace, trace.loss, times_s)[up].mean())
+
+
+def longest_outage_s(trace: NetworkTrace) -> float:
+    """Return how long the longest outage is; 0 where there is none."""
+    return max((end_s - start_s for start_s, end_s in trace.outages_s), default=0.0)
+
+
+def median_capacity(trace: NetworkTrace, column: tuple[float, ...]) -> float:
+    """Return the median over time of a capacity column, outages left out, in bits a second."""
+    times_s, _ = even_times(trace)
+    up = ~in_outage(trace, times_s)
+    values = values_at(trace, column, times_s)
+    return float(np.median(values[up] if up.any() else values))
+
+
+# --- values that are hardly meant ---------------------------------------------------------------
+# A unit that was taken for another one is off by a factor of 1,000; these bounds lie beyond what
+# networks do and within that factor. Nothing is refused: a trace of a strange network is one too.
+
+_PROBABLE_RTT_S: Final = (50e-6, 10.0)
+_PROBABLE_BITS_PER_S: Final = (10e3, 1e12)
+_PROBABLE_STEP_S: Final = (1e-4, 3600.0)
+_PROBABLE_LOSS: Final = 0.5
+
+
+def improbable(trace: NetworkTrace) -> tuple[str, ...]:
+    """Say in sentences which values of a trace are hardly meant, with the likely reason."""
+    found: list[str] = []
+    if trace.rtt_s is not None:
+        median_s = TraceStatistics.of(trace).rtt_median_s
+        low_s, high_s = _PROBABLE_RTT_S
+        if median_s < low_s:
+            found.append(
+                f"the median RTT is {1e6 * median_s:g} us, less than {1e6 * low_s:g} us: are these"
+                " seconds in a column of milliseconds?"
+            )
+        elif median_s > high_s:
+            found.append(
+                f"the median RTT is {median_s:g} s, more than {high_s:g} s: are these microseconds"
+                " in a column of milliseconds?"
+            )
+    for way, column in (("up", trace.up_bits_per_s), ("down", trace.down_bits_per_s)):
+        if column is None:
+            continue
+        median = median_capacity(trace, column)
+        low, high = _PROBABLE_BITS_PER_S
+        if not low <= median <= high:
+            than = f"less than {low:g}" if median < low else f"more than {high:g}"
+            found.append(
+                f"the median capacity {way} is {median:g} bit/s, {than}: is the unit another one?"
+            )
+    if len(trace.time_s) > 1:
+        step_s = (trace.time_s[-1] - trace.time_s[0]) / (len(trace.time_s) - 1)
+        low_s, high_s = _PROBABLE_STEP_S
+        if not low_s <= step_s <= high_s:
+            found.append(
+                f"rows are {step_s:g} s apart in the mean: is the unit of time another one?"
+            )
+    if (loss := mean_loss(trace)) > _PROBABLE_LOSS:
+        found.append(f"{loss:.0%} of the packets are lost outside outages")
+    out_s = sum(end_s - start_s for start_s, end_s in trace.outages_s)
+    if out_s > _PROBABLE_LOSS * trace.duration_s:
+        found.append(f"nothing passes for {out_s:.0f} of its {trace.duration_s:.0f} s")
+    return tuple(found)
 
 
 def even_times(trace: NetworkTrace) -> tuple[Array, float]:
@@ -167,19 +246,24 @@ def _autocorrelation(rtt_s: Array, up: npt.NDArray[np.bool_], lag: int) -> float
     return float(np.corrcoef(early, late)[0, 1])
 
 
+_FLAT: Final = 1e-3
+"""A spread of logarithms below this is drawn as a level line."""
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _OUT: Final = "×"
 
 
 def rtt_line(trace: NetworkTrace, *, width: int = 60) -> str:
-    """The greatest RTT of each of ``width`` stretches as blocks, logarithmic, no spike lost;
-    stretches that lie in an outage altogether are crossed out."""
+    """Draw the greatest RTT of each of ``width`` stretches as blocks, logarithmic, no spike lost.
+    Of a trace without delays it is the greatest capacity. Stretches that lie in an outage
+    altogether are crossed out."""
     edges_s = np.linspace(0.0, trace.duration_s, width + 1)
-    rtt_s = np.maximum(np.array(trace.rtt_s), _LEAST_RTT_S)
+    column = trace.rtt_s or trace.down_bits_per_s or trace.up_bits_per_s or (0.0,)
+    rtt_s = np.maximum(np.array(column), _LEAST_RTT_S)
     first = np.searchsorted(trace.time_s, edges_s[:-1], side="right") - 1
     last = np.maximum(np.searchsorted(trace.time_s, edges_s[1:], side="left"), first + 1)
     logs = np.array([math.log(rtt_s[a:b].max()) for a, b in zip(first, last, strict=True)])
-    share = (logs - logs.min()) / (np.ptp(logs) or 1.0)
+    spread = float(np.ptp(logs))
+    share = (logs - logs.min()) / (spread if spread > _FLAT else 1.0)
     levels = np.minimum(share * len(_BLOCKS), len(_BLOCKS) - 1).astype(int)
     return "".join(
         _OUT if any(down <= start and end <= up for down, up in trace.outages_s) else _BLOCKS[level]

@@ -169,8 +169,8 @@ _PLAIN: Final = lm.LinkSettings()
 class TraceLinks:
     """The schedules of a trace; ``pair`` makes links from them."""
 
-    delay: lm.StepSchedule
-    """One way, half of the round trip."""
+    delay: lm.StepSchedule | None
+    """One way, half of the round trip; None: the trace has none, and the links' settings say."""
     loss: lm.StepSchedule | None
     outages: lm.OutageSchedule | None
     up_capacity: lm.CapacitySchedule | None
@@ -182,7 +182,9 @@ class TraceLinks:
         if loss is not None:
             loss = tuple(1.0 - math.sqrt(1.0 - both) for both in loss)
         return cls(
-            delay=lm.StepSchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s),
+            delay=lm.StepSchedule(_steps(trace, trace.rtt_s, 0.5), trace.duration_s)
+            if trace.rtt_s is not None
+            else None,
             loss=lm.StepSchedule(_steps(trace, loss), trace.duration_s) if loss else None,
             outages=lm.OutageSchedule(trace.outages_s, trace.duration_s)
             if trace.outages_s

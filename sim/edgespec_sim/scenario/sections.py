@@ -78,9 +78,13 @@ class LinkSection:
     """One hop. Delay comes from ``rtt_ms`` or from a ``trace``, both ways together."""
 
     rtt_ms: float = limited(0.0, 0.0, _HOUR_MS)
-    """Propagation there and back; with a trace it comes on top (the path behind the trace)."""
+    """Propagation there and back; with a trace it comes on top (the path behind the trace), and
+    with one of capacity alone it is all there is."""
     trace: str = ""
     """A trace file, or ``generate:KIND`` (wifi, lte, 5g, starlink, broadband, wan)."""
+    trace_columns: str = ""
+    """Which columns of the trace file are what, as ``--columns`` of ``edgespec-sim trace`` says it:
+    ``time_s=NAME,rtt_ms=NAME``; empty: a known format."""
     trace_spread_s: float = limited(0.0, 0.0, 1e6)
     """Device i enters the trace at i times this; 0: all see the same weather."""
     jitter_ms: float = limited(0.0, 0.0, _HOUR_MS)

@@ -17,17 +17,23 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path as FilePath
 
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
 from edgespec_sim.event_queue import EventQueue
+from edgespec_sim.links.column_tables import Columns
 from edgespec_sim.links.formats import read_trace
 from edgespec_sim.links.generators import generate
-from edgespec_sim.links.network_trace import NetworkTrace, TraceStatistics, file_named
+from edgespec_sim.links.network_trace import (
+    NetworkTrace,
+    TraceError,
+    TraceStatistics,
+    file_named,
+)
 from edgespec_sim.links.path import Hops, LoadedQueue, Path, Queues, TraceLinks, both_ways
 from edgespec_sim.links.tcp import MESSAGE_BYTES, TcpConnection
-from edgespec_sim.run_summary import LinkLoad
+from edgespec_sim.run_summary import WARNING, LinkLoad
 from edgespec_sim.scenario.sections import LinkSection, Scenario
 from edgespec_sim.sessions import Stream
 from edgespec_sim.world.radio_network import ACCESS_S, Cells, Hop, RadioNetwork
@@ -41,17 +47,60 @@ _GENERATE = "generate:"
 def trace_of(
     section: LinkSection, seed: str, duration_s: float, folder: FilePath
 ) -> NetworkTrace | None:
-    """None without one. Raises ``TraceError`` or ``ValueError``."""
+    """Return the trace of a link, with ``rtt_ms`` on top of its delays; None without a trace.
+    Raises ``TraceError`` or ``ValueError``."""
     if not section.trace:
         return None
     if section.trace.startswith(_GENERATE):
         kind = section.trace.removeprefix(_GENERATE)
         trace = generate(kind, number_of(seed), max(60.0, min(2 * duration_s, 3600.0)))
     else:
-        trace = read_trace(file_named(section.trace, folder))
-    if section.rtt_ms:
+        path = file_named(section.trace, folder)
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+        trace = _read(path, section.trace_columns, (state.st_mtime_ns, state.st_size))
+    if section.rtt_ms and trace.rtt_s is not None:
         trace = replace(trace, rtt_s=tuple(s + section.rtt_ms / 1e3 for s in trace.rtt_s))
     return trace
+
+
+@lru_cache(maxsize=4)
+def _read(path: FilePath, columns: str, state: tuple[int, int]) -> NetworkTrace:
+    """Every arm and seed asks for the same file. ``state`` changes when the file does."""
+    return read_trace(path, Columns.of(columns) if columns else None)
+
+
+def trace_notes(scenario: Scenario, folder: FilePath) -> tuple[str, ...]:
+    """Say what a reader has to know of the traces of a scenario's links: what was not measured,
+    guessed, or is hardly meant. Raises as ``trace_of``."""
+    notes: list[str] = []
+    for name, section in scenario.links.items():
+        trace = trace_of(section, "notes", scenario.duration_s, folder)
+        if trace is None:
+            continue
+        where = f"links.{name}.trace: {trace.name}"
+        notes += [f"{WARNING}{where}: {one}." for one in trace.warnings]
+        notes += [f"{where}: {one}." for one in trace.remarks]
+        if trace.rtt_s is None:
+            delay = f"links.{name}.rtt_ms is {section.rtt_ms:g}"
+            if section.rtt_ms:
+                notes.append(f"{where}: has capacity and no delay; {delay}.")
+            else:
+                notes.append(
+                    f"{WARNING}{where}: has capacity and no delay, and {delay}, so this link has"
+                    f" none: give it with --set links.{name}.rtt_ms=MS."
+                )
+        ways = {"up": trace.up_bits_per_s, "down": trace.down_bits_per_s}
+        for way, other in (("up", "down"), ("down", "up")):
+            no_limit = getattr(section, f"{way}_mbps") == math.inf
+            if ways[way] is None and ways[other] is not None and no_limit:
+                notes.append(
+                    f"{WARNING}{where}: has the capacity {other} alone, so the way {way} has no"
+                    f" limit: give it with --set links.{name}.{way}_mbps=MBPS."
+                )
+    return tuple(notes)
 
 
 def number_of(seed: str) -> int:
@@ -123,8 +172,9 @@ class LinkInstances:
         self.lossy = section.loss > 0.0
         if trace is not None:
             self.lossy = trace.loss is not None and max(trace.loss) > 0.0
-            least_rtt_s = min(trace.rtt_s)
-            self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
+            if trace.rtt_s is not None:
+                least_rtt_s = min(trace.rtt_s)
+                self.typical_rtt_s = TraceStatistics.of(trace).rtt_median_s
         self.least_way_s = least_rtt_s * 0.5
         """What a small message takes each way when nothing is in the way."""
 
@@ -138,14 +188,13 @@ class LinkInstances:
         section, seed = self.section, number_of(f"{self._seed}/stream/{stream}")
         queues, outages_s = self._queues_of(number), self.weather(number).outages_s
         settings = LinkSettings(overhead_bytes=framing_bytes, outages_s=outages_s)
-        if self._traced is not None:
-            offset_s = self._offset_s(number)
-            return self._traced.pair(offset_s=offset_s, seed=seed, queues=queues, beside=settings)
-        jitter_s = section.jitter_ms / 1e3
-        settings = replace(
-            settings, one_way_s=self.least_way_s, jitter_s=jitter_s, loss=section.loss
-        )
-        return both_ways(settings, seed, queues)
+        traced, jitter_s = self._traced, section.jitter_ms / 1e3
+        if traced is None or traced.delay is None:
+            settings = replace(settings, one_way_s=self.least_way_s, jitter_s=jitter_s)
+        if traced is None:
+            return both_ways(replace(settings, loss=section.loss), seed, queues)
+        offset_s = self._offset_s(number)
+        return traced.pair(offset_s=offset_s, seed=seed, queues=queues, beside=settings)
 
     def _queues_of(self, number: int) -> Queues:
         key = 0 if self.section.shared else number

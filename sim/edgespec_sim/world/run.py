@@ -29,6 +29,7 @@ from edgespec_sim.token_sources import source as sources
 from edgespec_sim.token_sources.acceptance_process import AcceptanceLaw, fit
 from edgespec_sim.world.assembly import World, WorldOutcome, shard_of
 from edgespec_sim.world.meters import Meters, RequestRecord, pace
+from edgespec_sim.world.network import trace_notes
 from edgespec_sim.world.site import Surrounding
 
 # --- what a reader of a run has to know --------------------------------------------------------
@@ -327,7 +328,13 @@ def summarise(
         duration_s=scenario.duration_s,
         arms=tuple(arms),
         settings={"yaml": dump_config(scenario)},
-        notes=(*notes, *notes_of(scenario), *losses, *service_notes(scenario, arms)),
+        notes=(
+            *notes,
+            *trace_notes(scenario, folder),
+            *notes_of(scenario),
+            *losses,
+            *service_notes(scenario, arms),
+        ),
         environment=environment or {},
         seeds=len(seeds),
         alone="" if alone is None else alone.value,

@@ -1,0 +1,253 @@
+"""What other tools that measure networks write: irtt, and iperf3 as JSON and as text.
+
+irtt sends small packets at a steady pace, so its file is a trace of delays. iperf3 fills the link,
+so its file is a trace of capacity: what it carried. The round trips that it notes are those of
+packets behind a full queue; a trace's delay is that of a lone packet, so they are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from edgespec_sim.links.network_trace import NetworkTrace, TraceError
+from edgespec_sim.links.trace_text import OUTAGE_S, Probe, TraceText, from_probes
+
+
+def is_json(head: str) -> bool:
+    return head.lstrip().startswith("{")
+
+
+def read_json(text: TraceText) -> NetworkTrace:
+    """Read what ``irtt client -o FILE``, ``iperf3 -J`` or ``iperf3 --json-stream`` writes. Raises
+    ``TraceError``."""
+    data = _parsed(text)
+    try:
+        if isinstance(data.get("round_trips"), list):
+            return _irtt(text, data)
+        if isinstance(data.get("intervals"), list):
+            return _iperf3(text, data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(
+            f"{text.path}: does not hold what its format has: {type(error).__name__}: {error}"
+        ) from None
+    raise text.error(1, "JSON of irtt (round_trips) or of iperf3 (intervals)")
+
+
+def _parsed(text: TraceText) -> dict[str, Any]:
+    whole = "\n".join(text.lines)
+    try:
+        data = json.loads(whole)
+    except RecursionError:
+        raise text.error(1, "JSON that is nested less deep") from None
+    except json.JSONDecodeError as error:
+        if (stream := _streamed(text)) is not None:
+            return stream
+        raise text.error(error.lineno, f"JSON ({error.msg})") from None
+    if not isinstance(data, dict):
+        raise text.error(1, "a JSON object")
+    return {"start": {}, "intervals": [data["data"]]} if _is_event(data, "interval") else data
+
+
+def _streamed(text: TraceText) -> dict[str, Any] | None:
+    """Return the events of ``--json-stream``, a line each, as one report; None: it is no such
+    stream."""
+    found: dict[str, Any] = {"start": {}, "intervals": []}
+    for number, line in enumerate(text.lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            if text.may_be_cut(number):
+                break
+            return None
+        if not isinstance(event, dict) or "event" not in event:
+            return None
+        if _is_event(event, "start"):
+            found["start"] = event["data"]
+        elif _is_event(event, "interval"):
+            found["intervals"].append(event["data"])
+    return found if found["intervals"] else None
+
+
+def _is_event(event: Mapping[str, Any], name: str) -> bool:
+    return event.get("event") == name and isinstance(event.get("data"), dict)
+
+
+def _irtt(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
+    """Times are nanoseconds, of the monotonic clock where it was noted and else of the wall's."""
+    interval_s = float(data["config"]["params"]["interval"]) / 1e9
+    clock = "monotonic" if _sent(data["round_trips"][:1], "monotonic") else "wall"
+    probes: list[Probe] = []
+    for index, trip in enumerate(data["round_trips"]):
+        sent_ns = _sent([trip], clock)
+        sent_s = index * interval_s if sent_ns is None else sent_ns / 1e9
+        rtt_ns = None if trip["lost"] not in (False, "false") else trip["delay"]["rtt"]
+        probes.append(Probe(sent_s, None if rtt_ns is None else max(0.0, float(rtt_ns) / 1e9)))
+    first_s = probes[0].sent_s if probes else 0.0
+    probes = [Probe(one.sent_s - first_s, one.rtt_s) for one in probes]
+    return from_probes(text, probes, interval_s) if probes else _nothing(text)
+
+
+def _sent(trips: Sequence[Mapping[str, Any]], clock: str) -> float | None:
+    for trip in trips:
+        value = trip["timestamps"]["client"]["send"].get(clock)
+        return None if value is None else float(value)
+    return None
+
+
+def _nothing(text: TraceText) -> NetworkTrace:
+    raise text.no_rows()
+
+
+Rates = list[tuple[float, float, float]]
+"""Begin and end of an interval in seconds, and bits a second."""
+
+
+def _iperf3(text: TraceText, data: Mapping[str, Any]) -> NetworkTrace:
+    """``sum`` goes up unless the test is reversed; ``sum_bidir_reverse`` goes down."""
+    test = data["start"].get("test_start", {})
+    is_down = bool(test.get("reverse"))
+    up: Rates = []
+    down: Rates = []
+    for interval in data["intervals"]:
+        for key, rates in (("sum", down if is_down else up), ("sum_bidir_reverse", down)):
+            if (one := interval.get(key)) is not None and not one.get("omitted"):
+                ends_s = float(one["start"]), float(one["end"])
+                rates.append((*ends_s, float(one["bits_per_second"])))
+    warnings: tuple[str, ...] = ()
+    if str(test.get("protocol", "")).upper() == "UDP":
+        rate = float(test.get("target_bitrate") or 0.0)
+        at = f" ({rate / 1e6:g} Mbit/s)" if rate else ""
+        warnings = (
+            f"iperf3 sent UDP at a rate of its own{at}: what it carried may be that rate and not"
+            " the capacity",
+        )
+    return _carried(text, up, down, warnings)
+
+
+def _carried(
+    text: TraceText, up: Rates, down: Rates, warnings: tuple[str, ...] = ()
+) -> NetworkTrace:
+    """Make a trace of what was carried. Intervals in which nothing was are joined to the next one,
+    so that bytes are conserved; ``OUTAGE_S`` or more of them are an outage."""
+    ways = [way for way in (_steps(text, up), _steps(text, down)) if way is not None]
+    if not ways:
+        raise text.no_rows()
+    end_s = min(end_s for _, _, _, end_s in ways)
+    up_way, down_way = (_steps(text, rates) for rates in (up, down))
+    times_s = sorted({time_s for way in ways for time_s in way[0] if time_s < end_s})
+    outages_s = sorted({outage for way in ways for outage in way[2] if outage[0] < end_s})
+    return NetworkTrace(
+        text.name,
+        text.source,
+        tuple(times_s),
+        None,
+        end_s,
+        up_bits_per_s=_held(up_way, times_s),
+        down_bits_per_s=_held(down_way, times_s),
+        outages_s=_merged(outages_s, end_s),
+        remarks=(
+            "iperf3 measures what a full link carries; its round trips are those of a full"
+            " queue and were left out",
+        ),
+        warnings=warnings,
+    )
+
+
+_Way = tuple[list[float], list[float], list[tuple[float, float]], float]
+"""Times, rates, outages and the end."""
+
+
+def _steps(text: TraceText, rates: Rates) -> _Way | None:
+    if not any(rate > 0.0 for _, _, rate in rates):
+        return None
+    first_s = rates[0][0]
+    times_s: list[float] = []
+    values: list[float] = []
+    outages_s: list[tuple[float, float]] = []
+    free_s = 0.0
+    end_s = 0.0
+    for start_s, stop_s, rate in rates:
+        if not end_s - 1e-6 <= start_s - first_s < stop_s - first_s or rate < 0.0:
+            raise TraceError(f"{text.path}: the interval from {start_s:g} to {stop_s:g} s is odd")
+        start_s, end_s = start_s - first_s, stop_s - first_s
+        if rate == 0.0:
+            continue
+        if start_s - free_s >= OUTAGE_S - 1e-9:
+            outages_s.append((free_s, start_s))
+            free_s = start_s
+        times_s.append(free_s)
+        values.append(rate * (end_s - start_s) / (end_s - free_s))
+        free_s = end_s
+    if end_s - free_s >= OUTAGE_S - 1e-9:
+        outages_s.append((free_s, end_s))
+    times_s[0] = 0.0
+    return times_s, values, outages_s, end_s
+
+
+def _held(way: _Way | None, times_s: Sequence[float]) -> tuple[float, ...] | None:
+    """Return the rate in force at each of these times."""
+    if way is None:
+        return None
+    known, values = way[0], way[1]
+    found, place = [], 0
+    for time_s in times_s:
+        while place + 1 < len(known) and known[place + 1] <= time_s:
+            place += 1
+        found.append(values[place])
+    return tuple(found)
+
+
+def _merged(
+    outages_s: Sequence[tuple[float, float]], end_s: float
+) -> tuple[tuple[float, float], ...]:
+    """Return outages of both ways as one list: where one way is out both are, as no answer
+    passes."""
+    found: list[tuple[float, float]] = []
+    for start_s, stop_s in outages_s:
+        stop_s = min(stop_s, end_s)
+        if found and start_s <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop_s))
+        else:
+            found.append((start_s, stop_s))
+    return tuple(found)
+
+
+# --- iperf3's text -----------------------------------------------------------------------------
+# `[  5]   0.00-1.00   sec  1.25 MBytes  10.5 Mbits/sec    0    173 KBytes`; of several streams a
+# line `[SUM]` stands behind them, and `[TX-C]` or `[RX-C]` says the way of a bidirectional test.
+
+_LINE: Final = re.compile(
+    r"^\[ *(?P<stream>\d+|SUM)\](?:\[(?P<way>[TR]X)-[CS]\])? +(?P<start>[0-9.]+)- *(?P<end>[0-9.]+)"
+    r" +sec +[0-9.]+ \w*Bytes +(?P<rate>[0-9.]+) (?P<unit>[KMGT]?)bits/sec(?P<rest>.*)$"
+)
+_FACTORS: Final = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SUMMED_UP: Final = re.compile(r"\b(sender|receiver)\b|\(omitted\)")
+
+
+def is_iperf3_text(head: str) -> bool:
+    return any(_LINE.match(line) for line in head.splitlines())
+
+
+def read_iperf3_text(text: TraceText) -> NetworkTrace:
+    """Read what iperf3 prints. Raises ``TraceError``."""
+    found: dict[tuple[bool, bool], Rates] = {}
+    is_reversed = any(line.startswith("Reverse mode") for line in text.lines)
+    for number, line in enumerate(text.lines, start=1):
+        one = _LINE.match(line)
+        if one is None or text.may_be_cut(number) or _SUMMED_UP.search(one["rest"]):
+            continue
+        start_s = text.number(number, one["start"], "the beginning of an interval in s")
+        end_s = text.number(number, one["end"], "the end of an interval in s")
+        rate = text.number(number, one["rate"], "a rate") * _FACTORS[one["unit"]]
+        is_down = one["way"] == "RX" if one["way"] else is_reversed
+        is_sum = one["stream"] == "SUM"
+        found.setdefault((is_down, is_sum), []).append((start_s, end_s, rate))
+    up, down = (found.get((way, True)) or found.get((way, False)) or [] for way in (False, True))
+    return _carried(text, up, down)
