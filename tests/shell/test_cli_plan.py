@@ -268,11 +268,12 @@ def test_a_gpu_holds_what_its_memory_has_room_for() -> None:
             workload=sc.WorkloadSection(prompt_tokens=900, output_tokens=100)
         )
     }
+    scenario = sc.Scenario("s", devices, {"gpu": sc.VerifierSection()})
     for given, admitted in ((None, hand), (hand + 1, hand), (7, 7)):
         gpu = sc.VerifierSection(
             pass_time=sc.CostSection(roofline="llama-3.1-8b-bf16@h100"), max_sessions=given
         )
-        scenario = sc.Scenario("s", devices, {"gpu": gpu})
+        scenario = replace(scenario, verifiers={"gpu": gpu})
         around = Surrounding(token_source(scenario, 1, FOLDER), FOLDER)
         assert scenario.most_sessions("gpu") == admitted
         assert f"memory has room for {hand}" in scenario.memory_note("gpu")

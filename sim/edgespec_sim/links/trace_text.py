@@ -188,6 +188,9 @@ def stamp_s(text: TraceText, number: int, stamp: str, expected: str) -> float:
 
 OUTAGE_S: Final = 1.0
 LOSS_WINDOW_S: Final = 5.0
+_PACE_ERROR_S: Final = 0.02
+"""A pace of a second comes out a little shorter or longer where stamps tell it, and must not decide
+whether one lost probe is an outage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ def from_probes(
         if probe.rtt_s is None:
             run.append(probe)
             continue
-        if run and probe.sent_s - run[0].sent_s >= OUTAGE_S - 1e-9:
+        if run and probe.sent_s - run[0].sent_s >= OUTAGE_S - _PACE_ERROR_S:
             outages_s.append((run[0].sent_s, probe.sent_s))
         elif run:
             lost += [one.sent_s for one in run]
