@@ -283,6 +283,90 @@ def everywhere(rows: Mapping[str, Sequence[Point]]) -> Iterator[str]:
         yield f"{what}: {ends[0]}, up to {ends[1]}; surely saves at {sure} of {len(points)} points"
 
 
+# --- the answer, before anything else --------------------------------------------------------
+
+
+def ranked(played: Played) -> list[tuple[str, float]]:
+    """Return the methods that speculate with their means over the worlds, the least first."""
+    means = {name: float(values.mean()) for name, values in played.items()}
+    names = [name for name in means if name != methods.NO_SPECULATION]
+    return sorted(((name, means[name]) for name in names), key=lambda pair: pair[1])
+
+
+def headline(point: Point, base: Choices, worlds: int) -> str:
+    """Say which method won at the choices of ``base``, by how much, with the interval, and over
+    what; then whether the paper's claim holds there."""
+    played, what = point.played, "costs" if base.measured == "cost" else "waits"
+    (winner, best), (second, other), *_ = ranked(played)
+    over_second = saving([played], winner, (second,), base.estimator)
+    over_three = saving([played], winner, PAPER_BASELINES, base.estimator)
+    claim = point.saved[CLAIM]
+    unit = "" if what == "costs" else " ms"
+    chance = "" if over_second.low > 0.0 else ", which may be chance,"
+    reached = {"short": "falls short of", "met": "agrees with", "more": "is more than"}
+    told = (
+        f"{winner} won: a device {what} {best:.3g}{unit} in the mean, {percent(over_second)} less"
+        f"{chance} than with {second} ({other:.3g}{unit}), and {percent(over_three)} less than with"
+        f" {', '.join(PAPER_BASELINES[:-1])} and {PAPER_BASELINES[-1]} in the mean. The paper's"
+        f" matching ({_PAPERS}) saves {percent(claim)} over these three, which {reached[verdict(claim)]} the paper's"
+        f" {100 * PAPER_GAIN:.1f} %."
+    )
+    plain = float(played[methods.NO_SPECULATION].mean())
+    if plain < best:
+        less = saving([played], methods.NO_SPECULATION, (winner,), base.estimator)
+        told += f" No speculation at all takes {percent(less)} less than the winner."
+    size = f"{base.devices} devices, {base.servers} servers, a side of {base.side_m:g} m"
+    return (
+        f"{told} That is for {size} and the other defaults, over {worlds} worlds; 95 % intervals."
+    )
+
+
+def asked(base: Choices) -> str:
+    """Say what the sweep was to find out."""
+    return (
+        f"Asked: which way of giving {base.devices} devices to {base.servers} servers has the least"
+        f" {'cost' if base.measured == 'cost' else 'delay'}, and does the paper's save"
+        f" {100 * PAPER_GAIN:.1f} % over random, max-SINR and max-compute, whatever is chosen where"
+        " the paper says nothing?"
+    )
+
+
+def claim_everywhere(rows: Mapping[str, Sequence[Point]]) -> str:
+    """Say in a sentence how the claim fares over all points."""
+    found = [(name, one) for name, row in rows.items() for one in row]
+    if not found:
+        return ""
+    least, most = (end(found, key=lambda pair: pair[1].saved[CLAIM].value) for end in (min, max))
+    met = sum(verdict(one.saved[CLAIM]) == "met" for _, one in found)
+    more = sum(verdict(one.saved[CLAIM]) == "more" for _, one in found)
+    return (
+        f"Over the {len(found)} points that were tried the paper's matching saves from"
+        f" {percent(least[1].saved[CLAIM])} at {least[0]}={least[1].value} to"
+        f" {percent(most[1].saved[CLAIM])} at {most[0]}={most[1].value}; the paper's figure is met"
+        f" at {met} of them and surpassed at {more}."
+    )
+
+
+METHODS_HEADER = ("method", "mean", "saved over the three, 95 %")
+
+
+def method_rows(played: Played, base: Choices) -> list[tuple[str, str, str]]:
+    """Return a line for each method, the best first."""
+    unit = "" if base.measured == "cost" else " ms"
+    names = [*ranked(played)]
+    names.append((methods.NO_SPECULATION, float(played[methods.NO_SPECULATION].mean())))
+    return [
+        (
+            name,
+            f"{mean:.3g}{unit}",
+            "–"
+            if name in PAPER_BASELINES
+            else percent(saving([played], name, PAPER_BASELINES, base.estimator)),
+        )
+        for name, mean in names
+    ]
+
+
 _SHOWN = {CLAIM: "#0072b2", OURS: "#d55e00"}
 
 
@@ -326,11 +410,27 @@ def text_of(choices: Choices, name: str) -> str:
     return "..".join(f"{end:g}" if isinstance(end, float) else str(end) for end in ends)
 
 
-def write(out: Path, rows: Mapping[str, Sequence[Point]], base: Choices, **more: object) -> None:
+def write(
+    out: Path,
+    rows: Mapping[str, Sequence[Point]],
+    base: Choices,
+    usual: Point,
+    worlds: int,
+    seed: int,
+) -> None:
+    """Write ``choices.json`` and the page; ``usual`` is the point of ``base``. Raises
+    ``OSError``."""
     points = {name: [asdict(one) for one in row] for name, row in rows.items()}
-    text = json.dumps({"base": asdict(base), **more, "rows": points}, indent=1, default=list)
+    data = {"base": asdict(base), "worlds": worlds, "seed": seed}
+    data |= {"headline": headline(usual, base, worlds), "usual": asdict(usual), "rows": points}
+    text = json.dumps(data, indent=1, default=list)
     (out / "choices.json").write_text(text + "\n", encoding="utf-8")
     page = Document("User association and resource allocation: what the paper's claim hangs on")
+    page.paragraph(asked(base), "asked")
+    page.paragraph(headline(usual, base, worlds), "headline")
+    page.paragraph(claim_everywhere(rows), "facts")
+    caption = "Methods at these choices, the best first."
+    page.add(html_table(caption, METHODS_HEADER, method_rows(usual.played, base)))
     lines = [cells(name, row, base) for name, row in rows.items()]
     page.add(html_table(f"{CLAIM}: share saved, 95 % intervals", HEADER, lines, texts=(1, 2, 6)))
     page.items(list(everywhere(rows)))
@@ -369,13 +469,15 @@ def main(
             f"{done}/{len(asked)} {name}={one.value}: {percent(one.saved[CLAIM])}, "
             f"median {percent(one.median)}: {verdict(one.saved[CLAIM])}"
         )
+    usual = point(name_of(ROWS[0]), base, worlds, seed, known)
     shown = Table(*HEADER, title=f"{CLAIM}: share saved, 95 % intervals", box=box.SIMPLE)
     for name, points in rows.items():
         shown.add_row(*cells(name, points, base))
     console.print(shown)
     for line in everywhere(rows):
         console.print(line)
-    write(out, rows, base, worlds=worlds, seed=seed)
+    write(out, rows, base, usual, worlds, seed)
+    console.print(f"{claim_everywhere(rows)}\n{headline(usual, base, worlds)}")
     console.print(f"wrote {out}")
 
 

@@ -5,8 +5,10 @@ the methods on paired worlds, the sweep, and the paper's own training: its rewar
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from itertools import product
 from pathlib import Path
 
@@ -337,6 +339,23 @@ def test_the_sweep_writes_its_results(tmp_path: Path) -> None:
         theirs = [np.array(one["played"][name]) for name in methods.PAPER_BASELINES]
         assert claim["value"] == pytest.approx(np.mean([1 - ours / other for other in theirs]))
     page = (tmp_path / "choices.html").read_text(encoding="utf-8")
+    usual = data["usual"]["played"]
+    means = {name: np.mean(ms) for name, ms in usual.items() if name != methods.NO_SPECULATION}
+    winner, second = sorted(means, key=lambda name: float(means[name]))[:2]
+    over = sweep.mean_of_worlds(*(np.array([usual[name]]) for name in (winner, second)))
+    first_screen = unescape(page.split("<main>")[1].split("<table>")[0])
+    said = (
+        f"{winner} won: a device waits {means[winner]:.3g} ms in the mean, {sweep.percent(over)} "
+    )
+    assert said in first_screen
+    assert said in " ".join(done.output.split())
+    assert f"less than with {second} ({means[second]:.3g} ms)" in first_screen.replace(
+        ", which may be chance,", ""
+    )
+    assert re.search(
+        r"saves \S+ % \(\S+ to \S+\) over these three, which (falls short|agrees|is)", first_screen
+    )
+    assert "Over the 5 points that were tried" in first_screen
     assert page.count('"range":[-100,100]') == 3, "no outlier sets a scale"
     assert page.count('"error_y"') == 9
 
