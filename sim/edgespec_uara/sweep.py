@@ -308,8 +308,8 @@ def headline(point: Point, base: Choices, worlds: int) -> str:
         f"{winner} won: a device {what} {best:.3g}{unit} in the mean, {percent(over_second)} less"
         f"{chance} than with {second} ({other:.3g}{unit}), and {percent(over_three)} less than with"
         f" {', '.join(PAPER_BASELINES[:-1])} and {PAPER_BASELINES[-1]} in the mean. The paper's"
-        f" matching ({_PAPERS}) saves {percent(claim)} over these three, which {reached[verdict(claim)]} the paper's"
-        f" {100 * PAPER_GAIN:.1f} %."
+        f" matching ({_PAPERS}) saves {percent(claim)} over these three, which"
+        f" {reached[verdict(claim)]} the paper's {100 * PAPER_GAIN:.1f} %."
     )
     plain = float(played[methods.NO_SPECULATION].mean())
     if plain < best:
