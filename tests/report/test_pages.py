@@ -24,7 +24,7 @@ from edgespec_sim.report.page import first_question, first_questions, headline, 
 from edgespec_sim.report.plots import lanes_plot, pace_plot, sessions_of
 from edgespec_sim.report.sweep_page import answer, render_sweep, sweep_csv, winner
 from edgespec_sim.report.timeline import Timeline, build_timeline, read_lines
-from edgespec_sim.run_summary import RunSummary, read_summary
+from edgespec_sim.run_summary import ArmSummary, RunSummary, read_summary
 from tests.present import present
 from tests.report.samples import (
     ARMS,
@@ -100,6 +100,40 @@ def test_the_headline_names_the_best_arm_and_whose_it_is() -> None:
     assert headline(replace(run, arms=run.arms[4:])).startswith("edgespec: 18.2 ms a token")
     silent = replace(run.arms[0], all=replace(run.arms[0].all, tpot_s=None))
     assert "no time per token" in headline(replace(run, arms=(silent,)))
+
+
+def both_ends(gain: float, ends: tuple[float, float] | None) -> RunSummary:
+    """Plain streaming at 25 ms a token, a server that drafts at 10.16, and a device beside it."""
+    run = five_arms()
+    base = run.arms[0]
+
+    def arm(name: str, ms: float, gain: float) -> ArmSummary:
+        spread = replace(present(base.all.tpot_s), mean=ms / 1e3)
+        whole = replace(base.all, tpot_s=spread)
+        return replace(base, arm=name, all=whole, speedup=25.0 / ms, gain=gain)
+
+    arms = (
+        arm("target-only", 25.0, 10.16 / 25.0),
+        arm("server-draft", 10.16, 1.0),
+        replace(arm("both", 10.16 / gain, gain), gain_interval=ends),
+    )
+    return replace(run, arms=arms, alone="server-draft")
+
+
+def test_what_the_server_does_alone_is_not_a_devices_gain() -> None:
+    """2.49 and 2.46 times plain streaming are 1.012 times the server alone."""
+    told = headline(both_ends(1.012, (0.99, 1.03)))
+    assert told.startswith(
+        "both (ours) is 1.01× as fast as server-draft, the best without a device"
+        " (95 % interval 0.99 to 1.03: perhaps chance): 10.0 ms"
+    )
+    assert told.endswith("Over target-only streaming it is 2.49×.")
+    assert "perhaps chance" not in headline(both_ends(1.1, (1.05, 1.15)))
+    assert "nobody knows how sure" in headline(both_ends(1.1, None))
+    slower = headline(both_ends(0.9, (0.88, 0.92)))
+    assert slower.startswith("Nothing here is faster than server-draft, which needs no device")
+    swept = answer([({"rtt_ms": rtt}, both_ends(1.012, (0.99, 1.03))) for rtt in (2, 50)])
+    assert "Against the fastest arm that needs no device ours goes from 1.01× (0.99–1.03)" in swept
 
 
 def test_whatever_a_name_holds_is_only_text() -> None:

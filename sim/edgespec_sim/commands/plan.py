@@ -77,7 +77,8 @@ def memory(
         try:
             section = DraftSection(model=references[0], memory_budget=memory_budget)
         except ValueError as error:
-            raise ConfigError(str(error)) from None
+            text = str(error).replace("memory_budget is", "--memory-budget is", 1)
+            raise ConfigError(text) from None
         variants, question = _measured(section, references)
         _answer(variants, question, as_json)
 

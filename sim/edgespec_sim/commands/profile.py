@@ -435,13 +435,13 @@ def profile(
     pair. The simulator replays a profile on any number of devices, links and verifiers."""
     with reported():
         if out.is_dir():
-            raise ConfigError(f"out is {str(out)!r}, which is a folder, but must be a file")
+            raise ConfigError(f"--out is {str(out)!r}, which is a folder, but must be a file")
         stderr = Console(stderr=True)
         drafter = build.load_drafter(
             AgentConfig(draft=DraftSection(model=draft, draft_ms=draft_ms))
         )
         if drafter is None or draft == build.LOOKUP:
-            raise ConfigError(f"draft is {draft!r}, but a profile needs one that drafts")
+            raise ConfigError(f"--draft is {draft!r}, but a profile needs one that drafts")
         arguments = ["--model", model, "--pass-ms", f"{pass_ms:g}"]
         with temporary_folder() as traces:
             try:

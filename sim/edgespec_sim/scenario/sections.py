@@ -457,7 +457,7 @@ class Scenario:
     def memory_note(self, kind: str) -> str:
         """Say how many sessions a verifier of that kind takes at a time, and why so many."""
         section, memory = self.verifiers[kind], self.memory_sum(kind)
-        takes = f"{kind} takes {self.most_sessions(kind)} sessions at a time"
+        takes = f"verifier {kind} takes {self.most_sessions(kind)} sessions at a time"
         if memory is None:
             why = "as max_sessions says" if section.max_sessions else "the daemon's default"
             return f"Memory: {takes} ({why}; its memory is not known)."
