@@ -65,9 +65,8 @@ def named_as_typed(options: Mapping[str, str]) -> Iterator[None]:
     except ValueError as error:
         text = str(error)
         for name in sorted(options, key=len, reverse=True):
-            text = re.sub(
-                rf"(?:command line: )?(?<![\w.]){re.escape(name)}(?![\w.])", options[name], text
-            )
+            known = rf"(?:command line: )?(?<![\w.-]){re.escape(name)} is\b"
+            text = re.sub(known, f"{options[name]} is", text)
         raise ConfigError(text) from None
 
 
