@@ -45,8 +45,12 @@ class EndpointSection:
     """Texts of one client beside each other. A client is an address, of IPv6 its first 64 bits.
     null: all of ``max_concurrent`` if only this machine can ask, else three quarters of it; set it
     to ``max_concurrent`` behind a proxy, where all clients have one address."""
-    max_queue: int = limited(32, 0, 65_536)
+    max_queue: int = limited(512, 0, 65_536)
     """Requests that may wait for their turn. Those beyond are answered with 429."""
+    max_queue_tokens: int = limited(4 << 20, 1, 1 << 30)
+    """Prompt tokens, 4 bytes each, of all requests that wait. A request beyond them gets 429."""
+    queue_within_s: float = limited(600.0, 0.1, 86_400.0)
+    """How long a request may wait for its turn. After that it is answered with 429."""
     max_body_bytes: int = limited(4 << 20, 1024, 1 << 30)
     """Bytes of a request's body at most."""
     max_bodies_bytes: int | None = limited(None, 2048, 1 << 34)

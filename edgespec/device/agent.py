@@ -38,13 +38,12 @@ from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.session_driver import SessionDriver
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
+from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.grammar import GrammarReader
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
-# Token ids travel as 32-bit numbers; a sane vocabulary is far smaller.
-MAX_TOKEN_ID: Final = (1 << 31) - 1
 # How long closing waits for what generations that ended early still have to say.
 _CLOSING_S: Final = 5.0
 _MOST_TOLD: Final = 16
@@ -108,10 +107,18 @@ class ReplyReader:
     """Of one generation, whose output begins at ``position``; ``counters`` lose what is cut off."""
 
     def __init__(
-        self, decoder: TextDecoder, stops: Sequence[str], position: int, counters: ev.DraftCounters
+        self,
+        decoder: TextDecoder,
+        stops: Sequence[str],
+        position: int,
+        counters: ev.DraftCounters,
+        min_tokens: int = 0,
     ) -> None:
+        """A stop string that is complete within the first ``min_tokens`` tokens stops nothing, as
+        in vLLM."""
         self._decoder, self._stops = decoder, tuple(stops)
         self._position, self._counters = position, counters
+        self._least_position = position + min_tokens
         self._held = ""
         """Text that may begin a stop string."""
         self.stopped = False
@@ -123,8 +130,9 @@ class ReplyReader:
         for token, kind in zip(event.tokens, event.kinds, strict=True):
             if self.stopped:
                 break
-            held = len(self._held)
-            pieces.append(Piece(self._shown(self._decoder.push((token,))), kind, held))
+            held, early = len(self._held), self._position + len(pieces) < self._least_position
+            shown = self._shown(self._decoder.push((token,)), early=early)
+            pieces.append(Piece(shown, kind, held))
         given, position = len(pieces), self._position
         self._counters.take_back(event.kinds[given:])
         self._position += given
@@ -134,15 +142,18 @@ class ReplyReader:
 
     def finish(self, reason: m.FinishReason) -> Chunk:
         """The last chunk: what was held back, and how the text ended."""
-        rest = "" if self.stopped else self._shown(self._decoder.flush()) + self._held
+        early = self._position <= self._least_position
+        rest = "" if self.stopped else self._shown(self._decoder.flush(), early=early) + self._held
         last = (Piece(rest, ev.TokenKind.DECODED),) if rest else ()
         return Chunk(self._position, (), last, m.FinishReason.STOP if self.stopped else reason)
 
-    def _shown(self, text: str) -> str:
-        """The part of what was held and ``text`` that can be shown now."""
-        held = self._held + text
-        starts = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
-        if starts:
+    def _shown(self, text: str, *, early: bool) -> str:
+        """Return the part of what was held and ``text`` that can be shown now. No stop string may
+        end in an ``early`` text; one that begins there may end later."""
+        old, held = len(self._held), self._held + text
+        found = (held.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops)
+        starts = [at for at in found if at >= 0]
+        if starts and not early:
             self.stopped, self._held = True, ""
             return held[: min(starts)]
         cut = len(held) - max((_overlap(held, stop) for stop in self._stops), default=0)
@@ -318,7 +329,7 @@ class Agent:
         try:
             if started is not None:
                 started(self.stats)
-            async for chunk in self._chunks(driver, tokens, sampling.stop):
+            async for chunk in self._chunks(driver, tokens, sampling):
                 committed += chunk.tokens
                 yield chunk
         finally:
@@ -451,10 +462,10 @@ class Agent:
         return 0 if self.drafter is None else self.drafter.info.vocabulary_size
 
     async def _chunks(
-        self, driver: SessionDriver, prompt: tuple[int, ...], stops: Sequence[str]
+        self, driver: SessionDriver, prompt: tuple[int, ...], sampling: SamplingParams
     ) -> AsyncGenerator[Chunk, None]:
-        counters = driver.session.counters
-        reader = ReplyReader(self._decoder(prompt), stops, len(prompt), counters)
+        counters, least = driver.session.counters, sampling.min_tokens
+        reader = ReplyReader(self._decoder(prompt), sampling.stop, len(prompt), counters, least)
         async for outcome in driver.outcomes():
             match outcome:
                 case ev.Deliver():
@@ -488,8 +499,9 @@ def fits_on_wire(name: str) -> bool:
 
 
 def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
-    """The ids of ``prompt``; ``vocabulary_size`` 0: not known. Raises ``TypeError`` or
-    ``ValueError`` naming the first that is none."""
+    """Return the ids of ``prompt``; ``vocabulary_size`` 0: not known. A target's vocabulary may be
+    a little larger than the draft's (``largest_id``). Raises ``TypeError`` or ``ValueError`` naming
+    the first that is none."""
     if isinstance(prompt, bytes | bytearray):
         raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
     largest = largest_id(vocabulary_size) if vocabulary_size else MAX_TOKEN_ID
@@ -498,8 +510,9 @@ def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ..
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise TypeError(f"prompt[{index}] is {token!r}, but must be a token id, an integer")
         if not 0 <= (number := operator.index(token)) <= largest:
+            size = vocabulary_size or MAX_TOKEN_ID + 1
             raise ValueError(
-                f"prompt[{index}] is the token id {number}, but must be in [0, {largest}]"
+                f"prompt[{index}] is the token id {number}, but the vocabulary has {size} ids"
             )
         tokens.append(number)
     if not tokens:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -47,7 +47,7 @@ def client_of(scope: Mapping[str, Any]) -> str:
 @dataclass(slots=True, eq=False)
 class _Waiting:
     client: str
-    texts: int
+    tokens: int
     number: int
     """Counts up in the order of arrival."""
     granted: asyncio.Future[None]
@@ -59,6 +59,8 @@ class Admission:
     Args:
         capacity: Texts that run at a time.
         max_waiting: Requests that wait for a turn.
+        max_waiting_tokens: Prompt tokens of all requests that wait.
+        within_s: Seconds that a request waits for a turn.
         most_of_client: Texts of one client that run at a time; None: ``capacity``, and then one
             client may also fill the whole queue.
         unread_within_s: Seconds for which the client of a running text may read nothing while
@@ -70,6 +72,8 @@ class Admission:
         capacity: int,
         max_waiting: int,
         *,
+        max_waiting_tokens: int = 1 << 22,
+        within_s: float = 600.0,
         most_of_client: int | None = None,
         unread_within_s: float = 5.0,
     ) -> None:
@@ -79,6 +83,7 @@ class Admission:
         self._most_waiting_of_client = (
             max(1, int(_QUEUE_SHARE * max_waiting)) if is_shared else max_waiting
         )
+        self._max_waiting_tokens, self._within_s = max_waiting_tokens, within_s
         self._unread_within_s = unread_within_s
         self._running: Counter[str] = Counter()
         """Texts that have their turn, by client."""
@@ -99,50 +104,63 @@ class Admission:
         """Requests that wait for their turn."""
         return len(self._queue)
 
-    @asynccontextmanager
-    async def turn(self, texts: int) -> AsyncIterator[None]:
-        """Hold room for this many texts, at most ``capacity``, in the turn of the current client.
+    async def enter(self, tokens: int = 0, *, begun: bool = False) -> None:
+        """Wait until one more text of the current client may run; call ``leave`` when it has ended.
 
-        Raises ``ApiError``: 429 if the queue is full, and what ``close`` was given."""
-        assert 0 < texts <= self.capacity
+        ``tokens`` is the length of its prompt. A request of which another text has ``begun`` is not
+        refused for want of room in the queue. Raises ``ApiError``: 429 if the queue is full or no
+        turn comes in time, and what ``close`` was given."""
         if self._closed is not None:
             raise self._closed
         client = current_client.get()
-        if self.check(texts):
-            self._running[client] += texts
-        else:
-            await self._granted(client, texts)
+        if self._has_room(client):
+            self._running[client] += 1
+            return
+        if not begun:
+            self.check(tokens)
         try:
-            yield
-        finally:
-            self._give_back(client, texts)
+            async with asyncio.timeout(self._within_s):
+                await self._granted(client, tokens)
+        except TimeoutError:
+            why = f"no turn came within {self._within_s:g} s (endpoint.queue_within_s)"
+            raise _queue_full(f"{why}: {self._load}") from None
 
-    def check(self, texts: int = 1) -> bool:
-        """Return whether the current client gets room for this many texts at once.
+    def leave(self) -> None:
+        """A text of the current client that had entered has ended."""
+        self._give_back(current_client.get())
 
-        Raises ``ApiError`` 429 if they would have to wait and the queue is full. Ask this before
-        the work that a request is."""
+    def check(self, tokens: int = 0) -> None:
+        """Raise ``ApiError`` 429 if a request of the current client, with a prompt of this many
+        tokens, would have to wait and the queue is full. Call this before the work that a request
+        is."""
         client = current_client.get()
+        if self._has_room(client):
+            return
+        own = sum(one.client == client for one in self._queue)
+        held, most = sum(one.tokens for one in self._queue), self._max_waiting_tokens
+        if self.waiting >= self._max_waiting:
+            raise _queue_full(f"{self._load}, of at most {self.capacity} and {self._max_waiting}")
+        if own >= self._most_waiting_of_client:
+            share = f"{own} of them this client's, of at most {self._most_waiting_of_client}"
+            raise _queue_full(f"{self._load}, {share}")
+        if self.waiting and held + tokens > most:
+            why = f"prompts of {held} tokens wait, and {tokens} more are above the limit of {most}"
+            raise _queue_full(f"{why} (endpoint.max_queue_tokens)")
+
+    def _has_room(self, client: str) -> bool:
+        """Return whether a text of this client may run at once."""
         mine = (self._running[client], self._arrivals)
         others = (self._place(one) for one in self._candidates())
-        if (
-            self._is_within_share(client, texts)
-            and self.running + texts <= self.capacity
+        return (
+            self._is_within_share(client)
+            and self.running < self.capacity
             and not any(one.client == client for one in self._queue)
             and all(mine < other for other in others)
-        ):
-            return True
-        own = sum(one.client == client for one in self._queue)
-        now = f"{self.running} texts run and {self.waiting} requests wait"
-        why = None
-        if self.waiting >= self._max_waiting:
-            why = f"{now}, of at most {self.capacity} and {self._max_waiting}: try again"
-        elif own >= self._most_waiting_of_client:
-            share = self._most_waiting_of_client
-            why = f"{now}, {own} of them this client's, of at most {share}: try again"
-        if why is not None:
-            raise ApiError(429, why, code="queue_full", retry_after_s=RETRY_AFTER_S)
-        return False
+        )
+
+    @property
+    def _load(self) -> str:
+        return f"{self.running} texts run and {self.waiting} requests wait"
 
     @contextmanager
     def unread(self, limit: asyncio.Timeout) -> Iterator[None]:
@@ -162,9 +180,9 @@ class Admission:
                 one.granted.set_exception(why)
         self._queue.clear()
 
-    async def _granted(self, client: str, texts: int) -> None:
+    async def _granted(self, client: str, tokens: int) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        one = _Waiting(client, texts, self._arrivals, granted)
+        one = _Waiting(client, tokens, self._arrivals, granted)
         self._arrivals += 1
         self._queue.append(one)
         self._watch_writes()
@@ -173,13 +191,13 @@ class Admission:
         except asyncio.CancelledError:
             if one in self._queue:
                 self._queue.remove(one)
-                self._grant()  # what stood behind it may fit
+                self._grant()
             elif granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._give_back(client, texts)
+                self._give_back(client)
             raise
 
-    def _give_back(self, client: str, texts: int) -> None:
-        self._running[client] -= texts
+    def _give_back(self, client: str) -> None:
+        self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
         self._grant()
@@ -187,12 +205,10 @@ class Admission:
     def _grant(self) -> None:
         """Give turns to those that wait, as far as there is room."""
         self._queue = [one for one in self._queue if not one.granted.cancelled()]
-        while candidates := self._candidates():
+        while self.running < self.capacity and (candidates := self._candidates()):
             one = min(candidates, key=self._place)
-            if self.running + one.texts > self.capacity:
-                return  # it is not overtaken, or a large request would wait for ever
             self._queue.remove(one)
-            self._running[one.client] += one.texts
+            self._running[one.client] += 1
             one.granted.set_result(None)
 
     def _candidates(self) -> list[_Waiting]:
@@ -200,14 +216,13 @@ class Admission:
         first: dict[str, _Waiting] = {}
         for one in self._queue:
             first.setdefault(one.client, one)
-        return [one for one in first.values() if self._is_within_share(one.client, one.texts)]
+        return [one for one in first.values() if self._is_within_share(one.client)]
 
     def _place(self, one: _Waiting) -> tuple[int, int]:
         return self._running[one.client], one.number
 
-    def _is_within_share(self, client: str, texts: int) -> bool:
-        own = self._running[client]
-        return not own or own + texts <= self._most_of_client
+    def _is_within_share(self, client: str) -> bool:
+        return self._running[client] < self._most_of_client
 
     def _watch_writes(self) -> None:
         """While requests wait, expire the writes that have not moved for too long."""
@@ -226,3 +241,7 @@ class Admission:
                 del self._writes[limit]
                 limit.reschedule(now)
         self._timer = loop.call_later(next_s, self._watch_writes)
+
+
+def _queue_full(why: str) -> ApiError:
+    return ApiError(429, f"{why}: try again", code="queue_full", retry_after_s=RETRY_AFTER_S)

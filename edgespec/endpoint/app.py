@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import logging
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -25,13 +26,13 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec import __version__
 from edgespec.device.agent import Chunk
@@ -43,10 +44,15 @@ from edgespec.endpoint.bodies import Body
 from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model
 from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
 from edgespec.telemetry import agent_status
+from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.telemetry.trace import plain
 
 _GONE, _CUT, _DONE = "gone", "cut", "200"
+REQUEST_ID: Final = "X-Request-Id"
+IGNORED: Final = "X-Edgespec-Ignored"
+_REQUEST_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_PLACES: Final = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models"
 _EVENTS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -72,14 +78,23 @@ Prepare = Callable[[Mapping[str, Any]], Awaitable[service.Answer]]
 def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) -> ASGIApp:
     """All routes, guarded. With ``status`` there are the page of it and the agent's metrics."""
     places, post = _Places(endpoint, status), ["POST"]
+    api: list[tuple[str, Any, list[str] | None]] = [
+        ("/chat/completions", _Generation(endpoint, endpoint.chat), post),
+        ("/completions", _Generation(endpoint, endpoint.completion), post),
+        ("/responses", _Generation(endpoint, endpoint.response), post),
+        ("/models", places.models, None),
+        ("/models/", places.models, None),
+        ("/models/{name:path}", places.model, None),
+        ("/tokenize", places.tokenize, post),
+        ("/detokenize", places.detokenize, post),
+    ]
     routes: list[BaseRoute] = [
-        Route("/v1/chat/completions", _Generation(endpoint, endpoint.chat), methods=post),
-        Route("/v1/completions", _Generation(endpoint, endpoint.completion), methods=post),
-        Route("/v1/responses", _Generation(endpoint, endpoint.response), methods=post),
-        Route("/v1/models", places.models),
-        Route("/tokenize", places.tokenize, methods=post),
-        Route("/detokenize", places.detokenize, methods=post),
-        Route("/v1/models/{name:path}", places.model),
+        # A client whose base URL lacks the /v1 finds the same places.
+        *(
+            Route(base + path, place, methods=methods)
+            for path, place, methods in api
+            for base in ("/v1", "")
+        ),
         Route(HEALTH, places.health),
         Route("/metrics", places.metrics),
         Route("/version", places.version),
@@ -95,9 +110,30 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
             allow_origins=settings.allow_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("Retry-After",),
+            expose_headers=("Retry-After", REQUEST_ID, IGNORED),
         )
-    return app
+    return _WithRequestId(app)
+
+
+class _WithRequestId:
+    """ASGI middleware that names each request: in the header ``X-Request-Id`` of its response, and
+    in every log line that is written for it. A client's own name is kept if it is short and made of
+    harmless characters; otherwise one is drawn."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get(REQUEST_ID, "") if scope["type"] == "http" else ""
+        name = given if _REQUEST_NAME.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        request_id.set(name)
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        await self._app(scope, receive, named)
 
 
 class _Generation:
@@ -141,10 +177,12 @@ class _Generation:
                     said = self._add(answer, news) if news else KEEP_ALIVE
                     if streams:
                         await writer.write(said)
-                if streams:
-                    ending = answer.envelope.ending(answer.choices, answer.usage())
-                    await writer.write(ending, more=False)
-            if not streams:
+            # The last event is written once nothing is left to be done: as soon as a response is
+            # complete, the server reports the client as gone, and this task is cancelled.
+            if streams:
+                ending = answer.envelope.ending(answer.choices, answer.usage())
+                await writer.write(ending, more=False)
+            else:
                 whole = answer.envelope.whole(answer.choices, answer.usage())
                 await JSONResponse(whole, headers=writer.headers)(scope, receive, send)
             return _DONE
@@ -190,7 +228,7 @@ class _Writer:
         self.headers: dict[str, str] = {}
         if names := answer.request.ignored[:_MOST_NAMES]:
             safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
-            self.headers = {"X-Edgespec-Ignored": ", ".join(safe)}
+            self.headers = {IGNORED: ", ".join(safe)}
             # Their names are the client's words, which stand in no log.
             _log.info("ignored %d fields of a request", len(answer.request.ignored))
 
@@ -407,8 +445,8 @@ async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         what = f"{request.method} {request.url.path[:200]}"
         why = {
-            404: f"there is no {what} here; see /v1/models, /v1/chat/completions, /v1/completions",
-            405: f"{what} is not how this is asked",
+            404: f"there is no {what} here; there are {_PLACES}",
+            405: f"{request.url.path[:200]} does not take {request.method}; there are {_PLACES}",
         }
         found = ApiError(error.status_code, why.get(error.status_code, error.detail))
         return error_response(found, error.headers)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.device.agent import GenerationError
+from edgespec.models.folders import MAX_TOKEN_ID
 
 _TYPES: Final = {
     401: "authentication_error",
@@ -103,7 +104,6 @@ def from_generation(error: GenerationError) -> ApiError:
     return ApiError(status, str(error), param=param, code=code)
 
 
-MAX_TOKEN_ID: Final = (1 << 31) - 1
 MAX_VALUES: Final = 1 << 17
 """Lists, objects and texts, names among them, together. A chat of 4,096 messages has 20,482."""
 
@@ -170,13 +170,16 @@ _shortened.maxstring = _shortened.maxlong = 4 * _SHOWN
 @dataclass(frozen=True, slots=True)
 class Fields:
     """An object of a request. ``place`` is where it stands, such as ``messages[0].``; a field
-    that is null counts as absent."""
+    that is null counts as absent. ``spelling`` has the client's names of fields whose name here is
+    another."""
 
     data: Mapping[str, Any]
     place: str = ""
+    spelling: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, field: str) -> str:
-        return self.place + field
+        """The field's name as the client wrote it, with its place, for errors."""
+        return self.place + self.spelling.get(field, field)
 
     def raw(self, field: str) -> Any:
         return self.data.get(field)

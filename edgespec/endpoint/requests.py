@@ -18,6 +18,7 @@ from edgespec.core.association.policies import conversation_named
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 from edgespec.core.protocol.sampling import (
     MAX_BIASES,
+    MAX_STOP_CHARACTERS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
     MAX_TOKENS,
@@ -25,20 +26,23 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.core.verifier.relaxed_rules import full_name
-from edgespec.endpoint.request_json import MAX_TOKEN_ID, Fields, compact, encodable, invalid, shown
+from edgespec.endpoint.request_json import Fields, compact, encodable, invalid, shown
+from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.tokenizer import MAX_MESSAGES
 
 COMMON: Final = frozenset(
     "model stream stream_options n stop seed max_tokens temperature top_p logit_bias logprobs"
     " prompt_cache_key frequency_penalty presence_penalty response_format grammar regex"
     # Not OpenAI's: those of the servers that people have at home.
-    " top_k min_p repetition_penalty stop_token_ids ignore_eos"
+    " top_k min_p repetition_penalty stop_token_ids ignore_eos min_tokens add_special_tokens"
     # Ours alone.
     " rule".split()
 )
 CHAT: Final = COMMON | frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
-    " chat_template_kwargs reasoning_effort".split()
+    " chat_template_kwargs reasoning_effort verbosity"
+    # Not OpenAI's: to continue the last message.
+    " continue_final_message add_generation_prompt".split()
 )
 COMPLETION: Final = COMMON | {"prompt", "echo"}
 IGNORED: Final = frozenset(
@@ -47,54 +51,108 @@ IGNORED: Final = frozenset(
 )
 """They say who asks, where to file it or how to be quick; the text is the same, and nobody has to
 be told."""
-_NEUTRAL: Final[tuple[tuple[Any, str], ...]] = (
-    (None, "audio chat_template truncate_prompt_tokens web_search_options"),
-    (True, "add_generation_prompt add_special_tokens skip_special_tokens"),
-    (True, "spaces_between_special_tokens"),
-    (False, "continue_final_message include_stop_str_in_output use_beam_search"),
-    (0, "mirostat prompt_logprobs"),
-    (1, "best_of length_penalty tfs_z typical_p"),
-    ([], "documents functions"),
-    (["text"], "modalities"),
-    ("none", "function_call"),
-    ("", "suffix"),
+_NEUTRAL: Final[tuple[tuple[tuple[Any, ...], str], ...]] = (
+    ((), "audio chat_template truncate_prompt_tokens web_search_options allowed_token_ids"),
+    ((), "guided_whitespace_pattern structural_tag thinking_token_budget negative_prompt"),
+    ((True,), "skip_special_tokens spaces_between_special_tokens do_sample"),
+    ((False,), "include_stop_str_in_output use_beam_search echo ban_eos_token"),
+    ((0,), "mirostat dry_multiplier xtc_probability dynatemp_range top_a smoothing_factor"),
+    ((0,), "no_repeat_ngram_size penalty_alpha epsilon_cutoff eta_cutoff prompt_logprobs"),
+    ((0,), "n_indent"),
+    ((0, -1), "t_max_predict_ms"),
+    ((1,), "best_of length_penalty tfs_z tfs typical_p typical encoder_repetition_penalty"),
+    ((1,), "guidance_scale"),
+    (([],), "documents functions bad_words banned_tokens banned_strings logits_processors lora"),
+    (([], ""), "custom_token_bans"),
+    ((["text"],), "modalities"),
+    (("none", "auto"), "function_call"),
+    (("",), "suffix"),
 )
-NEUTRAL: Final[Mapping[str, Any]] = {
-    name: value for value, names in _NEUTRAL for name in names.split()
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    name: values for values, names in _NEUTRAL for name in names.split()
 }
-"""They ask for another text than could be given, so they are refused; with these values, and with
-null, they ask for nothing."""
+"""They ask for another text than could be given, so they are refused; with one of these values, and
+with null, they ask for nothing."""
 
 
 def understood(data: Mapping[str, Any], known: frozenset[str]) -> tuple[Fields, tuple[str, ...]]:
-    """The fields of a request that count, by OpenAI's names or ours, and the names of those that
-    were left out since nobody here knows them. Raises ``ApiError`` naming the first parameter that
-    would matter and is not supported."""
-    own, renamed, unknown = dict[str, Any](), dict[str, Any](), []
+    """Return the fields of a request that count, by OpenAI's names or ours, and the names of those
+    that were left out because nothing here reads them. Raises ``ApiError`` naming the first
+    parameter that would change the text and is not supported, and two that contradict each other.
+    """
+    given, unknown = _Spelled(), []
     for name, value in data.items():
         if value is None or name in IGNORED:
             continue
         if name in known:
-            own[name] = value
+            given.add(name, name, value)
         elif name in NEUTRAL:
-            # 1 == True in Python, but not in JSON.
-            if value != NEUTRAL[name] or type(value) not in (type(NEUTRAL[name]), float):
+            if not _is_neutral(value, NEUTRAL[name]):
                 why = f"{name} is {shown(value)}, but {name} is not supported"
                 raise invalid(name, why, "unsupported_parameter")
-        elif not _renamed(name, value, renamed):
+        elif not _renamed(name, value, given):
             unknown.append(name)
-    return Fields({**renamed, **own}), tuple(unknown)
+    fields = Fields(given.fields, spelling=given.spelling)
+    _check_penalty_window(fields, data)
+    return fields, tuple(one for one in unknown if one != _PENALTY_WINDOW)
 
 
-def _renamed(name: str, value: Any, found: dict[str, Any]) -> bool:
-    """Whether another server's parameter is one of ours by another name; then ``found`` has it.
-    Raises ``ApiError``."""
+def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
+    # 1 == True in Python, but not in JSON.
+    return any(value == one and type(value) in (type(one), float) for one in neutral)
+
+
+_PENALTY_WINDOW: Final = "repeat_last_n"
+_PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _check_penalty_window(fields: Fields, data: Mapping[str, Any]) -> None:
+    """Refuse a window of tokens that penalties look at, where there are penalties: here they look
+    at the whole text (-1). Raises ``ApiError``."""
+    window = data.get(_PENALTY_WINDOW)
+    if window in (None, -1):
+        return
+    usual = SamplingParams()
+    for name in _PENALTIES:
+        if fields.raw(name) not in (None, getattr(usual, name)):
+            why = f"{_PENALTY_WINDOW} is {shown(window)}, but {name} looks at the whole text (-1)"
+            raise invalid(_PENALTY_WINDOW, why, "unsupported_parameter")
+
+
+class _Spelled:
+    """Fields by our names, each with the name under which the client gave it."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.spelling: dict[str, str] = {}
+
+    def add(self, ours: str, spelling: str, value: Any) -> None:
+        """Raises ``ApiError`` where another spelling of the field has another value."""
+        held = self.fields.get(ours)
+        if held is None or _asks_for_nothing(ours, held) or held == value:
+            self.fields[ours], self.spelling[ours] = value, spelling
+        elif not _asks_for_nothing(ours, value):
+            first = self.spelling[ours]
+            raise invalid(spelling, f"{first} and {spelling} are both given, and contradict")
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return name == "response_format" and value == {"type": "text"}
+
+
+def _renamed(name: str, value: Any, given: _Spelled) -> bool:
+    """Return whether another server's parameter is one of ours by another name; then ``given`` has
+    it. Raises ``ApiError``."""
     if name in _OTHERS:
         ours, convert = _OTHERS[name]
-        found[ours] = value if convert is None else convert(name, value)
+        converted = value if convert is None else convert(name, value)
+        if converted is not None:
+            given.add(ours, name, converted)
     elif name == "structured_outputs":
         for inner, one in Fields({name: value}).section(name).data.items():
-            if not _renamed(f"guided_{inner}", one, found):
+            if one is None or one is False:
+                continue
+            if not _renamed(f"guided_{inner}", one, given):
                 raise invalid(name, f"{name}.{inner} is not supported", "unsupported_parameter")
     else:
         return False
@@ -110,8 +168,14 @@ def _held_to_schema(name: str, value: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": value}}
 
 
+def _any_object(name: str, value: Any) -> dict[str, Any] | None:
+    return {"type": "json_object"} if Fields({name: value}).flag(name) else None
+
+
 def _one_of(name: str, value: Any) -> str:
-    given = Fields({name: value}).texts(name, MAX_STOP_STRINGS)
+    given = Fields({name: value}).texts(name, MAX_CHOICE_TEXTS)
+    if not any(given):
+        raise invalid(name, f"{name} is {shown(value)}, but must hold a text that is not empty")
     return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$#&~-])", r"\\\1", one) for one in given)
 
 
@@ -122,12 +186,22 @@ _OTHERS: Final[Mapping[str, tuple[str, Callable[[str, Any], Any] | None]]] = {
     "guided_grammar": ("grammar", None),
     "guided_choice": ("regex", _one_of),
     "guided_json": ("response_format", _held_to_schema),
+    "guided_json_object": ("response_format", _any_object),
     "json_schema": ("response_format", _held_to_schema),
 }
 """Other servers' parameters: the name here, and what makes one of the other."""
+MAX_CHOICE_TEXTS: Final = 1024
+"""Texts of ``guided_choice``; as one regular expression they are bounded by its bytes."""
 MAX_TOOLS: Final = 128
+MAX_CHOICES: Final = 128
+"""The largest ``n``, as in OpenAI's API."""
+MAX_TEXTS: Final = 1024
+"""Texts that one request may ask for, over all of its prompts; they queue for their turns."""
 # A drawn seed survives JavaScript, whose numbers hold 53 bits.
 _SEED_BITS: Final = 48
+TEMPLATE_VARIABLES: Final = ("reasoning_effort", "verbosity")
+"""Parameters of a chat that are variables of its template."""
+_LARGEST_WHOLE: Final = (1 << 64) - 1
 _FREE_CHOICES: Final = (None, "auto", "none")
 """Of ``tool_choice``: no call has to come."""
 _ROLES: Final = {"developer": "system", "function": "tool"}
@@ -170,12 +244,17 @@ class Request:
     """The answer has to be a call of one of ``tools``."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further ones for the chat template."""
+    special: bool = True
+    """Whether a prompt gets the tokens that begin a text; a chat's template writes them itself."""
+    continues: bool = False
+    """Whether the text continues the last message."""
+    generation_prompt: bool = True
+    """Whether the prompt of a chat ends with what begins an answer."""
 
 
-def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
-    """``defaults`` hold for what is not said; ``most`` texts may be asked for. Raises
-    ``ApiError``."""
-    fields, asked = _request(data, CHAT, defaults, most)
+def chat_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
+    """Read a request for a chat; ``defaults`` hold for what it leaves open. Raises ``ApiError``."""
+    fields, asked = _request(data, CHAT, defaults)
     scored, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
     if top and not scored:
         raise fields.error("top_logprobs", f"is {top}, but logprobs is not true")
@@ -187,12 +266,14 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
         raise fields.error("messages", "must hold at least one message")
     messages = [_message(one) for one in given]
     variables = {**fields.section("chat_template_kwargs").data}
-    if (effort := fields.raw("reasoning_effort")) is not None:
-        variables.setdefault("reasoning_effort", effort)
+    for name in TEMPLATE_VARIABLES:
+        if (value := fields.raw(name)) is not None:
+            variables.setdefault(name, value)
     parallel = fields.flag("parallel_tool_calls", absent=True)
+    continues, generation_prompt = _ending(fields, messages)
     return replace(
         asked,
-        max_tokens=fields.whole("max_completion_tokens", 1, MAX_TOKENS) or asked.max_tokens,
+        max_tokens=_length(fields, "max_completion_tokens") or asked.max_tokens,
         conversation=asked.conversation or _conversation(messages),
         logprobs=top if scored else None,
         messages=messages,
@@ -200,16 +281,38 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -
         one_call=(forced and len(chosen) < len(tools)) or not parallel,
         must_call=forced,
         variables=variables,
+        special=fields.flag("add_special_tokens"),
+        continues=continues,
+        generation_prompt=generation_prompt,
     )
 
 
-def completion_request(data: Mapping[str, Any], defaults: SamplingParams, most: int) -> Request:
-    fields, asked = _request(data, COMPLETION, defaults, most)
+def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+    """Return whether the text continues the last message of a chat, and whether the prompt ends
+    with what begins an answer. Unless the request says otherwise a last message of an assistant is
+    continued, as llama.cpp's server does. Raises ``ApiError``."""
+    asked, last = fields.flag("continue_final_message"), messages[-1]
+    prompt = fields.flag("add_generation_prompt", absent=not asked)
+    if asked and prompt:
+        why = "and add_generation_prompt are both true, but a message is continued or begun"
+        raise fields.error("continue_final_message", why)
+    if asked and (last.get("tool_calls") or not last["content"]):
+        raise fields.error("continue_final_message", "is true, but the last message has no text")
+    said = fields.raw("continue_final_message"), fields.raw("add_generation_prompt")
+    is_begun = last["role"] == "assistant" and last["content"] and not last.get("tool_calls")
+    continues = asked or bool(is_begun and said == (None, None))
+    return continues, prompt and not continues
+
+
+def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
+    """Read a request for completions, as ``chat_request`` does one for a chat."""
+    fields, asked = _request(data, COMPLETION, defaults)
     logprobs, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
     if echo and logprobs is not None:
         why = "and logprobs are both given, but prompts are not scored here"
         raise fields.error("echo", why, "unsupported_parameter")
-    return replace(asked, prompts=_prompts(fields, asked.n, most), echo=echo, logprobs=logprobs)
+    prompts, special = _prompts(fields, asked.n), fields.flag("add_special_tokens", absent=True)
+    return replace(asked, prompts=prompts, echo=echo, logprobs=logprobs, special=special)
 
 
 def seed_of(seed: int, choice: int) -> int:
@@ -221,13 +324,11 @@ def seed_of(seed: int, choice: int) -> int:
 
 
 def _request(
-    data: Mapping[str, Any], known: frozenset[str], defaults: SamplingParams, most: int
+    data: Mapping[str, Any], known: frozenset[str], defaults: SamplingParams
 ) -> tuple[Fields, Request]:
     """What all kinds of requests have, and the fields to read the rest from."""
     fields, ignored = understood(data, known)
     options, stream = fields.section("stream_options"), fields.flag("stream")
-    if fields.raw("stream_options") is not None and not stream:
-        raise fields.error("stream_options", "is given, but stream is not true")
     key = fields.text("prompt_cache_key")
     try:
         rule = full_name(text) if (text := fields.text("rule")) else ""
@@ -236,8 +337,8 @@ def _request(
     return fields, Request(
         fields.text("model") or "",
         _sampling(fields, defaults),
-        fields.whole("max_tokens", 1, MAX_TOKENS),
-        fields.whole("n", 1, most) or 1,
+        _length(fields, "max_tokens"),
+        fields.whole("n", 1, MAX_CHOICES) or 1,
         stream,
         options.flag("include_usage"),
         conversation_named(json.dumps(["key", key])) if key else "",
@@ -256,13 +357,24 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     read = {name: one(fields, name) for name, one in _SAMPLED.items() if name in fields.data}
-    read = {"seed": secrets.randbits(_SEED_BITS), **read, "constraint": _constraint(fields)}
     given = {name: value for name, value in read.items() if value is not None}
+    given = {"seed": secrets.randbits(_SEED_BITS), **given}
+    if (constraint := _constraint(fields)) is not None:
+        given["constraint"] = constraint
     try:
         return replace(defaults, **given)
     except ValueError as error:  # its message begins with the name, or with "number of" one
         named = [one for one in given if one in str(error)]
         raise invalid(named[0] if named else "sampling", str(error)) from None
+
+
+def _length(fields: Fields, name: str) -> int | None:
+    """A number of tokens to generate at most; None: left open. -1 asks for as many as there is room
+    for, as in llama.cpp, and so does more than any context has."""
+    found = fields.whole(name, -1, _LARGEST_WHOLE)
+    if found == 0:
+        raise fields.error(name, "is 0, but a text has at least 1 token (-1: as many as fit)")
+    return None if found is None else MAX_TOKENS if found < 0 else min(found, MAX_TOKENS)
 
 
 def _number(fields: Fields, name: str) -> float | None:
@@ -273,8 +385,19 @@ def _top_k(fields: Fields, name: str) -> int:
     return max(0, fields.whole(name, -1, 1 << 24) or 0)  # elsewhere -1 keeps all
 
 
-def _seed(fields: Fields, name: str) -> int:
-    return (fields.whole(name, -(1 << 63), (1 << 64) - 1) or 0) % (1 << 64)
+def _seed(fields: Fields, name: str) -> int | None:
+    """None for -1, which asks for a drawn one, as in llama.cpp."""
+    found = fields.whole(name, -(1 << 63), _LARGEST_WHOLE) or 0
+    return None if found == -1 else found % (1 << 64)
+
+
+def _stops(fields: Fields, name: str) -> tuple[str, ...] | None:
+    """Stop texts; empty ones stop nothing and are left out, as llama.cpp does."""
+    found = tuple(filter(None, fields.texts(name, MAX_STOP_STRINGS)))
+    if (size := sum(map(len, found))) > MAX_STOP_CHARACTERS:
+        why = f"has {size} characters in all, but at most {MAX_STOP_CHARACTERS}"
+        raise fields.error(name, why)
+    return found or None
 
 
 def _biases(fields: Fields, name: str) -> dict[int, float]:
@@ -299,34 +422,40 @@ _SAMPLED: Final[Mapping[str, Callable[[Fields, str], Any]]] = {
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
     "top_k": _top_k,
     "seed": _seed,
-    "stop": lambda fields, name: fields.texts(name, MAX_STOP_STRINGS) or None,
+    "stop": _stops,
     "stop_token_ids": lambda fields, name: fields.token_ids(name, MAX_STOP_IDS),
     "logit_bias": _biases,
     "ignore_eos": Fields.flag,
+    "min_tokens": lambda fields, name: fields.whole(name, 0, MAX_TOKENS),
 }
 """What reads each of them, where it is there; None: it says nothing."""
 
 
 def _constraint(fields: Fields) -> Constraint | None:
-    """Raises ``ApiError``, also where a request asks for two of them."""
+    """Raises ``ApiError``, also where a request asks for two of them, or for an empty one."""
     texts_of = {
         "response_format": (ConstraintKind.JSON_SCHEMA, _schema(fields)),
         "grammar": (ConstraintKind.GRAMMAR, fields.text("grammar")),
         "regex": (ConstraintKind.REGEX, fields.text("regex")),
     }
-    given = [(name, kind, text) for name, (kind, text) in texts_of.items() if text]
+    given = [(name, kind, text) for name, (kind, text) in texts_of.items() if text is not None]
     if len(given) > 1:
-        first, second = given[0][0], given[1][0]
+        first, second = fields.name(given[0][0]), fields.name(given[1][0])
         raise invalid(second, f"{first} and {second} are both given, but a text is held to one")
     for name, kind, text in given:
+        if not text.strip():
+            raise fields.error(name, "is empty, but must say what the text is held to")
         try:
             return Constraint(kind, text)
         except ValueError as error:
-            raise invalid(name, str(error)) from None
+            raise invalid(fields.name(name), str(error)) from None
     return None
 
 
 def _schema(fields: Fields) -> str | None:
+    """The JSON schema that ``response_format`` asks for. It may stand in ``json_schema.schema``, as
+    in OpenAI's API, or in ``schema``, as in llama.cpp's server, whose ``json_object`` takes one
+    too."""
     if fields.raw("response_format") is None:
         return None
     asked = fields.section("response_format")
@@ -335,24 +464,30 @@ def _schema(fields: Fields) -> str | None:
         known = ", ".join(map(repr, _FORMATS))
         why = f"is of type {shown(kind)}, but must be of one of {known}"
         raise fields.error("response_format", why)
-    if kind != "json_schema":
+    outer, inner = asked.raw("schema"), asked.section("json_schema").raw("schema")
+    if outer is not None and inner is not None and outer != inner:
+        why = "has a schema and another json_schema.schema, but a text is held to one"
+        raise fields.error("response_format", why)
+    place, schema = ("schema", outer) if outer is not None else ("json_schema.schema", inner)
+    if kind == "text" and schema is not None:
+        raise fields.error("response_format", f"is of type 'text', but has a {place}")
+    if schema is None and kind != "json_schema":
         return None if kind == "text" else '{"type": "object"}'
-    schema = asked.section("json_schema").raw("schema")
     if not isinstance(schema, dict):
-        name = "response_format.json_schema.schema"
+        name = f"response_format.{place}"
         raise invalid("response_format", f"{name} is {shown(schema)}, but must be an object")
     return compact(schema)
 
 
-def _prompts(fields: Fields, n: int, most: int) -> tuple[Prompt, ...]:
+def _prompts(fields: Fields, n: int) -> tuple[Prompt, ...]:
     value = fields.raw("prompt")
     if value is None or value in ("", []):
         raise fields.error("prompt", "is missing or empty, but must hold at least one token")
     if not isinstance(value, list) or isinstance(value[0], int):
         return (_prompt(fields, "prompt"),)
-    if len(value) * n > most:
-        texts_asked = f"{len(value)} prompts with n {n} are {len(value) * n} texts"
-        raise invalid("prompt", f"{texts_asked}, but a request may ask for at most {most}")
+    if (texts := len(value) * n) > MAX_TEXTS:
+        asked = f"{len(value)} prompts with n {n} are {texts} texts"
+        raise invalid("prompt", f"{asked}, but a request may ask for at most {MAX_TEXTS}")
     several = Fields({f"prompt[{place}]": one for place, one in enumerate(value)})
     return tuple([_prompt(several, name) for name in several.data])
 

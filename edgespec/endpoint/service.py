@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -51,10 +52,16 @@ from edgespec.endpoint.request_json import (
     read_object,
     unavailable,
 )
-from edgespec.endpoint.requests import Request, as_chat, chat_request, completion_request, seed_of
+from edgespec.endpoint.requests import (
+    TEMPLATE_VARIABLES,
+    Request,
+    as_chat,
+    chat_request,
+    completion_request,
+    seed_of,
+)
 from edgespec.endpoint.tool_calls import MARKS, ToolReader, forced_call, tool_format
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
-from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
@@ -74,7 +81,7 @@ _WORK_WITHIN_S: Final = 30.0
 """Seconds that one piece of blocking work may take, its time in the queue included."""
 _PREPARE_WITHIN_S: Final = 60.0
 """Seconds from a request's body to its tokens and its grammar."""
-_MOST_WAITING: Final = 128
+_MOST_WAITING: Final = 512  # as many as there are connections
 _MOST_PROMPTS: Final = 16
 """Prompts as long as the context that one request may hold as token ids."""
 METRICS_PREFIX: Final = "edgespec_endpoint_"
@@ -134,8 +141,9 @@ class EndpointCounts:
 
 
 class Run:
-    """The generations of ``choices``, once it is their turn. Use as an async context manager; then
-    call ``next`` until ``over``."""
+    """The generations of ``choices``. Each begins when its own turn comes, so a request may have
+    more texts than run at a time. Use as an async context manager; then call ``next`` until
+    ``over``."""
 
     def __init__(self, agent: Agent, choices: Sequence[Choice], admission: Admission) -> None:
         self._agent, self._choices, self._admission = agent, tuple(choices), admission
@@ -146,7 +154,7 @@ class Run:
         self._running = len(self._choices)
         self._failed: ApiError | None = None
         self.begun = False
-        """It has been their turn."""
+        """Whether the turn of the first text has come."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
@@ -186,13 +194,17 @@ class Run:
             self._unread.put_nowait(error)
 
     async def _run(self) -> None:
-        try:
-            async with self._admission.turn(len(self._choices)), asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
+            for choice in self._choices:
+                try:
+                    await self._admission.enter(len(choice.prompt), begun=self.begun)
+                except ApiError as error:
+                    await self._unread.put(error)
+                    return
                 self.begun = True
-                for choice in self._choices:
-                    group.create_task(self._generate(choice))
-        except ApiError as error:
-            await self._unread.put(error)
+                # As a callback it also runs for a task that is cancelled before its first step.
+                task = group.create_task(self._generate(choice))
+                task.add_done_callback(lambda _: self._admission.leave())
 
     async def _generate(self, choice: Choice) -> None:
         begun, error = False, None
@@ -379,6 +391,8 @@ class Endpoint:
         self.admission = Admission(
             settings.max_concurrent,
             settings.max_queue,
+            max_waiting_tokens=settings.max_queue_tokens,
+            within_s=settings.queue_within_s,
             most_of_client=settings.most_of_client if is_shared else None,
             unread_within_s=settings.unread_within_s,
         )
@@ -459,9 +473,10 @@ class Endpoint:
     # --- requests, all of which may raise ``ApiError`` ----------------------------------------
 
     async def chat(self, data: Mapping[str, Any], envelope: MakeEnvelope = ChatEnvelope) -> Answer:
-        request = await self.read(chat_request, data, self.sampling, self._most_texts)
+        request = await self.read(chat_request, data, self.sampling)
         chosen = await self.choose_model(request.model)
         tokens = await self._chat_tokens(request, chosen.context_length)
+        request = await self._rendered(self._with_unread_variables, request)
         if request.must_call:
             request = await self.read(self._with_forced_call, request)
         request = await self._with_matcher(request)
@@ -474,18 +489,25 @@ class Endpoint:
         return answer
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
-        request = await self.read(completion_request, data, self.sampling, self._most_texts)
+        request = await self.read(completion_request, data, self.sampling)
         chosen = await self.choose_model(request.model)
         longest = chosen.context_length
         prompts: list[Tokens] = [
-            await self._encode(one, longest, "prompt") if isinstance(one, str) else one
+            await self._encode(one, longest, "prompt", request.special)
+            if isinstance(one, str)
+            else one
             for one in request.prompts
         ]
         request = await self._with_matcher(request)
         answer = self._answer(CompletionEnvelope, request, chosen, prompts)
         if request.echo:
+            # A text comes back as it was sent, ids as in an output: without special tokens.
+            texts = [
+                one if isinstance(one, str) else await self._tokenized(self._shown, one)
+                for one in request.prompts
+            ]
             for choice in answer.choices:
-                choice.echo = await self._tokenized(self._text_of, choice.prompt)
+                choice.echo = texts[choice.index // request.n]
         return answer
 
     async def tokenize(self, data: Mapping[str, Any]) -> tuple[Sequence[int], int | None]:
@@ -493,7 +515,7 @@ class Endpoint:
         fields = Fields(data)
         context = (await self.choose_model(fields.text("model") or "")).context_length
         if data.get("messages") is not None:
-            request = await self.read(chat_request, data, self.sampling, 1)
+            request = await self.read(chat_request, data, self.sampling)
             return await self._chat_tokens(request, context), context
         text = fields.text("prompt") or fields.text("content") or ""
         special = fields.flag("add_special_tokens", absent=True)
@@ -509,21 +531,25 @@ class Endpoint:
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[Run]:
-        """The generations of ``answer``."""
-        request_id.set(answer.envelope.id)  # whatever is logged from here on names it
-        run, came = Run(self.agent, answer.choices, self.admission), False
+        """Run the generations of ``answer`` while this is open. The verifiers are asked anew where
+        the outcome contradicts what is known of them; a client that leaves says nothing of them."""
+        run = Run(self.agent, answer.choices, self.admission)
+        came: bool | None = None
         self._runs.add(run)
         self.idle.clear()
         try:
             async with run:
                 yield run
             came = True
+        except ApiError as error:
+            came = False if error.status == 503 else None
+            raise
         finally:
             self._runs.discard(run)
             if not self._runs:
                 self.idle.set()
             if run.begun:
-                if came is not self.verifiers.ready:
+                if came not in (None, self.verifiers.ready):
                     self.verifiers.hurry()
                 self.counts.add_answer(answer.counted_as, answer.prompt_tokens, answer.choices)
                 self.counts.duration_s.add(time.monotonic() - answer.began_s)
@@ -551,10 +577,14 @@ class Endpoint:
             if request.tools and not await self._rendered(lambda: template.knows_tools):
                 raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
             render = partial(
-                template.render, tools=request.tools or None, variables=request.variables
+                template.render,
+                tools=request.tools or None,
+                add_generation_prompt=request.generation_prompt,
+                continue_final_message=request.continues,
+                variables=request.variables,
             )
             text = await self._rendered(render, request.messages)
-            return await self._encode(text, context_length, "messages", False)
+            return await self._encode(text, context_length, "messages", request.special)
         except TokenizerError as error:
             raise invalid("messages", str(error)) from None
 
@@ -584,11 +614,6 @@ class Endpoint:
             raise _refused_constraint(request, failure) from None
         return replace(request, sampling=sampling)
 
-    @property
-    def _most_texts(self) -> int:
-        """Texts that one request may ask for: those that one client may have at a time."""
-        return self.settings.most_of_client
-
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
         """Raises ``ApiError`` for a text of far more tokens than the context has. What passes is
         still to be counted. ``context_length`` None: the longest that a verifier can have."""
@@ -607,6 +632,25 @@ class Endpoint:
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
             raise invalid("tokens", f"the token ids stand for no text: {error}") from None
+
+    def _with_unread_variables(self, request: Request) -> Request:
+        """Count variables that the chat template does not read as ignored parameters."""
+        template = self.tokenizer.chat_template(tools=bool(request.tools))
+        if template is None or not request.variables:
+            return request
+        unread = [name for name in request.variables if name not in template.variables]
+        named = [
+            name if name in TEMPLATE_VARIABLES else f"chat_template_kwargs.{name}"
+            for name in unread
+        ]
+        return replace(request, ignored=(*request.ignored, *named))
+
+    def _shown(self, tokens: Sequence[int]) -> str:
+        """The text of a prompt's ids, without special tokens. Raises ``ApiError``."""
+        try:
+            return self.tokenizer.decode(tokens)
+        except (LookupError, ValueError, OverflowError, TokenizerError) as error:
+            raise invalid("prompt", f"the token ids stand for no text: {error}") from None
 
     def _with_forced_call(self, request: Request) -> Request:
         tokenizer = self.tokenizer
@@ -635,13 +679,34 @@ class Endpoint:
         param, usual = "prompt", self.settings.default_max_tokens
         if request.messages:
             param, usual = "messages", usual or context_length
-        longest = request.max_tokens or usual or self.sampling.max_tokens
+        least = request.sampling.min_tokens
+        if request.max_tokens is not None and least > request.max_tokens:
+            more = f"min_tokens is {least}, but max_tokens is {request.max_tokens}"
+            raise invalid("min_tokens", f"{more}: a text cannot be both")
+        longest = request.max_tokens or max(usual or self.sampling.max_tokens, least)
         if context_length is not None:
             room = context_length - len(tokens)
             if room < 1:
                 raise _too_long(f"the prompt has {len(tokens)} tokens", context_length, param)
             longest = min(longest, room)
-        return replace(request.sampling, max_tokens=longest)
+        return replace(request.sampling, max_tokens=longest, min_tokens=min(least, longest))
+
+    def _check_ids(self, request: Request, chosen: Chosen) -> None:
+        """Raises ``ApiError`` that names a token id of the client's which the model lacks, once it
+        is known which model that is."""
+        if chosen.served is None:
+            return
+        info = chosen.served.info
+        prompts = [one for one in request.prompts if not isinstance(one, str)]
+        for name, ids in (
+            *(("prompt", one) for one in prompts),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+            ("logit_bias", request.sampling.logit_bias),
+        ):
+            wrong = next((one for one in ids if one >= info.vocabulary_size), None)
+            if wrong is not None:
+                size = f"the vocabulary of {info.name!r} has {info.vocabulary_size} ids"
+                raise invalid(name, f"{name} holds the token id {wrong}, but {size}")
 
     def _answer(
         self, envelope: MakeEnvelope, request: Request, chosen: Chosen, prompts: Sequence[Tokens]
@@ -651,7 +716,9 @@ class Endpoint:
         # The words of a request are let go, as its body is: they are many times as large.
         wordless = replace(request, prompts=(), messages=[], tools=[], variables={})
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
-        for tokens in prompts:
+        self._check_ids(request, chosen)
+        for prompt in prompts:
+            tokens = array("I", prompt)  # 4 bytes each, while they wait for their turn
             sampling = self._sampling(request, tokens, chosen.context_length)
             for k in range(request.n):
                 own = replace(sampling, seed=seed_of(sampling.seed, k))

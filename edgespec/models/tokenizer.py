@@ -73,10 +73,13 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. ``variables`` are further ones of the template, such as
-        ``enable_thinking``. Raises ``ChatTemplateError``, also where it names one of ours."""
+        """Return the prompt text. With ``continue_final_message`` it ends with the content of the
+        last message, which is to be continued, as in transformers. ``variables`` are further ones
+        of the template, such as ``enable_thinking``. Raises ``ChatTemplateError``, also where a
+        variable has a name of ours, and where the template does not show the last message."""
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise ChatTemplateError(
                 f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
@@ -84,10 +87,14 @@ class ChatTemplate:
         for name in variables or ():
             if name in _OURS:
                 raise ChatTemplateError(f"{name!r} is no variable to be set for a chat template")
+        shown = [dict(message) for message in messages]
+        mark = _CONTINUED if continue_final_message else ""
+        if mark:
+            shown[-1]["content"] = f"{shown[-1]['content']}{mark}"
         given = {
             **self.tokens,
             **(variables or {}),
-            "messages": [dict(message) for message in messages],
+            "messages": shown,
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "add_generation_prompt": add_generation_prompt,
         }
@@ -97,6 +104,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program, and can fail like one
             raise ChatTemplateError(f"the chat template failed: {error}") from error
+        if mark:
+            text = _cut_at(text, mark)
         if len(text) > MAX_PROMPT_CHARACTERS:
             raise ChatTemplateError(
                 f"the chat template wrote {len(text)} characters, at most {MAX_PROMPT_CHARACTERS}"
@@ -149,6 +158,22 @@ def _checked(source: str) -> str:
             f"the chat template has {length} characters, but at most {_MAX_SOURCE} are taken"
         )
     return source
+
+
+# Behind the content of a message that is continued while it is rendered. The blank at its end shows
+# whether the template strips contents.
+_CONTINUED = "edgespec-continues-here "
+
+
+def _cut_at(text: str, mark: str) -> str:
+    """``text`` before ``mark``. Blanks before it go where the template strips contents. Raises
+    ``ChatTemplateError`` where the template did not write it."""
+    at = text.rfind(mark.rstrip())
+    if at < 0:
+        raise ChatTemplateError(
+            "the last message cannot be continued: the chat template does not show its content"
+        )
+    return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
 
 
 class ChatTokenizer(Protocol):

@@ -390,7 +390,7 @@ def warp_rows(logits: torch.Tensor, blocks: Sequence[SampleBlock]) -> torch.Tens
 
 def is_plain(params: SamplingParams) -> bool:
     """Whether the token is the largest logit, and nothing else is asked."""
-    return _plain(params) and params.constraint is None
+    return _plain(params) and params.constraint is None and not params.min_tokens
 
 
 def _plain(params: SamplingParams) -> bool:

@@ -34,6 +34,7 @@ from edgespec.endpoint.requests import (
     CHAT,
     COMPLETION,
     IGNORED,
+    MAX_TEXTS,
     NEUTRAL,
     chat_request,
     completion_request,
@@ -109,7 +110,7 @@ def test_any_request_is_an_answer_or_a_refusal(chat: Any, text: Any) -> None:
             assert 400 <= found.status < 500
             assert found.message
         else:
-            assert 1 <= len(found.choices) <= asked.settings.max_concurrent
+            assert 1 <= len(found.choices) <= MAX_TEXTS
             assert all(choice.prompt for choice in found.choices)
 
 
@@ -126,10 +127,10 @@ async def outcome(work: Coroutine[Any, Any, Answer]) -> Answer | ApiError:
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_what_asks_for_nothing_passes_and_what_asks_is_named(name: str) -> None:
-    for value in (None, NEUTRAL[name]):
-        chat_request({"messages": MESSAGES, name: value}, SamplingParams(), 8)
+    for value in (None, *NEUTRAL[name]):
+        chat_request({"messages": MESSAGES, name: value}, SamplingParams())
     with pytest.raises(ApiError, match="not supported") as caught:
-        completion_request({"prompt": "a", name: "something"}, SamplingParams(), 8)
+        chat_request({"messages": MESSAGES, name: "something"}, SamplingParams())
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
@@ -141,18 +142,18 @@ def test_other_servers_names_are_understood(
     if name != "repetition_penalty":
         sampling = {"constraint": Constraint(ConstraintKind(name), value)}
     for asked in (
-        chat_request({"messages": MESSAGES, **given, "seed": 0}, SamplingParams(), 8),
-        completion_request({"prompt": "a", **given, "seed": 0}, SamplingParams(), 8),
+        chat_request({"messages": MESSAGES, **given, "seed": 0}, SamplingParams()),
+        completion_request({"prompt": "a", **given, "seed": 0}, SamplingParams()),
     ):
         assert asked.sampling == SamplingParams(**sampling)
         assert asked.ignored == ()
 
 
 def test_what_nobody_knows_is_ignored_and_told() -> None:
-    habits = {"num_ctx": 4096, "keep_alive": "5m", "min_tokens": 3, "user": "x", "nothing": None}
-    asked = completion_request({"prompt": "a", **habits}, SamplingParams(), 8)
-    assert asked.ignored == ("num_ctx", "keep_alive", "min_tokens")
-    chat = chat_request({"messages": MESSAGES, "reasoning_effort": "low"}, SamplingParams(), 8)
+    habits = {"num_ctx": 4096, "keep_alive": "5m", "min_keep": 3, "user": "x", "nothing": None}
+    asked = completion_request({"prompt": "a", **habits}, SamplingParams())
+    assert asked.ignored == ("num_ctx", "keep_alive", "min_keep")
+    chat = chat_request({"messages": MESSAGES, "reasoning_effort": "low"}, SamplingParams())
     assert (chat.variables, chat.ignored) == ({"reasoning_effort": "low"}, ())
 
 
@@ -192,11 +193,11 @@ async def test_what_cannot_be_is_named(server: str) -> None:
 
 def test_defaults_are_the_devices() -> None:
     own = SamplingParams(temperature=0.7, top_p=0.9, stop=("x",), seed=3)
-    asked = completion_request({"prompt": "a", "top_p": None}, own, 8)
+    asked = completion_request({"prompt": "a", "top_p": None}, own)
     assert (asked.sampling.temperature, asked.sampling.top_p) == (0.7, 0.9)
     assert asked.sampling.stop == ("x",)
-    other = completion_request({"prompt": "a", "temperature": 0, "seed": -1}, own, 8)
-    assert (other.sampling.temperature, other.sampling.seed) == (0.0, (1 << 64) - 1)
+    other = completion_request({"prompt": "a", "temperature": 0, "seed": -2}, own)
+    assert (other.sampling.temperature, other.sampling.seed) == (0.0, (1 << 64) - 2)
     assert asked.max_tokens is None
 
 
@@ -245,8 +246,8 @@ def message(read: Callable[[], object]) -> str:
     [
         (chat_request, {"messages": [{}] * 4097}, "messages holds 4097 objects, but at most 4096"),
         (chat_request, {"messages": MESSAGES, "tools": [{}] * 129}, "tools holds 129 objects"),
-        (completion_request, {"prompt": [""] * 9}, "9 prompts with n 1 are 9 texts"),
-        (completion_request, {"prompt": "a", "stop": [1] * 17}, "stop holds 17 texts"),
+        (completion_request, {"prompt": [""] * 1025}, "1025 prompts with n 1 are 1025 texts"),
+        (completion_request, {"prompt": "a", "stop": [1] * 257}, "stop holds 257 texts"),
         (
             completion_request,
             {"prompt": "a", "logit_bias": {f"x{n}": 1 for n in range(1025)}},
@@ -258,7 +259,7 @@ def test_what_is_too_many_is_refused_before_any_of_it_is_read(
     read: Callable[..., object], given: dict[str, Any], why: str
 ) -> None:
     """None of these holds one that could be read."""
-    assert why in message(lambda: read(given, SamplingParams(), 8))
+    assert why in message(lambda: read(given, SamplingParams()))
 
 
 def test_many_small_values_are_counted_before_they_are_read() -> None:

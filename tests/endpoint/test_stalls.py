@@ -319,9 +319,12 @@ class Texts:
 
         async def hold() -> None:
             current_client.set(client)
-            async with self.admission.turn(1):
+            await self.admission.enter()
+            try:
                 self.order.append(name)
                 await self._ends[name].wait()
+            finally:
+                self.admission.leave()
 
         self._tasks[name] = asyncio.create_task(hold())
         await settle()

@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, choose
 from edgespec.core.protocol.work import ModelInfo, score_token
 from edgespec.core.toy_model import ToyModel
 from edgespec.models.toy import TOY_MODEL
@@ -113,7 +113,9 @@ class FakeVllm:
     def choose(self, text: FakeText, path: Sequence[int]) -> int:
         tokens = [*text.tokens, *path]
         prompt, output = tokens[: text.prompt_length], tokens[text.prompt_length :]
-        return choose(self.logits(text, path), text.sampling, len(tokens), prompt, output)
+        eos = () if self.model.eos_token is None else (self.model.eos_token,)
+        mask = HeldEnds(text.sampling, self.model.vocabulary_size, eos).mask(None, len(output))
+        return choose(self.logits(text, path), text.sampling, len(tokens), prompt, output, mask)
 
     def logits(self, text: FakeText, path: Sequence[int]) -> list[float]:
         model = self.adapters[text.adapter] if text.adapter else self.model

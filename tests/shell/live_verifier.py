@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import re
 import socket
@@ -56,9 +57,13 @@ def toy_text(
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
         output = tokens[len(prompt) :]
-        token = choose(model.logits(tokens), params, len(tokens), prompt, output)
+        row = model.logits(tokens)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else (model.eos_token,))}
+        if len(output) < params.min_tokens:
+            row = [-math.inf if token in ends else score for token, score in enumerate(row)]
+        token = choose(row, params, len(tokens), prompt, output)
         tokens.append(token)
-        if token in params.stop_token_ids or (token == model.eos_token and not params.ignore_eos):
+        if token in ends:
             break
     return tokens[len(prompt) :]
 

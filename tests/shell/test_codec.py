@@ -79,7 +79,8 @@ SAMPLING = st.builds(
     logit_bias=st.dictionaries(TOKEN, st.floats(-1e4, 1e4), max_size=5),
     seed=st.integers(0, 2**64 - 1),
     stop_token_ids=st.lists(TOKEN, max_size=5).map(tuple),
-    max_tokens=st.integers(1, 1 << 20),
+    max_tokens=st.integers(1 << 10, 1 << 20),
+    min_tokens=st.integers(0, 1 << 10),
     ignore_eos=st.booleans(),
 )
 
@@ -172,6 +173,7 @@ OTHER: dict[str, Any] = {
     **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5},
     **{"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "seed": 7},
     **{"stop_token_ids": (2,), "stop": ("end",), "max_tokens": 9, "ignore_eos": True},
+    "min_tokens": 5,
     "constraint": Constraint(ConstraintKind.REGEX, "a"),
 }
 

@@ -612,6 +612,7 @@ PENALISED = SamplingParams(
     presence_penalty=0.2,
     logit_bias={4: 2.0, 9: -1.0},
     seed=(1 << 64) - 1,
+    min_tokens=4,
 )
 
 

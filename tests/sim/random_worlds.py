@@ -240,6 +240,8 @@ def _sampling(dice: random.Random, vocabulary_size: int) -> SamplingParams:
         max_tokens=dice.choice((1, 2, 7, 20, 30)),
         ignore_eos=dice.random() < 0.3,
     )
+    if dice.random() < 0.2:
+        params = replace(params, min_tokens=dice.randint(1, params.max_tokens))
     if dice.random() < 0.7:
         return params
     return replace(

@@ -126,11 +126,14 @@ class LinkKeeper:
         self._move(ev.STREAMING, deadline)
 
     def opened(self, request: Open, opened: Opened, now: float) -> list[ev.DraftAction]:
-        """The verifier greets. One that does not keep the constraint which was sent, or serves
-        another model by now, would answer with another text: better none."""
+        """The verifier greets. One that does not keep a constraint or a ``min_tokens`` which was
+        sent, or serves another model by now, would answer with another text: better none."""
         if (constraint := request.sampling.constraint) is not None and not opened.constrained:
             kind = constraint.kind.value
             why = f"the verifier is too old to hold a text to a {kind}: it did not say that it does"
+            return [ev.Transmit(Cancel()), *self.end(ev.Fail(why, FaultCode.INVALID))]
+        if (least := request.sampling.min_tokens) != opened.min_tokens:
+            why = f"the verifier is too old for min_tokens {least}: it did not say that it keeps it"
             return [ev.Transmit(Cancel()), *self.end(ev.Fail(why, FaultCode.INVALID))]
         self.greeted(now)
         self._model = model = ModelIdentity.of(opened)

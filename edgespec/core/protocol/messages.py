@@ -149,6 +149,9 @@ class Opened:
     """As ``ModelInfo.fingerprint``."""
     constrained: bool = False
     """The verifier keeps ``SamplingParams.constraint``; one that does not know it never says so."""
+    min_tokens: int = 0
+    """The ``SamplingParams.min_tokens`` that the verifier keeps; 0 from one that does not know
+    it."""
 
 
 @statically_frozen

@@ -3,8 +3,8 @@
 Theory of operation. The token at ``position`` is a pure function of the target's logits, the
 tokens before it, the parameters and the seed:
 
-    mask of the constraint -> bias -> repetition -> presence/frequency -> temperature -> top-k
-    -> top-p -> min-p -> argmax of (logits + Gumbel noise)
+    mask of constraint and min_tokens -> bias -> repetition -> presence/frequency -> temperature
+    -> top-k -> top-p -> min-p -> argmax of (logits + Gumbel noise)
 
 A temperature below ``LEAST_TEMPERATURE`` is the greedy case: no truncation, no noise, ties to the
 lowest id. ``choose`` is the scalar specification, against which the numpy and torch versions are
@@ -91,7 +91,8 @@ def gumbel(bits: int) -> float:
 
 
 MAX_STOP_IDS = 64
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARACTERS = 1 << 16
 MAX_BIASES = 1024
 MAX_TOKENS = 1 << 20
 # Divided by less than this, any two float32 logits that differ are further apart than the noise can
@@ -132,6 +133,9 @@ class SamplingParams:
     """End before this text. The device looks for it; it is never sent and never shown."""
     max_tokens: int = limited(256, 1, MAX_TOKENS)
     """Write this many tokens at most."""
+    min_tokens: int = limited(0, 0, MAX_TOKENS)
+    """Write this many tokens at least: before them no end token, no stop token and no stop text
+    ends the text. It still ends where its constraint allows nothing else."""
     ignore_eos: bool = False
     """Go on past the model's own end token, for measurements."""
     constraint: Constraint | None = None
@@ -148,10 +152,17 @@ class SamplingParams:
             raise ValueError(f"stop is {given!r}, but must be a tuple of texts")
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
+        if self.min_tokens > self.max_tokens:
+            more = f"min_tokens is {self.min_tokens}, but max_tokens is {self.max_tokens}"
+            raise ValueError(f"{more}: a text cannot be both")
         for token, bias in self.logit_bias.items():
             bounded(f"logit_bias[{token}]", bias, -1e4, 1e4)
         if self.constraint is not None and self.ignore_eos:
             raise ValueError("ignore_eos is true, but must be false where a grammar ends a text")
+
+    def end_tokens(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end the text with a model that has these end tokens."""
+        return frozenset((*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)))
 
     @property
     def greedy(self) -> bool:
@@ -167,6 +178,38 @@ class SamplingParams:
         )
 
 
+class HeldEnds:
+    """Holds off the tokens that end a text until ``min_tokens`` of it were generated.
+
+    It is a mask like that of a constraint (``core/protocol/constraint.py``), so it is a part of the
+    law: both ends apply it before everything else. Where nothing but an end may come, as behind the
+    last brace of a JSON schema, the end comes."""
+
+    def __init__(
+        self, params: SamplingParams, vocabulary_size: int, eos_token_ids: Iterable[int]
+    ) -> None:
+        self._min_tokens = params.min_tokens
+        everything = (1 << vocabulary_size) - 1
+        ends = params.end_tokens(eos_token_ids)
+        held = sum(1 << token for token in ends if 0 <= token < vocabulary_size)
+        self._others = everything & ~held
+        self._others_mask = _as_mask(self._others)
+
+    def mask(self, mask: bytes | None, generated: int) -> bytes | None:
+        """Return ``mask`` without the ends, at a place behind ``generated`` tokens. None stands for
+        a mask that allows everything."""
+        if generated >= self._min_tokens or not self._others:
+            return mask
+        if mask is None:
+            return self._others_mask
+        left = int.from_bytes(mask, "little") & self._others
+        return _as_mask(left) if left else mask
+
+
+def _as_mask(bits: int) -> bytes:
+    return bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
 def choose(
     logits: Sequence[float],
     params: SamplingParams,
@@ -175,7 +218,8 @@ def choose(
     output: Sequence[int] = (),
     mask: bytes | None = None,
 ) -> int:
-    """The token at ``position`` by its logits, the tokens before it and the constraint's mask."""
+    """The token at ``position`` by its logits, the tokens before it and the mask of constraint and
+    ``HeldEnds``."""
     scores = warp(masked(logits, mask), params, prompt, output)
     if not params.greedy:
         scores = [

@@ -244,9 +244,8 @@ class Ending:
         context_length: int,
         eos_token_ids: Sequence[int],
     ) -> Ending:
-        eos = () if sampling.ignore_eos else eos_token_ids
         end = min(prompt_length + sampling.max_tokens, context_length)
-        return cls(frozenset((*sampling.stop_token_ids, *eos)), end)
+        return cls(sampling.end_tokens(eos_token_ids), end)
 
     def reached(self, prefix: CommittedPrefix) -> FinishReason | None:
         """How a generation that holds these tokens has ended already, if it has."""

@@ -272,7 +272,8 @@ class VerifySession:
         self._note_unread(now)
         name, fingerprint = self._model.name, self._model.fingerprint
         constrained = request.sampling.constraint is not None
-        opened = Opened(self._limits, name, held, fingerprint, constrained)
+        least = request.sampling.min_tokens
+        opened = Opened(self._limits, name, held, fingerprint, constrained, least)
         greeting = self._say(opened, now)
         missed = missed_commits(self.prefix, held, self.finish, self._scores, self._replaced)
         return greeting, *(self._say(commit, now) for commit in missed)

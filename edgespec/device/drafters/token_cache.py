@@ -15,7 +15,7 @@ from edgespec.core.device.memory import MemoryGuard
 from edgespec.core.ports import Cancelled, Candidate, Drafter, ModelInfo, Twinned, never_cancelled
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.constraint import ConstrainedText
-from edgespec.core.protocol.sampling import SamplingParams, TokenCounts
+from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, TokenCounts
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class TokenCache:
         self.sampling = SamplingParams()
         self.counts: TokenCounts | None = None
         self.constrained: ConstrainedText | None = None
+        self._held: HeldEnds | None = None
         self._info = info
         self.tokens: list[int] = []
         self._prompt_length = 0
@@ -44,6 +45,8 @@ class TokenCache:
         constraint, ends = sampling.constraint, self._info.eos_token_ids
         known = constraint is not None and constraint.matcher is not None and ends
         self.constrained = ConstrainedText(constraint, ends) if constraint and known else None
+        size, least = self._info.vocabulary_size, sampling.min_tokens
+        self._held = HeldEnds(sampling, size, ends) if least else None
 
     def advance(self, keep_length: int, feed: Sequence[int]) -> int:
         """Truncate to ``keep_length``, append ``feed``, return the new length.
@@ -75,11 +78,14 @@ class TokenCache:
         del self.tokens[length:]
 
     def mask(self) -> bytes | None:
-        """What the constraint allows behind the tokens; None: it says nothing here."""
-        if self.constrained is None:
-            return None
-        self.constrained.follow(self.output)
-        return self.constrained.mask()
+        """Return what constraint and ``min_tokens`` allow behind the tokens; None: everything."""
+        mask = None
+        if self.constrained is not None:
+            self.constrained.follow(self.output)
+            mask = self.constrained.mask()
+        if self._held is None:
+            return mask
+        return self._held.mask(mask, len(self.tokens) - self._prompt_length)
 
     def _parts(self, start: int) -> tuple[tuple[Sequence[int], bool], tuple[Sequence[int], bool]]:
         """What lies behind ``start``: that of the prompt and that of the output."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from edgespec.core.ports import CapacityError, ModelInfo, ModelOutputError, PassRequest
 from edgespec.core.protocol.constraint import ConstrainedText, ConstraintError
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import HeldEnds, SamplingParams
 
 
 @dataclass(slots=True)
@@ -120,25 +120,42 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 class ConstrainedRows:
-    """What each constrained session of a target may say at each row of a pass. The state of a text
-    is kept from pass to pass, so a pass pays for the tokens that are new and for a mask a row."""
+    """The masks of each session at each row of a pass, where it has a constraint or a
+    ``min_tokens``. The state of a text is kept from pass to pass, so a pass pays for the tokens
+    that are new and for a mask a row."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
         self._texts: dict[str, ConstrainedText] = {}
+        self._held: dict[str, HeldEnds] = {}
 
     def open(self, key: str, sampling: SamplingParams) -> None:
         """Begin a session. Raises ``ConstraintError`` for a constraint that cannot be kept here."""
-        self._texts.pop(key, None)
+        self.close(key)
+        if sampling.min_tokens:
+            self._held[key] = HeldEnds(
+                sampling, self._info.vocabulary_size, self._info.eos_token_ids
+            )
         if sampling.constraint is not None:
             self._texts[key] = ConstrainedText(sampling.constraint, self._info.eos_token_ids)
 
     def masks(
         self, key: str, sequence: SequenceText, nodes: Sequence[int], parents: Sequence[int]
     ) -> list[bytes | None]:
-        """The mask behind the text of ``sequence``, and behind each node of the tree on it; None
-        where no text gets, and where nothing is constrained. Raises ``ModelOutputError`` where the
-        grammar is lost."""
+        """Return the mask behind the text of ``sequence``, and behind each node of the tree on it;
+        None where no text gets, and where nothing is constrained. Raises ``ModelOutputError`` where
+        the grammar is lost."""
+        found = self._constraint_masks(key, sequence, nodes, parents)
+        generated, held = len(sequence.tokens) - sequence.prompt_length, self._held.get(key)
+        if held is None or generated >= sequence.sampling.min_tokens:
+            return found
+        depths = (0, *node_depths(parents))
+        pairs = zip(found, depths, strict=True)
+        return [held.mask(mask, generated + depth) for mask, depth in pairs]
+
+    def _constraint_masks(
+        self, key: str, sequence: SequenceText, nodes: Sequence[int], parents: Sequence[int]
+    ) -> list[bytes | None]:
         if sequence.sampling.constraint is None:
             return [None] * (1 + len(nodes))
         text, output = self._texts[key], sequence.tokens[sequence.prompt_length :]
@@ -152,3 +169,4 @@ class ConstrainedRows:
 
     def close(self, key: str) -> None:
         self._texts.pop(key, None)
+        self._held.pop(key, None)

@@ -35,7 +35,9 @@ class VllmCore:
         settings: VerifierConfig,
         flags: Sequence[str] = (),
         adapters: Sequence[Adapter] = (),
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
+        self._eos_token_ids = tuple(eos_token_ids)
         self._ids: dict[str, str] = {}
         self._count = 0
         max_drafts = min(MAX_DRAFTS, settings.limits.max_nodes_per_pass)
@@ -90,7 +92,7 @@ class VllmCore:
             max_tokens=self.context_length,
             ignore_eos=True,
             detokenize=False,
-            extra_args={EXTRA: arguments_of(prompt_length, sampling)},
+            extra_args={EXTRA: arguments_of(prompt_length, sampling, self._eos_token_ids)},
         )
         lora, now = self._adapters[adapter], time.time()
         request = EngineCoreRequest(name, list(text), None, params, None, now, lora, None, None)

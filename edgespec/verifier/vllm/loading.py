@@ -229,7 +229,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     _quiet(config.log_level)
     from edgespec.verifier.vllm.core import VllmCore
 
-    core = VllmCore(str(folder), config, flags, adapters)
+    core = VllmCore(str(folder), config, flags, adapters, info.eos_token_ids)
     served = ModelInfo(
         name,
         info.vocabulary,

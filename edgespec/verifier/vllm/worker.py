@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from edgespec.core.ports import ModelOutputError
-from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.sampling import HeldEnds, SamplingParams
 from edgespec.core.protocol.work import PassRequest, TokenScore
 from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, is_plain, score_passes
 from edgespec.verifier.vllm.target import accepted_tokens
@@ -79,30 +79,46 @@ def leaving_reason(path: Path, start: Callable[..., None]) -> Callable[..., None
 class _Text:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.params = sampling_of(arguments)
+        self._eos_token_ids = tuple(arguments["eos_token_ids"])
+        self._held: HeldEnds | None = None
         self._prompt_length = int(arguments["prompt_length"])
         self._tokens: list[int] = []
         self._counts: TextCounts | None = None
 
-    def block(self, name: str, tokens: Any, end: int, drafts: tuple[int, ...]) -> SampleBlock:
-        """Rows at position ``end`` and behind each draft; ``tokens`` is the runner's row."""
+    def block(
+        self, name: str, tokens: Any, end: int, drafts: tuple[int, ...], vocabulary_size: int
+    ) -> SampleBlock:
+        """Rows at position ``end`` and behind each draft; ``tokens`` is the runner's row, and
+        ``vocabulary_size`` that of the logits."""
         positions = range(end, end + 1 + len(drafts))
+        masks = self._masks(positions, vocabulary_size)
         if not self.params.penalised:
-            return SampleBlock(name, self.params, positions)
+            return SampleBlock(name, self.params, positions, masks=masks)
         known = len(self._tokens)
         self._tokens += tokens[known:end].tolist()
         counts = self._counts = self._counts or TextCounts(self._prompt_length)
         counts.follow(self._tokens, known)
         parents = range(-1, len(drafts) - 1)
-        return SampleBlock(name, self.params, positions, counts.before(drafts, parents))
+        before = counts.before(drafts, parents)
+        return SampleBlock(name, self.params, positions, before, masks)
 
-    def guess(self, name: str, end: int, chain: Sequence[int]) -> SampleBlock:
+    def guess(self, name: str, end: int, chain: Sequence[int], vocabulary_size: int) -> SampleBlock:
         """The row behind ``chain``, which stands behind the tokens of the last ``block``."""
         positions = (end + len(chain),)
+        masks = self._masks(positions, vocabulary_size)
         if self._counts is None:
-            return SampleBlock(name, self.params, positions)
+            return SampleBlock(name, self.params, positions, masks=masks)
         found = self._counts.before(chain, range(-1, len(chain) - 1))
         last = replace(found, output_counts=found.output_counts[-1:])
-        return SampleBlock(name, self.params, positions, last)
+        return SampleBlock(name, self.params, positions, last, masks)
+
+    def _masks(self, positions: Sequence[int], vocabulary_size: int) -> Sequence[bytes | None]:
+        """The masks by which ``min_tokens`` holds off the ends at these positions."""
+        if positions[0] - self._prompt_length >= self.params.min_tokens:
+            return ()
+        if self._held is None:
+            self._held = HeldEnds(self.params, vocabulary_size, self._eos_token_ids)
+        return [self._held.mask(None, at - self._prompt_length) for at in positions]
 
 
 @dataclass(slots=True)
@@ -171,7 +187,7 @@ class RunnerSampling:
         blocks = [
             SampleBlock(name, SamplingParams(), (0,))
             if chain is None
-            else chain.text.guess(name, chain.end, chain.tokens)
+            else chain.text.guess(name, chain.end, chain.tokens, logits.shape[-1])
             for name, chain in zip(names, chains, strict=True)
         ]
         try:
@@ -205,7 +221,7 @@ class RunnerSampling:
                 tokens, end = batch.token_ids_cpu[index], int(batch.num_tokens_no_spec[index])
                 text = self._text(name)
                 self._chains[name] = _Chain(text, end, [])
-                blocks.append(text.block(name, tokens, end, drafts[name]))
+                blocks.append(text.block(name, tokens, end, drafts[name], logits.shape[-1]))
                 rows += range(row, row + 1 + count)
             row, guess = row + 1 + count, guess + count
         if len(rows) < row:
@@ -258,17 +274,24 @@ class RunnerSampling:
 _CHOOSING = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    # Which tokens end a text is a part of the law while min_tokens holds them off.
+    *("min_tokens", "max_tokens", "ignore_eos"),
 )
 
 
-def arguments_of(prompt_length: int, sampling: SamplingParams) -> dict[str, Any]:
-    """What a request's ``extra_args`` hold: plain data, for it may go to another process."""
+def arguments_of(
+    prompt_length: int, sampling: SamplingParams, eos_token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return what a request's ``extra_args`` hold: plain data, for it may go to another process."""
     found = {name: getattr(sampling, name) for name in _CHOOSING}
     bias = [list(one) for one in sampling.logit_bias.items()]
-    return {**found, "prompt_length": prompt_length, "logit_bias": bias}
+    ends = {"eos_token_ids": list(eos_token_ids), "stop_token_ids": list(sampling.stop_token_ids)}
+    return {**found, **ends, "prompt_length": prompt_length, "logit_bias": bias}
 
 
 def sampling_of(arguments: dict[str, Any]) -> SamplingParams:
-    """The part of the parameters that chooses tokens; how a text ends is the session's business."""
+    """Return the part of the parameters that chooses tokens. The session ends the text; which
+    tokens end it counts here only while ``min_tokens`` holds them off."""
     found = {name: arguments[name] for name in _CHOOSING}
-    return SamplingParams(**found, logit_bias=dict(arguments["logit_bias"]))
+    stops = tuple(arguments["stop_token_ids"])
+    return SamplingParams(**found, stop_token_ids=stops, logit_bias=dict(arguments["logit_bias"]))

@@ -104,7 +104,7 @@ class Open(_message.Message):
     def __init__(self, version: _Optional[int] = ..., session_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., run_ahead: _Optional[_Union[RunAhead, str]] = ..., rule: _Optional[str] = ..., drafting: bool = ..., session_secret: _Optional[bytes] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "max_tokens", "ignore_eos", "constraint")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop_token_ids", "max_tokens", "ignore_eos", "constraint", "min_tokens")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Sampling(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -138,7 +139,8 @@ class Sampling(_message.Message):
     max_tokens: int
     ignore_eos: bool
     constraint: Constraint
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: bool = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ...) -> None: ...
+    min_tokens: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., ignore_eos: bool = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("kind", "text")
@@ -185,18 +187,20 @@ class VerifierMessage(_message.Message):
     def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("limits", "model", "position", "fingerprint", "constrained")
+    __slots__ = ("limits", "model", "position", "fingerprint", "constrained", "min_tokens")
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINED_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     limits: Limits
     model: str
     position: int
     fingerprint: str
     constrained: bool
-    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., fingerprint: _Optional[str] = ..., constrained: bool = ...) -> None: ...
+    min_tokens: int
+    def __init__(self, limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[str] = ..., position: _Optional[int] = ..., fingerprint: _Optional[str] = ..., constrained: bool = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("context_length", "max_nodes_outstanding", "max_nodes_per_pass", "max_unreceived", "lease_s")

@@ -35,7 +35,7 @@ from edgespec.core.ports import (
     never_cancelled,
 )
 from edgespec.core.protocol.messages import EXACT_RULE, FinishReason
-from edgespec.core.protocol.sampling import SamplingParams, choose
+from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, choose
 from edgespec.core.protocol.tree import Ending
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import DEFAULT_CONTEXT_LENGTH, ToyDrafter, toy_info
@@ -528,7 +528,9 @@ class ToySource:
         return Request(prompt, replace(self._sampling, seed=seed + number, max_tokens=max_tokens))
 
     def expected(self, request: Request, count: int) -> Sequence[int]:
-        mine = replace(request.sampling, max_tokens=min(count, request.sampling.max_tokens))
+        most = min(count, request.sampling.max_tokens)
+        least = min(most, request.sampling.min_tokens)
+        mine = replace(request.sampling, max_tokens=most, min_tokens=least)
         return target_tokens(self._model, request.prompt, mine, DEFAULT_CONTEXT_LENGTH)[0]
 
 
@@ -538,10 +540,11 @@ def target_tokens(
     """The target's own output, token by token from the law itself, and why it ends."""
     eos = () if model.eos_token is None else (model.eos_token,)
     ending = Ending.of(sampling, len(prompt), context_length, eos)
+    held = HeldEnds(sampling, model.vocabulary_size, eos)
     tokens: list[int] = []
     while True:
-        text = (*prompt, *tokens)
-        token = choose(model.logits(text), sampling, len(text), prompt, tokens)
+        text, mask = (*prompt, *tokens), held.mask(None, len(tokens))
+        token = choose(model.logits(text), sampling, len(text), prompt, tokens, mask)
         tokens.append(token)
         if token in ending.stops:
             return tuple(tokens), FinishReason.STOP
