@@ -271,7 +271,7 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
             variables.setdefault(name, value)
     parallel = fields.flag("parallel_tool_calls", absent=True)
     continues, generation_prompt = _ending(fields, messages)
-    return replace(
+    asked = replace(
         asked,
         max_tokens=_length(fields, "max_completion_tokens") or asked.max_tokens,
         conversation=asked.conversation or _conversation(messages),
@@ -285,6 +285,7 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
         continues=continues,
         generation_prompt=generation_prompt,
     )
+    return _checked_length(fields, asked)
 
 
 def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
@@ -312,7 +313,8 @@ def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Req
         why = "and logprobs are both given, but prompts are not scored here"
         raise fields.error("echo", why, "unsupported_parameter")
     prompts, special = _prompts(fields, asked.n), fields.flag("add_special_tokens", absent=True)
-    return replace(asked, prompts=prompts, echo=echo, logprobs=logprobs, special=special)
+    asked = replace(asked, prompts=prompts, echo=echo, logprobs=logprobs, special=special)
+    return _checked_length(fields, asked)
 
 
 def seed_of(seed: int, choice: int) -> int:
@@ -359,6 +361,8 @@ def _sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     read = {name: one(fields, name) for name, one in _SAMPLED.items() if name in fields.data}
     given = {name: value for name, value in read.items() if value is not None}
     given = {"seed": secrets.randbits(_SEED_BITS), **given}
+    if (least := given.get("min_tokens", 0)) > defaults.max_tokens:
+        given["max_tokens"] = least  # until it is known how long the text may be
     if (constraint := _constraint(fields)) is not None:
         given["constraint"] = constraint
     try:
@@ -375,6 +379,20 @@ def _length(fields: Fields, name: str) -> int | None:
     if found == 0:
         raise fields.error(name, "is 0, but a text has at least 1 token (-1: as many as fit)")
     return None if found is None else MAX_TOKENS if found < 0 else min(found, MAX_TOKENS)
+
+
+_LENGTHS: Final = ("max_completion_tokens", "max_tokens")
+
+
+def _checked_length(fields: Fields, request: Request) -> Request:
+    """Return ``request``. Raises ``ApiError`` where the client asks for more tokens at least than
+    at most."""
+    least, most = fields.whole("min_tokens", 0, MAX_TOKENS), request.max_tokens
+    if least is not None and most is not None and least > most:
+        name = next(one for one in _LENGTHS if fields.raw(one) is not None)
+        more = f"is {least}, but {fields.name(name)} is {most}: a text cannot be both"
+        raise fields.error("min_tokens", more)
+    return request
 
 
 def _number(fields: Fields, name: str) -> float | None:

@@ -680,9 +680,6 @@ class Endpoint:
         if request.messages:
             param, usual = "messages", usual or context_length
         least = request.sampling.min_tokens
-        if request.max_tokens is not None and least > request.max_tokens:
-            more = f"min_tokens is {least}, but max_tokens is {request.max_tokens}"
-            raise invalid("min_tokens", f"{more}: a text cannot be both")
         longest = request.max_tokens or max(usual or self.sampling.max_tokens, least)
         if context_length is not None:
             room = context_length - len(tokens)

@@ -5,7 +5,7 @@ gives by itself."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -99,9 +99,10 @@ def drafted_text(
     seed: int,
     *,
     held: Sequence[int] = (),
+    ends: Collection[int] = (EOS,),
 ) -> list[int]:
     """What a target commits with a random tree of ``guess``-ed nodes in each pass, from ``held``
-    on; now and then its cache is taken away."""
+    on, up to a token of ``ends``; now and then its cache is taken away."""
     dice = random.Random(seed)
     tokens, cached = [*prompt, *held], 0
     target.open("drafted", len(prompt), params, tuple(tokens))
@@ -124,7 +125,7 @@ def drafted_text(
         cached = len(tokens) + len(walk.nodes)
         for token in walk.tokens:
             tokens.append(token)
-            if token == EOS or len(tokens) - len(prompt) >= params.max_tokens:
+            if token in ends or len(tokens) - len(prompt) >= params.max_tokens:
                 target.close("drafted")
                 return tokens[len(prompt) :]
         cached = dice.choice((0, cached, cached, cached))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from edgespec.core.device import events as ev
 from edgespec.core.protocol.messages import Cancel, FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import HeldEnds, SamplingParams, choose
-from edgespec.core.protocol.tree import Ending
 from edgespec.core.toy_model import ToyModel
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.verifier.targets.toy import ToyServerDrafter, ToyTarget
@@ -48,10 +47,6 @@ def held_text(params: SamplingParams, allowed: Allowed = everything) -> list[int
     return output
 
 
-def until_its_end(params: SamplingParams, text: Sequence[int]) -> list[int]:
-    return list(Ending.of(params, len(PROMPT), 64, (EOS,)).cut(len(PROMPT), tuple(text))[0])
-
-
 @settings(max_examples=150)
 @given(
     law=st.sampled_from(LAWS),
@@ -80,7 +75,8 @@ def test_drafts_change_nothing_and_no_end_comes_before_its_time(
         return dice.choice((right, right, dice.randrange(8)))
 
     target = ToyTarget(MODEL)
-    assert until_its_end(params, drafted_text(target, PROMPT, params, guess, seed)) == expected
+    ends = params.end_tokens((EOS,))
+    assert drafted_text(target, PROMPT, params, guess, seed, ends=ends) == expected
 
 
 @given(automata(), st.sampled_from(LAWS), st.integers(1, 20), st.integers(0, 1 << 16))
