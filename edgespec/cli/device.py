@@ -17,7 +17,8 @@ from rich.text import Text
 
 from edgespec.cli.running import say, stoppable
 from edgespec.config import DEFAULT_PORT, AgentConfig
-from edgespec.config.common import SetupError
+from edgespec.config.common import SetupError, host_of
+from edgespec.config.proxies import proxy_of_address
 from edgespec.core.association.candidates import views_of
 from edgespec.core.association.policies import Association, ranked
 from edgespec.core.device.events import TokenKind
@@ -338,6 +339,8 @@ def no_verifier(address: str, error: LinkError) -> str:
     host, _, port = build.with_port(address).rpartition(":")
     option = "" if port == str(DEFAULT_PORT) else f" --port {port}"
     what = f"no verifier answers at {build.with_port(address)}"
+    if (proxy := proxy_of_address(build.with_port(address))) is not None:
+        return f"{what} {proxy.explain(host_of(build.with_port(address)))}\n  ({error})"
     what += f"\n  start one:   edgespec verifier{option}"
     if _UNRESOLVED.search(str(error)):
         what = f"no machine is known by the name {host!r}"

@@ -120,14 +120,16 @@ def _prompt(prompt: str | None) -> str:
 
 
 def _stdin() -> str:
-    """Raises ``ConfigError`` for more than is read: half a prompt is another prompt."""
-    try:
-        text = sys.stdin.read(MAX_PROMPT_BYTES + 1)
-        size = len(text.encode())
-    except UnicodeError as error:
-        raise ConfigError(f"stdin: is not UTF-8: {error}") from None
-    if size > MAX_PROMPT_BYTES:
+    """Return the text on stdin, whatever encoding the locale has. Raises ``ConfigError`` for one
+    that is not UTF-8, and for more than is read: half a prompt is another prompt."""
+    raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(raw) > MAX_PROMPT_BYTES:
         raise ConfigError(
             f"stdin: more than {MAX_PROMPT_BYTES} bytes, but so many are read at most"
         )
-    return text
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = f"0x{raw[error.start]:02x}"
+        raise ConfigError(f"stdin: is not UTF-8: byte {byte} at position {error.start}") from None
+    return text.replace("\r\n", "\n")

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ import typer
 
 from edgespec.cli.main import FAILED, USAGE
 from edgespec.config import ConfigError
-from edgespec.config.common import HASHED, PLAIN, SetupError, joined
+from edgespec.config.common import HASHED, PLAIN, SetupError, host_names, joined
 from edgespec.config.files import remove_temporary_folders
 from edgespec.device.agent import GenerationError
 from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter
@@ -69,8 +69,25 @@ def reported() -> Iterator[None]:
         fail(error)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is a free one. Raises ``SetupError``."""
+@contextmanager
+def listen(host: str, port: int) -> Iterator[tuple[socket.socket, ...]]:
+    """Yield sockets that listen there; port 0 is a free one. What listens at 127.0.0.1, or at
+    localhost, also listens at ::1 where there is IPv6, since ``localhost`` may mean either. Raises
+    ``SetupError``."""
+    with ExitStack() as opened:
+        own = host_names(host)
+        first = opened.enter_context(_listening(own[0], port))
+        found = [first]
+        for other in own[1:]:
+            try:
+                found.append(opened.enter_context(_listening(other, first.getsockname()[1])))
+            except SetupError:
+                if port:
+                    raise
+        yield tuple(found)
+
+
+def _listening(host: str, port: int) -> socket.socket:
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -47,16 +48,17 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
             f"endpoint.host is {host!r}, where others can ask: set a key (EDGESPEC_ENDPOINT_KEY or"
             " --key-file), or --set endpoint.insecure=true if all of them may"
         )
-    with running.listen(host, config.endpoint.port) as listener:
+    with running.listen(host, config.endpoint.port) as listeners:
         if borrows_tokenizer(config):
-            config = await _with_lent_tokenizer(config)
+            async with _waiting(config, key, listeners):
+                config = await _with_lent_tokenizer(config)
         with running.stoppable():  # one on the Hub is fetched
             text = build.load_tokenizer(build.tokenizer_reference(config))
         async with _watching(config) as watch:
             with running.stoppable():
                 agent = build.build_agent(config, tracer=tracer, say=running.say)
             async with agent:
-                await _serve(config, key, agent, text, watch, listener)
+                await _serve(config, key, agent, text, watch, listeners)
 
 
 async def _serve(
@@ -65,7 +67,7 @@ async def _serve(
     agent: Agent,
     text: build.PromptTokenizer,
     watch: VerifierWatch,
-    listener: Any,
+    listeners: Sequence[socket.socket],
 ) -> None:
     from edgespec.endpoint.app import build_app
     from edgespec.endpoint.server import EndpointServer
@@ -79,7 +81,7 @@ async def _serve(
         agent, text, watch, config.endpoint, sampling, key=key, has_budget=has_budget
     )
     status = StatusSource(agent, tuple(map(build.with_port, config.verifiers)), __version__, watch)
-    server = EndpointServer(endpoint, build_app(endpoint, status), listener)
+    server = EndpointServer(endpoint, build_app(endpoint, status), listeners, config.endpoint)
     stop = running.Stopping()
     numbers = running.on_stopping_signals(stop.ask)
     try:
@@ -102,6 +104,24 @@ async def _serve(
         finally:
             for number in numbers:
                 asyncio.get_running_loop().remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def _waiting(
+    config: AgentConfig, key: str, listeners: Sequence[socket.socket]
+) -> AsyncIterator[None]:
+    """Answer ``/health`` with ``waiting`` and everything else with 503, until the block ends. The
+    sockets go on listening."""
+    from edgespec.endpoint.app import waiting_app
+    from edgespec.endpoint.server import EndpointServer
+
+    own = [one.dup() for one in listeners]  # the server closes what it is given
+    server = EndpointServer(None, waiting_app(key, config.endpoint), own, config.endpoint)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0.0)
 
 
 @asynccontextmanager

@@ -122,7 +122,8 @@ async def serve(config: VerifierConfig, tracer: Tracer, with_parent: bool) -> st
     access = ServerAccess(config)
     for warning in access.warnings:
         _LOG.warning("%s", warning)
-    running.listen(config.host, config.port).close()  # said before a model is loaded
+    with running.listen(config.host, config.port):
+        pass  # a port that cannot be had is reported before a model is loaded
     with contextlib.closing(Watching(config)) as watching:
         running.say(f"loading {config.model} ...")
         target = await asyncio.to_thread(load_target, config)

@@ -5,6 +5,7 @@ Every section checks itself: ``ValueError`` names the field, the value and the r
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,19 @@ def host_of(address: str) -> str:
 def joined(host: str, port: int) -> str:
     """``host_of`` the other way round."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_names(host: str) -> tuple[str, ...]:
+    """Return the addresses at which a server for ``host`` listens: of 127.0.0.1 and localhost both
+    loopback addresses, where there is IPv6, for clients take ``localhost`` for either."""
+    if host.lower() not in (DEFAULT_HOST, "localhost"):
+        return (host,)
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return (DEFAULT_HOST,)
+    return (DEFAULT_HOST, "::1")
 
 
 def own_name(host: str) -> str:

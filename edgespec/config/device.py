@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from edgespec.config import common
@@ -18,6 +19,9 @@ from edgespec.core.protocol.sampling import MAX_TOKENS, SamplingParams
 from edgespec.core.verifier.relaxed_rules import parse_rule
 
 ANY_ORIGIN = "*"
+_ORIGIN = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:]+\]|[^\s/:@\[\]?#]+)(:([0-9]+|\*))?"
+)
 _BODIES, _BODIES_IN_BUDGET = 16, 4
 """Bodies of the longest length for which there is room at a time."""
 
@@ -36,7 +40,10 @@ class EndpointSection:
     insecure: bool = False
     """Listen beyond this machine without a key."""
     allow_origins: tuple[str, ...] = ()
-    """Let web pages of this origin ask, such as https://chat.example. ``*`` lets in all."""
+    """Let web pages of this origin ask, such as https://chat.example. ``*`` stands for any part of
+    a host or for any port (https://*.example, chrome-extension://*), alone for all. Pages of this
+    machine (http://localhost:3000) and installed applications may ask anyway if the endpoint
+    listens on this machine only."""
     allow_hosts: tuple[str, ...] = ()
     """Names that a ``Host`` header may have besides ``localhost``, such as a proxy's."""
     max_concurrent: int = limited(8, 1, 1024)
@@ -92,9 +99,11 @@ class EndpointSection:
         check_limits(self)
         common.not_empty("host", self.host)
         for origin in self.allow_origins:
-            if origin != ANY_ORIGIN and ("://" not in origin or origin.endswith("/")):
+            if origin != ANY_ORIGIN and not _ORIGIN.fullmatch(origin):
+                null = ": null is any sandboxed page, which only * lets in, with all others"
                 raise ValueError(
-                    f"allow_origins holds {origin!r}, but must be like https://chat.example or *"
+                    f"allow_origins holds {origin!r}, but must be like https://chat.example,"
+                    f" http://localhost:*, or *{null if origin == 'null' else ''}"
                 )
 
 

@@ -35,14 +35,28 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgespec import __version__
+from edgespec.config.device import EndpointSection
 from edgespec.device.agent import Chunk
 from edgespec.device.status import StatusSource
 from edgespec.endpoint import service
 from edgespec.endpoint.admission import client_of, current_client
 from edgespec.endpoint.answer import KEEP_ALIVE
 from edgespec.endpoint.bodies import Body
-from edgespec.endpoint.request_json import ApiError, nested_too_deep, no_such_model
-from edgespec.endpoint.server import HEALTH, Guard, error_response, shows_key, too_large
+from edgespec.endpoint.request_json import (
+    ApiError,
+    nested_too_deep,
+    no_such_model,
+    unavailable,
+)
+from edgespec.endpoint.server import (
+    HEALTH,
+    Guard,
+    error_response,
+    foreign_origin,
+    origin_pattern,
+    shows_key,
+    too_large,
+)
 from edgespec.telemetry import agent_status
 from edgespec.telemetry.logs import request_id
 from edgespec.telemetry.metric_table import Table, registry_of
@@ -104,15 +118,48 @@ def build_app(endpoint: service.Endpoint, status: StatusSource | None = None) ->
     app: ASGIApp = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _told))
     settings = endpoint.settings
     app = Guard(app, endpoint.key, settings)
-    if settings.allow_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.allow_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("Retry-After", REQUEST_ID, IGNORED),
-        )
-    return _WithRequestId(app)
+    return _WithRequestId(_with_cors(app, settings))
+
+
+def waiting_app(key: str, settings: EndpointSection) -> ASGIApp:
+    """Return the app of an endpoint that has no tokenizer yet: ``/health`` says ``waiting``, and
+    everything else is answered with 503."""
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "waiting"})
+
+    async def wait(request: Request, error: Exception) -> Response:
+        why = "no verifier answers yet, and one has to lend its tokenizer first"
+        return error_response(unavailable(why))
+
+    app: ASGIApp = Starlette(
+        routes=[Route(HEALTH, health)], exception_handlers={HTTPException: wait}
+    )
+    return _WithRequestId(_with_cors(Guard(app, key, settings), settings))
+
+
+def _with_cors(app: ASGIApp, settings: EndpointSection) -> ASGIApp:
+    return _Cors(
+        app,
+        allow_origin_regex=origin_pattern(settings),
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=("Retry-After", REQUEST_ID, IGNORED),
+    )
+
+
+class _Cors(CORSMiddleware):
+    """Answers preflights, also those of pages that reach into a private network (Chrome), and adds
+    CORS headers to every response that the page's origin may read. A foreign origin is refused with
+    an error that names the switch."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the answer to a preflight."""
+        origin = request_headers["origin"]
+        if not self.is_allowed_origin(origin):
+            return error_response(foreign_origin(origin))
+        return super().preflight_response(request_headers)
 
 
 class _WithRequestId:

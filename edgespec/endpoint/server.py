@@ -7,8 +7,9 @@ dropped for a while, since closing a connection with unread bytes resets it.
 
 Before anything of a request is read but its head, three things are checked. On loopback ``Host``
 must name this machine: a web page whose own name stands for 127.0.0.1 (DNS rebinding) has another.
-An ``Origin`` must be this endpoint's or one that was let in. A key, where there is one, must be
-shown for everything but ``/health`` and the page; the time of comparing it tells nothing.
+An ``Origin`` must be this endpoint's, this machine's or one that was let in. A key, where there is
+one, must be shown for everything but ``/health`` and the page; the time of comparing it tells
+nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import re
 import resource
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import h11
@@ -37,6 +39,15 @@ from edgespec.endpoint.service import Endpoint
 HEALTH: Final = "/health"
 _OPEN: Final = (HEALTH, "/")
 """What is shown without the key: the page at ``/`` holds no number, and asks for the key itself."""
+OWN_ORIGINS: Final = (
+    *("http://localhost:*", "https://localhost:*", "http://127.0.0.1:*", "https://127.0.0.1:*"),
+    *("http://[::1]:*", "https://[::1]:*", "app://*", "file://*", "tauri://*"),
+    *("capacitor://localhost", "ionic://localhost", "vscode-webview://*", "vscode-file://*"),
+)
+"""Origins of pages that this machine serves, and of applications that are installed on it. No page
+of the web can have one of them: a browser names a page's own scheme and host. So they are let in as
+other programs of this machine are; ``null`` is not, which any page can be."""
+_NOTHING: Final = "(?!)"
 _LOOKS: Final = 4
 _LONGEST_LOOK_S: Final = 5.0
 MOST_CONNECTIONS: Final = 512
@@ -70,6 +81,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, key: str, settings: EndpointSection) -> None:
         self._app, self._key, self._settings = app, key, settings
+        self._origins = re.compile(origin_pattern(settings))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,9 +104,8 @@ class Guard:
             raise ApiError(403, f"{why}; see endpoint.allow_hosts", code="foreign_host")
         origin = headers.get("origin")
         ours = origin is not None and bool(host) and origin.partition("://")[2] == host
-        if origin is not None and not (ours or {origin, ANY_ORIGIN} & set(settings.allow_origins)):
-            why = f"web pages of {origin[:200]!r} may not ask here; see --allow-origin"
-            raise ApiError(403, why, code="foreign_origin")
+        if origin is not None and not (ours or self._origins.fullmatch(origin)):
+            raise foreign_origin(origin)
         public = scope["path"] in _OPEN or scope["method"] == "OPTIONS"
         if self._key and not public and not shows_key(headers, self._key):
             why = "no key was shown: send it as 'Authorization: Bearer KEY'"
@@ -112,6 +123,34 @@ class Guard:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > settings.max_body_bytes:
             raise too_large(settings.max_body_bytes, length)
+
+
+def origin_pattern(settings: EndpointSection) -> str:
+    """Return the regular expression of the origins that may ask: those that were named and, where
+    only this machine can ask, its own pages and applications."""
+    own = OWN_ORIGINS if is_loopback(settings.host) else ()
+    return "|".join(map(_one_origin, (*own, *settings.allow_origins))) or _NOTHING
+
+
+def _one_origin(pattern: str) -> str:
+    """Return the regular expression of a pattern like ``https://*.chat.example`` or
+    ``http://localhost:*``, whose port may also be left out."""
+    if pattern == ANY_ORIGIN:
+        return ".*"
+    scheme, _, rest = pattern.lower().partition("://")
+    rest = rest.removesuffix({"http": ":80", "https": ":443"}.get(scheme, ":"))
+    host, any_port = rest.removesuffix(":*"), rest.endswith(":*")
+    written = "[^/:@]*".join(map(re.escape, host.split("*")))
+    return f"{re.escape(scheme)}://{written}" + ("(:[0-9]+)?" if any_port else "")
+
+
+def foreign_origin(origin: str) -> ApiError:
+    """Return the refusal of a web page that was not let in."""
+    why = f"pages of {origin[:200]!r} may not ask here"
+    switch = "it is let in by --allow-origin ORIGIN (endpoint.allow_origins)"
+    if origin == "null":
+        switch = "a page without an origin is let in only by --allow-origin '*', with all others"
+    return ApiError(403, f"{why}; {switch}", code="foreign_origin")
 
 
 def too_large(limit: int, size: object) -> ApiError:
@@ -261,15 +300,23 @@ class _Server(uvicorn.Server):
 
 
 class EndpointServer:
-    """``app`` on ``listener``; ``start``, then ``stop``. ``died`` is set if it ends by itself.
+    """``app`` on ``listeners``, all of one port; ``start``, then ``stop``. ``died`` is set if it
+    ends by itself. ``endpoint`` None: none stands behind the app, so nothing has to be drained.
     ``most`` connections; None: ``most_connections()``."""
 
     def __init__(
-        self, endpoint: Endpoint, app: ASGIApp, listener: socket.socket, *, most: int | None = None
+        self,
+        endpoint: Endpoint | None,
+        app: ASGIApp,
+        listeners: Sequence[socket.socket],
+        settings: EndpointSection,
+        *,
+        most: int | None = None,
     ) -> None:
-        self._endpoint, self._listener = endpoint, listener
-        self.port = int(listener.getsockname()[1])
-        bounds = {"most": most or most_connections(), "settings": endpoint.settings}
+        self._endpoint, self._listeners = endpoint, tuple(listeners)
+        self.port = int(listeners[0].getsockname()[1])
+        self._drain_s = settings.drain_s
+        bounds = {"most": most or most_connections(), "settings": settings}
         config = uvicorn.Config(
             app,
             http=type("Connection", (WatchedConnection,), bounds),
@@ -294,14 +341,15 @@ class EndpointServer:
 
     async def start(self) -> None:
         """Returns once requests are answered. Raises what keeps the server from it."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        self._task = asyncio.create_task(self._server.serve(sockets=list(self._listeners)))
         self._task.add_done_callback(lambda task: self.died.set())
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise RuntimeError("the HTTP server ended before it began")
             await asyncio.sleep(_STARTED_EVERY_S)
-        self._listener.listen(_BACKLOG)  # asyncio has set what is accepted at once, which is fewer
+        for one in self._listeners:
+            one.listen(_BACKLOG)  # asyncio has set what is accepted at once, which is fewer
 
     async def stop(self, drain_s: float | None = None) -> None:
         """Take nothing new, let running requests go on for ``drain_s`` (None: as configured), tell
@@ -309,16 +357,20 @@ class EndpointServer:
         if self._task is None:
             return
         task, self._task = self._task, None
-        self._endpoint.begin_stop()
-        await self._until_idle(self._endpoint.settings.drain_s if drain_s is None else drain_s)
-        if self._endpoint.active:
-            self._endpoint.cut()
-            await self._until_idle(_LAST_WORDS_S)
+        endpoint = self._endpoint
+        if endpoint is not None:
+            endpoint.begin_stop()
+            await _until_idle(endpoint, self._drain_s if drain_s is None else drain_s)
+            if endpoint.active:
+                endpoint.cut()
+                await _until_idle(endpoint, _LAST_WORDS_S)
         self._server.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
-        self._endpoint.close()
+        if endpoint is not None:
+            endpoint.close()
 
-    async def _until_idle(self, limit_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._endpoint.idle.wait()
+
+async def _until_idle(endpoint: Endpoint, limit_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await endpoint.idle.wait()

@@ -19,8 +19,10 @@ from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from edgespec.config.files import user_folder
+from edgespec.config.proxies import proxy_of_url, spare_if_near
 from edgespec.core.ports import ModelInfo
 from edgespec.models import added_tokens
 
@@ -253,15 +255,19 @@ def fetch(reference: str, patterns: Sequence[str]) -> Path:
 
 
 def _from_hub(reference: str, ask: Callable[..., Any]) -> Any:
-    """What ``ask`` finds for a repository and its revision. Raises ``ModelFolderError`` naming the
-    reference and what the Hub's library says, whose messages go over several lines."""
+    """Return what ``ask`` finds for a repository and its revision. Raises ``ModelFolderError``
+    naming the reference, what the Hub's library says, whose messages go over several lines, and the
+    proxy on the way."""
+    from huggingface_hub.constants import ENDPOINT
+
     name, _, revision = reference.partition("@")
+    spare_if_near(ENDPOINT)
     try:
         return ask(name, revision=revision or None)
     except Exception as error:  # the library's, its HTTP client's and the system's share no base
-        from huggingface_hub.constants import ENDPOINT
-
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if (proxy := proxy_of_url(ENDPOINT)) is not None:
+            why += f", {proxy.explain(urlsplit(ENDPOINT).hostname or '')}"
         raise ModelFolderError(
             f"model {reference!r} is no local folder, and {ENDPOINT} has it not ({why})"
             "; or download it elsewhere and give its folder"

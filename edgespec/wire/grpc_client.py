@@ -16,6 +16,8 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
+from edgespec.config.common import host_of
+from edgespec.config.proxies import proxy_of_address
 from edgespec.core.ports import DeviceStream, LinkError, UntrustedPeerError
 from edgespec.core.protocol.messages import Downlink, Fault, Uplink, VerifierInfo
 from edgespec.wire import codec, grpc_calls
@@ -135,10 +137,14 @@ class GrpcTransport:
         """Why there is no call; gRPC's own words for a failed handshake hide the reason."""
         if isinstance(error, TimeoutError) or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             late = f"no answer to {what} within {ANSWER_WITHIN_S} s"
-            return LinkError(f"verifier at {self.address}: {late}")
+            proxy = _proxy_in_words(self.address, self._access)
+            return LinkError(f"verifier at {self.address}: {late}{proxy}")
         if (why := self._access.handshake_failure(error.details() or "")) is not None:
             return UntrustedPeerError(f"verifier at {self.address}: {why}")
-        return _link_error(self.address, error.code(), error.details())
+        details = error.details() or ""
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            details += _proxy_in_words(self.address, self._access)
+        return _link_error(self.address, error.code(), details)
 
 
 class GrpcDeviceStream:
@@ -246,23 +252,29 @@ SERVING = "SERVING"
 
 
 async def ask_health(address: str, access: DeviceAccess, timeout_s: float) -> str:
-    """``SERVING``, or what else gRPC's standard health service says of the daemon, for probes that
-    are processes of their own. A proxy of the environment is left aside: gRPC would send even a
-    question to this machine through it. Raises ``LinkError``."""
+    """Return ``SERVING``, or what else gRPC's standard health service says of the daemon, for
+    probes that are processes of their own. Raises ``LinkError``."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    options: grpc_calls.Options = [("grpc.enable_http_proxy", 0)]
-    async with _channel(address, access, options) as channel:
+    async with _channel(address, access, []) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}"
+            why = f"{error.code().name}: {error.details()}{_proxy_in_words(address, access)}"
             raise LinkError(f"no health from {address}: {why}") from None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
+def _proxy_in_words(address: str, access: DeviceAccess) -> str:
+    """Return the proxy on the way to ``address``, in words behind an error; empty: none."""
+    proxy = proxy_of_address(address, access.server_name)
+    return "" if proxy is None else f" ({proxy.explain(access.server_name or host_of(address))})"
+
+
 def _channel(address: str, access: DeviceAccess, options: grpc_calls.Options) -> grpc.aio.Channel:
+    if proxy_of_address(address, access.server_name) is None:
+        options = [*options, ("grpc.enable_http_proxy", 0)]
     if access.server_name:
         options = [*options, ("grpc.ssl_target_name_override", access.server_name)]
     if access.credentials is None:

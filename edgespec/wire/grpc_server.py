@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 from grpc.aio import EOF
 
+from edgespec.config.common import host_names, host_of, joined
 from edgespec.core.ports import Authenticate, LinkError, ServeStream
 from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import traffic_budget as budgets
@@ -375,14 +376,26 @@ class GrpcServer:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def _bind(self, server: grpc.aio.Server) -> int:
+        if self._address.startswith("unix:"):
+            self._bind_one(server, self._address)
+            return 0
+        asked, port = int(self._address.rpartition(":")[2]), 0
+        for host in host_names(host_of(self._address)):
+            try:
+                port = self._bind_one(server, joined(host, port or asked))
+            except OSError:
+                if asked or not port:
+                    raise
+        return port
+
+    def _bind_one(self, server: grpc.aio.Server, address: str) -> int:
+        """Raises ``OSError``."""
         try:
             if self._credentials is None:
-                port = server.add_insecure_port(self._address)
-            else:
-                port = server.add_secure_port(self._address, self._credentials)
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
-            raise OSError(f"cannot listen on {self._address} (is it in use?): {error}") from None
-        return 0 if self._address.startswith("unix:") else port
+            raise OSError(f"cannot listen on {address} (is it in use?): {error}") from None
 
     async def _answer_info(self, _request: bytes, context: Any) -> bytes:
         """The reply to one call of ``Info``, which is encoded again only when it would differ."""

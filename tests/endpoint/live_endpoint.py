@@ -77,9 +77,9 @@ async def live(
     """An endpoint in front of these."""
     settings = settings or EndpointSection()
     endpoint = Endpoint(agent, tokenizer, watch, settings, sampling, key=key)
-    with listen("127.0.0.1", 0) as listener:
+    with listen("127.0.0.1", 0) as listeners:
         app = build_app(endpoint, status)
-        server = EndpointServer(endpoint, app, listener, most=most)
+        server = EndpointServer(endpoint, app, listeners, settings, most=most)
         await server.start()
         try:
             yield Live(endpoint, server, watch)

@@ -424,7 +424,7 @@ async def test_web_pages_ask_only_where_they_were_let_in(agent: ScriptedAgent) -
     async with over_script(agent) as live:
         own = {"Host": f"127.0.0.1:{live.port}", "Origin": f"http://127.0.0.1:{live.port}"}
         assert await asked_by(live, **own) == 200
-        for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        for origin in ("http://evil.example", "null", "http://127.0.0.1.evil.example"):
             assert await asked_by(live, Origin=origin) == 403, origin
     page = "https://chat.example"
     async with over_script(agent, settings=EndpointSection(allow_origins=(page,))) as live:

@@ -273,7 +273,11 @@ async def test_a_least_length_beyond_the_usual_one_is_kept() -> None:
 
 
 async def test_a_schema_beside_json_object_is_kept() -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": [7]}},
+        "required": ["a"],
+    }
     schema["additionalProperties"] = False
     async with over_letters() as live:
         form = {"type": "json_object", "schema": schema}

@@ -221,13 +221,16 @@ function trouble(text, state = "no answer from the agent") {
   }
 }
 
+let refused = false;
+
 async function poll() {
   const key = sessionStorage.getItem(KEY);
   const answer = await fetch("status.json?after=" + last, {
     cache: "no-store", signal: AbortSignal.timeout(5000),
     headers: key ? { Authorization: "Bearer " + key } : {} });
   place("ask").hidden = answer.status !== 401;
-  if (answer.status === 401) {
+  refused = answer.status === 401;
+  if (refused) {
     trouble(key ? "That is not its key." : "", "the key is needed");
     say("state", "the key is needed");
     return;
@@ -241,7 +244,8 @@ async function poll() {
 
 async function pollForEver() {
   try {
-    if (!document.hidden) await poll();
+    // A browser writes every 401 to its console, so nothing is asked again without another key.
+    if (!document.hidden && !refused) await poll();
   } catch (error) {
     const since = heard === null ? "" : ` for ${duration((performance.now() - heard) / 1e3)}`;
     trouble(`The agent has not answered${since}; what stands below is what it said last.`);
@@ -253,6 +257,7 @@ place("ask").addEventListener("submit", event => {
   event.preventDefault();
   sessionStorage.setItem(KEY, place("key").value);
   place("key").value = "";
+  refused = false;
 });
 addEventListener("resize", drawTimeline);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawTimeline);
