@@ -174,6 +174,8 @@ def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[st
     beside = ", and guesses from the text" if draft.from_text else ""
     beside += f" and {', '.join(draft.corpus)}" if draft.corpus else ""
     ahead = "" if policy.run_ahead is RunAhead.NEVER else ", the verifier runs ahead"
+    own = ("this machine and its applications",) if is_loopback(endpoint.host) else ()
+    pages = ", ".join((*own, *endpoint.allow_origins[:_MOST_NAMED])) or "none"
     who = "this machine" if is_loopback(endpoint.host) else f"all that reach {endpoint.host}"
     return [
         f"  draft     {draft.model}{beside}; policy {policy.name.value}{ahead}",
@@ -181,6 +183,7 @@ def _chosen(config: AgentConfig, watch: VerifierWatch, has_key: bool) -> list[st
         f"  memory    {budget}; {memory.resident // MIB} MiB held, {memory.available // MIB} free",
         f"  clients   {who}, {'with the key' if has_key else 'no key'};"
         f" {endpoint.max_concurrent} texts at a time, {endpoint.max_queue} requests may wait",
+        f"  pages     of {pages} may ask; --allow-origin lets others in",
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from edgespec.cli import running
 from edgespec.cli.serve import _waiting
 from edgespec.config import AgentConfig, EndpointSection
-from edgespec.config.common import host_names
+from edgespec.config.common import SetupError, host_names
 from edgespec.core.ports import LinkError
 from edgespec.device.build import connect
 from edgespec.endpoint.app import waiting_app
@@ -151,7 +151,7 @@ def test_a_port_that_another_program_has_at_either_address_is_refused() -> None:
         taken.bind(("::1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(running.SetupError, match=rf"cannot listen on \[::1\]:{port}"):
+        with pytest.raises(SetupError, match=rf"cannot listen on \[::1\]:{port}"):
             with running.listen("127.0.0.1", port):
                 pass
     with running.listen("localhost", port) as found:

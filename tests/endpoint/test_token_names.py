@@ -58,7 +58,7 @@ def test_completions_name_each_token_once_and_place_it_in_the_text(
     tokenizer: TextTokenizer, echo: str, stop: list[str]
 ) -> None:
     asked = {"prompt": "a", "logprobs": 20, "stop": stop}
-    request = completion_request(asked, USUAL, 1)
+    request = completion_request(asked, USUAL)
     tokens = tokenizer.encode(TEXT)
     assert len(tokens) > len(TEXT)
     choice, deltas = answered(tokenizer, request, tokens, scored(tokens, 20), echo)
@@ -87,7 +87,7 @@ def test_completions_name_each_token_once_and_place_it_in_the_text(
 
 
 def test_a_taken_token_is_not_listed_twice(tokenizer: TextTokenizer) -> None:
-    request = completion_request({"prompt": "a", "logprobs": 2}, USUAL, 1)
+    request = completion_request({"prompt": "a", "logprobs": 2}, USUAL)
     tokens = tokenizer.encode("th")[:1]
     score = TokenScore(-0.5, 1.0, ((tokens[0], -0.5), (201, -1.5)))
     choice, _ = answered(tokenizer, request, tokens, [score], "")
@@ -99,7 +99,7 @@ def test_a_taken_token_is_not_listed_twice(tokenizer: TextTokenizer) -> None:
 def test_chats_give_the_bytes_of_a_part_and_the_text_of_the_rest(tokenizer: TextTokenizer) -> None:
     asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     tokens = tokenizer.encode(TEXT)
-    request = chat_request(asked, USUAL, 1)
+    request = chat_request(asked, USUAL)
     choice, _ = answered(tokenizer, request, tokens, scored(tokens, 20), "")
     (whole,) = ChatEnvelope("m").whole([choice], {})["choices"]
     content = whole["logprobs"]["content"]

@@ -579,3 +579,26 @@ def test_providers_are_refused_by_the_configuration() -> None:
     with pytest.raises(SetupError, match=r"draft\.provider is cuda, but a memory budget"):
         load_drafter(AgentConfig(draft=draft))
     assert sorted(EXECUTION) == sorted(PROVIDERS)
+
+
+def test_a_draft_holds_ends_off_as_long_as_its_target_does(own_folder: Path) -> None:
+    prompt, text = [5, 6, 7], [9, 11]
+    drafter = OnnxDrafter(own_folder)
+
+    def guesses(params: SamplingParams) -> list[list[int]]:
+        """Behind the prompt, and behind each token of the text."""
+        drafter.begin(len(prompt), params)
+        feeds = [prompt, *([one] for one in text)]
+        lengths = (0, len(prompt), len(prompt) + 1)
+        steps = [drafter.step(*given, 8) for given in zip(lengths, feeds, strict=True)]
+        return [[one.token for one in step] for step in steps]
+
+    free = guesses(SamplingParams())
+    ends = tuple(dict.fromkeys(one for step in free for one in step[:3]))
+    held = guesses(SamplingParams(min_tokens=2, stop_token_ids=ends))
+    for place in range(2):
+        assert not set(ends).intersection(held[place])
+        others = [one for one in free[place] if one not in ends]
+        assert held[place][: len(others)] == others
+    assert held[2] == free[2]
+    drafter.close()

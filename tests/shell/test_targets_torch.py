@@ -72,6 +72,30 @@ def test_greedy_texts_are_those_of_generate(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("canonical", [True, False])
+def test_a_least_length_is_that_of_generate(folder: Path, canonical: bool) -> None:
+    """Ends are the likeliest tokens of the free text, so that each of them would come early."""
+    model = family_model("qwen3")
+    free = schedules.generated(model, PROMPTS[1], 30)
+    ends = list(dict.fromkeys(free[:12]))
+    ids = torch.tensor([PROMPTS[1]])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=60,
+        min_new_tokens=25,
+        do_sample=False,
+        eos_token_id=ends,
+    )
+    wanted = out[0, len(PROMPTS[1]) :].tolist()
+    assert len(wanted) > 25
+    assert not set(ends).intersection(wanted[:25])
+    params = SamplingParams(min_tokens=25, max_tokens=60, stop_token_ids=tuple(ends))
+    target = schedules.torch_target(folder, canonical=canonical)
+    assert schedules.decode_alone(target, PROMPTS[1], len(wanted), params) == wanted
+    assert schedules.decode_beside(target, [PROMPTS[1]], [wanted], [params]) == [wanted]
+
+
+@pytest.mark.parametrize("canonical", [True, False])
 def test_texts_are_those_of_one_token_a_pass_however_drafted_beside_whomever(
     folder: Path, canonical: bool
 ) -> None:

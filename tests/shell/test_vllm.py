@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import importlib
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +78,12 @@ SAMPLED = SamplingParams(
     seed=11,
     ignore_eos=True,
 )
-PARAMS = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+LEAST = SamplingParams(
+    max_tokens=LENGTH, min_tokens=LENGTH, temperature=0.9, seed=5, stop_token_ids=(3, 5, 9)
+)
+PARAMS = pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, LEAST], ids=["greedy", "sampled", "least length"]
+)
 Guess = Callable[[list[int], int], Sequence[int]]
 """Drafts behind so many tokens of the answer, which is given."""
 
@@ -742,6 +748,28 @@ def test_tokens_follow_our_law_with_and_without_drafts_and_requests_fail_alone()
     assert output.edgespec_rows["e"][0] == (), "its token is one that nobody sees"
     assert "must be finite" in output.edgespec_rows["e"][2]
     assert set(output.edgespec_rows) == {"a", "b", "c", "e"}
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("law", [SamplingParams(), PENALISED], ids=["greedy", "sampled"])
+def test_no_end_comes_before_the_least_length(law: SamplingParams) -> None:
+    """Oracle: the scalar law of logits without the ends. Three tokens of the text are there, so of
+    the rows behind two drafts the last one is free again."""
+    best = [int(row.argmax()) for row in _logits(3)]
+    eos, stop = best[0], best[1]
+    law = replace(law, min_tokens=5, stop_token_ids=(stop,), logit_bias={eos: 9.0, stop: 8.0})
+    arguments: Any = (2, law, (eos,))
+    runner = _Runner({"a": [1, 2, 3, 4, 5]}, {"a": arguments}, _logits(3), [[]])
+    expected: list[int] = []
+    for row in range(3):
+        tokens, logits = [1, 2, 3, 4, 5, *expected], runner.logits[row].tolist()
+        if 3 + row < 5:
+            logits[eos] = logits[stop] = -math.inf
+        expected.append(choose(logits, law, len(tokens), tokens[:2], tokens[2:]))
+    assert not {eos, stop}.intersection(expected[:2])
+    assert expected[2] in (eos, stop)
+    runner.drafts = [expected[:2]]
+    assert _installed(runner).sampled_token_ids == [expected]
 
 
 @pytest.mark.usefixtures("stand_ins")
