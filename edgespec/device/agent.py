@@ -510,10 +510,10 @@ def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ..
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise TypeError(f"prompt[{index}] is {token!r}, but must be a token id, an integer")
         if not 0 <= (number := operator.index(token)) <= largest:
-            size = vocabulary_size or MAX_TOKEN_ID + 1
-            raise ValueError(
-                f"prompt[{index}] is the token id {number}, but the vocabulary has {size} ids"
-            )
+            wanted = f"must be in [0, {largest}]"
+            if vocabulary_size:
+                wanted = f"the vocabulary has {vocabulary_size} ids"
+            raise ValueError(f"prompt[{index}] is the token id {number}, but {wanted}")
         tokens.append(number)
     if not tokens:
         raise ValueError("the prompt is empty, but must hold at least one token")
