@@ -357,12 +357,12 @@ def curl(*arguments: str) -> Any:
 @needs_curl
 def test_the_first_run_tells_what_it_chose_and_its_curl_line_works() -> None:
     with daemon() as (address, _), endpoint("--verifier", address) as (url, process):
-        lines = [present(process.stderr).readline() for _ in range(6)]
+        lines = [present(process.stderr).readline() for _ in range(7)]
         words = [line.split()[0] for line in lines]
-        assert words == ["draft", "verifier", "memory", "clients", "see:", "try:"]
+        assert words == ["draft", "verifier", "memory", "clients", "pages", "see:", "try:"]
         assert f"{address}: serves toy, context 4096" in lines[1]
         done = subprocess.run(
-            ["bash", "-c", lines[5].partition("try: ")[2].replace("curl ", "curl -s ")],
+            ["bash", "-c", lines[6].partition("try: ")[2].replace("curl ", "curl -s ")],
             capture_output=True,
             text=True,
             check=True,
