@@ -22,8 +22,9 @@ ANY_ORIGIN = "*"
 _ORIGIN = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]*://(\[[0-9A-Fa-f:]+\]|[^\s/:@\[\]?#]+)(:([0-9]+|\*))?"
 )
-_BODIES, _BODIES_IN_BUDGET = 16, 4
-"""Bodies of the longest length for which there is room at a time."""
+_BODIES = 16
+"""Bodies of the longest length for which there is room at a time, within the sums below."""
+_BODIES_BYTES, _BODIES_BYTES_IN_BUDGET = 64 << 20, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class EndpointSection:
     """Bytes of a request's body at most."""
     max_bodies_bytes: int | None = limited(None, 2048, 1 << 34)
     """Bytes that the bodies of all requests may hold until they are read; those beyond are
-    answered with 503. null: 16 times ``max_body_bytes``, 4 times with a memory budget. At least
-    twice ``max_body_bytes`` is taken."""
+    answered with 503. null: 16 times ``max_body_bytes``, at most 64 MiB, or 16 MiB with a memory
+    budget. At least twice ``max_body_bytes`` is taken."""
     default_max_tokens: int | None = limited(None, 1, MAX_TOKENS)
     """Tokens for a request that does not say. null: a chat may fill the context, a completion has
     ``sampling.max_tokens``."""
@@ -92,7 +93,8 @@ class EndpointSection:
 
     def most_bodies_bytes(self, *, has_budget: bool) -> int:
         """Bytes of all bodies together; ``has_budget``: the process has a memory budget."""
-        usual = (_BODIES_IN_BUDGET if has_budget else _BODIES) * self.max_body_bytes
+        most = _BODIES_BYTES_IN_BUDGET if has_budget else _BODIES_BYTES
+        usual = min(_BODIES * self.max_body_bytes, most)
         return max(self.max_bodies_bytes or usual, 2 * self.max_body_bytes)
 
     def __post_init__(self) -> None:

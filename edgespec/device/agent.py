@@ -28,7 +28,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DEFAULT_CACHES, Drafter, ModelInfo, Transport
 from edgespec.core.protocol import messages as m
 from edgespec.core.protocol.checks import bounded, is_unicode
-from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError
+from edgespec.core.protocol.constraint import Constraint, ConstraintBusyError, ConstraintError
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.core.protocol.work import MAX_LOGPROBS, TokenScore
@@ -50,6 +50,7 @@ _MOST_TOLD: Final = 16
 # Grammars that are read beside each other, and what one may take: as at a verifier.
 _GRAMMAR_THREADS: Final = 4
 _MOST_GRAMMARS: Final = 64
+_LONGEST_REASON: Final = 400
 _GRAMMAR_WITHIN_S: Final = 40.0
 # A disk that answers to nothing holds up the end of a text for this long.
 _DISK_WITHIN_S: Final = 10.0
@@ -368,7 +369,8 @@ class Agent:
 
         It is read in a thread and may take seconds. Several clients take turns; ``client`` names
         the one that asks. ``generate`` does this for a constraint that has not been read. Raises
-        ``ConstraintError``, and ``ConstraintBusyError`` if it cannot be read in time."""
+        ``ConstraintError``, also for an error of the library that nobody foresaw, and
+        ``ConstraintBusyError`` if it cannot be read in time."""
         constraint, read = sampling.constraint, self._read_constraint
         if constraint is None or read is None or constraint.matcher is not None:
             return sampling
@@ -376,6 +378,11 @@ class Agent:
             known = await self._grammars.run_for(client, read, constraint)
         except (PoolBusyError, PoolLateError) as error:
             raise ConstraintBusyError(str(error)) from None
+        except ConstraintError:
+            raise
+        except Exception as error:  # which may quote the client, so it is not for a log
+            why = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+            raise ConstraintError(f"the {constraint.kind.value} cannot be read: {why}") from None
         return replace(sampling, constraint=known)
 
     async def close(self) -> None:

@@ -59,10 +59,14 @@ class SlowReader:
 
     go_on: threading.Event = field(default_factory=threading.Event)
     begun: int = 0
+    error: BaseException | None = None
+    """What it raises instead."""
 
     def __call__(self, constraint: Constraint) -> Constraint:
         self.begun += 1
         self.go_on.wait()
+        if self.error is not None:
+            raise self.error
         raise ConstraintError("the grammar cannot be used: the test refuses it")
 
 
@@ -117,6 +121,34 @@ async def test_more_grammars_than_may_wait_are_asked_to_come_again() -> None:
         assert reply.headers["retry-after"] == "1"
         reader.go_on.set()
         await asyncio.gather(*slow)
+
+
+class PanicError(BaseException):
+    """As a panic of a library in Rust arrives."""
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (Exception("Rule 'my-secret-words' not found"), "Rule 'my-secret-words' not found"),
+        (KeyError(), "KeyError"),
+        (PanicError("my-secret-words"), "reading a grammar failed: PanicError"),
+    ],
+    ids=["bare", "empty", "panic"],
+)
+async def test_an_error_that_nobody_foresaw_is_told_and_not_logged(
+    error: BaseException, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "edgespec")
+    async with over_slow_reader(EndpointSection()) as (found, reader):
+        reader.error = error
+        reader.go_on.set()
+        for stream in (False, True):
+            data = {**HELLO, "stream": stream, "grammar": "root ::= my-secret-words"}
+            reply = await ask(found, PATH, data)
+            assert (reply.status, reply.error["param"]) == (400, "grammar")
+            assert reply.error["message"] == f"the grammar cannot be read: {why}"
+    assert "my-secret" not in caplog.text
 
 
 # --- bodies --------------------------------------------------------------------------------------
@@ -237,6 +269,8 @@ def test_a_memory_budget_leaves_bodies_less_room() -> None:
     usual = EndpointSection()
     assert usual.most_bodies_bytes(has_budget=False) == 64 << 20
     assert usual.most_bodies_bytes(has_budget=True) == 16 << 20
+    large = EndpointSection(max_body_bytes=1 << 30)
+    assert large.most_bodies_bytes(has_budget=True) == 2 << 30
     assert EndpointSection(max_bodies_bytes=2048).most_bodies_bytes(has_budget=True) == 8 << 20
 
 

@@ -3,6 +3,7 @@ pool was given. Works wait for events of the test, so every schedule is the test
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import threading
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import pytest
 
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 from tests.shell.live_verifier import until
+from tests.sources import ROOT
 
 
 class Works:
@@ -51,6 +53,18 @@ async def works(
             task.cancel()
         await asyncio.gather(*found.tasks.values(), return_exceptions=True)
         await until(lambda: pool.busy == 0)
+
+
+@pytest.mark.parametrize("package", ["device", "endpoint", "models", "wire"])
+def test_no_work_runs_in_the_executor_that_all_of_asyncio_shares(package: str) -> None:
+    """There slow work of one kind would hold up every other kind: take a ``WorkerPool``."""
+    found = [
+        f"{path.name}: {node.attr}"
+        for path in sorted((ROOT / "edgespec" / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("to_thread", "run_in_executor")
+    ]
+    assert found == []
 
 
 async def test_clients_take_turns() -> None:
