@@ -6,6 +6,7 @@ An ``Envelope`` is the one place that knows the JSON of a kind of answer.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Chunk, GenerationStats
 from edgespec.endpoint.request_json import ApiError, compact
-from edgespec.endpoint.requests import Request
+from edgespec.endpoint.requests import CUSTOM_INPUT, Request
 from edgespec.endpoint.tool_calls import ToolCall, ToolReader
 
 _REASONS: Final = {
@@ -74,8 +75,10 @@ class Choice:
     """They grow while it comes."""
     echo: str = ""
     """Stands before the text."""
-    parts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
+    items: list[str | ToolCall] = field(default_factory=list)
+    """Texts and calls in their order; no two texts follow each other."""
+    left_out: tuple[str, ...] = ()
+    """Promises of the request that could not be kept, by words for a header."""
     scores: list[ScoredToken] = field(default_factory=list)
     tokens: int = 0
     _characters: int = 0
@@ -91,7 +94,11 @@ class Choice:
 
     @property
     def text(self) -> str:
-        return "".join(self.parts)
+        return "".join(one for one in self.items if isinstance(one, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [one for one in self.items if isinstance(one, ToolCall)]
 
     def name_of(self, token: int, prefix: str = "") -> str:
         """Return the text of a token. One that is a part of a character is written as its bytes
@@ -136,20 +143,39 @@ class Choice:
         return found
 
     def _kept(self, found: list[str | ToolCall]) -> tuple[str | ToolCall, ...]:
-        """Less further calls where one is wanted, and with texts that follow each other as one."""
+        """Return the new items as the client is to have them: without further calls where one is
+        wanted, and with texts that follow each other as one."""
         kept: list[str | ToolCall] = []
         for one in found:
             if isinstance(one, str):
-                self.parts.append(one)
-                if kept and isinstance(kept[-1], str):
-                    kept[-1] += one
-                    continue
-            elif self.request.one_call and self.calls:
-                continue
-            else:
-                self.calls.append(one)
-            kept.append(one)
+                if kept and isinstance(last := kept[-1], str):
+                    kept[-1] = last + one
+                else:
+                    kept.append(one)
+                if self.items and isinstance(last := self.items[-1], str):
+                    self.items[-1] = last + one
+                else:
+                    self.items.append(one)
+            elif not (self.request.one_call and self.calls):
+                call = self._given_back(one)
+                kept.append(call)
+                self.items.append(call)
         return tuple(kept)
+
+    def _given_back(self, call: ToolCall) -> ToolCall:
+        """Return a call as the client calls the tool. A model may leave out the namespace."""
+        known = self.request.called_as
+        named = known.get(call.name)
+        if named is None:
+            named = next((one for one in known.values() if one.name == call.name), None)
+        if named is None:
+            return call
+        arguments = call.arguments
+        if named.is_custom:
+            given = json.loads(arguments)
+            text = given.get(CUSTOM_INPUT)
+            arguments = text if isinstance(text, str) and len(given) == 1 else arguments
+        return ToolCall(call.id, named.name, arguments, named.namespace, named.is_custom)
 
 
 @dataclass(slots=True)
@@ -301,6 +327,8 @@ class ResponseEnvelope(Envelope):
     """``/v1/responses``."""
 
     prefix = "resp_"
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """What the answer repeats of the request."""
     _number: int = 0
     """Of the next event."""
     _items: list[Json] = field(default_factory=list)
@@ -318,7 +346,8 @@ class ResponseEnvelope(Envelope):
         )
 
     def closing(self, choice: Choice) -> bytes:
-        return self._end_text()
+        said = b"" if self._items else self._text("")
+        return said + self._end_text(_status(choice))
 
     def ending(self, choices: Sequence[Choice], usage: Json) -> bytes:
         whole = self._response(choices, self._items, usage)
@@ -329,8 +358,15 @@ class ResponseEnvelope(Envelope):
 
     def whole(self, choices: Sequence[Choice], usage: Json) -> Json:
         (choice,) = choices
-        items = [_message(choice.text, "completed")] if choice.text or not choice.calls else []
-        return self._response(choices, [*items, *map(_function_call, choice.calls)], usage)
+        given = choice.items or [""]
+        last = len(given) - 1
+        items = [
+            _message(one, _status(choice) if place == last else "completed")
+            if isinstance(one, str)
+            else _tool_call(one)
+            for place, one in enumerate(given)
+        ]
+        return self._response(choices, items, usage)
 
     def _text(self, text: str) -> bytes:
         said = b""
@@ -339,15 +375,17 @@ class ResponseEnvelope(Envelope):
             self._items.append(item := _message("", "in_progress"))
             said += self._of_item("output_item.added", item={**item, "content": []})
             said += self._of_part("content_part.added", part=item["content"][0])
+        if not text:
+            return said
         item = self._items[-1]
         item["content"] = [_part(item["content"][0]["text"] + text)]
         return said + self._of_part("output_text.delta", delta=text, logprobs=[])
 
-    def _end_text(self) -> bytes:
+    def _end_text(self, status: str = "completed") -> bytes:
         if not self._open:
             return b""
         self._open = False
-        item = self._items[-1] = {**self._items[-1], "status": "completed"}
+        item = self._items[-1] = {**self._items[-1], "status": status}
         part = item["content"][0]
         said = self._of_part("output_text.done", text=part["text"], logprobs=[])
         said += self._of_part("content_part.done", part=part)
@@ -355,12 +393,17 @@ class ResponseEnvelope(Envelope):
 
     def _call(self, call: ToolCall) -> bytes:
         said = self._end_text()
-        self._items.append(item := _function_call(call))
-        begun = {**item, "status": "in_progress", "arguments": ""}
-        which, done = {"item_id": item["id"]}, {"name": call.name, "arguments": call.arguments}
+        self._items.append(item := _tool_call(call))
+        kind, field_name = "function_call_arguments", "arguments"
+        if call.is_custom:
+            kind, field_name = "custom_tool_call_input", CUSTOM_INPUT
+        begun = {**item, "status": "in_progress", field_name: ""}
+        which, done = {"item_id": item["id"]}, {field_name: call.arguments}
+        if not call.is_custom:
+            done["name"] = call.name
         said += self._of_item("output_item.added", item=begun)
-        said += self._of_item("function_call_arguments.delta", **which, delta=call.arguments)
-        said += self._of_item("function_call_arguments.done", **which, **done)
+        said += self._of_item(f"{kind}.delta", **which, delta=call.arguments)
+        said += self._of_item(f"{kind}.done", **which, **done)
         return said + self._of_item("output_item.done", item=item)
 
     def _of_part(self, kind: str, **data: Any) -> bytes:
@@ -387,10 +430,9 @@ class ResponseEnvelope(Envelope):
             "incomplete_details": cut,
             "model": self.model,
             "output": items,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
             "usage": usage and _usage(usage),
+            "store": False,
+            **self.echo,
         }
 
 
@@ -429,6 +471,9 @@ def _chat_chunk(choice: Choice, delta: Json) -> Json:
 
 
 def _call(call: ToolCall) -> Json:
+    if call.is_custom:
+        custom = {"name": call.name, CUSTOM_INPUT: call.arguments}
+        return {"id": call.id, "type": "custom", "custom": custom}
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -468,12 +513,19 @@ def _message(text: str, status: str) -> Json:
     return {**kind, "status": status, "content": [_part(text)]}
 
 
-def _function_call(call: ToolCall) -> Json:
+def _status(choice: Choice) -> str:
+    """Return the status of the item that was written last."""
+    return "incomplete" if choice.finish == "length" else "completed"
+
+
+def _tool_call(call: ToolCall) -> Json:
+    own = {CUSTOM_INPUT: call.arguments} if call.is_custom else {"arguments": call.arguments}
     return {
-        "type": "function_call",
-        "id": f"fc_{secrets.token_hex(12)}",
+        "type": "custom_tool_call" if call.is_custom else "function_call",
+        "id": f"{'ctc' if call.is_custom else 'fc'}_{secrets.token_hex(12)}",
         "call_id": call.id,
         "name": call.name,
-        "arguments": call.arguments,
+        **({"namespace": call.namespace} if call.namespace else {}),
+        **own,
         "status": "completed",
     }

@@ -272,12 +272,16 @@ class _Writer:
         self._send, self._endpoint, self.answer = send, endpoint, answer
         self.begun = False
         self._opening = answer.envelope.opening(answer.choices) if answer.request.stream else b""
-        self.headers: dict[str, str] = {}
-        if names := answer.request.ignored[:_MOST_NAMES]:
-            safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
-            self.headers = {IGNORED: ", ".join(safe)}
-            # Their names are the client's words, which stand in no log.
-            _log.info("ignored %d fields of a request", len(answer.request.ignored))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of an answer. They are complete once generation has begun."""
+        if not (names := self.answer.ignored[:_MOST_NAMES]):
+            return {}
+        safe = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_LONGEST_NAME]) for name in names]
+        # Their names are the client's words, which stand in no log.
+        _log.info("ignored %d fields of a request", len(self.answer.ignored))
+        return {IGNORED: ", ".join(safe)}
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """``more`` false: the stream ends. Its first events stand before what is written first."""

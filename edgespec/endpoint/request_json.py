@@ -8,8 +8,10 @@ times as long as one large text: so lists, objects and texts are counted before 
 from __future__ import annotations
 
 import json
+import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -55,6 +57,20 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Return this error with names of fields as the client sent them. ``names`` has them by our
+        names, of whole fields or of what a longer name begins with, such as ``messages[2]``."""
+        param = None if self.param is None else _sent_name(self.param, names)
+
+        def sent(word: re.Match[str]) -> str:
+            is_name = word.start() == 0 or word[0] == self.param or not word[0].isalpha()
+            return _sent_name(word[0], names) if is_name else word[0]
+
+        message = re.sub(r"(?<!['\w])[a-z][\w.\[\]]*(?<!\.)", sent, self.message)
+        return ApiError(
+            self.status, message, param=param, code=self.code, retry_after_s=self.retry_after_s
+        )
+
     @property
     def body(self) -> dict[str, Any]:
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -72,6 +88,26 @@ class ApiError(Exception):
         if self.status == 401:
             found["WWW-Authenticate"] = 'Bearer realm="edgespec"'
         return found
+
+
+def _sent_name(name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a field as the client sent it, by the longest beginning that is known."""
+    known = [
+        one for one in names if name.startswith(one) and name[len(one) :][:1] in ("", ".", "[")
+    ]
+    if not known:
+        return name
+    longest = max(known, key=len)
+    return names[longest] + name[len(longest) :]
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Give each ``ApiError`` that leaves the block the names of fields that the client sent."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from None
 
 
 def _encodable(text: str) -> str:

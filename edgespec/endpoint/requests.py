@@ -1,7 +1,8 @@
 """From the JSON of a request to what is to be generated: its parameters, messages and tools.
 
-Templates know texts and objects, so a list of text parts becomes one text, ``developer`` becomes
-``system``, and the arguments of earlier tool calls, which travel as JSON in a text, become objects.
+Templates know texts, so a list of text parts becomes one text, and ``developer`` becomes
+``system``. Tools that a model here cannot have are left out and named, and a custom tool, which
+takes plain text, becomes a function with one argument.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from edgespec.core.protocol.sampling import (
 )
 from edgespec.core.protocol.work import MAX_LOGPROBS
 from edgespec.core.verifier.relaxed_rules import full_name
-from edgespec.endpoint.request_json import Fields, compact, encodable, invalid, shown
+from edgespec.endpoint.request_json import Fields, compact, encodable, invalid, renaming, shown
 from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.tokenizer import MAX_MESSAGES
 
@@ -159,6 +160,21 @@ def _renamed(name: str, value: Any, given: _Spelled) -> bool:
     return True
 
 
+def names_sent(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of other servers under which parameters of ours stand in a request, by our
+    names."""
+    found = dict[str, str]()
+    for name in data:
+        if name in _OTHERS:
+            found.setdefault(_OTHERS[name][0], name)
+    inner = data.get("structured_outputs")
+    for name in inner if isinstance(inner, dict) else ():
+        if f"guided_{name}" in _OTHERS:
+            sent = found[f"guided_{name}"] = f"structured_outputs.{name}"
+            found.setdefault(_OTHERS[f"guided_{name}"][0], sent)
+    return {ours: sent for ours, sent in found.items() if data.get(ours) is None}
+
+
 def _held_to_schema(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         try:
@@ -206,10 +222,22 @@ _FREE_CHOICES: Final = (None, "auto", "none")
 """Of ``tool_choice``: no call has to come."""
 _ROLES: Final = {"developer": "system", "function": "tool"}
 _KNOWN_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-_TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_LONGEST_TOOL_NAME: Final = 256
+CUSTOM_INPUT: Final = "input"
+"""The one argument of the function that stands for a custom tool."""
 _FORMATS: Final = ("text", "json_object", "json_schema")
 
 Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CalledAs:
+    """How a client calls a tool that the model has under a name of its own."""
+
+    name: str
+    namespace: str = ""
+    is_custom: bool = False
+    """The tool takes plain text, not JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +270,18 @@ class Request:
     """No more than one tool may be called in an answer."""
     must_call: bool = False
     """The answer has to be a call of one of ``tools``."""
+    strict: frozenset[str] = frozenset()
+    """Names of the tools whose calls have to fit their schemas, also where none is forced."""
+    called_as: Mapping[str, CalledAs] = field(default_factory=dict)
+    """Tools whose calls are given back in another way, by the names that the model has."""
+    constraint_param: str = ""
+    """The field to blame where the constraint of ``sampling`` cannot be kept; empty: that of its
+    kind."""
+    may_lose_constraint: bool = False
+    """The constraint of ``sampling`` only keeps a promise about ``strict`` tools: where it cannot
+    be read, the answer comes without it and says so."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of fields as the client sent them, by our names, for errors."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further ones for the chat template."""
     special: bool = True
@@ -252,15 +292,34 @@ class Request:
     """Whether the prompt of a chat ends with what begins an answer."""
 
 
-def chat_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
-    """Read a request for a chat; ``defaults`` hold for what it leaves open. Raises ``ApiError``."""
+def chat_request(
+    data: Mapping[str, Any],
+    defaults: SamplingParams,
+    *,
+    most_tools: int = MAX_TOOLS,
+    names: Mapping[str, str] | None = None,
+) -> Request:
+    """Read a request for a chat. ``defaults`` hold for what it leaves open. ``names`` are names
+    of fields as the client sent them, by our names, where the request was made from one of another
+    kind. Raises ``ApiError``, which has the names that were sent."""
+    sent = {"prompt": "messages", **names_sent(data)} if names is None else names
+    with renaming(sent):
+        return replace(_chat_request(data, defaults, most_tools), names=sent)
+
+
+def _chat_request(data: Mapping[str, Any], defaults: SamplingParams, most_tools: int) -> Request:
     fields, asked = _request(data, CHAT, defaults)
     scored, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_LOGPROBS) or 0
     if top and not scored:
         raise fields.error("top_logprobs", f"is {top}, but logprobs is not true")
-    forced = fields.raw("tool_choice") not in _FREE_CHOICES
-    tools = [_tool(one, forced=forced) for one in fields.sections("tools", MAX_TOOLS)]
-    chosen = _chosen_tools(fields, tools)
+    tools = read_tools(fields, most_tools)
+    mode, chosen = _chosen_tools(fields, tools)
+    forced = mode == "required"
+    held = _constraint(fields)
+    if forced and held is not None and held.kind is not ConstraintKind.JSON_SCHEMA:
+        # A call wins over a schema of the text, as at OpenAI; a grammar is a wish of its own.
+        why = f"forces a call, which cannot fit the {held.kind.value} beside it"
+        raise fields.error("tool_choice", why)
     given = fields.sections("messages", MAX_MESSAGES)
     if not given:
         raise fields.error("messages", "must hold at least one message")
@@ -275,10 +334,13 @@ def chat_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
         asked,
         max_tokens=_length(fields, "max_completion_tokens") or asked.max_tokens,
         conversation=asked.conversation or _conversation(messages),
+        ignored=asked.ignored + tools.left_out,
         logprobs=top if scored else None,
         messages=messages,
         tools=chosen,
-        one_call=(forced and len(chosen) < len(tools)) or not parallel,
+        strict=frozenset(tools.strict),
+        called_as=tools.called_as,
+        one_call=(forced and len(chosen) < len(tools.functions)) or not parallel,
         must_call=forced,
         variables=variables,
         special=fields.flag("add_special_tokens"),
@@ -307,6 +369,12 @@ def _ending(fields: Fields, messages: Sequence[Mapping[str, Any]]) -> tuple[bool
 
 def completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
     """Read a request for completions, as ``chat_request`` does one for a chat."""
+    names = names_sent(data)
+    with renaming(names):
+        return replace(_completion_request(data, defaults), names=names)
+
+
+def _completion_request(data: Mapping[str, Any], defaults: SamplingParams) -> Request:
     fields, asked = _request(data, COMPLETION, defaults)
     logprobs, echo = fields.whole("logprobs", 0, MAX_LOGPROBS), fields.flag("echo")
     if echo and logprobs is not None:
@@ -560,12 +628,21 @@ def _content(fields: Fields) -> str | None:
 
 
 def _earlier_call(fields: Fields) -> dict[str, Any]:
-    function = fields.section("function")
-    if not (name := function.text("name")):
-        raise fields.error("function", "has no name")
-    arguments: Any = function.raw("arguments")
-    if isinstance(arguments, str):
-        arguments = _object_or_text(encodable(function.name("arguments"), arguments))
+    """Return a call in the form of a function's; the arguments stay as they are sent, since the
+    chat template decides on their form."""
+    arguments: Any
+    if fields.raw("type") == "custom":
+        custom = fields.section("custom")
+        arguments = {CUSTOM_INPUT: custom.text(CUSTOM_INPUT) or ""}
+        if not (name := custom.text("name")):
+            raise fields.error("custom", "has no name")
+    else:
+        function = fields.section("function")
+        if not (name := function.text("name")):
+            raise fields.error("function", "has no name")
+        arguments = function.raw("arguments")
+        if isinstance(arguments, str):
+            encodable(function.name("arguments"), arguments)
     call: dict[str, Any] = {
         "type": "function",
         "function": {"name": name, "arguments": {} if arguments is None else arguments},
@@ -575,117 +652,106 @@ def _earlier_call(fields: Fields) -> dict[str, Any]:
     return call
 
 
-def _object_or_text(text: str) -> Any:
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+# --- tools ----------------------------------------------------------------------------------------
 
 
-def _tool(fields: Fields, *, forced: bool) -> dict[str, Any]:
-    kind = fields.text("type")
-    if kind != "function":
-        raise fields.error("type", f"is {shown(kind)}, but only tools of type 'function' are known")
-    function = fields.section("function")
-    called = function.text("name")
-    if called is None or not _TOOL_NAME.fullmatch(called):
-        wanted = "1 to 128 letters, digits, dots, dashes or underscores"
-        raise function.wrong("name", called, wanted)
-    function.section("parameters")  # an object, if it is there
-    if function.flag("strict") and not forced:
-        why = "is true, but only a call that tool_choice forces is held to a schema"
-        raise function.error("strict", why)
-    told = {key: value for key, value in function.data.items() if key != "strict"}
-    return {"type": "function", "function": told}
+@dataclass(slots=True)
+class ReadTools:
+    """The tools of a request: what the model is given, and how calls are given back."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    """In the form of a chat's ``tools``, without ``strict``."""
+    strict: set[str] = field(default_factory=set)
+    called_as: dict[str, CalledAs] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    """What no model here has, by words for a header."""
 
 
-def _chosen_tools(fields: Fields, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    value = fields.raw("tool_choice")
-    if value in _FREE_CHOICES:
-        return [] if value == "none" else tools
-    chosen = tools
-    if isinstance(value, dict):
-        name = fields.section("tool_choice").section("function").text("name")
-        chosen = [one for one in tools if one["function"]["name"] == name]
-    elif value != "required":
-        raise fields.wrong("tool_choice", value, "'auto', 'none', 'required' or a function")
-    if not chosen:
-        raise fields.error("tool_choice", f"is {shown(value)}, but tools has no such tool")
-    if _constraint(fields) is not None:
-        raise fields.error("tool_choice", "forces a call, which no other format fits beside")
-    return chosen
-
-
-# --- /v1/responses, as far as it keeps nothing: its request becomes one for a chat ----------------
-#
-# What would need a memory here is refused by name. An item is a message of text or a call of a
-# function.
-
-_KEEPS: Final = ("previous_response_id", "conversation", "background", "prompt")
-_OURS: Final = frozenset("input instructions max_output_tokens text tools tool_choice".split())
-_SAID: Final = ("input_text", "output_text", "text")
-_LEFT_OUT: Final = frozenset("include reasoning truncation top_logprobs stream_options".split())
-
-
-def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as a request for a chat. Raises ``ApiError``."""
-    fields = Fields(data)
-    for name in _KEEPS:
-        if data.get(name):
-            why = "is given, but nothing is kept here: send the whole input"
-            raise fields.error(name, why, "unsupported_parameter")
-    chat = {name: value for name, value in data.items() if name not in _OURS | _LEFT_OUT}
-    instructions = fields.text("instructions")
-    system = [{"role": "system", "content": instructions}] if instructions else []
-    chat["messages"] = system + _input_messages(fields)
-    chat["max_completion_tokens"] = data.get("max_output_tokens")
-    if (text := fields.section("text")).raw("format") is not None:
-        form = text.section("format")
-        kind = form.raw("type")
-        inner = {"json_schema": {"schema": form.raw("schema")}} if kind == "json_schema" else {}
-        chat["response_format"] = {"type": kind, **inner}
-    if (effort := fields.section("reasoning").raw("effort")) is not None:
-        chat["reasoning_effort"] = effort
-    given = [dict(one.data) for one in fields.sections("tools")]
-    chat["tools"] = [{"type": one.pop("type", None), "function": one} for one in given]
-    choice = data.get("tool_choice")
-    if isinstance(choice, dict):
-        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    chat["tool_choice"] = choice
-    return chat
-
-
-def _input_messages(fields: Fields) -> list[dict[str, Any]]:
-    value = fields.raw("input")
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    found = list[dict[str, Any]]()
-    for item in fields.sections("input"):
-        match item.raw("type"):
-            case None | "message":
-                found.append({"role": item.raw("role"), "content": _parts(item, "content")})
-            case "function_call":
-                function = {"name": item.raw("name"), "arguments": item.raw("arguments")}
-                call = {"id": item.raw("call_id"), "type": "function", "function": function}
-                if not found or "tool_calls" not in found[-1]:
-                    found.append({"role": "assistant", "tool_calls": []})
-                found[-1]["tool_calls"].append(call)
-            case "function_call_output":
-                output = {"tool_call_id": item.raw("call_id"), "content": _parts(item, "output")}
-                found.append({"role": "tool", **output})
-            case "reasoning":
-                continue
-            case kind:
-                raise item.error("type", f"is {shown(kind)}, which no model here reads")
+def read_tools(fields: Fields, most: int = MAX_TOOLS) -> ReadTools:
+    """Read ``tools``, ``most`` of them at most. Kinds that the service of another provider runs,
+    such as ``web_search``, are left out. Raises ``ApiError``."""
+    found = ReadTools()
+    for one in fields.sections("tools", most):
+        kind = one.text("type")
+        if kind == "function":
+            function = one.section("function")
+            name = _tool_name(function)
+            function.section("parameters")  # an object, if it is there
+            if function.flag("strict"):
+                found.strict.add(name)
+            told = {key: value for key, value in function.data.items() if key != "strict"}
+        elif kind == "custom":
+            custom = one.section("custom")
+            name = _tool_name(custom)
+            found.called_as[name] = CalledAs(name, is_custom=True)
+            told = custom_function(custom)
+        elif kind:
+            found.left_out += (f"tools.{kind}",)
+            continue
+        else:
+            raise one.wrong("type", kind, "'function' or 'custom'")
+        found.functions.append({"type": "function", "function": told})
     return found
 
 
-def _parts(item: Fields, name: str) -> Any:
-    value = item.raw(name)
-    if not isinstance(value, list):
-        return value
-    return [
-        {**part.data, "type": "text"} if part.raw("type") in _SAID else part.data
-        for part in item.sections(name)
-    ]
+def custom_function(custom: Fields) -> dict[str, Any]:
+    """Return the function that stands for a custom tool, which takes plain text in a format that
+    its description has to say."""
+    described = [custom.text("description") or ""]
+    form = custom.section("format")
+    if form.text("type") == "grammar":
+        grammar = form.section("grammar") if form.raw("grammar") is not None else form
+        syntax, rules = grammar.text("syntax") or "", grammar.text("definition") or ""
+        described.append(f"The input has to match this {syntax} grammar:\n{rules}")
+    text = {"type": "string", "description": "The input of the tool, as plain text"}
+    return {
+        "name": custom.text("name"),
+        "description": "\n\n".join(filter(None, described)),
+        "parameters": {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: text},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        },
+    }
+
+
+def _tool_name(fields: Fields) -> str:
+    name = fields.text("name")
+    if not name or len(name) > _LONGEST_TOOL_NAME or not name.isprintable():
+        wanted = f"1 to {_LONGEST_TOOL_NAME} characters without line breaks"
+        raise fields.wrong("name", name, wanted)
+    return name
+
+
+def _chosen_tools(fields: Fields, tools: ReadTools) -> tuple[str, list[dict[str, Any]]]:
+    """Return ``auto``, ``none`` or ``required``, and the tools that may be called."""
+    value = fields.raw("tool_choice")
+    if value in _FREE_CHOICES:
+        return "auto", [] if value == "none" else tools.functions
+    if value == "required":
+        mode, names = value, None
+    elif isinstance(value, dict):
+        mode, names = _named_tools(fields.section("tool_choice"))
+    else:
+        raise fields.wrong("tool_choice", value, "'auto', 'none', 'required' or a function")
+    chosen = [one for one in tools.functions if names is None or one["function"]["name"] in names]
+    if not chosen and (mode == "required" or names):
+        raise fields.error("tool_choice", f"is {shown(value)}, but tools has no such tool")
+    return mode, chosen
+
+
+def _named_tools(choice: Fields) -> tuple[str, set[str | None]]:
+    """Return the mode and the names of a ``tool_choice`` that is an object."""
+    if choice.raw("type") != "allowed_tools":
+        return "required", {_named_tool(choice)}
+    allowed = choice.section("allowed_tools")
+    mode = allowed.text("mode")
+    if mode not in ("auto", "required"):
+        raise allowed.wrong("mode", mode, "'auto' or 'required'")
+    return mode, {_named_tool(one) for one in allowed.sections("tools", MAX_TOOLS)}
+
+
+def _named_tool(choice: Fields) -> str | None:
+    kind = choice.text("type")
+    return choice.section(kind).text("name") if kind in ("function", "custom") else None

@@ -41,6 +41,7 @@ from edgespec.endpoint.answer import (
     usage_of,
 )
 from edgespec.endpoint.bodies import BodyRoom
+from edgespec.endpoint.chat_prompt import call_format, write_chat_prompt, writes_tools
 from edgespec.endpoint.request_json import (
     MAX_VALUES,
     ApiError,
@@ -50,17 +51,24 @@ from edgespec.endpoint.request_json import (
     invalid,
     no_such_model,
     read_object,
+    renaming,
     unavailable,
 )
 from edgespec.endpoint.requests import (
     TEMPLATE_VARIABLES,
     Request,
-    as_chat,
     chat_request,
     completion_request,
     seed_of,
 )
-from edgespec.endpoint.tool_calls import MARKS, ToolReader, forced_call, tool_format
+from edgespec.endpoint.responses import MAX_FUNCTIONS, AsChat, as_chat
+from edgespec.endpoint.tool_calls import (
+    ToolReader,
+    call_or_json,
+    forced_call,
+    free_call,
+    mark_tokens,
+)
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
@@ -72,6 +80,8 @@ _PARAMS: Final = {
     ConstraintKind.GRAMMAR: "grammar",
     ConstraintKind.REGEX: "regex",
 }
+STRICT: Final = "tools.strict"
+"""Names the promise that calls fit their schemas, where it is not kept."""
 _PIECE: Final = 1 << 16
 """Characters that are counted at once."""
 _SLACK: Final = 2
@@ -207,6 +217,16 @@ class Run:
                 task.add_done_callback(lambda _: self._admission.leave())
 
     async def _generate(self, choice: Choice) -> None:
+        error, begun = await self._try_to_generate(choice)
+        if error is not None and error.status == 400 and choice.request.may_lose_constraint:
+            if not begun:
+                choice.left_out = (STRICT,)
+                choice.sampling = replace(choice.sampling, constraint=None)
+                error, _ = await self._try_to_generate(choice)
+        await self._unread.put(None if error is None else error.renamed(choice.request.names))
+
+    async def _try_to_generate(self, choice: Choice) -> tuple[ApiError | None, bool]:
+        """Generate one text; return why it failed, and whether any of it came."""
         begun, error = False, None
         try:
             generation = self._agent.generate(
@@ -224,6 +244,9 @@ class Run:
                     await self._unread.put((choice.index, chunk))
         except GenerationError as failure:
             error = from_generation(failure)
+            held = choice.sampling.constraint
+            if held is not None and error.status == 400 and held.kind.value in error.message:
+                error.param = _constraint_param(choice.request)
         except ConstraintError as failure:
             error = _refused_constraint(choice.request, failure)
         except Exception as failure:
@@ -232,15 +255,19 @@ class Run:
             else:
                 _log.exception("a generation failed")
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
-        await self._unread.put(error)
+        return error, begun
+
+
+def _constraint_param(request: Request) -> str:
+    """Return our name of the field that the constraint of a request came from."""
+    held, param = request.sampling.constraint, request.constraint_param
+    return param or ("tools" if held is None else _PARAMS[held.kind])
 
 
 def _refused_constraint(request: Request, failure: ConstraintError) -> ApiError:
     if isinstance(failure, ConstraintBusyError):
         return ApiError(503, str(failure), code="grammar_busy", retry_after_s=RETRY_AFTER_S)
-    held, forced = request.sampling.constraint, request.must_call
-    param = "tools" if held is None or forced else _PARAMS[held.kind]
-    return invalid(param, str(failure))
+    return invalid(_constraint_param(request), str(failure))
 
 
 def _too_long(why: str, context_length: int, param: str) -> ApiError:
@@ -365,8 +392,25 @@ class Answer:
     first_s: float | None = None
     """When the first tokens came."""
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """What the answer does without, by words for a header."""
+        lost = dict.fromkeys(one for choice in self.choices for one in choice.left_out)
+        return (*self.request.ignored, *lost)
+
     def usage(self) -> dict[str, Any]:
         return usage_of(self.choices, self.prompt_tokens, self.request.sampling.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The prompt of a chat in tokens."""
+
+    tokens: list[int]
+    is_thinking: bool
+    """The answer begins inside a thought."""
+    lacks_tools: bool = False
+    """The text about the tools was left out."""
 
 
 class Endpoint:
@@ -472,24 +516,41 @@ class Endpoint:
 
     # --- requests, all of which may raise ``ApiError`` ----------------------------------------
 
-    async def chat(self, data: Mapping[str, Any], envelope: MakeEnvelope = ChatEnvelope) -> Answer:
+    async def chat(self, data: Mapping[str, Any]) -> Answer:
         request = await self.read(chat_request, data, self.sampling)
-        chosen = await self.choose_model(request.model)
-        tokens = await self._chat_tokens(request, chosen.context_length)
-        request = await self._rendered(self._with_unread_variables, request)
-        if request.must_call:
-            request = await self.read(self._with_forced_call, request)
-        request = await self._with_matcher(request)
-        return self._answer(envelope, request, chosen, [tokens])
+        return await self._chat_answer(request, ChatEnvelope)
 
     async def response(self, data: Mapping[str, Any]) -> Answer:
-        answer = await self.chat(await self.read(as_chat, data), ResponseEnvelope)
-        if len(answer.choices) > 1:
-            raise invalid("n", f"n is {len(answer.choices)}, but a response is one text")
-        return answer
+        made, request = await self.read(self._response_request, data)
+        if request.n > 1:
+            raise invalid("n", f"n is {request.n}, but a response is one text")
+        return await self._chat_answer(request, partial(ResponseEnvelope, echo=made.echo))
+
+    def _response_request(self, data: Mapping[str, Any]) -> tuple[AsChat, Request]:
+        made = as_chat(data)
+        request = chat_request(made.chat, self.sampling, most_tools=MAX_FUNCTIONS, names=made.names)
+        called_as = {**request.called_as, **made.called_as}
+        ignored = (*request.ignored, *made.left_out)
+        return made, replace(request, called_as=called_as, ignored=ignored)
+
+    async def _chat_answer(self, request: Request, envelope: MakeEnvelope) -> Answer:
+        with renaming(request.names):
+            chosen = await self.choose_model(request.model)
+            prompt = await self._chat_prompt(request, chosen.context_length)
+            request = await self._rendered(self._with_unread_variables, request)
+            if prompt.lacks_tools:
+                request = replace(request, tools=[], ignored=(*request.ignored, "tools"))
+            if request.tools:
+                request = await self.read(self._held_to_calls, request, prompt)
+            request = await self._with_matcher(request)
+            return self._answer(envelope, request, chosen, [prompt.tokens], prompt.is_thinking)
 
     async def completion(self, data: Mapping[str, Any]) -> Answer:
         request = await self.read(completion_request, data, self.sampling)
+        with renaming(request.names):
+            return await self._completion_answer(request)
+
+    async def _completion_answer(self, request: Request) -> Answer:
         chosen = await self.choose_model(request.model)
         longest = chosen.context_length
         prompts: list[Tokens] = [
@@ -516,7 +577,8 @@ class Endpoint:
         context = (await self.choose_model(fields.text("model") or "")).context_length
         if data.get("messages") is not None:
             request = await self.read(chat_request, data, self.sampling)
-            return await self._chat_tokens(request, context), context
+            with renaming(request.names):
+                return (await self._chat_prompt(request, context)).tokens, context
         text = fields.text("prompt") or fields.text("content") or ""
         special = fields.flag("add_special_tokens", absent=True)
         return await self._encode(text, context, "prompt", special), context
@@ -568,23 +630,40 @@ class Endpoint:
             await self.verifiers.look_anew()
             return self.models.choose(name)
 
-    async def _chat_tokens(self, request: Request, context_length: int | None) -> list[int]:
+    async def _chat_prompt(self, request: Request, context_length: int | None) -> _Prompt:
+        """Return the prompt of a chat. A text about tools that the template does not write itself
+        is left out where it leaves no room in the context and no call is forced."""
         template = self.tokenizer.chat_template(tools=bool(request.tools))
         if template is None:
             why = "this model has no chat template; use /v1/completions"
             raise invalid("messages", why, "no_chat_template")
+        encode = partial(
+            self._encode, context_length=context_length, param="messages", special=request.special
+        )
+        write = partial(
+            write_chat_prompt,
+            template,
+            request.messages,
+            add_generation_prompt=request.generation_prompt,
+            continue_final_message=request.continues,
+            variables=request.variables,
+        )
         try:
-            if request.tools and not await self._rendered(lambda: template.knows_tools):
-                raise invalid("tools", "the chat template of this model knows no tools", "no_tools")
-            render = partial(
-                template.render,
-                tools=request.tools or None,
-                add_generation_prompt=request.generation_prompt,
-                continue_final_message=request.continues,
-                variables=request.variables,
-            )
-            text = await self._rendered(render, request.messages)
-            return await self._encode(text, context_length, "messages", request.special)
+            own = await self._rendered(writes_tools, template)
+            may_lack = bool(request.tools) and not own and not request.must_call
+            try:
+                written = await self._rendered(write, request.tools)
+                tokens = await self._encode(
+                    written.text, context_length, "messages", request.special
+                )
+                if not may_lack or context_length is None or len(tokens) < context_length:
+                    return _Prompt(tokens, written.is_thinking)
+            except (ApiError, TokenizerError):
+                if not may_lack:
+                    raise
+            written = await self._rendered(write, ())
+            tokens = await encode(written.text)
+            return _Prompt(tokens, written.is_thinking, lacks_tools=True)
         except TokenizerError as error:
             raise invalid("messages", str(error)) from None
 
@@ -611,7 +690,11 @@ class Endpoint:
         try:
             sampling = await self.agent.with_matcher(request.sampling, current_client.get())
         except ConstraintError as failure:
-            raise _refused_constraint(request, failure) from None
+            if not request.may_lose_constraint:
+                raise _refused_constraint(request, failure) from None
+            sampling = replace(request.sampling, constraint=None)
+            ignored = (*request.ignored, STRICT)
+            return replace(request, sampling=sampling, may_lose_constraint=False, ignored=ignored)
         return replace(request, sampling=sampling)
 
     def _check_length(self, text: str, context_length: int | None, param: str) -> None:
@@ -652,22 +735,54 @@ class Endpoint:
         except (LookupError, ValueError, OverflowError, TokenizerError) as error:
             raise invalid("prompt", f"the token ids stand for no text: {error}") from None
 
-    def _with_forced_call(self, request: Request) -> Request:
-        tokenizer = self.tokenizer
-        template = tokenizer.chat_template(tools=True)
-        source = "" if template is None else template.source
-        constraint = forced_call(source, request.tools, tokenizer.special_id, one=request.one_call)
-        return replace(request, sampling=replace(request.sampling, constraint=constraint))
+    def _held_to_calls(self, request: Request, prompt: _Prompt) -> Request:
+        """Return the request with the constraint that its tools ask for: a call that is forced, a
+        call beside a schema of the text, or free text in which calls of strict tools fit their
+        schemas. The last is a promise that may be broken by name, the others are not."""
+        template, names, tools = (
+            self.tokenizer.chat_template(tools=True),
+            self.tokenizer,
+            request.tools,
+        )
+        assert template is not None
+        form, held, one = call_format(template), request.sampling.constraint, request.one_call
+        strict = request.strict & {tool["function"]["name"] for tool in tools}
+        may_lose, left_out, param = False, tuple[str, ...](), "tools"
+        if request.must_call:
+            held = forced_call(form, tools, names, one=one)
+        elif held is not None and held.kind is ConstraintKind.JSON_SCHEMA:
+            param = _PARAMS[held.kind]
+            make = partial(call_or_json, form, tools, names=names, one=one, schema=held.text)
+            try:
+                held = make(strict)
+            except ApiError:
+                if not strict:
+                    raise
+                held, left_out = make(()), (STRICT,)
+        elif held is None and strict:
+            try:
+                held = free_call(form, tools, strict, names, is_thinking=prompt.is_thinking)
+                may_lose = True
+            except ApiError:
+                left_out = (STRICT,)
+        else:
+            left_out, param = (STRICT,) if strict else (), request.constraint_param
+        return replace(
+            request,
+            sampling=replace(request.sampling, constraint=held),
+            constraint_param=param,
+            may_lose_constraint=may_lose,
+            ignored=(*request.ignored, *left_out),
+        )
 
-    def _tool_reader(self, request: Request) -> ToolReader | None:
-        """None where no calls are to be looked for, or in a format that nobody here knows."""
+    def _tool_reader(self, request: Request, is_thinking: bool) -> ToolReader | None:
+        """None where no calls are to be looked for."""
         template = self.tokenizer.chat_template(tools=True) if request.tools else None
-        form = None if template is None else tool_format(template.source)
-        if form is None:
+        if template is None:
             return None
-        special_id = self.tokenizer.special_id
-        marks = {token: mark for mark in MARKS if (token := special_id(mark)) is not None}
-        return ToolReader(form, [tool["function"]["name"] for tool in request.tools], marks)
+        names = [tool["function"]["name"] for tool in request.tools]
+        tokens = mark_tokens(self.tokenizer)
+        return ToolReader(call_format(template), names, tokens, is_thinking=is_thinking)
 
     def _sampling(
         self, request: Request, tokens: Sequence[int], context_length: int | None
@@ -706,12 +821,18 @@ class Endpoint:
                 raise invalid(name, f"{name} holds the token id {wrong}, but {size}")
 
     def _answer(
-        self, envelope: MakeEnvelope, request: Request, chosen: Chosen, prompts: Sequence[Tokens]
+        self,
+        envelope: MakeEnvelope,
+        request: Request,
+        chosen: Chosen,
+        prompts: Sequence[Tokens],
+        is_thinking: bool = False,
     ) -> Answer:
         """Of n texts of each prompt, one prompt's after the other's. Text k of a prompt (from 0)
         has the seed ``seed_of(seed, k)``."""
         # The words of a request are let go, as its body is: they are many times as large.
-        wordless = replace(request, prompts=(), messages=[], tools=[], variables={})
+        names = {ours: sent for ours, sent in request.names.items() if "[" not in ours}
+        wordless = replace(request, prompts=(), messages=[], tools=[], variables={}, names=names)
         choices, token_bytes = list[Choice](), self.tokenizer.token_bytes
         self._check_ids(request, chosen)
         for prompt in prompts:
@@ -719,7 +840,7 @@ class Endpoint:
             sampling = self._sampling(request, tokens, chosen.context_length)
             for k in range(request.n):
                 own = replace(sampling, seed=seed_of(sampling.seed, k))
-                place, tools = len(choices), self._tool_reader(request)
+                place, tools = len(choices), self._tool_reader(request, is_thinking)
                 choices.append(
                     Choice(place, tokens, wordless, own, token_bytes, tools, chosen.asked)
                 )

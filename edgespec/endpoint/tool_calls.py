@@ -1,12 +1,17 @@
-"""Finds the tool calls in a text that grows, in the format that the model's template teaches it,
-and says what a text must be that has to call one.
+"""Finds the tool calls in an answer that grows, in the format that the model writes them in, and
+writes the grammars that hold an answer to calls.
 
     Hermes, Qwen   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, repeated
     Mistral        [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...}
     Llama 3        {"name": "f", "parameters": {...}} as the whole answer, several with ; between
 
-What cannot be read as a call stays text. However the text is cut up, the same pieces of text and
-the same calls come out, so that a streamed answer equals one at once.
+A mark such as ``<tool_call>`` opens a call only where a whole call follows it. A mark in prose, in
+a code fence or inside ``<think>`` is text, and a mark inside an argument belongs to the argument.
+Where the vocabulary has a token for a mark, only that token is the mark; letters that spell it are
+text. Text that is no call is given back unchanged, except for white space next to a call.
+
+The reader depends on the text alone and not on how it is cut up, so a streamed answer equals one
+that comes at once.
 """
 
 from __future__ import annotations
@@ -16,10 +21,10 @@ import re
 import secrets
 import string
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
@@ -31,9 +36,13 @@ LLAMA_MARK: Final = "<|python_tag|>"
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 _ARGUMENTS: Final = "[ARGS]"
-MARKS: Final = (MISTRAL_MARK, "[CALL_ID]", _ARGUMENTS, LLAMA_MARK, OPEN, CLOSE)
-"""Where one of these is a special token, decoded text does not show it; it is put back."""
-_NAMED: Final = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)")
+_CALL_ID: Final = "[CALL_ID]"
+_MARKS: Final = (MISTRAL_MARK, _CALL_ID, _ARGUMENTS, LLAMA_MARK, OPEN, CLOSE)
+_THOUGHTS: Final[Mapping[str, str]] = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""The mark that opens a thought, and the one that closes it."""
+_ALL_MARKS: Final = (*_MARKS, *_THOUGHTS, *_THOUGHTS.values())
+_FIRST_SIGN: Final = 0xDC00
+"""Half of a surrogate pair, which decoded text never holds, stands for a mark that is a token."""
 _MOST_CALLS: Final = 8
 _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
@@ -41,112 +50,466 @@ _ALPHANUMERIC: Final = string.ascii_letters + string.digits
 class ToolFormat(Enum):
     HERMES = "hermes"
     MISTRAL = "mistral"
+    """A list of calls behind one mark."""
+    MISTRAL_NAMED = "mistral_named"
+    """A mark, a name and the arguments for each call."""
     LLAMA = "llama"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """``arguments`` is JSON."""
+    """``arguments`` is JSON. A custom tool takes plain text, so ``arguments`` is that text."""
 
     id: str
     name: str
     arguments: str
+    namespace: str = ""
+    is_custom: bool = False
 
 
 Found = str | ToolCall
 
 
+class TokenNames(Protocol):
+    """The part of a tokenizer that knows the tokens which were added to its vocabulary."""
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """Ids of all added tokens, special or not, by their text."""
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the token that is written exactly so and that decoded text does not show."""
+
+
 def tool_format(template: str) -> ToolFormat | None:
-    """What a chat template's source teaches; None: nothing that is known here."""
+    """Return the format that a chat template's source teaches; None: no known one."""
     if OPEN in template:
         return ToolFormat.HERMES
     if MISTRAL_MARK in template:
-        return ToolFormat.MISTRAL
+        return ToolFormat.MISTRAL_NAMED if _ARGUMENTS in template else ToolFormat.MISTRAL
     if "python_tag" in template or ("ipython" in template and "parameters" in template):
         return ToolFormat.LLAMA
     return None
 
 
+def ends_in_thought(prompt: str) -> bool:
+    """Return whether an answer to ``prompt`` begins inside a thought that the prompt opened."""
+    return prompt.rstrip().endswith(tuple(_THOUGHTS))
+
+
 def _new_id(form: ToolFormat) -> str:
-    """Mistral's templates take nine letters and digits."""
-    if form is ToolFormat.MISTRAL:
+    """Return a random id. Mistral's templates take nine letters and digits."""
+    if form in (ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED):
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return "call_" + secrets.token_hex(12)
 
 
+# --- marks that are tokens ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MarkToken:
+    """A mark that is one token of the vocabulary. ``is_shown``: decoded text contains it."""
+
+    text: str
+    is_shown: bool
+
+    @property
+    def sign(self) -> str:
+        """The character that stands for the mark while an answer is read."""
+        return chr(_FIRST_SIGN + _ALL_MARKS.index(self.text))
+
+    @property
+    def written(self) -> str:
+        """The text that an answer shows for the mark where it opens or closes no call. A hidden
+        mark of a call is put back; a hidden mark of a thought stays hidden."""
+        return self.text if self.is_shown or self.text in _MARKS else ""
+
+
+def mark_tokens(names: TokenNames) -> dict[int, MarkToken]:
+    """Return the marks that are tokens of a vocabulary, by token id."""
+    ids = {mark: names.added.get(mark) for mark in _ALL_MARKS}
+    return {
+        token: MarkToken(mark, names.special_id(mark) is None)
+        for mark, token in ids.items()
+        if token is not None
+    }
+
+
+_LONGEST_UNFINISHED: Final = 4
+"""Characters that a decoder may emit late, in front of the text of a mark."""
+
+
+class MarkedText:
+    """Writes a sign for each mark that is a token into one decoded answer."""
+
+    def __init__(self, tokens: Mapping[int, MarkToken]) -> None:
+        self._tokens = tokens
+        self._text = ""
+        """Decoded text that is not given back yet."""
+        self._length = 0
+        """Characters of decoded text so far, without hidden marks."""
+        self._waiting: deque[tuple[int, MarkToken]] = deque()
+        """Marks whose place, counted as ``_length`` is, is not reached yet."""
+
+    def push(self, token: int | None, piece: Piece) -> str:
+        """Return the text of ``piece`` with the signs that stand in it; ``token`` None: the piece
+        belongs to no token."""
+        if token is not None and (mark := self._tokens.get(token)) is not None:
+            self._waiting.append((self._length + piece.held, mark))
+        self._length += len(piece.text)
+        self._text += piece.text
+        return self._take(over=False)
+
+    def flush(self) -> str:
+        """Return the rest, when no token will follow."""
+        return self._take(over=True)
+
+    def _take(self, *, over: bool) -> str:
+        parts, ready = [], -1
+        while self._waiting:
+            place, mark = self._waiting[0]
+            at = max(0, place - self._length + len(self._text))
+            if place > self._length:
+                break
+            width = len(mark.text) if mark.is_shown else 0
+            if width:
+                end = at + width + _LONGEST_UNFINISHED
+                found = self._text.find(mark.text, at, end)
+                if found < 0 and not over and len(self._text) < end:
+                    ready = at
+                    break
+                at = found
+            self._waiting.popleft()
+            if at >= 0:
+                parts += [self._text[:at], mark.sign]
+                self._text = self._text[at + width :]
+        cut = len(self._text) if ready < 0 else ready
+        parts.append(self._text[:cut])
+        self._text = self._text[cut:]
+        if over:
+            self._waiting.clear()
+        return "".join(parts)
+
+
+# --- reading calls --------------------------------------------------------------------------------
+
+
+_SPACE: Final = " \t\r\n"
+_NAME: Final = re.compile(r"[\w./:-]+")
+_PLAIN_JSON: Final = re.compile(r"[\s,:0-9eE+.\-truefalsn]*")
+_PLAIN_STRING: Final = re.compile(r'[^"\\]*')
+
+
+class _JsonEnd:
+    """Looks for the end of the JSON object or list that begins at ``start``, as text grows."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self._at = start
+        self._depth, self._is_in_string = 0, False
+
+    def find(self, text: str) -> int | None:
+        """Return the index behind the value; None: it is not complete; -1: it is no JSON."""
+        while self._at < len(text):
+            pattern = _PLAIN_STRING if self._is_in_string else _PLAIN_JSON
+            run = pattern.match(text, self._at)
+            self._at = self._at if run is None else run.end()
+            if self._at == len(text):
+                break
+            character = text[self._at]
+            if self._is_in_string and character == "\\":
+                if self._at + 1 == len(text):
+                    break
+                self._at += 1
+            elif character == '"':
+                self._is_in_string = not self._is_in_string
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return self._at + 1
+            else:
+                return -1
+            self._at += 1
+        return None
+
+
+class _Quotes:
+    """Follows text line by line, to know where a mark is quoted as code."""
+
+    _FENCE: Final = re.compile(r"\s*(`{3,}|~{3,})(.*)")
+    _MOST: Final = 64
+    """Characters of a line that are kept; a fence needs no more."""
+
+    def __init__(self) -> None:
+        self._fence = ""
+        """What opened the fence that is open."""
+        self._line = self._last = ""
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether a mark that comes now is in a code fence, or right behind a backtick."""
+        return bool(self._fence) or self._last == "`"
+
+    @property
+    def is_line_blank(self) -> bool:
+        return not self._fence and not self._line.strip()
+
+    def feed(self, text: str) -> None:
+        for part in text.splitlines(keepends=True):
+            self._line = (self._line + part)[: self._MOST]
+            self._last = part[-1:]
+            if part.endswith(("\n", "\r")):
+                self._end_line()
+
+    def _end_line(self) -> None:
+        found, self._line = self._FENCE.match(self._line), ""
+        if found is None:
+            return
+        run, rest = found[1], found[2]
+        if not self._fence:
+            self._fence = "" if "`" in rest and run[0] == "`" else run
+        elif run.startswith(self._fence) and not rest.strip():
+            self._fence = ""
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A mark that may open a call. ``body`` in the methods below is the text behind it."""
+
+    mark: str
+    """Empty where the beginning of the answer is the mark."""
+    name: str = ""
+    """The name of the call, where it stands in front of the arguments."""
+    at: int = 0
+    """Index in the body up to which it is read."""
+    scan: _JsonEnd | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+_MORE: Final = -1
+_FAILED: Final = -2
+_LONGEST_HEAD: Final = 512
+"""Characters between a mark and the arguments."""
+
+
 class ToolReader:
-    """Reads one answer: ``push`` returns what is certain now, ``flush`` the rest. ``names`` are the
-    tools that there are; ``marks`` are texts by token id, which have to be put back into what is
-    pushed (``MarkedText``)."""
+    """Reads one answer: ``push`` returns what is certain now, ``flush`` the rest.
+
+    ``names`` are the names of the tools that there are. ``tokens`` are the marks that are tokens,
+    by id; what is pushed has to come through ``marks``, which writes signs for them.
+    ``is_thinking``: the answer begins inside a thought."""
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], marks: Mapping[int, str] | None = None
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        tokens: Mapping[int, MarkToken] | None = None,
+        *,
+        is_thinking: bool = False,
     ) -> None:
-        self._form, self._names, self.marks = form, frozenset(names), MarkedText(marks or {})
-        self._mark = MISTRAL_MARK if form is ToolFormat.MISTRAL else OPEN
-        self._held = ""
-        self._inside = self._after_call = False
-        self._is_text = False
-        """Of an answer in Llama's format, which is all text or all calls."""
+        self._form, self._names = form, frozenset(names)
+        self.marks = MarkedText(tokens or {})
+        self._written = {one.sign: one.written for one in (tokens or {}).values()}
+        self._arguments = {one.sign: one.text for one in (tokens or {}).values()}
+        stands = {mark: mark for mark in _ALL_MARKS}
+        stands |= {one.text: one.sign for one in (tokens or {}).values()}
+        self._close, self._call_id = stands[CLOSE], stands[_CALL_ID]
+        self._args = stands[_ARGUMENTS]
+        opens = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}
+        self._open = stands[opens.get(form, MISTRAL_MARK)]
+        self._thoughts = {stands[begin]: stands[end] for begin, end in _THOUGHTS.items()}
+        self._searched = (self._open, *self._thoughts)
+        self._first = re.compile("|".join(map(re.escape, self._searched)))
+        self._thought_ends = tuple(self._thoughts.values()) if is_thinking else ()
+        """The marks that end the thought that is open; empty: none is."""
+        self._buffer = ""
+        """Text whose meaning is not certain yet; behind the mark of ``_candidate``."""
+        self._candidate: _Candidate | None = None
+        self._blank = ""
+        """White space that is text, unless a call follows."""
+        self._is_after_call = False
+        self._is_start = True
+        """No text has come, thoughts apart."""
+        self._quotes = _Quotes()
 
     def push(self, text: str) -> list[Found]:
-        self._held += text
-        if self._form is ToolFormat.LLAMA:
-            start = self._held.lstrip()
-            may_call = start.startswith(("{", LLAMA_MARK)) or LLAMA_MARK.startswith(start)
-            self._is_text = self._is_text or not may_call
-            return self._say(self._take(len(self._held))) if self._is_text else []
-        found: list[Found] = []
-        while not (self._inside and self._form is ToolFormat.MISTRAL):
-            mark = CLOSE if self._inside else self._mark
-            before, there, rest = self._held.partition(mark)
-            if not there:
-                break
-            found += self._read(before, CLOSE) if self._inside else self._say(before.rstrip())
-            self._held, self._inside = rest, not self._inside
-        if not self._inside:
-            found += self._say(self._take(len(self._held) - _may_begin(self._mark, self._held)))
-        return found
+        self._buffer += text
+        return self._read(over=False)
 
     def flush(self) -> list[Found]:
-        held, inside = self._take(len(self._held)), self._inside
-        self._inside = False
-        if self._form is ToolFormat.LLAMA:
-            calls = [] if self._is_text else self._calls(held.replace(LLAMA_MARK, ""))
-            known = calls and all(call.name in self._names for call in calls)
-            return list(calls) if known else self._say(held)
-        return self._read(held, "") if inside else self._say(held)
+        self._buffer += self.marks.flush()
+        found = self._read(over=True)
+        if self._blank and not self._is_after_call:
+            _append(found, self._blank)
+        self._blank = ""
+        return found
 
-    def _take(self, count: int) -> str:
-        taken, self._held = self._held[:count], self._held[count:]
+    def _read(self, *, over: bool) -> list[Found]:
+        found: list[Found] = []
+        while self._advance(found, over):
+            pass
+        return found
+
+    def _advance(self, found: list[Found], over: bool) -> bool:
+        """Read up to the next change of state; False: more text is needed."""
+        if self._thought_ends:
+            return self._read_thought(found, over)
+        if self._candidate is not None:
+            return self._read_candidate(self._candidate, found, over)
+        return self._read_text(found, over)
+
+    def _read_text(self, found: list[Found], over: bool) -> bool:
+        start = self._buffer.lstrip(_SPACE)
+        if self._form is ToolFormat.LLAMA and self._is_start and start.startswith("{"):
+            self._say(found, self._buffer[: len(self._buffer) - len(start)])
+            self._buffer, self._candidate = start, _Candidate("")
+            return True
+        match = self._first.search(self._buffer)
+        if match is None:
+            self._say(found, self._take_sure(self._searched, over))
+            return False
+        mark = match[0]
+        self._say(found, self._buffer[: match.start()])
+        self._buffer = self._buffer[match.end() :]
+        if mark in self._thoughts and self._quotes.is_line_blank:
+            self._say(found, mark, is_thought=True)
+            self._thought_ends = (self._thoughts[mark],)
+        elif mark in self._thoughts or self._quotes.is_quoted:
+            self._say(found, mark)
+        else:
+            self._candidate = _Candidate(mark)
+        return True
+
+    def _read_thought(self, found: list[Found], over: bool) -> bool:
+        at = [(place, end) for end in self._thought_ends if (place := self._buffer.find(end)) >= 0]
+        if not at:
+            self._say(found, self._take_sure(self._thought_ends, over), is_thought=True)
+            return False
+        place, mark = min(at)
+        cut = place + len(mark)
+        self._say(found, self._buffer[:cut], is_thought=True)
+        self._buffer, self._thought_ends = self._buffer[cut:], ()
+        return True
+
+    def _take_sure(self, marks: Sequence[str], over: bool) -> str:
+        """Take the buffer's text, without an end that may begin one of ``marks``."""
+        cut = len(self._buffer) - (0 if over else _begun(self._buffer, marks))
+        taken, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return taken
 
-    def _say(self, text: str) -> list[Found]:
-        """White space between and behind calls is nobody's text."""
-        if self._after_call:
-            text = text.lstrip()
-        self._after_call = self._after_call and not text
-        return [text] if text else []
+    def _read_candidate(self, candidate: _Candidate, found: list[Found], over: bool) -> bool:
+        read = {ToolFormat.HERMES: self._read_hermes, ToolFormat.LLAMA: self._read_llama}
+        end = read.get(self._form, self._read_mistral)(candidate, self._buffer, over)
+        if end == _MORE and not over:
+            return False
+        self._candidate = None
+        if end < 0:
+            self._is_start = False
+            self._say(found, candidate.mark)
+            return True
+        found += candidate.calls
+        self._buffer, self._blank = self._buffer[end:], ""
+        self._is_after_call, self._is_start = True, False
+        return True
 
-    def _read(self, body: str, close: str) -> list[Found]:
-        if not (calls := self._calls(body)):
-            return self._say(self._mark + body + close)
-        self._after_call = True
-        return list(calls)
+    # Each of these returns how much of ``body`` is calls, ``_MORE`` or ``_FAILED``.
 
-    def _calls(self, text: str) -> list[ToolCall]:
-        """None of them if one cannot be read."""
-        values: list[Any] = []
-        if self._form is ToolFormat.LLAMA:
-            values += _sequence(text)
-        elif self._form is ToolFormat.HERMES:
-            values.append(_json(text))
-        else:
-            for part in text.split(MISTRAL_MARK):
-                value = _json(part)
-                values += value if isinstance(value, list) else [_named(part)]
-        calls = [call for value in values if (call := self._call(value)) is not None]
-        return calls if len(calls) == len(values) else []
+    def _read_hermes(self, candidate: _Candidate, body: str, over: bool) -> int:
+        if not candidate.calls:
+            if candidate.scan is None:
+                start = _skip(body, 0)
+                if start == len(body):
+                    return _MORE
+                if body[start] != "{":
+                    return _FAILED
+                candidate.scan = _JsonEnd(start)
+            if (status := self._read_value(candidate, candidate.scan, body)) < 0:
+                return status
+        after = _skip(body, candidate.at)
+        if body.startswith(self._close, after):
+            return after + len(self._close)
+        if body.startswith(self._open, after):
+            return candidate.at
+        if _begun(body[after:], (self._close, self._open)) == len(body) - after:
+            return len(body) if over else _MORE
+        return _FAILED
+
+    def _read_mistral(self, candidate: _Candidate, body: str, over: bool) -> int:
+        if candidate.scan is None:
+            start = _skip(body, 0)
+            if start == len(body):
+                return _MORE
+            if body[start] in "[{":
+                candidate.scan = _JsonEnd(start)
+            else:
+                brace = body.find("{", start)
+                head = body[start:] if brace < 0 else body[start:brace]
+                name = self._name_before(head, is_whole=brace >= 0)
+                if name is None or len(head) > _LONGEST_HEAD:
+                    return _FAILED
+                if brace < 0:
+                    return _MORE
+                candidate.name, candidate.scan = name, _JsonEnd(brace)
+        return self._read_value(candidate, candidate.scan, body)
+
+    def _name_before(self, head: str, *, is_whole: bool) -> str | None:
+        """Return the name at the beginning of what stands between a mark and the arguments; None:
+        it is no name with marks behind it, or cannot become one where it is not the whole."""
+        begins = [one for one in self._names if head.startswith(one)]
+        if (found := _NAME.match(head)) is not None:
+            begins.append(found[0])
+        if not is_whole:
+            begins += [one for one in self._names if one.startswith(head)]
+        for name in sorted(begins, key=len, reverse=True):
+            rest = head[len(name) :].strip()
+            if rest.startswith(self._call_id):
+                identity = rest[len(self._call_id) :]
+                place = identity.find(self._args)
+                rest = "" if place < 0 else identity[place:]
+            if rest.startswith(self._args):
+                rest = rest[len(self._args) :]
+            begun = 0 if is_whole else _begun(rest, (self._call_id, self._args))
+            if begun == len(rest):
+                return name
+        return None
+
+    def _read_llama(self, candidate: _Candidate, body: str, over: bool) -> int:
+        while True:
+            if candidate.scan is None:
+                candidate.at = _skip(body, candidate.at, _SPACE + ";,")
+                if body.startswith(self._open, candidate.at):
+                    candidate.at += len(self._open)
+                    continue
+                rest = len(body) - candidate.at
+                if rest == 0 or _begun(body[candidate.at :], (self._open,)) == rest:
+                    return len(body) if over and candidate.calls and not rest else _MORE
+                if body[candidate.at] != "{":
+                    return _FAILED
+                candidate.scan = _JsonEnd(candidate.at)
+            if (status := self._read_value(candidate, candidate.scan, body)) < 0:
+                return status
+            if candidate.calls[-1].name not in self._names:
+                return _FAILED
+            candidate.scan = None
+
+    def _read_value(self, candidate: _Candidate, scan: _JsonEnd, body: str) -> int:
+        """Read one JSON value, which has to be a call, a list of calls, or the arguments of a call
+        whose name is read."""
+        end = scan.find(body)
+        if end is None or end < 0:
+            return _MORE if end is None else _FAILED
+        value = _json(_with(self._arguments, body[scan.start : end]))
+        if candidate.name:
+            value = {"name": candidate.name, "arguments": value}
+        values = value if isinstance(value, list) else [value]
+        calls = [call for one in values if (call := self._call(one)) is not None]
+        if not calls or len(calls) < len(values):
+            return _FAILED
+        candidate.calls += calls
+        candidate.at = end
+        return end
 
     def _call(self, value: Any) -> ToolCall | None:
         name = value.get("name") if isinstance(value, dict) else None
@@ -160,115 +523,248 @@ class ToolReader:
             written, arguments = arguments, _json(arguments)
         if not isinstance(arguments, dict):
             return None
-        if written is None:
+        if written is None or "\n" in written or "\t" in written:
             written = json.dumps(arguments, ensure_ascii=False)
         written = written if is_unicode(written) else json.dumps(arguments)
         return ToolCall(_new_id(self._form), name, written)
 
+    def _say(self, found: list[Found], text: str, *, is_thought: bool = False) -> None:
+        """Append text to ``found``. White space behind it waits, since it is dropped where a call
+        follows; so is white space between and behind calls."""
+        text = _with(self._written, text)
+        if not is_thought:
+            self._quotes.feed(text)
+            self._is_start = self._is_start and not text.strip()
+        else:
+            self._quotes = _Quotes()
+        text = self._blank + text
+        if self._is_after_call:
+            text = text.lstrip()
+            if not text:
+                return
+            self._is_after_call = False
+        kept = text.rstrip()
+        self._blank = text[len(kept) :]
+        if kept:
+            _append(found, kept)
+
+
+def _append(found: list[Found], text: str) -> None:
+    if found and isinstance(last := found[-1], str):
+        found[-1] = last + text
+    else:
+        found.append(text)
+
+
+def _skip(text: str, start: int, characters: str = _SPACE) -> int:
+    """Return the index of the first character from ``start`` on that is none of ``characters``."""
+    while start < len(text) and text[start] in characters:
+        start += 1
+    return start
+
+
+def _begun(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of ``text`` that begins one of ``marks`` and is not all
+    of it."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    for length in range(longest, 0, -1):
+        if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0
+
+
+def _with(texts: Mapping[str, str], text: str) -> str:
+    """Return ``text`` with the texts of signs in their places."""
+    for sign, written in texts.items():
+        text = text.replace(sign, written)
+    return text
+
 
 def _json(text: str) -> Any:
+    """Return the value of JSON in which texts may contain line breaks; None: it is no JSON."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
 
 
-def _sequence(text: str) -> Iterator[Any]:
-    """JSON values with white space, commas or semicolons between; a None for what is none."""
-    decoder = json.JSONDecoder()
-    while text := text.strip(" \t\r\n;,"):
-        try:
-            value, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            yield None
-            return
-        yield value
-        text = text[end:]
+# --- grammars of calls ----------------------------------------------------------------------------
 
 
-def _named(text: str) -> Any:
-    """``name[ARGS]{...}``, as newer Mistral models write it; None for what is no such call."""
-    if (found := _NAMED.match(text)) is None:
-        return None
-    values = list(_sequence(text[found.end() :]))
-    return {"name": found[1], "arguments": values[0] if len(values) == 1 else None}
+Tools = Sequence[Mapping[str, Any]]
 
 
-def _may_begin(mark: str, text: str) -> int:
-    """How much of the end of ``text`` must be held: what may begin ``mark``, and the white space
-    before it, which is dropped where it does."""
-    longest = min(len(mark) - 1, len(text))
-    begun = next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
-    before = text[: len(text) - begun]
-    return begun + len(before) - len(before.rstrip())
+def forced_call(form: ToolFormat, tools: Tools, names: TokenNames, *, one: bool) -> Constraint:
+    """Return the grammar of an answer that calls one of ``tools``, or up to eight of them unless
+    ``one``. Arguments are held to the schemas of the tools. Raises ``ApiError``."""
+    every = [tool["function"]["name"] for tool in tools]
+    return _grammar([f"start: {_calls(form, names, one=one)}", *_rules(form, tools, every, names)])
 
 
-def forced_call(
-    template: str,
-    tools: Sequence[Mapping[str, Any]],
-    special_id: Callable[[str], int | None],
+def call_or_json(
+    form: ToolFormat,
+    tools: Tools,
+    strict: Collection[str],
+    names: TokenNames,
     *,
     one: bool,
+    schema: str,
 ) -> Constraint:
-    """What a text has to be that calls one of ``tools``, or several of them unless ``one``, in the
-    words of the model's template. ``special_id`` tells the marks that are tokens of their own: no
-    text stands for them. Raises ``ApiError``."""
-    if (form := tool_format(template)) is None:
-        why = "the chat template of this model teaches no format of tool calls that is known here"
-        raise invalid("tool_choice", f"{why}, so that none can be forced", "unsupported_parameter")
+    """Return the grammar of an answer that is calls, or JSON that fits ``schema``. The arguments of
+    the ``strict`` tools are held to their schemas. Raises ``ApiError``."""
+    start = f"start: {_calls(form, names, one=one)} | answer"
+    rules = _rules(form, tools, strict, names)
+    if form is ToolFormat.LLAMA:
+        # The whole call has to be JSON here: llguidance does not tell a text that begins like the
+        # answer from the answer.
+        rules = [f"call: {' | '.join(f'call_{place}' for place in range(len(tools)))}"]
+        rules += [
+            f"call_{place}: %json {compact(_call_schema(tool['function'], strict))}"
+            for place, tool in enumerate(tools)
+        ]
+    return _grammar([start, f"answer: %json {schema}", *rules])
 
-    def mark(text: str) -> str:
-        found = special_id(text)
-        return json.dumps(text) if found is None else f"<[{found}]>"
 
-    named = form is ToolFormat.MISTRAL and _ARGUMENTS in template
-    key = "parameters" if form is ToolFormat.LLAMA else "arguments"
-    before, between, after = "", '"; " ', ""
-    if form is ToolFormat.HERMES:
-        between = '"\\n" '
-    elif named:
-        between = ""
-    elif form is ToolFormat.MISTRAL:
-        before, between, after = f'{mark(MISTRAL_MARK)} "[" ', '", " ', ' "]"'
-    rules = []
-    for place, tool in enumerate(tools):
-        function = tool["function"]
-        arguments = {"type": "object", **(function.get("parameters") or {})}
-        name = function["name"]
-        head, tail = json.dumps(f'{{"name": {compact(name)}, "{key}": '), '"}"'
-        if named:
-            head, tail = f"{mark(MISTRAL_MARK)} {json.dumps(name)} {mark(_ARGUMENTS)}", ""
-        elif form is ToolFormat.HERMES:
-            head, tail = f'{mark(OPEN)} "\\n" {head}', f'"}}\\n" {mark(CLOSE)}'
-        rules.append(f"call_{place}: {head} arguments_{place} {tail}")
-        rules.append(f"arguments_{place}: %json {compact(arguments)}")
-    calls = " | ".join(f"call_{place}" for place in range(len(tools)))
-    more = "" if one else f" ({between}call){{0,{_MOST_CALLS - 1}}}"
-    lines = [f"start: {before}call{more}{after}", f"call: {calls}", *rules]
+def _call_schema(function: Mapping[str, Any], strict: Collection[str]) -> dict[str, Any]:
+    """Return the schema of a call in Llama's format. Definitions move to its root, where their
+    references look for them."""
+    own = (function.get("parameters") or {}) if function["name"] in strict else {}
+    definitions = {key: own[key] for key in ("$defs", "definitions") if key in own}
+    inner = {key: value for key, value in own.items() if key not in definitions}
+    return {
+        **definitions,
+        "type": "object",
+        "properties": {
+            "name": {"const": function["name"]},
+            "parameters": {"type": "object", **inner},
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def free_call(
+    form: ToolFormat,
+    tools: Tools,
+    strict: Collection[str],
+    names: TokenNames,
+    *,
+    is_thinking: bool = False,
+) -> Constraint:
+    """Return the grammar of an answer that is any text, with calls in it. The arguments of the
+    ``strict`` tools are held to their schemas. Raises ``ApiError``.
+
+    Where the mark of a call is a token, any other token may come at any place outside of a call.
+    Where it is not, the text is UTF-8 that does not contain the mark. A thought, where its marks
+    are tokens, may contain anything; ``is_thinking``: the answer begins inside one."""
+    opening = {ToolFormat.HERMES: OPEN, ToolFormat.LLAMA: LLAMA_MARK}.get(form, MISTRAL_MARK)
+    mark = names.added.get(opening)
+    rules = _rules(form, tools, strict, names)
+    calls = _calls(form, names, one=False)
+    others = set(names.added.values()) - {mark}
+    if form is ToolFormat.LLAMA:
+        known = "|".join(_regex_of(tool["function"]["name"]) for tool in tools)
+        space = r"[ \t\r\n]*"
+        call = rf'{space}\{{{space}"name"{space}:{space}"({known})"(.|\n)*'
+        behind = f" | TEXT <[{_ids(others)}]> free" if others else ""
+        tagged = "" if mark is None else f" | <[{mark}]> {calls}"
+        lines = [f"start: {calls}{tagged} | TEXT{behind}", rf"TEXT: /(.|\n)*/ & ~/{call}/"]
+        if others:
+            lines.append("free: <[*]>*" if mark is None else f"free: <[^{mark}]>*")
+        return _grammar([*lines, *rules])
+    if mark is None:
+        start = f"start: part (<[{_ids(others)}]> part)*" if others else "start: part"
+        lines = [start, "part: marked* TEXT", r"TEXT: /(.|\n)*/"]
+        lines += [f"begin[lazy]: TEXT {json.dumps(opening)}", "marked: begin behind"]
+        return _grammar([*lines, *_rules(form, tools, strict, names, begun="behind")])
+    # What may come at a place are tokens of disjoint sets, since llguidance follows one of them.
+    lines = [f"rest: free ({calls} free)*", f"free: <[^{mark}]>*"]
+    begins, starts = set[int](), list[str]()
+    for begin, end in _THOUGHTS.items():
+        first, last = names.added.get(begin), names.added.get(end)
+        if first is None or last is None:
+            continue
+        begins.add(first)
+        lines.append(f"thought_{first}: <[^{last}]>* | <[^{last}]>* <[{last}]> rest")
+        starts.append(f"thought_{first}" if is_thinking else f"<[{first}]> thought_{first}")
+    if not is_thinking or not starts:
+        starts += ['""', f"<[^{_ids({mark, *begins})}]> rest", f"{calls} rest"]
+    return _grammar([f"start: {' | '.join(starts)}", *lines, *rules])
+
+
+def _grammar(lines: Sequence[str]) -> Constraint:
     try:
         return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines))
     except ValueError as error:
         raise invalid("tools", str(error)) from None
 
 
-class MarkedText:
-    """Of one answer; ``marks`` are texts by token id."""
+def _mark(names: TokenNames, text: str) -> str:
+    """Return what stands for a mark in a grammar: its token where it has one."""
+    found = names.added.get(text)
+    return json.dumps(text) if found is None else f"<[{found}]>"
 
-    def __init__(self, marks: Mapping[int, str]) -> None:
-        self._marks = marks
-        self._length = 0
-        """Of the text so far, without marks."""
-        self._waiting: deque[tuple[int, str]] = deque()
-        """Marks whose place, counted as ``_length`` is, the text has not reached."""
 
-    def push(self, token: int | None, piece: Piece) -> str:
-        """The text of ``piece`` and all marks that stand in it; ``token`` None: it has none."""
-        if token is not None and (mark := self._marks.get(token, "")):
-            self._waiting.append((self._length + piece.held, mark))
-        begin, self._length = self._length, self._length + len(piece.text)
-        parts, done = [], 0
-        while self._waiting and self._waiting[0][0] <= self._length:
-            place, mark = self._waiting.popleft()
-            parts += [piece.text[done : place - begin], mark]
-            done = place - begin
-        return "".join((*parts, piece.text[done:]))
+def _calls(form: ToolFormat, names: TokenNames, *, one: bool) -> str:
+    """Return the expression of one call, or of one to eight unless ``one``."""
+    before, between, after = "", '"; "', ""
+    if form is ToolFormat.HERMES:
+        between = '"\\n"'
+    elif form is ToolFormat.MISTRAL_NAMED:
+        between = ""
+    elif form is ToolFormat.MISTRAL:
+        before, between, after = f'{_mark(names, MISTRAL_MARK)} "["', '", "', '"]"'
+    more = "" if one else f"({between} call){{0,{_MOST_CALLS - 1}}}"
+    return " ".join(part for part in (before, "call", more, after) if part)
+
+
+def _rules(
+    form: ToolFormat,
+    tools: Tools,
+    strict: Collection[str],
+    names: TokenNames,
+    *,
+    begun: str = "",
+) -> list[str]:
+    """Return the rules of ``call``, or of what follows the opening mark under the name ``begun``.
+    Arguments of tools that are not ``strict`` are any JSON object."""
+    key = "parameters" if form is ToolFormat.LLAMA else "arguments"
+    lines, opening = [], ""
+    if form is ToolFormat.HERMES:
+        opening = _mark(names, OPEN)
+    elif form is ToolFormat.MISTRAL_NAMED:
+        opening = _mark(names, MISTRAL_MARK)
+    for place, tool in enumerate(tools):
+        function = tool["function"]
+        name = function["name"]
+        own = (function.get("parameters") or {}) if name in strict else {}
+        head, tail = json.dumps(f'{{"name": {compact(name)}, "{key}": '), '"}"'
+        if form is ToolFormat.MISTRAL_NAMED:
+            head, tail = f"{json.dumps(name)} {_mark(names, _ARGUMENTS)}", ""
+        elif form is ToolFormat.HERMES:
+            head, tail = f'"\\n" {head}', f'"}}\\n" {_mark(names, CLOSE)}'
+        lines.append(f"call_{place}: {head} arguments_{place} {tail}")
+        lines.append(f"arguments_{place}: %json {compact({'type': 'object', **own})}")
+    choices = " | ".join(f"call_{place}" for place in range(len(tools)))
+    if begun and form is ToolFormat.MISTRAL:
+        more = f'(", " call){{0,{_MOST_CALLS - 1}}}'
+        return [f'{begun}: "[" call {more} "]"', f"call: {choices}", *lines]
+    if begun:
+        return [f"{begun}: {choices}", *lines]
+    return [f"call: {opening} ({choices})", *lines]
+
+
+def _ids(tokens: Collection[int]) -> str:
+    """Return a set of token ids in the notation of a grammar."""
+    found: list[list[int]] = []
+    for token in sorted(tokens):
+        if found and token == found[-1][1] + 1:
+            found[-1][1] = token
+        else:
+            found.append([token, token])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in found)
+
+
+def _regex_of(text: str) -> str:
+    """Return the regular expression of the JSON of ``text``, without quotes."""
+    return re.sub(r"([^A-Za-z0-9_ ])", r"\\\1", compact(text)[1:-1])

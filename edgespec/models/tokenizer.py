@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from edgespec.core.protocol.checks import is_unicode
 from edgespec.models import added_tokens
+from edgespec.models.call_history import CallForm, find_call_form, fit_calls
 from edgespec.models.folders import read_beside
-from edgespec.models.text_worker import TextRefusedError, TextWorker
+from edgespec.models.text_worker import TextRefusedError, TextWorker, TextWorkerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -76,10 +77,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text. With ``continue_final_message`` it ends with the content of the
-        last message, which is to be continued, as in transformers. ``variables`` are further ones
-        of the template, such as ``enable_thinking``. Raises ``ChatTemplateError``, also where a
-        variable has a name of ours, and where the template does not show the last message."""
+        """Return the prompt text. Tool calls in ``messages`` may have their arguments as an object
+        or as JSON in a text, and ``content`` None or empty: the template gets the form that it
+        reads. With ``continue_final_message`` the text ends with the content of the last message,
+        which is to be continued, as in transformers. ``variables`` are further ones of the
+        template, such as ``enable_thinking``. Raises ``ChatTemplateError``, also where a variable
+        has a name of ours, and where the template does not show the last message."""
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise ChatTemplateError(
                 f"number of messages is {len(messages)}, but must be in [1, {MAX_MESSAGES}]"
@@ -94,7 +97,7 @@ class ChatTemplate:
         given = {
             **self.tokens,
             **(variables or {}),
-            "messages": shown,
+            "messages": fit_calls(shown, self._form_of(shown)),
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "add_generation_prompt": add_generation_prompt,
         }
@@ -113,6 +116,26 @@ class ChatTemplate:
         if not is_unicode(text):
             raise ChatTemplateError("the messages hold half of a surrogate pair")
         return text
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """How the template reads the tool calls of earlier messages. Raises ``ChatTemplateError``
+        where that takes more time or memory than is given."""
+
+        def render(messages: Sequence[Message], tools: Sequence[Message]) -> str:
+            given = {"messages": messages, "tools": tools or None, "add_generation_prompt": True}
+            return str(self._compiled.render({**self.tokens, **given}))
+
+        try:
+            return find_call_form(render)
+        except TextWorkerError as error:
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+    def _form_of(self, messages: Sequence[Message]) -> CallForm:
+        """The form of calls, which matters and costs something only where there are calls."""
+        if any(message.get("tool_calls") for message in messages):
+            return self.call_form
+        return CallForm()
 
     @property
     def knows_tools(self) -> bool:
@@ -185,6 +208,10 @@ class ChatTokenizer(Protocol):
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """The model's template, the one for tools if it has such; None: it has none."""
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special or not, by their text."""
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token written so; None: there is none, or text shows it."""
@@ -420,8 +447,8 @@ class TextTokenizer:
         """The largest token id and one, added tokens included."""
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
-    @property
-    def added(self) -> dict[str, int]:
+    @cached_property
+    def added(self) -> Mapping[str, int]:
         """Ids of the tokens that were added to the vocabulary, by their text."""
         found = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in found.items()}
@@ -431,7 +458,8 @@ class TextTokenizer:
         return self.decode([token]).encode()
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that is written so: one that no decoded text shows."""
+        """Return the id of the special token that is written so: one that no decoded text shows;
+        None: there is none."""
         found = self._tokenizer.token_to_id(text)
         return int(found) if found in self.special_ids else None
 

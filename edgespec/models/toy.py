@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from edgespec.core.ports import ModelInfo
 from edgespec.core.toy_model import ToyModel
@@ -47,6 +48,8 @@ class ToyTokenizer:
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         """Of the toy: contents and spaces."""
         return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
+
+    added: Mapping[str, int] = MappingProxyType({})
 
     def special_id(self, text: str) -> int | None:
         return None

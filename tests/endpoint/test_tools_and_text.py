@@ -46,7 +46,7 @@ from tests.endpoint.live_endpoint import (
     over_toy,
 )
 from tests.present import present
-from tests.shell.letters import LETTERS, READER, text_of
+from tests.shell.letters import LETTERS, READER, LettersTokenizer, text_of
 from tests.shell.scripted_verifier import QUICK, loopback, streaming
 from tests.shell.tiny_checkpoints import write_tokenizer
 from tests.tables import tabled
@@ -96,6 +96,7 @@ def test_calls_are_found_however_the_text_is_cut(
 def test_a_template_says_which_format_it_teaches() -> None:
     assert tool_format(HERMES) is ToolFormat.HERMES
     assert tool_format("{{ '[TOOL_CALLS]' }}") is ToolFormat.MISTRAL
+    assert tool_format("{{ '[TOOL_CALLS]' + '[ARGS]' }}") is ToolFormat.MISTRAL_NAMED
     assert tool_format("'ipython' ... \"parameters\"") is ToolFormat.LLAMA
     assert tool_format("{{ messages }}") is None
 
@@ -372,21 +373,11 @@ async def test_a_call_that_must_be() -> None:
         assert {one.function.name for one in calls} <= {"feed", "wash"}
 
 
-@pytest.mark.parametrize(
-    ("form", "template"),
-    [
-        (ToolFormat.HERMES, "<tool_call>"),
-        (ToolFormat.MISTRAL, "[TOOL_CALLS]"),
-        (ToolFormat.MISTRAL, "[TOOL_CALLS] [ARGS]"),
-        (ToolFormat.LLAMA, "python_tag"),
-    ],
-)
+@pytest.mark.parametrize("form", ToolFormat)
 @pytest.mark.parametrize("one", [True, False])
-def test_what_is_forced_is_what_the_reader_reads(
-    form: ToolFormat, template: str, one: bool
-) -> None:
+def test_what_is_forced_is_what_the_reader_reads(form: ToolFormat, one: bool) -> None:
     tools = [tool("feed"), WASH_NOTHING]
-    constraint = forced_call(template, tools, lambda text: None, one=one)
+    constraint = forced_call(form, tools, LettersTokenizer(), one=one)
     for seed in range(3):
         text = random_text(READER(constraint), seed)
         reader = ToolReader(form, ["feed", "wash"])
@@ -398,9 +389,19 @@ def test_what_is_forced_is_what_the_reader_reads(
             assert is_cat(call.arguments) if call.name == "feed" else call.arguments == "{}"
 
 
+class Named:
+    """``TokenNames`` of added tokens that decoded text shows."""
+
+    def __init__(self, added: dict[str, int]) -> None:
+        self.added = added
+
+    def special_id(self, text: str) -> int | None:
+        return None
+
+
 def test_a_mark_that_is_a_token_is_asked_for_by_its_id() -> None:
-    ids = {"<tool_call>": 7, "</tool_call>": 9}
-    constraint = forced_call("<tool_call>", [WASH_NOTHING], ids.get, one=True)
+    names = Named({"<tool_call>": 7, "</tool_call>": 9})
+    constraint = forced_call(ToolFormat.HERMES, [WASH_NOTHING], names, one=True)
     matcher = present(READER(constraint).matcher)
     begun = matcher()
     assert begun.mask()[0] == 1 << 7

@@ -345,7 +345,7 @@ CALLED = {"role": "assistant", "content": "It is", "tool_calls": [{"function": {
         ([USER, BEGUN], {"add_generation_prompt": True}, "It is<|end|>\n<|assistant|>"),
         ([USER, BEGUN], {"continue_final_message": False}, "It is<|end|>\n<|assistant|>"),
         ([USER, BEGUN], {"add_generation_prompt": False}, "It is<|end|>\n"),
-        ([USER, CALLED], {}, "It is<|end|>\n<|assistant|>"),
+        ([USER, CALLED], {}, "}\n</tool_call><|end|>\n<|assistant|>"),
         ([USER], {}, "Hi<|end|>\n<|assistant|>"),
         ([USER], {"continue_final_message": True}, "<|user|>Hi"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 from edgespec.core.protocol.messages import Limits
@@ -63,6 +64,8 @@ class LettersTokenizer:
 
     def chat_template(self, *, tools: bool = False) -> ChatTemplate | None:
         return self._template
+
+    added: Mapping[str, int] = MappingProxyType({})
 
     def special_id(self, text: str) -> int | None:
         return None

@@ -1,0 +1,220 @@
+"""Writes the prompt of a conversation by the model's chat template, also where the template knows
+no tools, or refuses messages that clients send.
+
+A template without tools, or with a format of calls that is not known here, gets a text about the
+tools in its system message, and earlier calls and their results as texts. The format is that of
+Hermes, which many models have read. A template that refuses the messages, for instance because it
+wants one system message at the beginning or roles that alternate, gets them once more with
+neighbours of one role joined, system messages at the front and ids of calls of nine characters, and
+then without a system message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edgespec.endpoint.request_json import compact
+from edgespec.endpoint.tool_calls import CLOSE, OPEN, ToolFormat, ends_in_thought, tool_format
+from edgespec.models.call_history import object_or_text
+from edgespec.models.text_worker import TextWorkerError
+from edgespec.models.tokenizer import ChatTemplate, ChatTemplateError
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+_BETWEEN: Final = "\n\n"
+"""Stands between texts that become one message."""
+_SHORT_ID: Final = 9
+"""Characters of an id that Mistral's templates take."""
+_PREAMBLE: Final = f"""\
+# Tools
+
+You may call functions to help the user. Each line between the tags describes one function in JSON:
+<tools>
+%s
+</tools>
+
+To call a function, answer with its name and its arguments as a JSON object between these tags:
+{OPEN}
+{{"name": "FUNCTION_NAME", "arguments": {{"PARAMETER": "VALUE"}}}}
+{CLOSE}
+
+The result comes between <tool_response> and </tool_response> in the next message. Where no function
+is needed, answer in plain text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a conversation."""
+
+    text: str
+    is_thinking: bool
+    """The answer begins inside a thought that the template opened."""
+
+
+def call_format(template: ChatTemplate) -> ToolFormat:
+    """Return the format in which a model with this template is to write its calls."""
+    return _own_format(template) or ToolFormat.HERMES
+
+
+def writes_tools(template: ChatTemplate) -> bool:
+    """Return whether the template itself tells the model about tools, in a format known here."""
+    return _own_format(template) is not None
+
+
+def _own_format(template: ChatTemplate) -> ToolFormat | None:
+    return tool_format(template.source) if template.knows_tools else None
+
+
+def write_chat_prompt(
+    template: ChatTemplate,
+    messages: Messages,
+    tools: Tools,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatPrompt:
+    """Return the prompt of ``messages`` with ``tools``, which may be empty. The other arguments are
+    those of ``ChatTemplate.render``. Raises ``ChatTemplateError`` for messages that the template
+    refuses in every form."""
+    own = writes_tools(template)
+    given = tools if own and tools else None
+    if (tools and not own) or (_has_calls(messages) and not _shows_calls(template)):
+        messages = [*_with_calls_as_text(messages)]
+    preamble = "" if own or not tools else _PREAMBLE % "\n".join(map(_described, tools))
+    refused: ChatTemplateError | None = None
+    for turns in _forms(messages, preamble):
+        try:
+            text = template.render(
+                turns,
+                tools=given,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+        except ChatTemplateError as error:
+            if isinstance(error.__cause__, TextWorkerError):
+                raise  # it would take as long once more
+            refused = refused or error
+            continue
+        if preamble in text:
+            return ChatPrompt(text, ends_in_thought(text))
+    if refused is None:  # the template leaves out system messages, and changes those of users
+        refused = ChatTemplateError("the chat template leaves out the text about the tools")
+    raise refused
+
+
+def _forms(messages: Messages, preamble: str) -> Iterator[list[dict[str, Any]]]:
+    """Yield the conversation in the forms to try, each one once: as it is, joined, and with the
+    system message as a part of the first message of a user."""
+    tried = list[list[dict[str, Any]]]()
+    plain = _with_preamble([dict(one) for one in messages], preamble)
+    joined = _with_short_ids(_joined(plain))
+    for form in (plain, joined, _joined(_without_system(joined))):
+        if form and form not in tried:
+            tried.append(form)
+            yield form
+
+
+def _with_preamble(messages: list[dict[str, Any]], preamble: str) -> list[dict[str, Any]]:
+    if not preamble:
+        return messages
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": preamble}, *messages]
+    first = {**messages[0], "content": _join(messages[0]["content"], preamble)}
+    return [first, *messages[1:]]
+
+
+def _joined(messages: Messages) -> list[dict[str, Any]]:
+    """Return the messages with one system message at the front, and with neighbours of one role
+    joined; results of tools stay apart."""
+    system = [one["content"] for one in messages if one["role"] == "system"]
+    found = [{"role": "system", "content": _join(*system)}] if any(system) else []
+    for message in messages:
+        if message["role"] == "system":
+            continue
+        last = found[-1] if found else {"role": ""}
+        if message["role"] != last["role"] or message["role"] == "tool":
+            found.append(dict(message))
+            continue
+        both = {**last, **message, "content": _join(last["content"], message["content"])}
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            both["tool_calls"] = calls
+        found[-1] = both
+    return found
+
+
+def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with ids of calls that Mistral's templates take: nine letters and digits,
+    the same for the same id."""
+    found = list[dict[str, Any]]()
+    for message in messages:
+        short = dict(message)
+        if "tool_call_id" in short:
+            short["tool_call_id"] = _short_id(short["tool_call_id"])
+        if calls := short.get("tool_calls"):
+            short["tool_calls"] = [{**one, "id": _short_id(one.get("id", ""))} for one in calls]
+        found.append(short)
+    return found
+
+
+def _short_id(identity: str) -> str:
+    if len(identity) == _SHORT_ID and identity.isalnum():
+        return identity
+    return hashlib.sha256(identity.encode()).hexdigest()[:_SHORT_ID]
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the text of the system message in front of the first user's."""
+    if not messages or messages[0]["role"] != "system":
+        return messages
+    return [{**messages[0], "role": "user"}, *messages[1:]]
+
+
+def _join(*texts: str | None) -> str:
+    return _BETWEEN.join(text for text in texts if text)
+
+
+def _described(tool: Mapping[str, Any]) -> str:
+    return compact(tool["function"])
+
+
+def _has_calls(messages: Messages) -> bool:
+    return any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
+
+
+def _shows_calls(template: ChatTemplate) -> bool:
+    return writes_tools(template) or template.call_form.is_shown
+
+
+def _with_calls_as_text(messages: Messages) -> Iterator[dict[str, Any]]:
+    """Yield the messages with calls and results as texts. The results of one turn become one
+    message of the user."""
+    results = list[str]()
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
+            continue
+        if results:
+            yield {"role": "user", "content": "\n".join(results)}
+            results = []
+        if not message.get("tool_calls"):
+            yield dict(message)
+            continue
+        calls = [_call_text(call["function"]) for call in message["tool_calls"]]
+        kept = {key: one for key, one in message.items() if key != "tool_calls"}
+        yield {**kept, "content": "\n".join(filter(None, [message["content"], *calls]))}
+    if results:
+        yield {"role": "user", "content": "\n".join(results)}
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = object_or_text(arguments)
+    call = compact({"name": function["name"], "arguments": arguments})
+    return f"{OPEN}\n{call}\n{CLOSE}"

@@ -1,0 +1,122 @@
+"""Gives a chat template the tool calls of earlier messages in the form that it reads.
+
+Clients send the arguments of a call as JSON in a text, and ``content`` null or empty beside calls.
+Some templates write the arguments with ``tojson``, so they need an object; others join them to a
+text. Some recognise a call by ``content is none``; others fail on None, or print it. A template is
+a program, so the only safe way to know its form is to render a small conversation in each form and
+to look for the call in the result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edgespec.models.text_worker import TextWorkerError
+
+Messages = Sequence[Mapping[str, Any]]
+
+_NAME: Final = "probe_function"
+_KEY, _VALUE = "probe_key", "probe_value"
+_ID: Final = "probe1234"
+"""Nine letters and digits, which Mistral's templates demand."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template reads the tool calls of earlier messages."""
+
+    has_text_arguments: bool = False
+    """Arguments are JSON in a text, not an object."""
+    has_no_content: bool = False
+    """``content`` is None beside calls, not an empty text."""
+    is_shown: bool = False
+    """The template writes calls at all."""
+
+
+_FORMS: Final = tuple(
+    CallForm(text, none, True) for none in (False, True) for text in (False, True)
+)
+
+
+def find_call_form(render: Callable[[Messages, Messages], str]) -> CallForm:
+    """Return the first form in which a template shows a call as JSON. ``render`` renders messages
+    and tools, and raises any exception where the template fails. Raises ``TextWorkerError`` where
+    ``render`` does, since such a template would cost as much at each further try."""
+    parameters = {"type": "object", "properties": {_KEY: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": _NAME, "parameters": parameters}}]
+    json_texts = [f'"{_KEY}":{space}"{_VALUE}"' for space in (" ", "")]
+    texts = dict[CallForm, str]()
+    for form in _FORMS:
+        texts[form] = text = _shown(render, form, tools)
+        if _NAME in text and any(one in text for one in json_texts):
+            return form
+    # Some templates write each argument in a notation of their own, which is not Python's.
+    for form, text in texts.items():
+        if _KEY in text and _VALUE in text and f"'{_KEY}'" not in text and '\\"' not in text:
+            return form
+    return CallForm()
+
+
+def _shown(render: Callable[[Messages, Messages], str], form: CallForm, tools: Messages) -> str:
+    """Return what the template writes for a call in this form; empty where it fails. Tools are
+    left out first, since their schemas name the argument too."""
+    call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+    turns: list[Mapping[str, Any]] = [
+        {"role": "user", "content": "-"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "-"},
+    ]
+    for messages in (turns, turns[:2]):
+        for given in ((), tools):
+            try:
+                return render(fit_calls(messages, form), given)
+            except TextWorkerError:
+                raise
+            except Exception:  # a template is a program, and can fail like one
+                continue
+    return ""
+
+
+def fit_calls(messages: Messages, form: CallForm) -> list[dict[str, Any]]:
+    """Return copies of ``messages`` whose tool calls have the form that a template reads. Where
+    content beside calls must be None, content that is there becomes a message of its own."""
+    fitted = list[dict[str, Any]]()
+    for message in messages:
+        found = dict(message)
+        if found.get("tool_calls"):
+            found["tool_calls"] = [_fit_call(call, form) for call in found["tool_calls"]]
+            if form.has_no_content and found.get("content"):
+                fitted.append({"role": found["role"], "content": found["content"]})
+            if form.has_no_content:
+                found["content"] = None
+            elif found.get("content") is None:
+                found["content"] = ""
+        fitted.append(found)
+    return fitted
+
+
+def _fit_call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return dict(call)
+    arguments = function.get("arguments")
+    if form.has_text_arguments:
+        if not isinstance(arguments, str):
+            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        arguments = object_or_text(arguments)
+    elif arguments is None:
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def object_or_text(text: str) -> Any:
+    """Return the JSON object in ``text``; the text itself where it holds none."""
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

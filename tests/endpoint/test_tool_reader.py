@@ -1,0 +1,308 @@
+"""Tool calls in answers. Oracle: the text itself. Cut into any pieces, with marks that are spelled,
+shown tokens or hidden tokens, it gives the same calls and the same text; what is no call is given
+back unchanged. Grammars of calls: whatever they let through, the reader reads, and what they must
+not let through is refused by llguidance's own matcher."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from edgespec.core.device.events import TokenKind
+from edgespec.core.protocol.constraint import ConstrainedText, Constraint
+from edgespec.device.agent import Piece
+from edgespec.endpoint.tool_calls import (
+    MarkToken,
+    ToolCall,
+    ToolFormat,
+    ToolReader,
+    _JsonEnd,
+    call_or_json,
+    forced_call,
+    free_call,
+    mark_tokens,
+)
+from edgespec.models.grammar import GrammarReader
+from edgespec.models.tokenizer import TextTokenizer
+from tests.present import present
+from tests.shell.letters import Untried
+from tests.shell.tiny_checkpoints import write_tokenizer
+from tests.tables import tabled
+
+NAMES = ["weather", "time", "server/look up"]
+PARTS = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
+    *("<think>", "</think>", "[THINK]", "[/THINK]"),
+    *('{"name": "time", "arguments": {"at": "', '"}}', '{"name": "time"}', '[{"name": "time"}]'),
+    *("time", "server/look up", "{", "}", "[", "]", '"', "\\", ";", "\n", " ", "\t"),
+    *("```", "`", "~~~", "<", "</", "<tool", "x", "é", "1"),
+]
+MARKS = PARTS[:10]
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=16).map("".join)
+
+
+def plain(found: Sequence[str | ToolCall]) -> list[Any]:
+    """Texts and calls in their order, without ids, with texts that follow each other as one."""
+    joined: list[Any] = []
+    for one in found:
+        if isinstance(one, ToolCall):
+            joined.append((one.name, json.loads(one.arguments)))
+        elif joined and isinstance(joined[-1], str):
+            joined[-1] += one
+        else:
+            joined.append(one)
+    return joined
+
+
+def read(form: ToolFormat, parts: Sequence[str], is_thinking: bool = False) -> list[Any]:
+    reader = ToolReader(form, NAMES, is_thinking=is_thinking)
+    found = [one for part in parts for one in reader.push(part)]
+    assert all(found)
+    return plain([*found, *reader.flush()])
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+@settings(max_examples=60)
+@given(text=TEXTS, data=st.data())
+def test_any_text_is_the_same_however_it_is_cut(
+    form: ToolFormat, text: str, data: st.DataObject
+) -> None:
+    whole = read(form, [text])
+    assert read(form, [*text]) == whole
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    ends = itertools.pairwise([0, *cuts, len(text)])
+    assert read(form, [text[begin:end] for begin, end in ends]) == whole
+    if not any(isinstance(one, tuple) for one in whole):
+        assert "".join(whole) == text
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+@settings(max_examples=40)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=12), data=st.data())
+def test_marks_that_are_tokens_stand_where_they_were(
+    form: ToolFormat, parts: list[str], data: st.DataObject
+) -> None:
+    """Oracle: the reader of spelled marks. A hidden mark of a thought stays hidden in the text, and
+    a stop string may hold back any end of the text so far."""
+    is_shown = data.draw(st.booleans())
+    tokens = {number: MarkToken(mark, is_shown) for number, mark in enumerate(MARKS)}
+    reader = ToolReader(form, NAMES, tokens)
+    found: list[str | ToolCall] = []
+    held = ""
+    for part in parts:
+        token = MARKS.index(part) if part in MARKS else None
+        before, held = len(held), held + ("" if token is not None and not is_shown else part)
+        cut = data.draw(st.integers(0, len(held)))
+        piece, held = Piece(held[:cut], TokenKind.DECODED, before), held[cut:]
+        found += reader.push(reader.marks.push(99 if token is None else token, piece))
+    found += reader.push(reader.marks.push(None, Piece(held, TokenKind.DECODED)))
+    found += reader.flush()
+    expected = read(form, ["".join(parts)])
+    hidden = [] if is_shown else MARKS[6:]
+    for mark in hidden:
+        expected = [one.replace(mark, "") if isinstance(one, str) else one for one in expected]
+    assert "".join(map(str, plain(found))).split() == "".join(map(str, expected)).split()
+    assert [one for one in plain(found) if isinstance(one, tuple)] == [
+        one for one in expected if isinstance(one, tuple)
+    ]
+
+
+@tabled
+def test_only_a_whole_call_in_its_place_is_a_call(
+    form: str, text: str, expected: Sequence[Any]
+) -> None:
+    found = read(ToolFormat(form), [text])
+    assert found == [one if isinstance(one, str) else (one[0], dict(one[1])) for one in expected]
+    assert read(ToolFormat(form), [*text]) == found
+
+
+def test_a_prompt_may_have_opened_the_thought() -> None:
+    call = '<tool_call>{"name": "time"}</tool_call>'
+    text = f"perhaps {call}</think>\n\n{call}"
+    found = read(ToolFormat.HERMES, [text], is_thinking=True)
+    assert found == [f"perhaps {call}</think>", ("time", {})]
+
+
+def test_letters_that_spell_a_token_are_text() -> None:
+    tokens = {7: MarkToken("<tool_call>", True), 8: MarkToken("</tool_call>", True)}
+    reader = ToolReader(ToolFormat.HERMES, NAMES, tokens)
+    text = '<tool_call>{"name": "time"}</tool_call>'
+    pieces = [Piece(letter, TokenKind.DECODED) for letter in text]
+    found = [one for piece in pieces for one in reader.push(reader.marks.push(3, piece))]
+    assert plain([*found, *reader.flush()]) == [text]
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+@pytest.mark.parametrize(
+    "part", [*MARKS, '<tool_call>{"', "[TOOL_CALLS][", "[TOOL_CALLS]time", "{"]
+)
+def test_a_long_answer_of_marks_takes_time_in_proportion(form: ToolFormat, part: str) -> None:
+    """Counted in the characters that are read as JSON, again and again where it is done badly."""
+    reader, count, read_characters = ToolReader(form, NAMES), 1000, 0
+    find = _JsonEnd.find
+
+    def counted(end: _JsonEnd, text: str) -> int | None:
+        nonlocal read_characters
+        before, found = end._at, find(end, text)
+        read_characters += end._at - before
+        return found
+
+    with patch.object(_JsonEnd, "find", counted):
+        found = [*reader.push(part * count), *reader.flush()]
+    assert "".join(map(str, plain(found))) == part * count
+    assert read_characters <= 2 * count * len(part)
+
+
+# --- grammars of calls ----------------------------------------------------------------------------
+
+
+SPEECH = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SPEECH}},
+    {"type": "function", "function": {"name": "server/look up", "parameters": {"type": "object"}}},
+]
+BEGIN = {
+    ToolFormat.HERMES: ('<tool_call>\n{"name": "weather", "arguments": ', "}\n</tool_call>"),
+    ToolFormat.MISTRAL: ('[TOOL_CALLS][{"name": "weather", "arguments": ', "}]"),
+    ToolFormat.MISTRAL_NAMED: ("[TOOL_CALLS]weather[ARGS]", ""),
+    ToolFormat.LLAMA: ('{"name": "weather", "parameters": ', "}"),
+}
+RIGHT, WRONG = '{"city":"Köln"}', '{"city":1}'
+ADDED = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<think>",
+    "</think>",
+    "<|other|>",
+]
+KINDS = {"spelled": None, "shown": False, "hidden": True}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer of a folder whose marks are spelled, added tokens, or special ones."""
+    folder = write_tokenizer(tmp_path_factory.mktemp(request.param))
+    if (special := KINDS[request.param]) is not None:
+        inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        add = [AddedToken(one, special=special, normalized=False) for one in ADDED]
+        (inner.add_special_tokens if special else inner.add_tokens)(add)
+        inner.save(str(folder / "tokenizer.json"))
+    return TextTokenizer(folder)
+
+
+def takes(tokenizer: TextTokenizer, constraint: Constraint, text: str) -> tuple[bool, bool]:
+    """Whether llguidance takes the tokens of a text, and whether the text may end there."""
+    reader = _READERS.setdefault(id(tokenizer), _reader(tokenizer))
+    tokens, end = tokenizer.encode(text), present(tokenizer.special_id("<|end|>"))
+    known = ConstrainedText(reader(constraint), (end,))
+    took = known.follow(tokens) == len(tokens)
+    return took, took and known.follow([*tokens, end]) == len(tokens) + 1
+
+
+_READERS: dict[int, GrammarReader] = {}
+
+
+def _reader(tokenizer: TextTokenizer) -> GrammarReader:
+    path: Path = tokenizer._folder / "tokenizer.json"
+    reader = GrammarReader(lambda: path.read_text(encoding="utf-8"))
+    reader.trials = Untried()
+    return reader
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_a_forced_call_can_be_written_with_every_kind_of_mark(
+    tokenizer: TextTokenizer, form: ToolFormat
+) -> None:
+    """Qwen's ``<tool_call>`` is an added token that is not special."""
+    constraint = forced_call(form, TOOLS, tokenizer, one=True)
+    begin, end = BEGIN[form]
+    assert takes(tokenizer, constraint, begin + RIGHT + end) == (True, True)
+    assert takes(tokenizer, constraint, begin + WRONG + end) == (False, False)
+    assert takes(tokenizer, constraint, "Hello.") == (False, False)
+    reader = ToolReader(form, NAMES, mark_tokens(tokenizer))
+    assert spoken(tokenizer, reader, begin + RIGHT + end) == [("weather", {"city": "Köln"})]
+
+
+def spoken(tokenizer: TextTokenizer, reader: ToolReader, text: str) -> list[Any]:
+    """What the reader makes of a text, token by token."""
+    stream, found = tokenizer.stream(), list[str | ToolCall]()
+    for token in tokenizer.encode(text):
+        piece = Piece(stream.push([token]), TokenKind.DECODED)
+        found += reader.push(reader.marks.push(token, piece))
+    return plain([*found, *reader.flush()])
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_strict_calls_fit_and_free_text_is_free(tokenizer: TextTokenizer, form: ToolFormat) -> None:
+    constraint = free_call(form, TOOLS, ["weather"], tokenizer)
+    begin, end = BEGIN[form]
+    for text in (
+        "",
+        "Hello.\n\n",
+        "naïve 漢字 👩",
+        '{"answer": 42}',
+        "a <tool> or [TOOL",
+        "<|user|>x",
+    ):
+        assert takes(tokenizer, constraint, text) == (True, True), text
+    assert takes(tokenizer, constraint, begin + RIGHT + end) == (True, True)
+    assert takes(tokenizer, constraint, begin + WRONG + end) == (False, False)
+    assert takes(tokenizer, constraint, begin + RIGHT[:-1]) == (True, False)
+    if form is not ToolFormat.LLAMA:
+        assert takes(tokenizer, constraint, f"I look. {begin}{RIGHT}{end} So.") == (True, True)
+        assert takes(tokenizer, constraint, f"I look. {begin}{WRONG}") == (False, False)
+    other = begin.replace("weather", "server/look up") + '{"any": [1, {}]}' + end
+    assert takes(tokenizer, constraint, other) == (True, True)
+
+
+def test_a_thought_may_hold_anything_where_its_marks_are_tokens(tokenizer: TextTokenizer) -> None:
+    begin, end = BEGIN[ToolFormat.HERMES]
+    if tokenizer.added.get("<think>") is None:
+        pytest.skip("marks are spelled")
+    thought = f"perhaps <tool_call> or {begin}{WRONG}{end}</think>Well"
+    for is_thinking, text in ((False, f"<think>{thought}"), (True, thought)):
+        constraint = free_call(
+            ToolFormat.HERMES, TOOLS, ["weather"], tokenizer, is_thinking=is_thinking
+        )
+        assert takes(tokenizer, constraint, text) == (True, True)
+        assert takes(tokenizer, constraint, f"{text} {begin}{RIGHT}{end}") == (True, True)
+        assert takes(tokenizer, constraint, f"{text} {begin}{WRONG}") == (False, False)
+
+
+@pytest.mark.parametrize("form", ToolFormat)
+def test_a_schema_beside_tools_leaves_calls_possible(
+    tokenizer: TextTokenizer, form: ToolFormat
+) -> None:
+    schema = json.dumps({**SPEECH, "properties": {"city": {"enum": ["Rome"]}}})
+    constraint = call_or_json(form, TOOLS, (), tokenizer, one=False, schema=schema)
+    begin, end = BEGIN[form]
+    assert takes(tokenizer, constraint, '{"city": "Rome"}') == (True, True)
+    assert takes(tokenizer, constraint, '{"city": "Köln"') == (False, False)
+    assert takes(tokenizer, constraint, begin + '{"any": 1}' + end) == (True, True)
+    assert takes(tokenizer, constraint, "Hello.") == (False, False)
+
+
+def test_marks_are_found_by_kind(tokenizer: TextTokenizer) -> None:
+    found: Mapping[int, MarkToken] = mark_tokens(tokenizer)
+    texts = {one.text for one in found.values()}
+    spelled = tokenizer.added.get("<tool_call>") is None
+    assert texts == (set() if spelled else set(ADDED) - {"<|other|>"})
+    for token, one in found.items():
+        assert tokenizer.encode(one.text) == [token]
+        assert one.is_shown == (tokenizer.decode([token]) == one.text)
