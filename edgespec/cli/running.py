@@ -22,7 +22,7 @@ from edgespec.config import ConfigError
 from edgespec.config.common import HASHED, PLAIN, SetupError, host_names, joined
 from edgespec.config.files import remove_temporary_folders
 from edgespec.device.agent import GenerationError
-from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter
+from edgespec.telemetry.logs import JSON, TEXT, JsonFormatter, TextFormatter, log_failure
 from edgespec.telemetry.trace import HiddenTokens, NoTrace, TraceFile, Tracer
 
 # A closed terminal (SIGHUP) must not leave a child process behind.
@@ -108,7 +108,10 @@ def cannot_listen(where: str, error: OSError, option: str, do: str = "listen") -
 def fail(error: Exception | str, code: int = FAILED) -> None:
     """Say what is wrong and leave."""
     if isinstance(error, Exception):
-        logging.getLogger(__name__).debug("the error in full", exc_info=error)
+        # The words are those of the person who reads this.
+        log = logging.getLogger(__name__)
+        what, level = "the error in full", logging.DEBUG
+        log_failure(log, what, error=error, may_quote_client=False, level=level)
         if isinstance(error, OSError) and error.strerror:  # without its number
             why = error.strerror
             error = f"{error.filename}: {why}" if error.filename else why

@@ -37,6 +37,7 @@ from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.models.folders import BUNDLED
 from edgespec.models.toy import TOY
 from edgespec.telemetry import verifier_counts
+from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.telemetry.trace import Tracer
 from edgespec.verifier.build import build_verifier, load_server_drafter, load_target, target_mode
@@ -209,8 +210,9 @@ async def _reload_whenever(
             ended = verifier.revoke(done.keys.revoked) if done.keys.revoked else 0
         except ConfigError as error:
             _LOG.error("reload: nothing has changed, because of %s", error)
-        except Exception:
-            _LOG.exception("reload: it failed, and streams of revoked keys may go on")
+        except Exception as error:
+            what = "reload: it failed, and streams of revoked keys may go on"
+            log_failure(_LOG, what, error=error, may_quote_client=True)
         else:
             _LOG.warning("reload: %s%s", done, f"; {ended} streams were ended" if ended else "")
             for warning in done.warnings:

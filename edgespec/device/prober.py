@@ -16,6 +16,7 @@ from edgespec.core.ports import LinkError, Transport
 from edgespec.core.protocol.checks import one_line
 from edgespec.core.protocol.messages import VerifierInfo
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
+from edgespec.telemetry.logs import log_failure
 
 ANSWER_S: Final = 3.0
 _NEW_S: Final = 1.0
@@ -135,8 +136,9 @@ class VerifierWatch:
             self._hurry.clear()
             try:
                 await self.look()
-            except Exception:  # a look that fails must not be the last one
-                _log.exception("asking the verifiers failed")
+            except Exception as error:  # a look that fails must not be the last one
+                what = "asking the verifiers failed"
+                log_failure(_log, what, error=error, may_quote_client=False)
 
     def _status(self, before: VerifierStatus, answer: Answer) -> VerifierStatus:
         if (info := answer.info) is None:

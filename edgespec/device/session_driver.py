@@ -21,6 +21,7 @@ from edgespec.core.device.session import DraftSession
 from edgespec.core.ports import DeviceStream, LinkError
 from edgespec.core.protocol.messages import Cancel, FinishReason, Uplink
 from edgespec.device.drafter_pool import DrafterLease
+from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.trace import Tracer
 
 # How long a broken pipe waits for the verifier's own word on why it hung up.
@@ -103,7 +104,7 @@ def link_down(error: BaseException) -> ev.LinkDown:
         case ValueError():
             return ev.LinkDown(str(error), retryable=False)
         case _:
-            _log.error("the transport failed", exc_info=error)
+            log_failure(_log, "the transport failed", error=error, may_quote_client=True)
             why = f"the transport failed: {type(error).__name__}: {error}"
             return ev.LinkDown(why, retryable=False)
 
@@ -213,7 +214,8 @@ class SessionDriver:
         """A bug, here or in a part that was handed in. The verifier is told as far as possible."""
         if self._over:
             return
-        _log.error("the device's side of a generation failed", exc_info=error)
+        what = "the device's side of a generation failed"
+        log_failure(_log, what, error=error, may_quote_client=True)
         self._end(ev.Fail(f"the device failed: {type(error).__name__}: {error}"))
         link, self._link = self._link, None
         if link is not None:

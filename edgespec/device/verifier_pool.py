@@ -26,6 +26,7 @@ from edgespec.core.ports import DeviceStream, LinkError, Transport, is_idle
 from edgespec.core.protocol import messages as m
 from edgespec.device.prober import ask
 from edgespec.device.session_driver import link_down
+from edgespec.telemetry.logs import log_failure
 
 # A verifier that answers though its stream is quiet is asked less and less often.
 _LONGEST_QUIET_S: Final = 12.0
@@ -128,7 +129,8 @@ class VerifierPool:
                 self._do(action)
             self._arm()
         except Exception as error:
-            _log.exception("choosing a verifier failed at %s", type(event).__name__)
+            what, name = "choosing a verifier failed at %s", type(event).__name__
+            log_failure(_log, what, name, error=error, may_quote_client=False)
             broken = LinkError(f"choosing a verifier failed: {error}", retryable=False)
             for number in tuple(self._waiting):
                 self._leave(number, broken)

@@ -58,7 +58,7 @@ from edgespec.endpoint.server import (
     too_large,
 )
 from edgespec.telemetry import agent_status
-from edgespec.telemetry.logs import request_id
+from edgespec.telemetry.logs import log_failure, request_id
 from edgespec.telemetry.metric_table import Table, registry_of
 from edgespec.telemetry.trace import plain
 
@@ -510,5 +510,5 @@ def _told_of(error: Exception) -> ApiError:
         return error
     if isinstance(error, RecursionError):
         return nested_too_deep()
-    _log.error("answering a request failed", exc_info=error)
+    log_failure(_log, "answering a request failed", error=error, may_quote_client=True)
     return ApiError(500, f"the endpoint failed: {type(error).__name__}")

@@ -70,6 +70,7 @@ from edgespec.endpoint.tool_calls import (
     mark_tokens,
 )
 from edgespec.models.tokenizer import ChatTokenizer, TokenizerError
+from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.metric_table import LATENCY_S, Histogram, metrics
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
@@ -253,7 +254,7 @@ class Run:
             if not begun and isinstance(failure, ValueError | TypeError):
                 error = invalid("prompt", str(failure))
             else:
-                _log.exception("a generation failed")
+                log_failure(_log, "a generation failed", error=failure, may_quote_client=True)
                 error = ApiError(500, f"the generation failed: {type(failure).__name__}: {failure}")
         return error, begun
 

@@ -1,20 +1,32 @@
-"""Reads constraints with llguidance: what a text may go on with, token by token.
+"""Reads constraints with llguidance: which tokens may come next in a text.
 
 Theory of operation. A constraint is compiled once for a vocabulary, and each text gets a copy of
 the compiled one. Both are bounded. A step counts its work in the library's own units
-(``_STEP_BOUNDS``), and a text that needs more fails by name. To compile is not bounded that well by
-the library (a JSON schema with ``allOf`` over 30 patterns takes for ever, and all memory), so what
-was never read before is tried in another process first (``grammar_trial.py``), which has so much
-time and memory and no more. Calls come from any thread.
+(``STEP_BOUNDS``), and a text that needs more fails with an error that names the bound. Compiling is
+not bounded that well by the library (a JSON schema with ``allOf`` over 30 patterns takes for ever,
+and all memory), so a constraint that was never read before is tried in another process first
+(``grammar_trial.py``), with limits on its time and memory. Calls come from any thread.
+
+The vocabulary is our own reading of the tokenizer (``TokenizerWords``), not the library's, which
+takes every added token of the form ``<...>`` for a special one. Only special tokens are apart from
+text: the text of a constraint is never matched by one. Every other token, added or not, is the
+bytes that a decoded text shows of it. So a mask and its matcher agree on any text.
+
+The copies of a compiled constraint share what the library learned while it read texts, and a copy
+that exceeds a bound can leave that broken for the others. A text whose matcher fails is therefore
+read once more by a freshly compiled one; only if that fails too, the text is to blame.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -29,10 +41,12 @@ from edgespec.core.protocol.constraint import (
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.folders import Role, resolve_model
 from edgespec.models.grammar_trial import DATA_BYTES, GrammarTrials, TrialFailedError, Words
+from edgespec.models.tokenizer import TextTokenizer, TokenBytes
 from edgespec.models.toy import TOY, TOY_ALPHABET, TOY_EOS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
 
 _KEPT: Final = 128
 """Compiled constraints, the ones used last."""
@@ -52,20 +66,36 @@ STEP_BOUNDS: Final = {
     "max_grammar_size": 200_000,
 }
 """llguidance's ``LLParserLimits``, at or below its defaults: about 10 ms for one mask at worst."""
+_BOUND_OF_ERROR: Final = {
+    "too many expressions constructed": "step_lexer_fuel",
+    "too many states": "max_lexer_states",
+    "Too many items": "step_max_items",
+    "Current row has": "max_items_in_row",
+    "initial lexer configuration": "initial_lexer_fuel",
+    "grammar size": "max_grammar_size",
+}
+"""Which of ``STEP_BOUNDS`` an error of the library is about, by words in it."""
+_RENEWED_WITHIN_S: Final = 0.02
+"""A constraint that took longer to compile is not compiled again while a pass waits."""
+_MASKS_KEPT: Final = 32
 
 # White space as in printed JSON, but never without end: a small model might not stop.
 _JSON_STYLE: Final = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
 
 class GrammarReader:
-    """Of one vocabulary. ``tokenizer`` is asked for once, when the first constraint comes: what
-    ``LLTokenizer`` takes. A process that tries a constraint may have ``most_bytes`` of data. Call
-    ``close`` in the end."""
+    """Reads constraints for one vocabulary. Call ``close`` in the end.
+
+    Arguments: ``tokenizer`` is called once, when the first constraint comes. It returns the text of
+    a ``tokenizer.json``, ``TokenizerWords``, or whatever else ``LLTokenizer`` takes. ``most_bytes``
+    is how many bytes of data a process that tries a constraint may have."""
 
     def __init__(self, tokenizer: Callable[[], Any], most_bytes: int = DATA_BYTES) -> None:
         self._make_tokenizer = tokenizer
         self.trials = GrammarTrials(most_bytes)
         self._tokenizer: LLTokenizer | None = None
+        self._added: Mapping[str, int] = {}
+        """Ids of added tokens that are text, by what they are written as."""
         self._special: dict[str, Any] | None = None
         self._kept: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,34 +129,40 @@ class GrammarReader:
             if found is not None:
                 self._kept.move_to_end(constraint)
                 found.copies += 1
-        if found is None or found.copies > _MOST_COPIES:
-            found = _Compiled(self._compile(constraint, known=found is not None))
+        if found is None or found.copies > _MOST_COPIES or found.is_spoiled:
+            if found is None:
+                with foreign_errors(constraint.kind):
+                    grammar = self._grammar_of(constraint)
+                    self._try(constraint.kind, grammar)
+            else:
+                grammar = found.grammar
+            found = _Compiled(constraint.kind, grammar, self._tokens())
             with self._lock:
                 self._kept[replace(constraint, matcher=None)] = found
                 if len(self._kept) > _KEPT:
                     self._kept.popitem(last=False)
-        compiled, ends = found, self._tokens().eos_tokens
-        return replace(constraint, matcher=lambda: TextMatcher(compiled.matcher.deep_copy(), ends))
+        return replace(constraint, matcher=partial(TextMatcher, found))
 
     def _tokens(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(self._make_tokenizer())
+                made = self._make_tokenizer()
+                if isinstance(made, str):
+                    made = TokenizerWords.from_json(made)
+                if isinstance(made, TokenizerWords):
+                    self._added = made.added
+                    made = TokenizerWrapper(made)
+                self._tokenizer = LLTokenizer(made)
             return self._tokenizer
 
-    def _compile(self, constraint: Constraint, *, known: bool) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        grammar = grammar_of(constraint)
-        if not known:
-            self._try(constraint.kind, grammar)
-        limits = LLParserLimits(**STEP_BOUNDS, verbose_errors=False)  # type: ignore[arg-type]
-        matcher = LLMatcher(self._tokens(), grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _refused(constraint.kind, matcher.get_error())
-        return matcher
+    def _grammar_of(self, constraint: Constraint) -> str:
+        """Return the constraint in llguidance's own notation."""
+        if constraint.kind is not ConstraintKind.GRAMMAR:
+            return grammar_of(constraint)
+        self._tokens()
+        return grammar_of(constraint, self._added)
 
     def _try(self, kind: ConstraintKind, grammar: str) -> None:
         """Compile in a process that may be killed. Special tokens are those of the vocabulary, so
@@ -159,47 +195,225 @@ class GrammarReader:
         return self._special
 
 
-@dataclass(slots=True)
+@contextmanager
+def foreign_errors(kind: ConstraintKind) -> Iterator[None]:
+    """Turn whatever a library raises about a constraint into ``ConstraintError``.
+
+    Libraries raise errors of every type here, up to ``PanicException``, which is no ``Exception``.
+    Their words may quote the constraint, so they are for the client alone and never for a log."""
+    try:
+        yield
+    except (ConstraintError, MemoryError):
+        raise
+    except Exception as error:
+        raise _refused(kind, f"{type(error).__name__}: {error}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _refused(kind, "the grammar library failed on it") from None
+
+
 class _Compiled:
-    matcher: LLMatcher
-    copies: int = 1
+    """One constraint, compiled for one vocabulary. Copies may be taken from any thread."""
+
+    def __init__(self, kind: ConstraintKind, grammar: str, tokens: LLTokenizer) -> None:
+        """Raises ``ConstraintError`` if the library refuses the grammar."""
+        self.kind, self.grammar, self.copies = kind, grammar, 1
+        self.ends = tuple(tokens.eos_tokens)
+        self._tokens = tokens
+        self.is_spoiled = False
+        """Whether a copy has failed, so that further ones may fail without a fault of their own."""
+        self._lock = threading.Lock()
+        began_s = time.thread_time()
+        self._matcher = self._compile()
+        self._took_s = time.thread_time() - began_s
+
+    def copy(self) -> LLMatcher:
+        """Return a matcher of a text that has not begun."""
+        with self._lock:
+            if self.is_spoiled and self._took_s <= _RENEWED_WITHIN_S:
+                self._matcher, self.is_spoiled = self._compile(), False
+            return self._matcher.deep_copy()
+
+    def renewed(self) -> LLMatcher | None:
+        """Return a matcher in place of a copy that failed, which shares nothing with others; None:
+        to compile it again would take too long."""
+        self.is_spoiled = True
+        return self._compile() if self._took_s <= _RENEWED_WITHIN_S else None
+
+    def _compile(self) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        with foreign_errors(self.kind):
+            limits = LLParserLimits(**STEP_BOUNDS, verbose_errors=False)  # type: ignore[arg-type]
+            matcher = LLMatcher(self._tokens, self.grammar, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise _refused(self.kind, matcher.get_error())
+            return matcher
 
 
 class TextMatcher:
-    """``core.protocol.constraint.Matcher``; ``ends`` are the library's own end tokens, which a mask
-    does not tell."""
+    """``core.protocol.constraint.Matcher`` by llguidance's ``LLMatcher``.
 
-    def __init__(self, inner: LLMatcher, ends: Sequence[int]) -> None:
-        self._inner, self._ends = inner, tuple(ends)
+    Raises ``ConstraintError`` that names the bound where the library's own matcher gives up. It may
+    do so without an error, by refusing a token that its mask allows."""
+
+    def __init__(self, compiled: _Compiled) -> None:
+        self._compiled = compiled
+        self._inner = compiled.copy()
+        self._consumed: list[int] = []
+        self._masks: OrderedDict[int, bytes] = OrderedDict()
+        """The masks computed last, by the number of tokens before them."""
+        self._was_renewed = False
 
     @property
     def accepting(self) -> bool:
         return self._inner.is_accepting()
 
     def mask(self) -> bytes:
-        mask = self._inner.compute_bitmask()
-        self._check()
-        if not any([allows(mask, end) for end in self._ends]):
-            return mask
-        bits = bytearray(mask)
-        for end in self._ends:
-            bits[end >> 3] &= ~(1 << (end & 7))
-        return bytes(bits)
+        with foreign_errors(self._compiled.kind):
+            mask = self._inner.compute_bitmask()
+            if self._inner.is_error():
+                self._renew()
+                mask = self._inner.compute_bitmask()
+                if self._inner.is_error():
+                    raise self._gave_up()
+        ends = [end for end in self._compiled.ends if allows(mask, end)]
+        if ends:
+            bits = bytearray(mask)
+            for end in ends:
+                bits[end >> 3] &= ~(1 << (end & 7))
+            mask = bytes(bits)
+        self._masks[len(self._consumed)] = mask
+        if len(self._masks) > _MASKS_KEPT:
+            self._masks.popitem(last=False)
+        return mask
 
     def consume(self, tokens: Sequence[int]) -> int:
-        count = self._inner.try_consume_tokens(list(tokens))
-        self._check()
+        wanted = list(tokens)
+        with foreign_errors(self._compiled.kind):
+            count = self._inner.try_consume_tokens(wanted)
+            if self._has_given_up(wanted, count):
+                self._renew()
+                count = self._inner.try_consume_tokens(wanted)
+                if self._has_given_up(wanted, count):
+                    raise self._gave_up()
+        self._consumed += wanted[:count]
         return count
 
     def rollback(self, count: int) -> None:
-        self._inner.rollback(count)
-        self._check()
+        with foreign_errors(self._compiled.kind):
+            self._inner.rollback(count)
+            if count:
+                del self._consumed[len(self._consumed) - count :]
+            for length in [one for one in self._masks if one > len(self._consumed)]:
+                del self._masks[length]
+            if self._inner.is_error():
+                self._renew()
 
-    def _check(self) -> None:
+    def _has_given_up(self, wanted: Sequence[int], count: int) -> bool:
+        """Return whether the matcher failed in taking ``count`` of the tokens."""
         if self._inner.is_error():
-            raise ConstraintError(
-                f"the grammar asks for too much work here: {_first_words(self._inner.get_error())}"
-            )
+            return True
+        if count == len(wanted):
+            return False
+        mask = self._masks.get(len(self._consumed)) if count == 0 else None
+        if mask is None:
+            mask = self._inner.compute_bitmask()
+        return self._inner.is_error() or allows(mask, wanted[count])
+
+    def _renew(self) -> None:
+        """Stand at the same place with a matcher that was compiled anew; once for a text."""
+        fresh = None if self._was_renewed else self._compiled.renewed()
+        if fresh is None:
+            raise self._gave_up()
+        self._was_renewed = True
+        failed, self._inner = self._inner, fresh
+        if self._inner.try_consume_tokens(self._consumed) < len(self._consumed):
+            self._inner = self._inner if self._inner.is_error() else failed
+            raise self._gave_up()
+
+    def _gave_up(self) -> ConstraintError:
+        why = _first_words(self._inner.get_error())
+        why = why or "it refused a token that its own mask allows"
+        kind = self._compiled.kind.value
+        return ConstraintError(
+            f"the {kind} asks for too much work behind {len(self._consumed)} tokens: it is over"
+            f" {_bound_in(why) or 'a limit'} of its library ({why});"
+            " make it simpler, for instance with fewer repetitions inside one another"
+        )
+
+
+class TokenizerWords:
+    """A tokenizer's vocabulary, by the names that llguidance asks for.
+
+    Its last token, behind all of the tokenizer's, is one that no text has: the library wants an end
+    token, and the model's own are known elsewhere."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, special_ids: Iterable[int]) -> None:
+        """``tokenizer`` belongs to this object: its settings are changed."""
+        tokenizer.encode_special_tokens = True  # as text, since a constraint's text is never one
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer, self._bytes_of = tokenizer, TokenBytes(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        special = frozenset(special_ids)
+        size = max([tokenizer.get_vocab_size(), *(number + 1 for number in added)])
+        self.tokens = [*map(self._bytes_of, range(size)), b"<end of the text>"]
+        self.eos_token_id = size
+        self.special_token_ids = [*sorted(special), size]
+        self.added = {one.content: number for number, one in added.items() if number not in special}
+        self._ids: dict[bytes, int] | None = None
+        self._longest = 0
+
+    @classmethod
+    def from_json(cls, text: str) -> TokenizerWords:
+        """Read the text of a ``tokenizer.json``. Raises what the library ``tokenizers`` raises."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(text)
+        added = tokenizer.get_added_tokens_decoder().items()
+        return cls(tokenizer, [number for number, token in added if token.special])
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Return tokens that stand for exactly this text, as the tokenizer would write it."""
+        written = text if isinstance(text, bytes) else text.encode()
+        try:
+            shown = written.decode()
+        except UnicodeDecodeError:
+            return self._longest_tokens(written)
+        # Some tokenizers put a space before a text; behind this character they do not.
+        for before in ("", "\x02"):
+            ids = list(self._tokenizer.encode(before + shown, add_special_tokens=False).ids)
+            words = list(map(self._bytes_of, ids))
+            while before and words and not words[0].endswith(b"\x02"):
+                del ids[0], words[0]
+            if before:
+                del ids[:1], words[:1]
+            if b"".join(words) == written and not set(ids) & set(self.special_token_ids):
+                return ids
+        return self._longest_tokens(written)
+
+    def _longest_tokens(self, written: bytes) -> list[int]:
+        """Return the longest token that fits, again and again, up to a byte that no token has."""
+        if self._ids is None:
+            special = frozenset(self.special_token_ids)
+            words = [(word, i) for i, word in enumerate(self.tokens) if word and i not in special]
+            self._ids = dict(reversed(words))
+            self._longest = max(map(len, self._ids), default=0)
+        found: list[int] = []
+        at = 0
+        while at < len(written):
+            for stop in range(min(len(written), at + self._longest), at, -1):
+                if (token := self._ids.get(written[at:stop])) is not None:
+                    found.append(token)
+                    at = stop
+                    break
+            else:
+                break
+        return found
 
 
 def letters_tokenizer(alphabet: str, end: int) -> Any:
@@ -211,24 +425,57 @@ def letters_tokenizer(alphabet: str, end: int) -> Any:
     return TokenizerWrapper(Words(tokens, end, [end]))
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """In llguidance's own notation. Raises ``ConstraintError`` for a schema that is no JSON."""
+def grammar_of(constraint: Constraint, added: Mapping[str, int] | None = None) -> str:
+    """Return the constraint in llguidance's own notation.
+
+    Arguments: ``added`` are the ids of added tokens that are text, by what they are written as; a
+    grammar may name them as it names special ones. Raises ``ConstraintError``."""
     from llguidance import LLMatcher
 
     match constraint.kind:
         case ConstraintKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(_as_lark(constraint.text))
+            lark = _with_house_rules(_as_lark(constraint.text), added or {})
+            return LLMatcher.grammar_from_lark(lark)
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.JSON_SCHEMA:
+            with foreign_errors(constraint.kind):
+                try:
+                    json.loads(constraint.text)
+                    return LLMatcher.grammar_from_json_schema(
+                        constraint.text,
+                        defaults=_JSON_STYLE,  # type: ignore[arg-type]
+                    )
+                except (ValueError, RecursionError) as error:
+                    raise _refused(constraint.kind, str(error)) from None
+
+
+_LARK_PARTS: Final = re.compile(
+    r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/'
+    r"|(?P<json>%json\s*)(?={)|(?P<name><[^<>\s]+>)"
+)
+
+
+def _with_house_rules(lark: str, added: Mapping[str, int]) -> str:
+    """Return the grammar with white space in ``%json`` bounded as in a schema, and with names of
+    added tokens that are text as their ids."""
+    parts: list[str] = []
+    at = 0
+    while (found := _LARK_PARTS.search(lark, at)) is not None:
+        parts.append(lark[at : found.start()])
+        at = found.end()
+        if found["json"]:
+            parts.append(found[0])
             try:
-                json.loads(constraint.text)
-                return LLMatcher.grammar_from_json_schema(
-                    constraint.text,
-                    defaults=_JSON_STYLE,  # type: ignore[arg-type]
-                )
-            except (ValueError, RecursionError) as error:
-                raise _refused(constraint.kind, str(error)) from None
+                schema, at = json.JSONDecoder().raw_decode(lark, at)
+            except (ValueError, RecursionError):
+                continue  # the library says what is wrong with it
+            parts.append(json.dumps({"x-guidance": _JSON_STYLE, **schema}))
+        elif found["name"] and found[0] in added:
+            parts.append(f"<[{added[found[0]]}]>")
+        else:
+            parts.append(found[0])
+    return "".join([*parts, lark[at:]])
 
 
 _MOST_GBNF = 8192
@@ -247,16 +494,30 @@ def _as_lark(text: str) -> str:
         raise _refused(ConstraintKind.GRAMMAR, why)
     try:
         return any_to_lark(text)
-    except (GbnfToLarkError, IndexError, RecursionError, ValueError) as error:
+    except GbnfToLarkError as error:
         raise _refused(ConstraintKind.GRAMMAR, f"not readable as GBNF: {error}") from None
+    except Exception as error:  # a plain one for a rule that is missing, and others
+        why = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
+        raise _refused(ConstraintKind.GRAMMAR, f"not readable as GBNF: {why}") from None
 
 
 def _refused(kind: ConstraintKind, why: str) -> ConstraintError:
-    return ConstraintError(f"the {kind.value} cannot be used: {_first_words(why)}")
+    why = _first_words(why)
+    if why.startswith("NoExtension"):
+        why = "no text fits it"
+    elif bound := _bound_in(why):
+        why = f"it is over {bound} of its library ({why}); make it simpler"
+    return ConstraintError(f"the {kind.value} cannot be used: {why}")
+
+
+def _bound_in(why: str) -> str:
+    """Return the bound that an error of the library is about, with its value; empty for none."""
+    name = next((name for words, name in _BOUND_OF_ERROR.items() if words in why), None)
+    return "" if name is None else f"the limit {name} of {STEP_BOUNDS[name]:,}"
 
 
 def _first_words(text: str) -> str:
-    words = " ".join(text.split())
+    words = " ".join(text.replace("<non-verbose/>", "").split())
     return words if len(words) <= _MAX_MESSAGE else words[:_MAX_MESSAGE] + " ..."
 
 
@@ -283,8 +544,9 @@ def device_reader(reference: str) -> ReadConstraint | None:
 
 
 def _vocabulary(reference: str, role: Role) -> Any:
-    """What ``GrammarReader`` takes. Raises ``ValueError`` naming the file."""
+    """Return what ``GrammarReader`` takes. Raises ``ValueError`` naming the file."""
     if reference == TOY:
         return letters_tokenizer(TOY_ALPHABET, TOY_EOS)
     resolved = resolve_model(reference, role) if role is Role.TARGET else resolve_texts(reference)
-    return (resolved / "tokenizer.json").read_text(encoding="utf-8")
+    text = TextTokenizer(resolved)
+    return TokenizerWords(text.copy_of_library(), text.special_ids)

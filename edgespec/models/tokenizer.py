@@ -468,6 +468,12 @@ class TextTokenizer:
         """What one token stands for by itself: perhaps a part of a character."""
         return TokenBytes(self._tokenizer)
 
+    def copy_of_library(self) -> Tokenizer:
+        """Return a copy of the library's own tokenizer, whose settings may be changed."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self._tokenizer.to_str())
+
     @cached_property
     def templates(self) -> dict[str, ChatTemplate]:
         """All chat templates by name."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import traceback
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+
+from edgespec.core.protocol.failures import describe_without_words
 
 request_id: ContextVar[str] = ContextVar("edgespec_request_id", default="")
 """Of the stream that the running task serves, drawn when that begins; empty where it serves none.
@@ -41,7 +44,9 @@ class JsonFormatter(logging.Formatter):
         }
         if request := _request_of(record):
             line["request"] = request
-        if record.exc_info:
+        if failure := getattr(record, "failure", ""):
+            line["exception"] = failure
+        elif record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         fields = getattr(record, "fields", {})
         line |= {key: value for key, value in fields.items() if key not in line}
@@ -57,7 +62,32 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         request = _request_of(record)
         record.where = f" [{request}]" if request else ""
-        return super().format(record)
+        line, failure = super().format(record), getattr(record, "failure", "")
+        return f"{line}\n{failure}" if failure else line
+
+
+def log_failure(
+    logger: logging.Logger,
+    what: str,
+    *values: object,
+    error: BaseException,
+    may_quote_client: bool,
+    level: int = logging.ERROR,
+) -> None:
+    """Log an unexpected exception with the places where it was raised.
+
+    Every log line with a traceback is written here (a test sees to it), since a traceback ends with
+    a message that a library may have made of a client's words.
+
+    Arguments: ``what`` and ``values`` are a format and its arguments, as for ``logger.error``.
+    ``may_quote_client``: whether the code that failed was given a client's words or secrets; then
+    the messages of the exception and of its causes are left out."""
+    if may_quote_client:
+        failure = describe_without_words(error)
+    else:
+        failure = "".join(traceback.format_exception(error)).rstrip()
+    if logger.isEnabledFor(level):
+        logger.log(level, f"{what}: %s", *values, type(error).__name__, extra={"failure": failure})
 
 
 def _request_of(record: logging.LogRecord) -> str:

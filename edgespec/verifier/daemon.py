@@ -31,7 +31,7 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine import VerifyEngine
 from edgespec.core.verifier.own_drafts import DraftRound
 from edgespec.models.grammar import GrammarReader, ReadConstraint
-from edgespec.telemetry.logs import new_request_id, request_id
+from edgespec.telemetry.logs import log_failure, new_request_id, request_id
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.telemetry.verifier_counts import StreamMeter
 
@@ -189,8 +189,9 @@ class TargetWorker:
         except ports.CapacityError as error:
             return ee.SequenceFailed(item.key, str(error), full=True)
         except Exception as error:  # whatever a model raises ends one session, not the daemon
-            _LOG.exception("%s of a session failed", type(item).__name__)
-            return ee.SequenceFailed(item.key, f"{type(error).__name__}: {error}")
+            what, name = "%s of a session failed", type(item).__name__
+            log_failure(_LOG, what, name, error=error, may_quote_client=True)
+            return ee.SequenceFailed(item.key, f"{name} failed: {type(error).__name__}")
         return None
 
     def _tell_drafter(self, item: SequenceWork) -> None:
@@ -492,8 +493,10 @@ class Verifier:
             _LOG.debug("stream %d ended: %s", number, error)
             self._close(number)
         except Exception as error:  # nothing of one stream may end in silence, or end another
-            _LOG.exception("stream %d: reading failed", number)
-            self._send(number, m.Fault(m.FaultCode.INTERNAL, f"reading failed: {error}", 1.0))
+            what = "stream %d: reading failed"
+            log_failure(_LOG, what, number, error=error, may_quote_client=True)
+            why = f"the verifier failed while it read the stream: {type(error).__name__}"
+            self._send(number, m.Fault(m.FaultCode.INTERNAL, why, 1.0))
             self._close(number)
 
     def _take(self, number: int, message: m.Uplink) -> None:
@@ -525,8 +528,9 @@ class Verifier:
         caller is the engine's step, on which all streams depend."""
         try:
             return self._senders[number](message)
-        except Exception:
-            _LOG.exception("stream %d: sending failed, closing it", number)
+        except Exception as error:
+            what = "stream %d: sending failed, closing it"
+            log_failure(_LOG, what, number, error=error, may_quote_client=True)
             self._close(number)
             return True
 
@@ -562,8 +566,9 @@ class Verifier:
         try:
             self._step(event)
         except Exception as error:
-            _LOG.exception("the engine failed at %s", type(event).__name__)
-            self.fail(f"{type(error).__name__}: {error}")
+            what, name = "the engine failed at %s", type(event).__name__
+            log_failure(_LOG, what, name, error=error, may_quote_client=True)
+            self.fail(f"the engine failed at {name}: {type(error).__name__}")
 
     def _step(self, event: ee.EngineEvent) -> None:
         now, tracer = self._clock(), self._tracer
@@ -608,6 +613,8 @@ class Verifier:
             case ee.ReportDraftsOff(why):
                 _LOG.error("the verifier's own drafts are off: %s", why)
                 self._worker.drop_drafter()
+            case ee.ReportDraftsRest(why):
+                _LOG.warning("the verifier's own drafts: %s", why)
             case ee.GiveUp(why):
                 self.fail(why)
             case _:
@@ -623,7 +630,9 @@ class Verifier:
         if (error := done.exception()) is None:
             self._handle(done.result())
         else:
-            _LOG.error("the verifier's draft model failed", exc_info=error)
+            # The target and the drafter are given token ids, no words.
+            what = "the verifier's draft model failed"
+            log_failure(_LOG, what, error=error, may_quote_client=False)
             self._handle(ee.DraftsFailed(f"{type(error).__name__}: {error}"))
 
     def _on_pass_done(self, done: asyncio.Future[ee.BatchDone]) -> None:
@@ -637,7 +646,7 @@ class Verifier:
         elif isinstance(error, ports.ModelOutputError) and error.requested:
             self._handle(ee.BatchFailed(str(error), culprit=error.key, requested=True))
         else:
-            _LOG.error("a pass failed", exc_info=error)
+            log_failure(_LOG, "a pass failed", error=error, may_quote_client=False)
             culprit = error.key if isinstance(error, ports.ModelOutputError) else ""
             self._handle(ee.BatchFailed(f"{type(error).__name__}: {error}", culprit=culprit))
 

@@ -30,6 +30,7 @@ from edgespec.core.ports import Authenticate, LinkError, ServeStream
 from edgespec.core.protocol import messages as m
 from edgespec.core.verifier import traffic_budget as budgets
 from edgespec.core.verifier.credential import ANYBODY, Credential
+from edgespec.telemetry.logs import log_failure
 from edgespec.telemetry.verifier_counts import Watch
 from edgespec.wire import callers, codec, grpc_calls
 from edgespec.wire.tokenizer_lending import PackedTexts
@@ -560,7 +561,8 @@ class GrpcServer:
             )
             fault = m.Fault(m.FaultCode.INTERNAL, f"the verifier broke the protocol: {violation}")
         except Exception as error:
-            _LOG.exception("stream of %s failed", stream.address)
+            what = "stream of %s failed"
+            log_failure(_LOG, what, stream.address, error=error, may_quote_client=True)
             fault = m.Fault(m.FaultCode.INTERNAL, f"the verifier failed: {type(error).__name__}")
         finally:
             stream.hang_up(fault)

@@ -527,6 +527,8 @@ class SimulatedVerifier:
             case ee.ReportDraftsOff(why):
                 _LOG.warning("%s: the verifier's own drafts are off: %s", self.name, why)
                 self._drafter = None
+            case ee.ReportDraftsRest(why):
+                _LOG.info("%s: the verifier's own drafts: %s", self.name, why)
             case ee.GiveUp(why):
                 _LOG.error("%s: %s", self.name, why)
                 self.gave_up = why

@@ -65,6 +65,22 @@ class ListDrafter:
         return (first, *others)
 
 
+class SilentDrafter(ListDrafter):
+    """It is fed and guesses nothing, as a model whose every row is broken; until it is ``mended``.
+    ``fed`` are the tokens that it computed."""
+
+    fed = 0
+    mended = False
+
+    def _one(self, step: DraftStep) -> tuple[Candidate, ...]:
+        self.fed += len(step.feed)
+        found = super()._one(step)
+        if step.guess and not self.mended:
+            self.caches[step.key].clear()
+            return ()
+        return found
+
+
 class World:
     """An engine, a target that says ``token_at``, and the draft model; devices acknowledge."""
 
@@ -75,6 +91,7 @@ class World:
         self.passes: list[tuple[PassRequest, ...]] = []
         self.fails, self.step_s = False, 0.0025
         self.off: list[str] = []
+        self.reports: list[str] = []
         self.guesses: tuple[int, ...] = ()
         self.asked: list[int] = []
         self.most_steps = set[int]()
@@ -106,6 +123,8 @@ class World:
                             pending.append(ee.StreamMessage(stream, Received(end, 0)))
                     case ee.ReportDraftsOff(why):
                         self.off.append(why)
+                    case ee.ReportDraftsRest(why):
+                        self.reports.append(why)
                     case _:
                         pass
 
@@ -242,6 +261,50 @@ def test_a_sequence_without_room_is_fed_anew_once_there_is_some() -> None:
     world.open(2)
     world.check()
     assert world.engine.draft_counts.model.accepted > 0
+
+
+def test_a_draft_model_that_gives_no_guess_costs_little_and_is_told_of_once() -> None:
+    """Oracle: in the texts of one session after another, the tokens fed are at most a few times
+    those of one text; without a rest each pass would feed the whole text."""
+    drafter = SilentDrafter(lambda at: True)
+    world = World(drafter)
+    for stream in range(1, 9):
+        world.open(stream)
+        world.check()
+    assert world.reports[0].startswith("the draft model gave no guess in 8 rounds in a row")
+    assert len(world.reports) == 1
+    assert drafter.fed <= 10 * TOKENS
+    fed = drafter.fed
+    for stream in range(9, 30):
+        world.open(stream)
+        world.check()
+    assert drafter.fed - fed <= 12 * TOKENS  # of 2,520 passes
+    drafter.mended = True
+    for stream in range(30, 50):
+        world.open(stream)
+        world.check()
+    assert world.reports[1:] == ["the draft model guesses again"]
+    assert world.engine.draft_counts.model.accepted > 10 * TOKENS
+
+
+def test_one_session_without_guesses_rests_alone() -> None:
+    drafter = ListDrafter(lambda at: True)
+    world = World(drafter)
+    drafter.full.add("s1")
+    world.open(1)
+    world.open(2)
+    world.check()
+    assert world.engine.draft_counts.model.accepted > TOKENS / 2
+    assert not world.reports
+
+
+def test_a_draft_model_that_is_always_wrong_is_told_of_once() -> None:
+    world = World(ListDrafter(lambda at: False))
+    for stream in range(1, 6):
+        world.open(stream)
+        world.check()
+    (why,) = world.reports
+    assert why.startswith("the draft model's guesses do not pay now: they are taken to be right")
 
 
 def test_a_draft_model_that_fails_ends_drafting_and_no_text() -> None:

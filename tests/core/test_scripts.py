@@ -525,7 +525,7 @@ def test_a_bug_in_one_session_ends_that_session() -> None:
     assert code is m.FaultCode.INTERNAL
     assert code.retryable
     (report,) = [action for action in actions if isinstance(action, ee.ReportFailure)]
-    assert "ZeroDivisionError: a bug" in report.details
+    assert "ZeroDivisionError" in report.details
     assert ee.CloseSequence(report.key) in actions
     assert ee.CloseStream(stream) in actions
     assert set(engine.sessions) == {"a", "b", "c"} - {report.key}

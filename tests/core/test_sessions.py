@@ -29,8 +29,10 @@ from edgespec.core.protocol.checks import State, transition
 from edgespec.core.protocol.messages import Commit, Fault, FaultCode, Limits
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import Candidate
+from edgespec.core.verifier import engine_events as ee
 from edgespec.core.verifier import session as verify_session
 from edgespec.core.verifier import session_events as se
+from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.drafts import ExactRule, always_run_ahead
 from edgespec.core.verifier.session import VerifySession
 from edgespec.verifier.daemon import GRAMMAR_WITHIN_S
@@ -241,3 +243,39 @@ def test_the_tables_hold_exactly_what_happens(seen: set[Move]) -> None:
     assert changes == {*de.DRAFT_MOVES, *se.VERIFY_MOVES}
     ends = de.LinkState.DONE, se.VerifyState.FINISHED
     assert not [move for move in changes if move[0] in ends]
+
+
+OWNERS = [ANYBODY, Credential("a"), Credential("b")]
+
+
+@pytest.mark.parametrize("first_secret", [b"", b"x" * 16], ids=["no secret", "secret"])
+@pytest.mark.parametrize("later_secret", [b"", b"x" * 16, b"y" * 16], ids=["none", "x", "y"])
+@pytest.mark.parametrize("prompt", [scenes.PROMPT, (1, 2)], ids=["the same text", "another"])
+@pytest.mark.parametrize("is_there", [True, False], ids=["attached", "gone"])
+def test_a_session_is_for_its_own_credential_and_secret_alone(
+    first_secret: bytes, later_secret: bytes, prompt: tuple[int, ...], is_there: bool
+) -> None:
+    """Whoever else names its id neither reads nor ends it, and its stream stays."""
+    for owner in OWNERS:
+        for other in OWNERS:
+            engine = scenes.new_engine()
+            request = replace(scenes.named("s"), session_secret=first_secret)
+            engine.handle(ee.StreamOpened(1, request, credential=owner), 0.0)
+            session = engine.sessions["s"]
+            if not is_there:
+                engine.handle(ee.StreamLost(1), 0.5)
+            later = replace(request, session_secret=later_secret, prompt=prompt)
+            said = engine.handle(ee.StreamOpened(2, later, credential=other), 1.0)
+            proven = owner == other and first_secret == later_secret
+            if proven and prompt == request.prompt:
+                assert engine.sessions["s"] is session
+                assert not scenes.faults(said)
+            elif proven and first_secret:
+                assert engine.sessions["s"] is not session
+                assert scenes.faults(said) == ([(1, FaultCode.INVALID)] if is_there else [])
+            else:
+                assert engine.sessions["s"] is session
+                assert scenes.faults(said) == [(2, FaultCode.INVALID)]
+                assert session.attached is is_there
+                engine.handle(ee.StreamMessage(2, m.Cancel()), 2.0)
+                assert session.finish is None

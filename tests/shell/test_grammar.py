@@ -31,13 +31,18 @@ from edgespec.core.protocol.constraint import (
     Constraint,
     ConstraintError,
     ConstraintKind,
+    Matcher,
     mask_of,
 )
 from edgespec.core.protocol.messages import FaultCode, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams, choose
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import toy_info
-from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.grammar import (
+    GrammarReader,
+    TokenizerWords,
+    letters_tokenizer,
+)
 from edgespec.models.tokenizer import TokenBytes
 from edgespec.sampling.tensors import SampleBlock, choose_tokens
 from edgespec.verifier.daemon import Verifier
@@ -281,6 +286,10 @@ def test_each_grammar_has_a_process_that_ends_with_it(trying: GrammarReader) -> 
         assert trying(easy).matcher is not None
     with pytest.raises(ConstraintError, match="Invalid type: objekt"):
         trying(schema({"type": "objekt"}))
+    with pytest.raises(ConstraintError, match="grammar cannot be used: no text fits it"):
+        trying(Constraint(ConstraintKind.GRAMMAR, "root ::= root"))
+    with pytest.raises(ConstraintError, match="over the limit step_lexer_fuel of 100,000 of its"):
+        trying(Constraint(ConstraintKind.REGEX, "a{99999999}"))
     assert not trying.trials.processes._running
     trying.close()
     with pytest.raises(ConstraintError, match="this side is stopping"):
@@ -317,7 +326,11 @@ def test_a_schema_that_takes_for_ever_is_stopped(trying: GrammarReader) -> None:
 
 KILLED = """
 import sys, threading
-from edgespec.models.grammar import GrammarReader, letters_tokenizer
+from edgespec.models.grammar import (
+    GrammarReader,
+    TokenizerWords,
+    letters_tokenizer,
+)
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
 reader = GrammarReader(lambda: letters_tokenizer("ab", 1))
 endless = Constraint(ConstraintKind.JSON_SCHEMA, sys.argv[1])
@@ -354,6 +367,172 @@ def test_a_grammar_is_tried_with_the_special_tokens_of_its_vocabulary(tmp_path: 
     with pytest.raises(ConstraintError, match="nobody"):
         reader(Constraint(ConstraintKind.GRAMMAR, "start: <|nobody|>"))
     reader.close()
+
+
+ADDED = {"<tool_call>": False, "</tool_call>": False, "[TOOL]": False, "<think>": True}
+"""Added tokens by what they are written as, and whether they are special."""
+
+
+def with_added(tokenizer: str) -> str:
+    made = json.loads(tokenizer)
+    size = 1 + max([*made["model"]["vocab"].values(), *(one["id"] for one in made["added_tokens"])])
+    kept = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for place, (content, special) in enumerate(ADDED.items()):
+        made["added_tokens"].append(
+            {"id": size + place, "content": content, "special": special, **kept}
+        )
+    return json.dumps(made)
+
+
+def metaspace_tokenizer() -> str:
+    """As Llama 2 has it: a space that nobody wrote begins a text, and rare bytes are tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    words = ["<unk>", *(f"<0x{value:02X}>" for value in range(256))]
+    letters = '▁abcdefghijklmnopqrstuvwxyz<>_/[]{}:"TOL'
+    words += [*letters, "▁t", "to", "ca", "ll"]
+    merges = [("▁", "t"), ("t", "o"), ("c", "a"), ("l", "l")]
+    made = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, merges, byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made.to_str()
+
+
+@pytest.fixture(scope="module", params=["byte level", "metaspace"])
+def added_words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "metaspace":
+        return with_added(metaspace_tokenizer())
+    folder = tiny_checkpoints.write_tokenizer(tmp_path_factory.mktemp("added"))
+    return with_added((folder / "tokenizer.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "written"),
+    [
+        (ConstraintKind.GRAMMAR, 'start: "<tool_call>" "\\n" "{}"', "<tool_call>\n{}"),
+        (ConstraintKind.GRAMMAR, 'start: <tool_call> "\\n{" /[a-c]/ "}"', "<tool_call>\n{?}"),
+        (ConstraintKind.GRAMMAR, 'start: "[TOOL]" "x" | "[TOOLS]" "y"', None),
+        (ConstraintKind.GRAMMAR, 'start: "a" <think> "b" // <think> and "<tool_call>"', None),
+        (ConstraintKind.GRAMMAR, 'root ::= "<think>" [a-b]+ "</think>"', None),
+        (ConstraintKind.REGEX, "<think>a b</think>", "<think>a b</think>"),
+        (ConstraintKind.REGEX, "(<tool_call>| <t[a-z]*>)x", None),
+        (ConstraintKind.REGEX, " to<\\|end\\|>do", " to<|end|>do"),
+        (ConstraintKind.JSON_SCHEMA, '{"enum": ["<think>", "<tool_call>", "[TOOL]é"]}', None),
+    ],
+)
+def test_a_mask_and_its_matcher_agree_on_the_text_of_added_tokens(
+    added_words: str, kind: ConstraintKind, text: str, written: str | None
+) -> None:
+    """Oracle: each token that a mask names is taken, and what the tokens stand for is the text. Of
+    special tokens only those are named that the constraint names as such."""
+    from tokenizers import Tokenizer
+
+    words = Tokenizer.from_str(added_words)
+    special = {i for i, one in words.get_added_tokens_decoder().items() if one.special}
+    bytes_of, dice = TokenBytes(words), random.Random(text)
+    reader = GrammarReader(lambda: added_words)
+    reader.trials = Untried()
+    make = present(reader(Constraint(kind, text)).matcher)
+    for _ in range(6):
+        matcher = make()
+        output: list[int] = []
+        while any(mask := matcher.mask()):
+            named = [token for token in range(8 * len(mask)) if mask[token >> 3] >> (token & 7) & 1]
+            for token in dice.sample(named, min(len(named), 20)):
+                assert matcher.consume([token]) == 1, (token, bytes_of(token))
+                matcher.rollback(1)
+            assert matcher.mask() == mask
+            output.append(dice.choice(named))
+            assert matcher.consume(output[-1:]) == 1
+            if matcher.accepting and dice.random() < 0.5:
+                break
+        assert matcher.accepting
+        shown = b"".join(map(bytes_of, output)).decode()
+        assert re.fullmatch(re.escape(written or shown).replace("\\?", "."), shown), shown
+        allowed = {words.token_to_id("<think>")} if "<think>" in text else set()
+        assert special & set(output) <= (allowed if 'start: "a" <think>' in text else set())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", " a", "to call", "  ", "<think>", "[TOOL] é", "\t\n", "\x02"]
+)
+def test_a_text_has_tokens_that_stand_for_it(added_words: str, text: str) -> None:
+    words = TokenizerWords.from_json(added_words)
+    special = set(words.special_token_ids)
+    for written in (text.encode(), text.encode()[:-1], text.encode()[1:]):
+        found = words(written)
+        assert b"".join(words.tokens[token] for token in found) == written
+        assert not special & set(found)
+
+
+def test_json_in_a_grammar_has_no_white_space_without_end(trying: GrammarReader) -> None:
+    inner = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    constraint = Constraint(ConstraintKind.GRAMMAR, f'start: "(" %json {inner} ")"')
+    matcher = present(trying(constraint).matcher)()
+    opened = [LETTERS.index(letter) for letter in "({"]
+    assert matcher.consume(opened) == 2
+    taken = matcher.consume([LETTERS.index(" ")] * 100)
+    assert 1 <= taken <= 17
+    rest = [LETTERS.index(letter) for letter in '"a": 5})']
+    assert matcher.consume(rest) == len(rest)
+    assert matcher.accepting
+
+
+BOMB = Constraint(ConstraintKind.REGEX, "(((a|b){1,20}){1,20}){1,20}")
+
+
+def go_on(matcher: Matcher, letters: str) -> None:
+    for letter in letters:
+        assert any(matcher.mask())
+        assert matcher.consume([LETTERS.index(letter)]) == 1
+
+
+def test_a_text_that_asks_for_too_much_names_the_limit_and_harms_no_other_text() -> None:
+    """Oracle: a text of the same constraint, begun before, goes on; and so does a new one."""
+    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    reader.trials = Untried()
+    make = present(reader(BOMB).matcher)
+    modest, greedy = make(), make()
+    go_on(modest, "ab")
+    dice = random.Random(1)
+    why = (
+        r"the regex asks for too much work behind \d+ tokens: it is over the limit"
+        r" step_lexer_fuel of 100,000"
+    )
+    with pytest.raises(ConstraintError, match=why):
+        go_on(greedy, "".join(dice.choices("ab", k=2_000)))
+    go_on(modest, "a")
+    assert modest.consume([LETTERS.index("x")]) == 0  # a refusal is no failure
+    go_on(make(), "ba")
+
+
+def test_a_verifier_blames_the_grammar_and_not_its_model() -> None:
+    """The limit is met in taking a token, without an error of the library."""
+    reader = GrammarReader(lambda: letters_tokenizer(LETTERS, EOS))
+    reader.trials = Untried()
+    texts = [present(reader(BOMB).matcher)() for _ in range(6)]
+    dice, failed = random.Random(1), 0
+    while failed < 4:
+        place = dice.randrange(6)
+        try:
+            if any(texts[place].mask()):
+                token = LETTERS.index(dice.choice("ab"))
+                assert texts[place].consume([token]) == 1  # its mask allows it
+        except ConstraintError as error:
+            assert "limit step_lexer_fuel of 100,000" in str(error)  # noqa: PT017
+            texts[place] = present(reader(BOMB).matcher)()
+            failed += 1
 
 
 CAT = schema(

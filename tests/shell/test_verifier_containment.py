@@ -355,7 +355,8 @@ async def test_an_engine_that_raises_breaks_the_verifier(
         elif event is ee.Poll:
             verifier._handle(ee.Poll())
         await verifier.broken.wait()
-        assert verifier.why_broken == "ZeroDivisionError: a bug of the engine"
+        what = f"the engine failed at {event.__name__}: ZeroDivisionError"
+        assert verifier.why_broken == what
         tokens, fault = await watching
         if tokens != TEXT:
             assert present(fault).code is m.FaultCode.SHUTTING_DOWN

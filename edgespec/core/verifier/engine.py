@@ -10,11 +10,11 @@ what is committed is the sessions' business. ``deadline``: when ``Poll`` is wort
 from __future__ import annotations
 
 import heapq
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from edgespec.core.protocol.failures import describe_without_words
 from edgespec.core.protocol.messages import Fault, FaultCode, Limits, Open, RunAhead
 from edgespec.core.protocol.work import ModelInfo, PassRequest
 from edgespec.core.verifier import engine_events as ee
@@ -79,7 +79,7 @@ class SessionRegistry:
         model, served = self._model_of(request), tuple(self._served)
         fault = refuse_open(request, model, limits, self._offered, event.credential, served)
         if fault is None and known is not None:
-            fault = self._refuse_known(known, request)
+            fault = self._refuse_known(known, request, event.credential)
         if fault is None and key not in self.sessions:
             fault = self._new(event, limits, now)
         if fault is not None:
@@ -89,11 +89,17 @@ class SessionRegistry:
         self.stream_of[key], self.key_of[stream] = stream, key
         self.tell(key, ev.Attach(request), now)
 
-    def _refuse_known(self, known: VerifySession, request: Open) -> Fault | None:
-        """Why the session is not for this device, or None. What its own device does not continue
-        is ended, and the request opens it anew."""
+    def _refuse_known(
+        self, known: VerifySession, request: Open, credential: Credential
+    ) -> Fault | None:
+        """Return why the session is not for this device, or None. A session that its own device
+        does not continue is ended, and the request opens it anew.
+
+        A device has to show the credential of the session as well as its secret. A session that was
+        opened without a secret belongs to everybody with its credential who knows its id."""
         mine, key = known.request, request.session_id
-        proven = same_device(mine, request)
+        is_owner = self.credential_of[key].name == credential.name
+        proven = is_owner and same_device(mine, request)
         if proven and same_generation(mine, request, known.prefix):
             return None
         if not proven or not request.session_secret:
@@ -208,11 +214,11 @@ class SessionRegistry:
             return ()  # ended by what came before
         try:
             return session.handle(event, now)
-        except Exception:
+        except Exception as error:
             if not self._contain:
                 raise
             stream = self.stream_of.get(key)
-            self.actions.append(ee.ReportFailure(key, traceback.format_exc(), stream))
+            self.actions.append(ee.ReportFailure(key, describe_without_words(error), stream))
             fault = Fault(FaultCode.INTERNAL, "the verifier failed in this session", 1.0)
             self.end(key, fault)
             return ()
@@ -513,6 +519,7 @@ class VerifyEngine:
         if not self._may_draft:
             return False
         action = self._scheduler.draft(self.sessions, self.registry.ask_chain, now)
+        self._report_drafts()
         if action is None:
             self._look_after(now)  # who failed when it was asked leaves the line
             return False
@@ -526,12 +533,18 @@ class VerifyEngine:
         assert self._round is not None
         began_at, sessions, self._round = self._round.started_at, self._round.sessions, None
         self._scheduler.drafted(event)
+        self._report_drafts()
         self.draft_counts.steps += len(event.steps)
         self.draft_counts.seconds += sum(took_s for _, took_s in event.steps)
         for chain in event.chains:
             if self.sessions.get(chain.key) is sessions[chain.key]:
                 self.registry.tell(chain.key, ev.Drafted(chain), now)
         return began_at
+
+    def _report_drafts(self) -> None:
+        if why := self._scheduler.draft_report:
+            self._scheduler.draft_report = ""
+            self.registry.actions.append(ee.ReportDraftsRest(why))
 
     def _drafts_failed(self, why: str) -> None:
         """Drafts are hints: without the model that makes them, texts go on."""
@@ -558,6 +571,8 @@ class VerifyEngine:
                 continue
             self._scheduler.alone.discard(key)
             before, taken = session.prefix.length, session.device_accepted
+            if self._draft_steps and request.sample and not result.guesses:
+                session.note_no_guess()
             done = ev.PassDone(
                 result.targets, result.scores, price, result.guesses, result.node_scores
             )

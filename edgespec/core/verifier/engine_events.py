@@ -223,5 +223,14 @@ class GiveUp:
     why: str
 
 
+@statically_frozen
+class ReportDraftsRest:
+    """Write down for the operator that the verifier's own model drafts less often from now on, or
+    as often as before, and why."""
+
+    why: str
+
+
 TargetAction = OpenSequence | CloseSequence | KeepNodes | RunBatch | RunDrafts | RunProbe
-EngineAction = SendTo | CloseStream | TargetAction | ReportFailure | ReportDraftsOff | GiveUp
+Report = ReportFailure | ReportDraftsOff | ReportDraftsRest
+EngineAction = SendTo | CloseStream | TargetAction | Report | GiveUp

@@ -40,6 +40,13 @@ own rate begins at everybody's. Where nothing pays, one step in ``PROBE_EVERY`` 
 the same, so that it is noticed when that changes; a step that is longer than a pass as much more
 seldom.
 
+A step may bring no guess at all (the model has no room, does not know a token of the text, or
+computes no numbers), after which it has to be fed the whole text again. Such a session has no chain
+for ``FIRST_REST`` passes, then for twice as many, up to ``MOST_REST``. When ``EMPTY_ROUNDS`` rounds
+in a row brought no guess for anybody, the model rests in the same way for all, from ``PROBE_EVERY``
+passes on, and is tried on the shortest text. The operator is told when it begins to rest, and when
+it guesses again.
+
 A target that speculates by itself (vLLM) proposes a chain behind each pass instead; the same sum
 chooses its length beforehand, by the mean chance alone.
 """
@@ -72,6 +79,9 @@ PROMPT_SHARE: Final = 0.25
 MOST_PROMPT_ROWS: Final = 4096
 PAID_BACK_IN: Final = 32
 PROBE_EVERY: Final = 64
+FIRST_REST: Final = 8
+MOST_REST: Final = 512
+EMPTY_ROUNDS: Final = 8
 FIRST_RATE: Final = 0.7
 """Guesses are taken to be right so often until some were judged, and so few trials count as much:
 a draft that is always wrong is given up after twenty."""
@@ -117,6 +127,8 @@ class ChainRecord:
         self._cached: list[int] = []
         self._checked = 0
         """So many of the cached tokens are known to be the text's."""
+        self._empty_rounds = self._rests = 0
+        """Rounds in a row that brought no guess here, and passes for which there is no chain."""
 
     @property
     def rate(self) -> float:
@@ -131,6 +143,8 @@ class ChainRecord:
 
         The chain begins where a guess is expected to bring most: behind the path's last token, or
         before one that is right less often than the model is."""
+        if self._rests:
+            return None
         rate, at, most = self.rate, 0, 0.0
         for place, reach in enumerate((1.0, *reaches)):
             brings = reach * rate - (reaches[place] if place < len(path) else 0.0)
@@ -169,12 +183,17 @@ class ChainRecord:
         return keep, (*text[keep:end], *path[max(0, keep - end) :])
 
     def drafted(self, chain: Chain) -> None:
-        """What the round did."""
+        """Note what the round did."""
         if chain.fed is None:
             self._cached, self._checked = [], 0
-            return
-        self._cached[chain.keep_length :] = chain.fed
-        self._checked = min(self._checked, chain.keep_length)
+        else:
+            self._cached[chain.keep_length :] = chain.fed
+            self._checked = min(self._checked, chain.keep_length)
+        if chain.guesses:
+            self._empty_rounds = 0
+        elif chain.fed is None:
+            self._rests = min(MOST_REST, FIRST_REST << self._empty_rounds)
+            self._empty_rounds = min(self._empty_rounds + 1, 16)
         if chain.guesses:
             rate, chance = self.rate, self._everybodys.by_confidence.chance
             self._guesses, firsts = chain.guesses, [one[0] for one in chain.guesses]
@@ -214,8 +233,14 @@ class ChainRecord:
                     chances.append(its)
         return tokens, parents, chances
 
+    def note_no_guess(self) -> None:
+        """The target's own speculator ran and proposed nothing for this session."""
+        self._rate.add(False)
+        self._everybodys.rate.add(False)
+
     def judge(self, committed: Sequence[int]) -> None:
         """The text went on with these tokens: learn which guesses they confirm, and drop them."""
+        self._rests = max(0, self._rests - 1)
         start = len(self._path)
         for at, (guess, token) in enumerate(zip(self.tokens, committed, strict=False)):
             hit = guess == token

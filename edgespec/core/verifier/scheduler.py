@@ -30,8 +30,10 @@ from edgespec.core.verifier.credential import ANYBODY, Credential
 from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.fairness import Fairness
 from edgespec.core.verifier.own_drafts import (
+    EMPTY_ROUNDS,
     LEAST_PASS_S,
     LONGEST_CHAIN,
+    MOST_REST,
     MOST_STEPS,
     PROBE_EVERY,
     ChainStart,
@@ -282,6 +284,13 @@ class PassScheduler:
         self.draft_times = DraftTimes()
         self._undrafted = 0
         """Passes since anything was guessed by the verifier's own draft model."""
+        self._empty_rounds = self._drafts_at_pass = 0
+        """Rounds in a row that brought no guess, and the pass before which there is none."""
+        self._unspeculated = 0
+        """Passes in a row in which the target's own speculator was not asked, since it pays not."""
+        self.draft_report = ""
+        """What the operator has to be told about the draft model; the engine clears it."""
+        self._was_unpaid_told = False
 
     def enqueue(self, key: str) -> None:
         self._waiting.setdefault(key, self.passes)
@@ -337,7 +346,7 @@ class PassScheduler:
         self, sessions: Mapping[str, VerifySession], ask: AskChain, now: float
     ) -> RunDrafts | None:
         """The round of the verifier's own draft model before the next pass; None: none pays."""
-        if (pass_s := self.price.pass_s) is None:
+        if (pass_s := self.price.pass_s) is None or self.passes < self._drafts_at_pass:
             return None
         most = self._limits.max_rows_per_pass
         decoding = [key for key in self._waiting if decodes(sessions[key])][: most // 2]
@@ -365,11 +374,21 @@ class PassScheduler:
                     continue
                 prompt_rows -= len(start.step.feed)
             starts.append(start)
+        if self._empty_rounds >= EMPTY_ROUNDS:
+            starts = sorted(starts, key=lambda start: len(start.step.feed))[:1]
         action = RunDrafts(tuple(starts), times, len(decoding) - len(starts))
         due = self._undrafted >= PROBE_EVERY * max(1.0, times.step_s / max(pass_s, LEAST_PASS_S))
         if due and starts and not DraftRound(action).next_step():
             shortest = min(starts, key=lambda start: len(start.step.feed))
             action = RunDrafts((shortest,), times, len(decoding) - 1, probe=True)
+            if not self._was_unpaid_told:
+                self._was_unpaid_told = True
+                self.draft_report = (
+                    "the draft model's guesses do not pay now: they are taken to be right with"
+                    f" a chance of {shortest.rate:.2f}, a step takes {1e3 * times.step_s:.1f} ms"
+                    f" and a pass {1e3 * pass_s:.1f} ms; it runs one step in {PROBE_EVERY} passes"
+                    " until they do"
+                )
         self._undrafted += 1
         return action if DraftRound(action).next_step() else None
 
@@ -379,7 +398,21 @@ class PassScheduler:
             self.draft_times.note_step(rows, took_s)
             self.price.note_round(took_s)
         if any(chain.guesses for chain in done.chains):
-            self._undrafted = 0
+            if self._empty_rounds >= EMPTY_ROUNDS:
+                self.draft_report = "the draft model guesses again"
+            self._undrafted = self._empty_rounds = 0
+        elif any(chain.fed is None for chain in done.chains):
+            self._empty_rounds += 1
+            beyond = self._empty_rounds - EMPTY_ROUNDS
+            if beyond >= 0:
+                rest = min(MOST_REST, PROBE_EVERY << min(beyond, 16))
+                self._drafts_at_pass = self.passes + rest
+            if beyond == 0:
+                self.draft_report = (
+                    f"the draft model gave no guess in {EMPTY_ROUNDS} rounds in a row; it is tried"
+                    f" again after {PROBE_EVERY} passes, and then less often. Is its vocabulary the"
+                    " target's, is there memory for its cache, and are its weights whole?"
+                )
 
     def draft_steps(self) -> int:
         """How many tokens the target's own speculator should propose behind the pass that is
@@ -395,7 +428,11 @@ class PassScheduler:
             for session, request in batch.parts
             if request.sample and (rate := session.chain_rate) is not None
         ]
-        return chain_length(rates, most, pass_s, max(0.0, step_s), self.price.row_s)
+        length = chain_length(rates, most, pass_s, max(0.0, step_s), self.price.row_s)
+        self._unspeculated = 0 if length else self._unspeculated + 1
+        if self._unspeculated >= PROBE_EVERY:  # to notice when it pays again
+            self._unspeculated, length = 0, 1
+        return length
 
     def _offer(
         self, session: VerifySession, key: str, free: int, others: int, forming: Forming, now: float

@@ -114,8 +114,7 @@ class ScoreKeeper:
 
 
 def same_device(first: Open, later: Open) -> bool:
-    """Whether both were sent by one device: they carry the same secret. A session that was opened
-    without a secret belongs to whoever knows its id."""
+    """Return whether both were sent by one device: they carry the same secret, or none."""
     return compare_digest(first.session_secret, later.session_secret)
 
 
@@ -208,6 +207,11 @@ class VerifySession:
         """How often guesses of the verifier's own model are right here; None: it makes none."""
         chain = None if self._served is None else self._served.chain
         return None if chain is None else chain.rate
+
+    def note_no_guess(self) -> None:
+        """The target's own speculator ran in the pass and proposed nothing for this session."""
+        if self._served is not None and self._served.chain is not None:
+            self._served.chain.note_no_guess()
 
     def over(self, now: float) -> bool:
         """Nothing more to do: all delivered and acknowledged, or the lease ran out."""
