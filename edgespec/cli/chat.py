@@ -204,6 +204,8 @@ class Conversation:
     """The message that got no reply; an empty line sends it again."""
     _ctrl_c: terminal.CtrlC = field(default_factory=terminal.CtrlC)
     _warned: bool = False
+    _prompt_length: int = 0
+    """Tokens of the prompt of the reply that is being written."""
 
     def run(self) -> None:
         """Until /quit or the end of the input."""
@@ -350,12 +352,15 @@ class Conversation:
         last_s = None if self.last is None else self.last.per_token_s
         status = self.status.snapshot(after=1 << 62)  # without events
         if (stats := self.agent.stats) is not None:  # of this reply, as /stats says it
-            drafting = replace(status.drafting, acceptance=stats.counters.acceptance)
+            counters = stats.counters
+            if counters.prompt_read and not counters.committed:
+                return terminal.reading_line(counters.prompt_read, self._prompt_length, width)
+            drafting = replace(status.drafting, acceptance=counters.acceptance)
             status = replace(status, drafting=drafting)
         return terminal.status_line(status, width, 1.0 / last_s if last_s else None)
 
     async def _reply(self, prompt: Sequence[int], progress: device.Progress) -> None:
-        self._ctrl_c.task = asyncio.current_task()
+        self._ctrl_c.task, self._prompt_length = asyncio.current_task(), len(prompt)
         view = terminal.MarkdownView(self.line) if self.drawn else device.TextView(color=False)
         ticking = asyncio.create_task(_tick(view))
         generation = self.agent.generate(

@@ -240,6 +240,12 @@ class MarkdownView:
         return SegmentLines(lines[-most:], new_lines=True)
 
 
+def reading_line(read: int, prompt_length: int, width: int) -> str:
+    """Return what stands in the line of numbers while the verifier reads a long prompt: how many
+    of its tokens are read, in at most ``width`` columns."""
+    return f"reading the prompt, {read:,} of {prompt_length:,} tokens"[:width]
+
+
 def status_line(status: AgentStatus, width: int, last_per_s: float | None = None) -> str:
     """At most ``width`` columns, by how much it matters: what does not fit is left out, and no
     number is cut. ``last_per_s`` is shown while nothing runs."""

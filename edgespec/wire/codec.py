@@ -330,6 +330,8 @@ def _encode_commit(commit: m.Commit) -> pb.VerifierMessage:
         wire.logprobs.extend(_encode_scores(commit.logprobs, count))
     if commit.replaced:
         wire.replaced.extend(_check_replaced(commit.replaced, count))
+    if commit.read:
+        wire.read = check_number("Commit.read", commit.read, 0, MAX_UINT32)
     return message
 
 
@@ -353,6 +355,7 @@ def _decode_commit(wire: pb.Commit) -> m.Commit:
         credit=wire.credit if wire.HasField("credit") else None,
         logprobs=_decode_scores(scores, len(wire.tokens)) if scores else (),
         replaced=_check_replaced(wire.replaced, len(wire.tokens)) if wire.replaced else (),
+        read=wire.read,
     )
 
 

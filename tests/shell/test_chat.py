@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ from edgespec.cli import chat, chat_terminal
 from edgespec.cli.chat import ConversationError, KeptFile, Record, parse, read_record
 from edgespec.cli.chat_terminal import MarkdownView, TypedHistory
 from edgespec.config import AgentConfig
-from edgespec.core.device.events import TokenKind
+from edgespec.core.device.events import DraftCounters, TokenKind
 from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Chunk, GenerationError, Piece
@@ -192,6 +193,19 @@ def talk(runner: asyncio.Runner, agent: Any, *lines: str) -> list[str]:
     kept = KeptFile()
     chat.Conversation(agent, text, AgentConfig(), runner, INFO, anything, Record(), kept, ask).run()
     return [one["content"] for one in read_record(kept.path).messages]
+
+
+def test_the_line_of_numbers_says_how_much_of_a_long_prompt_is_read(
+    runner: asyncio.Runner,
+) -> None:
+    counters = DraftCounters(prompt_read=2_048)
+    agent: Any = SimpleNamespace(stats=SimpleNamespace(counters=counters))
+    status: Any = SimpleNamespace(snapshot=lambda after: None)
+    text: Any = Text()
+    one = chat.Conversation(agent, text, AgentConfig(), runner, INFO, status, Record())
+    one._prompt_length = 6_500
+    assert one.line(80) == "reading the prompt, 2,048 of 6,500 tokens"
+    assert one.line(18) == "reading the prompt"
 
 
 def test_whoever_presses_on_ends_one_reply_and_keeps_it(

@@ -61,6 +61,7 @@ def commits(draw: st.DrawFn) -> m.Commit:
         finish=draw(st.none() | st.sampled_from(FINISHES)),
         row_price=draw(st.none() | st.integers(0, 1000)),
         credit=draw(st.none() | UINT32),
+        read=draw(UINT32),
     )
 
 

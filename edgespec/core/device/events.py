@@ -195,6 +195,8 @@ class DraftCounters:
     """Positions decided while the drafter had a guess there."""
     hits: int = 0
     """Of them, those that its first choice won."""
+    prompt_read: int = 0
+    """Tokens of the text that the verifier said it has read; 0: it did not say."""
     rested: int = 0
     """Tokens that came while nothing was drafted and no sent node was undecided, though there is a
     draft: it would not have paid."""

@@ -3,8 +3,9 @@
 Theory of operation. Four things can be wrong with a verifier, and each has its bound, in
 ``ReconnectPolicy``: nobody is there (``give_up_s``), nobody greets (``answer_s``, and ``grammar_s``
 more where it has a constraint to read before), a stream falls silent (``silence_s``), or it talks
-and brings nothing: then either a stream lasts too long without a token (``progress_s``), or too
-many end without one (``max_streams_without_token``). The first three end in another attempt as long
+and brings nothing: then either a stream lasts too long without progress (``progress_s``), or too
+many end without a token (``max_streams_without_token``). Progress is a token, or that more of the
+prompt is read. The first three end in another attempt as long
 as there is patience, the last two in ``Fail``.
 
 Invariant: in every state but ``IDLE`` and ``DONE`` there is a ``deadline``, so no session waits
@@ -66,7 +67,8 @@ class ReconnectPolicy:
     """A verifier that has greeted and then says nothing for so long counts as a broken link. An
     empty ``Commit`` is a sign of life."""
     progress_s: float = 300.0
-    """A generation fails when no token has come for so long from a verifier that answers."""
+    """A generation fails when for so long a verifier that answers has neither sent a token nor read
+    on in the prompt."""
     max_streams_without_token: int = 8
     """So many streams in a row that brought no token are enough: the generation fails."""
 
@@ -104,7 +106,9 @@ class LinkKeeper:
         self._answer_s = policy.answer_s
         """How long this stream may take to greet."""
         self._waiting_since = 0.0
-        """When this stream greeted or last brought a token."""
+        """When this stream greeted, last brought a token, or last read on in the prompt."""
+        self._most_read = 0
+        """Tokens of the text that the verifier of this stream has read, at most."""
         self._waited_s = 0.0
         """What the streams before it waited since the last token, in vain."""
 
@@ -112,6 +116,7 @@ class LinkKeeper:
 
     def connect(self, now: float) -> list[ev.DraftAction]:
         self._greeted = self._brought_token = False
+        self._most_read = 0
         self._answer_s = self._policy.answer_s
         self._move(ev.CONNECTING, now + self._policy.answer_s)
         return [ev.Connect()]
@@ -153,6 +158,14 @@ class LinkKeeper:
         if self._greeted:
             self.deadline = min(now + self._policy.silence_s, self._token_is_owed_at)
 
+    def has_read(self, count: int, now: float) -> None:
+        """The verifier says that it has read so many tokens of the text. More than before on this
+        stream is progress; a verifier that loses what it read, and reads it again, makes none."""
+        if count > self._most_read:
+            self._most_read = count
+            self._waiting_since, self._waited_s = now, 0.0
+        self.heard(now)
+
     def progressed(self, now: float) -> None:
         self._began = self._model
         self._brought_token, self._waiting_since, self._waited_s = True, now, 0.0
@@ -170,7 +183,10 @@ class LinkKeeper:
         if not self._greeted:
             why = f"no answer from the verifier within {self._answer_s:g} s"
         elif now >= self._token_is_owed_at:
-            return self.end(ev.Fail(f"no new token from the verifier for {policy.progress_s:g} s"))
+            why = f"no new token from the verifier for {policy.progress_s:g} s"
+            if self._most_read and not self._brought_token:
+                why += f", and it stands still at {self._most_read} tokens of the prompt"
+            return self.end(ev.Fail(why))
         else:
             why = f"not a word from the verifier for {policy.silence_s:g} s"
         return self.abandon(why, now)

@@ -172,7 +172,8 @@ class DraftSession:
             self._opened_at = None
         actions: list[ev.DraftAction] = []
         if delivered is None:
-            self.link.heard(now)
+            self.counters.prompt_read = min(commit.read, self.prefix.length)
+            self.link.has_read(self.counters.prompt_read, now)
         else:
             self.link.progressed(now)
             actions.append(delivered)

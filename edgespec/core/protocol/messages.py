@@ -186,6 +186,8 @@ class Commit:
     replaced: tuple[int, ...] = ()
     """Places in ``tokens`` of drafted ones that a relaxed rule took in place of the target's own;
     none under the exact rule."""
+    read: int = 0
+    """How many committed tokens the verifier has read, while it reads a prompt; 0: not told."""
 
 
 @statically_frozen

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hmac import compare_digest
-from typing import assert_never
+from typing import Final, assert_never
 
 from edgespec.core.protocol.checks import transition
 from edgespec.core.protocol.messages import (
@@ -45,6 +45,9 @@ from edgespec.core.verifier.drafts import AcceptanceRule, DraftInbox, PassTree, 
 from edgespec.core.verifier.row_price import PricedShare
 from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
+
+READ_REPORT_S: Final = 1.0
+"""A device is told at most this often how much of its prompt is read."""
 
 
 class Attachment:
@@ -258,7 +261,7 @@ class VerifySession:
                 why = f"nothing was acknowledged for {waited_s:.0f} s"
                 return self._refuse(Fault(FaultCode.OVERLOADED, why, retry_after_s=1.0), now)
             case ev.SayAlive():
-                return (self._say(Commit(self.prefix.length, ()), now),)
+                return (self._say(self._sign_of_life(), now),)
             case Cancel():
                 return self._on_cancel(now)
             case _:
@@ -285,6 +288,10 @@ class VerifySession:
     def _say(self, message: Opened | Commit | Fault, now: float) -> ev.Send:
         self.device.spoke_at = now
         return ev.Send(message)
+
+    def _sign_of_life(self) -> Commit:
+        """Return a commit without tokens, which says how much of the text is read so far."""
+        return Commit(self.prefix.length, (), read=self.cache_length)
 
     def _detach(self, now: float) -> None:
         if self.attached:
@@ -379,6 +386,8 @@ class VerifySession:
         self.cache_length += len(done.request.feed)
         if not done.request.sample:
             self.state = transition(VERIFY_MOVES, self.state, ev.READY)
+            if self.attached and now - self.device.spoke_at >= READ_REPORT_S:
+                return ev.Keep(()), self._say(self._sign_of_life(), now)
             return (ev.Keep(()),)
         assert self.cache_length == self.prefix.length
         walk = self._walk(done.request, event)

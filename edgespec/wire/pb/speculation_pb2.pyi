@@ -217,7 +217,7 @@ class Limits(_message.Message):
     def __init__(self, context_length: _Optional[int] = ..., max_nodes_outstanding: _Optional[int] = ..., max_nodes_per_pass: _Optional[int] = ..., max_unreceived: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("position", "tokens", "accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us", "finish", "row_price", "credit", "replaced", "logprobs")
+    __slots__ = ("position", "tokens", "accepted", "stale", "queue_us", "verify_us", "rows", "echo", "held_us", "finish", "row_price", "credit", "replaced", "logprobs", "read")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class Commit(_message.Message):
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     REPLACED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: int
@@ -246,7 +247,8 @@ class Commit(_message.Message):
     credit: int
     replaced: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenScore]
-    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., stale: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., rows: _Optional[int] = ..., echo: _Optional[int] = ..., held_us: _Optional[int] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., row_price: _Optional[int] = ..., credit: _Optional[int] = ..., replaced: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenScore, _Mapping]]] = ...) -> None: ...
+    read: int
+    def __init__(self, position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., stale: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., rows: _Optional[int] = ..., echo: _Optional[int] = ..., held_us: _Optional[int] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., row_price: _Optional[int] = ..., credit: _Optional[int] = ..., replaced: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenScore, _Mapping]]] = ..., read: _Optional[int] = ...) -> None: ...
 
 class TokenScore(_message.Message):
     __slots__ = ("logprob", "margin", "tokens", "logprobs")
