@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,16 @@ from edgespec.cli.options import option
 from edgespec.cli.running import Interrupted, Stopping, answered_by, fail, reported, say
 from edgespec.config import ConfigError
 from edgespec.config.common import needs
+from edgespec.core.device.memory import AUTO, MachineMemory, MemoryBudget, parse_budget
 from edgespec.models import folders
 from edgespec.models.tokenizer import TextTokenizer, prompt_encoder
+from edgespec.telemetry.process_memory import machine_memory
 from edgespec.training.settings import Budget, LossName, TrainingSettings
 
 if TYPE_CHECKING:
     from edgespec.training.distill import Judged, Progress, Verdict
-    from edgespec.training.texts import Pieces
+    from edgespec.training.memory_plan import TrainingMemory
+    from edgespec.training.texts import Pieces, Writing
 
 _DEFAULT_MINUTES: Final = 10.0
 _SAY_EVERY_S: Final = 10.0
@@ -57,7 +61,20 @@ _HEAT = _text(
 )
 _LENGTH = _text("Tokens of a text, half of them for its prompt")
 _LOSS = _how("What is made small; the papers are in docs/papers.md")
-_MINUTES = _how(f"How long to train \\[default: {_DEFAULT_MINUTES:g}]")
+_MINUTES = _how(
+    "Limit of the whole command: loading, writing texts, training, judging"
+    f" \\[default: {_DEFAULT_MINUTES:g}]"
+)
+_MEMORY = _how(
+    "Most memory that the process may hold, as `4GiB` or `50%`; auto: nearly all that is free",
+    "--memory-budget",
+)
+_HELD_BACK_SHARE: Final = 0.2
+"""Of the minutes, for the texts that are held back: fewer of them on a slow machine."""
+_SLACK: Final = 1.3
+"""The last judgement takes so many times the first at most: machines are busy now and then."""
+_WRITING_S: Final = 5.0
+"""Seconds to write the draft and to end."""
 _STEPS = _how("Train so many steps instead: the same seed, the same weights")
 _BITS = _how("Of the export to come: 4, 8 or 32", "--bits")
 _RATE = _how("0: by the size of the draft, with --online a fifth of it", "--learning-rate")
@@ -82,11 +99,12 @@ def distill(
     seed: Annotated[int, _how("Of all chance")] = 0,
     bits: Annotated[int, _BITS] = DEFAULT_BITS,
     learning_rate: Annotated[float, _RATE] = 0.0,
+    memory_budget: Annotated[str, _MEMORY] = AUTO,
 ) -> None:
     """Train a draft on a target and on texts like yours, so that more guesses are right.
 
     Acceptance before and after is counted on texts that are held back; a draft that is not better
-    is not written. Ctrl-C keeps what was learned for --resume.
+    is not written. Ctrl-C, and the end of the time, keep what was written and learned for --resume.
 
     [dim]edgespec distill --prompts mine.jsonl --out ./mine[/]
 
@@ -95,6 +113,7 @@ def distill(
 
     [dim]edgespec distill --online ./recording --out ./mine[/]
     """
+    began_s = time.monotonic()
     with reported():
         if sum(map(bool, (prompts, texts, online))) != 1:
             raise ConfigError("give either --prompts or --texts or --online")
@@ -108,6 +127,7 @@ def distill(
             if minutes is None and steps is None:
                 minutes = _DEFAULT_MINUTES
             budget = Budget(steps or 0, minutes or 0.0)
+            memory = parse_budget(memory_budget, "--memory-budget")
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if online:
@@ -118,7 +138,19 @@ def distill(
             folders.resolve_model(target, folders.Role.TARGET),
             folders.resolve_model(draft, folders.Role.DRAFT),
         )
-        job = _Job(*models, files, out, settings, chat, bool(prompts), bool(online), resume, force)
+        job = _Job(
+            *models,
+            files,
+            out,
+            settings,
+            chat=chat,
+            as_prompts=bool(prompts),
+            online=bool(online),
+            resume=resume,
+            force=force,
+            memory=memory,
+            began_s=began_s,
+        )
         with needs("torch and transformers", "edgespec[server]"):
             job.run(budget)
 
@@ -151,6 +183,9 @@ class _Job:
     online: bool
     resume: bool
     force: bool
+    memory: MemoryBudget
+    began_s: float
+    """When the command began, by the monotonic clock."""
 
     def __post_init__(self) -> None:
         self._kept = self.out.with_name(f"{self.out.name}.training")
@@ -176,7 +211,7 @@ class _Job:
 
     def run(self, budget: Budget) -> None:
         from edgespec.training import distill as training
-        from edgespec.training.texts import HeldBack, Text, read_pieces, split
+        from edgespec.training.texts import HeldBack, Pace, Text, read_pieces, split
 
         begun = f"{self._kept} is a run that was not finished"
         resume = self.resume
@@ -203,36 +238,103 @@ class _Job:
                 )
         target = training.load_model(self.target, exact=False)
         draft = training.load_model(self.draft, exact=True)
+        if not budget.steps and target.device.type == "cpu":  # the sums depend on it
+            training.choose_threads(target)
+        memory = self._planned(target, draft)
+        say(f"memory: {memory}")
         size = min(target.config.vocab_size, draft.config.vocab_size)
+        held: list[list[Any]] = kept.get("held") or [[], []]
+        spent_s: float = kept.get("spent_s", 0.0)
+        reserve_s = 0.0
+        held_ready: bool = kept.get("held_ready", False)
         stopping = Stopping()
-        with answered_by(stopping.ask):
-            held = len(parts.choosing) + len(parts.judging)
-            say(f"{len(parts.training)} texts to learn from; the {held} held back are prepared")
-            choosing, judging = (
-                HeldBack(target, held, length // 2, size, stopping.check)
-                for held in (parts.choosing, parts.judging)
-            )
-            before = judging.acceptance(draft)
-            given = (parts.training, choosing, self.settings, stopping.check)
-            job = training.Distillation(target, draft, *given)
-            if resume:
-                job.restore(kept["state"])
+        job: training.Distillation | None = None
 
-            def save() -> None:
-                # A recording has other texts by the time that a run goes on.
-                lines = [[tuple(piece) for piece in text] for text in pieces if self.online]
-                self._kept.parent.mkdir(parents=True, exist_ok=True)
-                training.save_state(self._kept, {**known, "pieces": lines, "state": job.state()})
+        def left_s() -> float:
+            """Seconds of the limit that are left, less what the end of the command takes."""
+            if budget.steps:
+                return math.inf
+            used_s = spent_s + time.monotonic() - self.began_s
+            return 60.0 * budget.minutes - used_s - reserve_s
 
+        def check_time() -> None:
+            stopping.check()
+            if left_s() <= 0.0:
+                raise training.TimeUpError
+
+        def save() -> None:
+            # A recording has other texts by the time that a run goes on.
+            lines = [[tuple(piece) for piece in text] for text in pieces if self.online]
+            self._kept.parent.mkdir(parents=True, exist_ok=True)
+            state = kept.get("state") if job is None else job.state()
+            spent = {"spent_s": spent_s + time.monotonic() - self.began_s}
+            content = {**known, **spent, "pieces": lines, "held": held}
+            content |= {"held_ready": held_ready, "state": state}
+            training.save_state(self._kept, content)
+
+        count = len(parts.choosing) + len(parts.judging)
+        say(f"{len(parts.training)} texts to learn from; {count} are held back and prepared")
+        with answered_by(stopping.ask), _shown() as shown:
             try:
-                with _shown() as report:
-                    job.run(budget, report, save)
+                enough_s = (1.0 - _HELD_BACK_SHARE) * 60.0 * budget.minutes
+                at_once = memory.written_at_once
+                most = sum(one.is_prompt for one in (*parts.choosing, *parts.judging))
+                pace = Pace(shown.wrote, "texts held back", most * (length // 2) * 2)
+                choosing, judging = (
+                    HeldBack(
+                        *(target, some, length // 2, size, check_time),
+                        kept=rounds,
+                        wrote=pace.count,
+                        # A run that goes on judges by the texts that it has judged by.
+                        is_enough=lambda: held_ready or left_s() < enough_s,
+                        at_once=at_once,
+                    )
+                    for some, rounds in zip((parts.choosing, parts.judging), held, strict=True)
+                )
+                held_ready = True
+                if len(choosing) + len(judging) < count:
+                    some = f"{len(choosing) + len(judging)} of the {count} texts held back"
+                    say(f"{some} are used: the others would take too much of the time")
+                looked_s = time.monotonic()
+                before = judging.acceptance(draft)
+                reserve_s = _SLACK * (time.monotonic() - looked_s) + _WRITING_S
+                given = (parts.training, choosing, self.settings, stopping.check)
+                job = training.Distillation(
+                    target, draft, *given, memory.texts_at_once, memory.written_at_once
+                )
+                if kept.get("state"):
+                    job.restore(kept["state"])
+                job.run(budget, shown.stepped, save, left_s, shown.wrote)
                 verdict = training.Verdict.of(before, judging.acceptance(draft))
             except Interrupted:
                 save()
                 say(f"stopped; {self._kept} keeps what was learned, and --resume goes on")
                 raise
-        self._finish(draft, verdict, improved=job.improved)
+            except training.TimeUpError:
+                save()
+                ready = sum(len(seeds) for rounds in held for seeds, _ in rounds)
+                fail(
+                    f"the {budget.minutes:g} minutes are over before the first step: {ready} of"
+                    f" {count} texts held back are written. {self._kept} keeps them: --resume with"
+                    " more --minutes goes on, or begin anew with a smaller --length"
+                )
+        self._finish(draft, verdict, save, improved=job.improved)
+
+    def _planned(self, target: Any, draft: Any) -> TrainingMemory:
+        """Plan the memory of the device that trains. Raises ``ValueError``."""
+        import torch
+
+        from edgespec.training import distill as training
+        from edgespec.training.memory_plan import plan_memory
+
+        if target.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(target.device)
+            machine = MachineMemory(total, free, torch.cuda.memory_allocated(target.device))
+        else:
+            machine = machine_memory()
+        limit = self.memory.resolve(machine)
+        how = (self.settings, training.ROUND, machine.resident, limit)
+        return plan_memory(target, draft, *how)
 
     def _identity(self, pieces: Pieces) -> dict[str, str]:
         """What a run that goes on must have in common with the one that was stopped."""
@@ -244,16 +346,19 @@ class _Job:
             **{name: str(getattr(settings, name)) for name in settings.__slots__},
         }
 
-    def _finish(self, draft: Any, verdict: Verdict, *, improved: bool) -> None:
+    def _finish(
+        self, draft: Any, verdict: Verdict, save: Callable[[], None], *, improved: bool
+    ) -> None:
         from edgespec.training.distill import write_checkpoint
 
         typer.echo(_table(verdict))
         sure = improved and verdict.gain.interval[0] > 0
         if self.online and not (self.force or sure):
-            self._kept.unlink()
+            self._kept.unlink(missing_ok=True)
             typer.echo("not better beyond its interval: no draft is written, none is replaced")
             return
         if not (self.force or (improved and verdict.gain.mean > 0)):
+            save()
             fail(
                 "the draft guesses no better on texts that it did not learn from, so nothing was"
                 f" written. {self._kept} is kept: --resume with more minutes goes on, --resume"
@@ -263,7 +368,7 @@ class _Job:
             say("warning: not better beyond its interval; more texts or minutes would tell")
         with placed(self.out, _before(self.out) if self.online else None) as work:
             write_checkpoint(draft, self.draft, work, self.settings.length - 1)
-        self._kept.unlink()
+        self._kept.unlink(missing_ok=True)
         if self.online:
             takes = f"a device that starts takes it: --draft {self.out}"
             typer.echo(f"{self.out} is written; {takes}")
@@ -287,24 +392,42 @@ def _table(verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def _shown() -> Iterator[Callable[[Progress], None]]:
-    """Shows each step on a terminal; elsewhere a line every while and with each new acceptance."""
-    said_s, told, console = 0.0, 0.0, Console(stderr=True)
-    with BenchProgress(console) as bar:
+class _Shown:
+    """Shows texts that are written and steps on a terminal; elsewhere a line every while, and with
+    each new acceptance."""
+
+    def __init__(self, bar: BenchProgress, *, is_terminal: bool) -> None:
+        self._bar, self._is_terminal = bar, is_terminal
+        self._said_s = self._told = 0.0
         bar.expect(1.0)
-        bar.say("the first texts are being written")
 
-        def report(now: Progress) -> None:
-            nonlocal said_s, told
-            words = (
-                f"step {now.step} ({now.share:.0%})  loss {now.loss:.3f}  acceptance"
-                f" {now.acceptance:.3f}  {now.left_s / 60:.1f} min left"
-            )
-            late = now.acceptance != told or time.monotonic() - said_s > _SAY_EVERY_S
-            if late or console.is_terminal:
-                bar.say(words)
-                said_s, told = time.monotonic(), now.acceptance
-            bar.update(bar.task_ids[0], completed=now.share)
+    def stepped(self, now: Progress) -> None:
+        """Show a step."""
+        left = f"{now.tokens_per_s:.0f} tokens/s  {now.left_s / 60:.1f} min left"
+        words = (
+            f"step {now.step} ({now.share:.0%})  loss {now.loss:.3f}  acceptance"
+            f" {now.acceptance:.3f}  {left}"
+        )
+        self._say(words, now.share, at_once=now.acceptance != self._told)
+        self._told = now.acceptance
 
-        yield report
+    def wrote(self, now: Writing) -> None:
+        """Show texts that are being written."""
+        words = (
+            f"writing {now.what}: {now.tokens} of at most {now.most_tokens} tokens "
+            f" {now.tokens_per_s:.0f} tokens/s  {now.left_s / 60:.1f} min left"
+        )
+        self._say(words, now.tokens / max(1, now.most_tokens), at_once=False)
+
+    def _say(self, words: str, share: float, *, at_once: bool) -> None:
+        if self._is_terminal or at_once or time.monotonic() - self._said_s > _SAY_EVERY_S:
+            self._bar.say(words)
+            self._said_s = time.monotonic()
+        self._bar.update(self._bar.task_ids[0], completed=share)
+
+
+@contextmanager
+def _shown() -> Iterator[_Shown]:
+    console = Console(stderr=True)
+    with BenchProgress(console) as bar:
+        yield _Shown(bar, is_terminal=console.is_terminal)

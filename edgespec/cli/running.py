@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import typer
 
@@ -105,7 +105,7 @@ def cannot_listen(where: str, error: OSError, option: str, do: str = "listen") -
     return SetupError(f"cannot {do} on {where}: {error.strerror or error}{hint}")
 
 
-def fail(error: Exception | str, code: int = FAILED) -> None:
+def fail(error: Exception | str, code: int = FAILED) -> NoReturn:
     """Say what is wrong and leave."""
     if isinstance(error, Exception):
         # The words are those of the person who reads this.

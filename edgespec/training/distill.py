@@ -39,7 +39,19 @@ from edgespec.bench.measurement import Interval, mean_interval
 from edgespec.device.export.export import COPIED_FILES
 from edgespec.models.folders import trained_length
 from edgespec.training.settings import Budget, LossName, TrainingSettings
-from edgespec.training.texts import HeldBack, Text, padded, write
+from edgespec.training.texts import (
+    LOGITS_AT_ONCE,
+    HeldBack,
+    Hidden,
+    Pace,
+    Text,
+    Writing,
+    head_logits,
+    hidden_rows,
+    padded,
+    row_parts,
+    write,
+)
 from edgespec.verifier.targets.loading import check_loading
 
 BLOCK_SIZE: Final = 32  # of a scale, as ``device/export/quantize.py`` cuts
@@ -48,12 +60,13 @@ LARGEST_RATE, OF_SIZE = 1e-3, 2e6
 LOOKS: Final = 10
 """How often the held-back texts are looked at."""
 SAVE_EVERY_S: Final = 60.0
-_ROUND: Final = 32  # texts that are written at once
+ROUND: Final = 32
+"""Texts that are written before the next step."""
 # How often a text is learned from on average, and the rounds that are written ahead. A draft's own
 # texts grow old as it learns: few of them are kept.
 _USES, _AHEAD = 4, 4
 _OWN_USES, _OWN_AHEAD, _OWN_KEPT = 2, 1, 4
-_NUMBERS_AT_ONCE: Final = 1 << 24  # logits of one forward pass
+_ROUNDED_AT_ONCE: Final = 1 << 22  # weights
 FIRST_CHOICE_WEIGHT: Final = 0.5
 SELECTED_SHARE: Final = 0.4
 """Of the tokens of a step, as in AdaSPEC."""
@@ -88,13 +101,15 @@ def first_choice(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return forward_kl(draft, target) - FIRST_CHOICE_WEIGHT * likelihood
 
 
-def most_to_gain(
-    draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor, share: float
-) -> torch.Tensor:
-    """bool [rows]: the ``share`` of rows, at least one, at which the draft is furthest behind
-    ``reference``, a trained draft of its size. What no draft of this size learns is left out
-    (AdaSPEC, 2510.19779). Ties go to the first rows."""
-    behind = (forward_kl(draft, target) - forward_kl(reference, target)).detach()
+def lag(draft: torch.Tensor, target: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return by how much the draft is behind ``reference``, a trained draft of its size: one number
+    a row (AdaSPEC, 2510.19779)."""
+    return (forward_kl(draft, target) - forward_kl(reference, target)).detach()
+
+
+def furthest(behind: torch.Tensor, share: float) -> torch.Tensor:
+    """Return bool [rows]: the ``share`` of rows, at least one, that are furthest ``behind``. What
+    no draft of this size learns is left out. Ties go to the first rows."""
     order = behind.argsort(descending=True, stable=True)
     chosen = torch.zeros(len(behind), dtype=torch.bool, device=behind.device)
     chosen[order[: max(1, round(share * len(behind)))]] = True
@@ -108,7 +123,7 @@ LOSSES: Final[Mapping[LossName, Callable[[torch.Tensor, torch.Tensor], torch.Ten
     LossName.TOTAL_VARIATION: total_variation,
     LossName.SELECTIVE: forward_kl,
 }
-"""``selective`` takes the rows of ``most_to_gain`` alone, once there is a reference."""
+"""``selective`` takes the rows that are ``furthest`` behind alone, once there is a reference."""
 
 
 def load_model(folder: Path, *, exact: bool) -> Any:
@@ -126,6 +141,24 @@ def load_model(folder: Path, *, exact: bool) -> Any:
     model, info = loaded
     check_loading(str(folder), info)
     return model.to(device).eval()
+
+
+def choose_threads(model: Any) -> int:
+    """Set the number of threads that PyTorch computes with to the quicker one of all and one, and
+    return it. On a busy machine threads wait for one another in each operation: with two of them on
+    two cores that fifteen others wanted too, a text took twenty times as long as with one."""
+    tokens = torch.zeros(8, 8, dtype=torch.long, device=model.device)
+    seconds = {}
+    for count in (torch.get_num_threads(), 1):
+        torch.set_num_threads(count)
+        with torch.inference_mode():
+            model(tokens, use_cache=False, logits_to_keep=1)  # the first one starts the threads
+            began = time.monotonic()
+            model(tokens, use_cache=False, logits_to_keep=1)
+        seconds[count] = time.monotonic() - began
+    best = min(seconds, key=lambda count: seconds[count])
+    torch.set_num_threads(best)
+    return best
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -156,6 +189,17 @@ class Progress:
     loss: float
     acceptance: float
     left_s: float
+    tokens_per_s: float
+    """Tokens to be guessed that were learned from, over all time since the training began."""
+
+
+class TimeUpError(Exception):
+    """The time is over before there is a text to learn from."""
+
+
+def _never() -> float:
+    """Nothing limits the time from outside."""
+    return math.inf
 
 
 class Distillation:
@@ -163,7 +207,8 @@ class Distillation:
     ``pieces`` are prompts, after which ``target`` writes, or texts as they are; a loss on the
     draft's own samples takes their beginnings as prompts. ``selective`` spends half of the budget
     on a reference, then begins again with the draft that came in. ``check`` is called where a stop
-    loses nothing, and may raise; ``state`` then has all that ``restore`` needs."""
+    loses nothing, and may raise; ``state`` then has all that ``restore`` needs. At most
+    ``texts_at_once`` are learned from, and ``written_at_once`` written, in one pass."""
 
     def __init__(
         self,
@@ -173,8 +218,11 @@ class Distillation:
         choosing: HeldBack,
         settings: TrainingSettings,
         check: Callable[[], None],
+        texts_at_once: int = ROUND,
+        written_at_once: int = ROUND,
     ) -> None:
         self._target, self._draft, self._choosing = target, draft, choosing
+        self._texts_at_once, self._written_at_once = texts_at_once, written_at_once
         self._settings, self._check = settings, check
         self._size = min(target.config.vocab_size, draft.config.vocab_size)
         self._own = settings.loss.on_own_samples
@@ -183,7 +231,9 @@ class Distillation:
         self._texts = [piece for piece in pieces if not (self._own or piece.is_prompt)]
         self._uses = [0] * len(self._texts)
         self._written = self._looked = self._step = 0
-        self._seconds = 0.0
+        self._seconds = self._round_s = 0.0
+        self._tokens = 0
+        self._left_s: Callable[[], float] = _never
         self._selective = settings.loss is LossName.SELECTIVE
         self._initial = self._weights() if self._selective else {}
         self._first_score = self._look()
@@ -206,15 +256,44 @@ class Distillation:
         return bool(self._best)
 
     def run(
-        self, budget: Budget, report: Callable[[Progress], None], save: Callable[[], None]
+        self,
+        budget: Budget,
+        report: Callable[[Progress], None],
+        save: Callable[[], None],
+        left_s: Callable[[], float] | None = None,
+        wrote: Callable[[Writing], None] = lambda now: None,
     ) -> None:
         """Train until the budget is used up, then take the best weights; the last ones where none
-        ``improved``. ``report`` hears of each step; ``save`` is called about once a minute and at
-        the end. Raises ``ValueError`` where the loss is no number, and what ``check`` and ``save``
-        raise."""
+        ``improved``.
+
+        ``report`` gets each step, ``wrote`` the texts that are written between them; ``save`` is
+        called about once a minute. ``left_s`` returns the seconds that a budget of minutes leaves
+        to the training; None: the budget is the training's alone. No step and no round of texts is
+        begun that would not end in time.
+
+        Raises ``TimeUpError`` where the time ends before the first step, ``ValueError`` where the
+        loss is no number, and what ``check`` and ``save`` raise."""
         began = saved = time.monotonic()
-        before = self._seconds
-        share = min(1.0, budget.share(self._step, before))
+        before, step_s = self._seconds, 0.0
+        if budget.steps:
+            left_s = _never
+        elif left_s is None:
+            ends = began + 60.0 * budget.minutes - before
+            left_s = lambda: ends - time.monotonic()  # noqa: E731
+        self._left_s = left_s
+
+        def used() -> float:
+            """Share of the budget that is used up."""
+            if budget.steps:
+                return min(1.0, self._step / budget.steps)
+            left = left_s()
+            if left <= 0.0 or left < step_s:
+                return 1.0
+            return self._seconds / (self._seconds + left)
+
+        if self._step == 0 and used() >= 1.0:
+            raise TimeUpError
+        share = used()
         self._looked = min(self._looked, int(LOOKS * share))
         while True:
             self._check()
@@ -229,18 +308,22 @@ class Distillation:
                 self._reference = copy.deepcopy(self._draft)
                 self._draft.load_state_dict(self._initial)
                 self._begin()
-            self._write_ahead()
+            self._write_ahead(wrote)
+            step_began = time.monotonic()
             loss = self._learn(share)
             self._step += 1
             now = time.monotonic()
-            self._seconds = before + now - began
-            share = min(1.0, budget.share(self._step, self._seconds))
-            left_s = self._seconds * (1.0 - share) / share
-            report(Progress(self._step, share, loss, self.acceptance, left_s))
+            self._seconds, step_s = before + now - began, now - step_began
+            share = used()
+            if budget.steps:
+                remaining_s = self._seconds * (1.0 - share) / share
+            else:
+                remaining_s = max(0.0, left_s())
+            rate_s = self._tokens / max(1e-9, self._seconds)
+            report(Progress(self._step, share, loss, self.acceptance, remaining_s, rate_s))
             if now - saved > SAVE_EVERY_S:
                 save()
                 saved = time.monotonic()
-        save()
         if self._best:
             self._draft.load_state_dict(self._best)
 
@@ -251,13 +334,10 @@ class Distillation:
         chosen = [at for _, _, at in order[: settings.rows]]
         texts = [self._texts[at] for at in chosen]
         total = sum(len(text.tokens) - text.start for text in texts)
-        longest = max(len(text.tokens) for text in texts)
-        at_once = max(1, _NUMBERS_AT_ONCE // (longest * self._size))
         loss = 0.0
-        for first in range(0, len(texts), at_once):
-            values = self._losses(texts[first : first + at_once])
-            (values.sum() / total).backward()
-            loss += float(values.detach().sum()) / total
+        for first in range(0, len(texts), self._texts_at_once):
+            self._check()
+            loss += self._add_gradients(texts[first : first + self._texts_at_once], total)
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss is {loss} at step {self._step}: give a --learning-rate below"
@@ -273,51 +353,102 @@ class Distillation:
         self._place()
         for at in chosen:
             self._uses[at] += 1
+        self._tokens += total
         return loss
 
-    def _losses(self, texts: Sequence[Text]) -> torch.Tensor:
-        tokens, places = padded(texts, self._draft.device)
-        with torch.no_grad():
-            wanted = self._log_probabilities(self._target, tokens, places)
-        own = self._log_probabilities(self._draft, tokens, places)
-        values = LOSSES[self._settings.loss](own, wanted)
-        if self._reference is None:
-            return values
-        with torch.no_grad():
-            theirs = self._log_probabilities(self._reference, tokens, places)
-        return values * most_to_gain(own, wanted, theirs, SELECTED_SHARE) / SELECTED_SHARE
+    def _add_gradients(self, texts: Sequence[Text], total: int) -> float:
+        """Add the gradients of these texts' share of a loss over ``total`` tokens; return it.
 
-    def _log_probabilities(
-        self, model: Any, tokens: torch.Tensor, places: torch.Tensor
-    ) -> torch.Tensor:
-        kind = tokens.device.type
+        The draft's decoder runs once, forward and backward; in between its head and the loss take a
+        few rows at a time, so that no tensor holds the logits of all tokens."""
+        tokens, places = padded(texts, self._draft.device)
+        loss = LOSSES[self._settings.loss]
+        with torch.no_grad():
+            wanted = self._hidden(self._target, tokens, places)
+            theirs = self._reference and self._hidden(self._reference, tokens, places)
+        output, reached = self._hidden(self._draft, tokens, places)
+        leaf = reached.detach().requires_grad_()
+        own, parts = (output, leaf), list(row_parts(len(places), self._size, LOGITS_AT_ONCE))
+        weights = torch.ones(len(places), device=leaf.device)
+        if theirs:
+            with torch.no_grad():
+                behind = torch.cat([self._behind(own, wanted, theirs, part) for part in parts])
+            weights = furthest(behind, SELECTED_SHARE) / SELECTED_SHARE
+        found = 0.0
+        for part in parts:
+            with torch.no_grad():
+                law = self._log_law(self._target, wanted, part)
+            value = (loss(self._log_law(self._draft, own, part), law) * weights[part]).sum() / total
+            value.backward()
+            found += float(value.detach())
+        reached.backward(leaf.grad)
+        return found
+
+    def _behind(self, own: Hidden, wanted: Hidden, theirs: Hidden, part: slice) -> torch.Tensor:
+        target = self._log_law(self._target, wanted, part)
+        draft, reference = (
+            self._log_law(model, hidden, part)
+            for model, hidden in ((self._draft, own), (self._reference, theirs))
+        )
+        return lag(draft, target, reference)
+
+    def _hidden(self, model: Any, tokens: torch.Tensor, places: torch.Tensor) -> Hidden:
+        with self._autocast(tokens.device.type):
+            return hidden_rows(model, tokens, places)
+
+    def _log_law(self, model: Any, hidden: Hidden, part: slice) -> torch.Tensor:
+        """Log-probabilities [rows, vocabulary] of the rows in ``part``."""
+        output, rows = hidden
+        with self._autocast(rows.device.type):
+            logits = head_logits(model, output, rows[part])
+        return logits[:, : self._size].float().log_softmax(-1)
+
+    def _autocast(self, kind: str) -> Any:
         # A CPU without AVX-512 takes two to ten times as long with bfloat16.
         quick = kind != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=quick):
-            logits = model(tokens, use_cache=False).logits
-        rows: torch.Tensor = logits[..., : self._size].flatten(0, 1)[places]
-        return rows.float().log_softmax(-1)
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=quick)
 
-    def _write_ahead(self) -> None:
-        """Let target or draft write texts until there are enough for the steps to come."""
+    def _write_ahead(self, report: Callable[[Writing], None]) -> None:
+        """Let target or draft write texts until there are enough for the steps to come. The first
+        step needs one round; those written ahead are added in the next few steps."""
         settings, model, uses, ahead = self._settings, self._target, _USES, _AHEAD
         if self._own:
             model, uses, ahead = self._draft, _OWN_USES, _OWN_AHEAD
-        wanted = self._step * settings.rows / uses + ahead * _ROUND
+        wanted = self._step * settings.rows / uses + min(ahead, 1 + self._step) * ROUND
         if not (self._own or any(settings.temperatures)):
             wanted = min(wanted, len(self._prompts))
+        count = settings.length // 2
         while self._prompts and self._written < wanted:
-            numbers = range(self._written, self._written + _ROUND)
+            if self._texts and self._left_s() < 2 * self._round_s:
+                return  # what is written so late would hardly be learned from
+            began = time.monotonic()
+            numbers = range(self._written, self._written + ROUND)
             prompts = [self._prompts[number % len(self._prompts)] for number in numbers]
             heat = [self._temperature(number) for number in numbers]
             seeds = [settings.seed * 1_000_003 + number for number in numbers]
-            new = write(model, prompts, heat, seeds, settings.length // 2, self._check)
+            pace = Pace(report, "texts to learn from", count * ROUND)
+            try:
+                new = write(
+                    *(model, prompts, heat, seeds, count, self._check_time),
+                    pace.count,
+                    self._written_at_once,
+                )
+            except TimeUpError:
+                if self._texts:
+                    return
+                raise
+            self._round_s = time.monotonic() - began
             # They join the pass that is on, or they alone would be drawn for a while.
             self._uses += [min(self._uses, default=0)] * len(new)
             self._texts += new
             if self._own:
-                del self._texts[: -_OWN_KEPT * _ROUND], self._uses[: -_OWN_KEPT * _ROUND]
-            self._written += _ROUND
+                del self._texts[: -_OWN_KEPT * ROUND], self._uses[: -_OWN_KEPT * ROUND]
+            self._written += ROUND
+
+    def _check_time(self) -> None:
+        self._check()
+        if self._left_s() <= 0.0:
+            raise TimeUpError
 
     def _temperature(self, number: int) -> float:
         """Of the text of this number. A greedy text is written once after each prompt."""
@@ -330,8 +461,12 @@ class Distillation:
         """The model computes with rounded weights."""
         with torch.no_grad():
             for master, weight in zip(self._masters, self._draft.parameters(), strict=True):
-                coarse = self._settings.bits == 4 and master.ndim == 2
-                weight.copy_(rounded(master) if coarse else master)
+                if self._settings.bits != 4 or master.ndim != 2:
+                    weight.copy_(master)
+                    continue
+                rows = max(1, _ROUNDED_AT_ONCE // master.shape[-1])
+                for fine, coarse in zip(master.split(rows), weight.split(rows), strict=True):
+                    coarse.copy_(rounded(fine))
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self._draft.state_dict().items()}
@@ -349,7 +484,7 @@ class Distillation:
         """All that changes, in types that ``torch.load`` reads without running code."""
         return {
             "counters": [self._step, self._written, self._looked],
-            "numbers": [self._seconds, self.acceptance, self.best_score],
+            "numbers": [self._seconds, self.acceptance, self.best_score, float(self._tokens)],
             "masters": self._masters,
             "optimizer": self._optimizer.state_dict(),
             "best": self._best,
@@ -361,7 +496,8 @@ class Distillation:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a ``state`` of the same models, texts and settings."""
         self._step, self._written, self._looked = state["counters"]
-        self._seconds, self.acceptance, self.best_score = state["numbers"]
+        self._seconds, self.acceptance, self.best_score, tokens = state["numbers"]
+        self._tokens = int(tokens)
         with torch.no_grad():
             for master, saved in zip(self._masters, state["masters"], strict=True):
                 master.copy_(saved)

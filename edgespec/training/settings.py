@@ -46,7 +46,7 @@ class TrainingSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: so many steps, or so many minutes."""
+    """How long to train: so many steps, or so many minutes of the whole command."""
 
     steps: int = 0
     minutes: float = 0.0
@@ -56,7 +56,3 @@ class Budget:
             raise ValueError(
                 f"steps is {self.steps} and minutes {self.minutes:g}, but one must be above 0"
             )
-
-    def share(self, steps: int, seconds: float) -> float:
-        """How much of it ``steps`` in ``seconds`` have used; 1.0 and more: all."""
-        return steps / self.steps if self.steps else seconds / (60.0 * self.minutes)

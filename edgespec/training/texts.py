@@ -8,7 +8,9 @@ for a chain of guesses.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,7 +25,8 @@ SHORTEST: Final = 8
 """Tokens to be guessed of a piece of a text; shorter ones are left out, as prompts of none are."""
 HELD_BACK_SHARE, LEAST_HELD_BACK, MOST_HELD_BACK = 0.2, 12, 96
 JUDGED_TEMPERATURES: Final = (0.0, 0.7)
-_TOGETHER: Final = 32  # texts that are written or read in one pass
+HELD_BACK_ROUND: Final = 8
+"""Held-back texts that are prepared together."""
 
 
 class Text(NamedTuple):
@@ -106,6 +109,85 @@ def split(pieces: Pieces, seed: int) -> Split:
     return Split(order[held:], order[: held // 3], order[held // 3 : held])
 
 
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """Progress of texts that are being written: how many tokens there are, of how many at most."""
+
+    what: str
+    tokens: int
+    most_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / max(1e-9, self.seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until all texts are there, if none ends early."""
+        return (self.most_tokens - self.tokens) / max(1e-9, self.tokens_per_s)
+
+
+class Pace:
+    """Counts the tokens of texts that are written, and reports them."""
+
+    def __init__(self, report: Callable[[Writing], None], what: str, most_tokens: int) -> None:
+        self._report, self._what, self._most_tokens = report, what, most_tokens
+        self._tokens, self._began_s = 0, time.monotonic()
+
+    def count(self, tokens: int) -> None:
+        """Record that so many more tokens were written."""
+        self._tokens = min(self._most_tokens, self._tokens + tokens)
+        seconds = time.monotonic() - self._began_s
+        self._report(Writing(self._what, self._tokens, self._most_tokens, seconds))
+
+
+# --- logits without a tensor of [tokens, vocabulary] ----------------------------------------------
+#
+# A vocabulary of 256,000 makes 268 MB of the logits of 256 tokens, and a loss needs several such
+# tensors. So the decoder runs once for all tokens, and its head for a few rows at a time.
+
+Hidden = tuple[Any, torch.Tensor]
+"""What a decoder returned, and its last hidden states [rows, width] at the rows that count."""
+
+
+def hidden_rows(model: Any, tokens: torch.Tensor, places: torch.Tensor) -> Hidden:
+    """Run the decoder of ``model`` over ``tokens`` [texts, longest], and keep the rows at
+    ``places`` in the flat [texts * longest] of them."""
+    output = model.base_model(tokens, use_cache=False)
+    return output, output.last_hidden_state.flatten(0, 1)[places]
+
+
+def head_logits(model: Any, output: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return the logits [rows, vocabulary] of ``model`` for hidden states ``rows`` [rows, width].
+
+    The model's own ``forward`` computes them, with whatever scale or cap it has; meanwhile its
+    decoder answers with ``output``, which it has returned before."""
+    decoder = model.base_model
+    output.last_hidden_state = rows[None]
+    decoder.forward = lambda *_, **__: output  # of this instance; its class has its own
+    try:
+        logits: torch.Tensor = model(torch.zeros(1, 1, dtype=torch.long, device=rows.device)).logits
+    finally:
+        del decoder.forward
+    return logits[0]
+
+
+def row_parts(count: int, vocabulary_size: int, numbers: int) -> Iterator[slice]:
+    """Slices of ``count`` rows, so that the logits of each are at most ``numbers`` numbers, or one
+    row."""
+    size = max(1, numbers // vocabulary_size)
+    return (slice(first, min(count, first + size)) for first in range(0, count, size))
+
+
+LOGITS_AT_ONCE: Final = 1 << 23
+"""Numbers in a tensor of logits: 32 MiB in float32."""
+
+
+def _no_count(tokens: int) -> None:
+    """Nobody wants to know how many tokens were written."""
+
+
 @torch.inference_mode()
 def write(
     model: Any,
@@ -114,9 +196,20 @@ def write(
     seeds: Sequence[int],
     count: int,
     check: Callable[[], None],
+    wrote: Callable[[int], None] = _no_count,
+    at_once: int = 1 << 30,
 ) -> list[Text]:
-    """What ``model`` writes after each prompt, of at least one token: up to ``count`` tokens, or to
-    the end of the text. ``check`` is called before each token and may raise."""
+    """Let ``model`` write after each prompt, of at least one token: up to ``count`` tokens, or to
+    the end of the text. ``check`` is called before each token and may raise; ``wrote`` gets the
+    number of tokens that were written since. ``at_once`` bounds how many texts have a cache at the
+    same time."""
+    if len(prompts) > at_once:
+        texts = list[Text]()
+        for first in range(0, len(prompts), at_once):
+            part = slice(first, first + at_once)
+            given = prompts[part], temperatures[part], seeds[part]
+            texts += write(model, *given, count, check, wrote)
+        return texts
     device = model.device
     longest = max(map(len, prompts))
     fed = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
@@ -128,7 +221,14 @@ def write(
     going, cache, ends = set(range(len(prompts))), None, end_ids(model)
     for step in range(count):
         check()
-        got = model(fed, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        got = model(
+            fed,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         cache, scores = got.past_key_values, got.logits[:, -1].float()
         if any(temperatures):
             next_places = [len(ids) + step for ids in prompts]
@@ -137,6 +237,7 @@ def write(
         tokens = chosen.tolist()
         for row in sorted(going):
             written[row].append(tokens[row])
+        wrote(len(going))
         going -= {row for row in going if tokens[row] in ends}
         if not going:
             break
@@ -174,28 +275,33 @@ def choices(
     vocabulary_size: int,
     check: Callable[[], None],
 ) -> list[torch.Tensor]:
-    """Of each text the tokens that ``model`` would choose behind each prefix, where they count."""
+    """Return, for each text, the tokens that ``model`` would choose behind each prefix, where they
+    count."""
     found: list[torch.Tensor] = []
-    for first in range(0, len(texts), _TOGETHER):
+    for text, seed in zip(texts, seeds, strict=True):
         check()
-        part = texts[first : first + _TOGETHER]
-        tokens, places = padded(part, model.device)
-        logits = model(tokens, use_cache=False).logits[..., :vocabulary_size].flatten(0, 1)
-        counts = [len(text.tokens) - text.start for text in part]
-        rows = logits[places].float().split(counts)
-        for number, (text, scores) in enumerate(zip(part, rows, strict=True), first):
+        tokens, places = padded([text], model.device)
+        output, rows = hidden_rows(model, tokens, places)
+        chosen = []
+        for part in row_parts(len(rows), vocabulary_size, LOGITS_AT_ONCE):
+            scores = head_logits(model, output, rows[part])[:, :vocabulary_size].float()
             if temperature:
-                own = [seeds[number]] * len(scores)
-                positions = range(text.start, len(text.tokens))
+                positions = range(text.start + part.start, text.start + part.stop)
+                own = [seed] * len(positions)
                 noise = gumbel_noise(own, positions, vocabulary_size, scores.device)
                 scores = scores + temperature * noise
-            found.append(scores.argmax(-1))
+            chosen.append(scores.argmax(-1))
+        found.append(torch.cat(chosen))
     return found
 
 
 class HeldBack:
     """Texts that nobody learns from, with the target's choices at each temperature that is judged:
-    ``pieces``, or what the target writes after those that are prompts, up to ``count`` tokens."""
+    ``pieces``, or what the target writes after those that are prompts, up to ``count`` tokens.
+
+    They are prepared in rounds. ``kept`` has the rounds of a run before, and gets those of this
+    one, in types that ``torch.load`` reads without running code. ``is_enough`` is asked after each
+    round; the texts that are left then are not used at all."""
 
     def __init__(
         self,
@@ -204,26 +310,59 @@ class HeldBack:
         count: int,
         vocabulary_size: int,
         check: Callable[[], None],
+        *,
+        kept: list[Any] | None = None,
+        wrote: Callable[[int], None] = _no_count,
+        is_enough: Callable[[], bool] = lambda: False,
+        at_once: int = 1 << 30,
     ) -> None:
         self._size, self._check = vocabulary_size, check
-        self._seeds = list(range(len(pieces)))
-        self._judged: list[tuple[float, Sequence[Text], list[torch.Tensor]]] = []
-        prompts = [piece.tokens for piece in pieces if piece.is_prompt]
-        for temperature in JUDGED_TEMPERATURES:
-            texts = [piece for piece in pieces if not piece.is_prompt]
-            for first in range(0, len(prompts), _TOGETHER):
-                part = prompts[first : first + _TOGETHER]
-                seeds = self._seeds[first : first + _TOGETHER]
-                texts += write(target, part, [temperature] * len(part), seeds, count, check)
-            wanted = choices(target, texts, temperature, self._seeds, vocabulary_size, check)
-            self._judged.append((temperature, texts, wanted))
+        self._rounds = [] if kept is None else kept
+        heats = JUDGED_TEMPERATURES
+        for first in range(0, len(pieces), HELD_BACK_ROUND):
+            if first < HELD_BACK_ROUND * len(self._rounds):
+                continue
+            if self._rounds and is_enough():
+                break
+            part = pieces[first : first + HELD_BACK_ROUND]
+            seeds = list(range(first, first + len(part)))
+            prompts = [number for number, piece in enumerate(part) if piece.is_prompt]
+            written = (
+                write(
+                    target,
+                    [part[number].tokens for _ in heats for number in prompts],
+                    [heat for heat in heats for _ in prompts],
+                    [seeds[number] for _ in heats for number in prompts],
+                    count,
+                    check,
+                    wrote,
+                    at_once,
+                )
+                if prompts
+                else []
+            )
+            prepared = []
+            for place, heat in enumerate(heats):
+                texts = list(part)
+                for number, text in zip(prompts, written[place * len(prompts) :], strict=False):
+                    texts[number] = text
+                wanted = choices(target, texts, heat, seeds, vocabulary_size, check)
+                prepared.append((heat, [tuple(text) for text in texts], wanted))
+            self._rounds.append((seeds, prepared))
+
+    def __len__(self) -> int:
+        return sum(len(seeds) for seeds, _ in self._rounds)
 
     def acceptance(self, draft: Any) -> dict[float, list[float]]:
-        """By temperature, the share of the target's choices that are ``draft``'s too, text by
-        text."""
-        shares: dict[float, list[float]] = {}
-        for temperature, texts, wanted in self._judged:
-            found = choices(draft, texts, temperature, self._seeds, self._size, self._check)
-            pairs = zip(found, wanted, strict=True)
-            shares[temperature] = [(own == its).float().mean().item() for own, its in pairs]
+        """Return, by temperature, the share of the target's choices that are ``draft``'s too, text
+        by text."""
+        shares: dict[float, list[float]] = {heat: [] for heat in JUDGED_TEMPERATURES}
+        for seeds, prepared in self._rounds:
+            for heat, texts, wanted in prepared:
+                told = [Text(*text) for text in texts]
+                found = choices(draft, told, heat, seeds, self._size, self._check)
+                pairs = zip(found, wanted, strict=True)
+                shares[heat] += [
+                    (own == its.to(own.device)).float().mean().item() for own, its in pairs
+                ]
         return shares

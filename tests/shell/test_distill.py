@@ -15,7 +15,7 @@ import resource
 import shutil
 import signal
 import sys
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -25,7 +25,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from edgespec.bench.prompts import read_prompts
 from edgespec.cli.running import Interrupted
@@ -34,9 +40,22 @@ from edgespec.device.export.quantize import quantize_matrix
 from edgespec.models.folders import BUNDLED_FOLDER, check_checkpoint, model_info, trained_length
 from edgespec.telemetry.recording import Recording
 from edgespec.training import distill as training
+from edgespec.training import texts as texts_module
 from edgespec.training.distill import LOSSES, Distillation, Progress, Verdict
+from edgespec.training.memory_plan import plan_memory
 from edgespec.training.settings import Budget, LossName, TrainingSettings
-from edgespec.training.texts import SHORTEST, HeldBack, Text, read_pieces, split, write
+from edgespec.training.texts import (
+    SHORTEST,
+    HeldBack,
+    Text,
+    head_logits,
+    hidden_rows,
+    padded,
+    read_pieces,
+    row_parts,
+    split,
+    write,
+)
 from tests.present import present
 from tests.shell.live_verifier import call
 from tests.shell.tiny_checkpoints import SENTENCES, tiny_config, tiny_tensors, write_checkpoint
@@ -102,7 +121,7 @@ def test_the_rows_with_most_to_gain_are_selected() -> None:
     behind = [scalar_loss(kl, q, p) - scalar_loss(kl, r, p) for q, p, r in rows]
     for share, best in ((0.4, 2), (0.5, 3), (0.0, 1), (1.0, 6)):
         chosen = sorted(range(6), key=lambda row: -behind[row])[:best]
-        found = training.most_to_gain(draft, target, reference, share)
+        found = training.furthest(training.lag(draft, target, reference), share)
         assert found.tolist() == [row in chosen for row in range(6)]
 
 
@@ -207,7 +226,7 @@ def test_the_pieces_of_a_text_stay_together() -> None:
 
 @pytest.fixture(autouse=True)
 def _few_texts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "_ROUND", 4)
+    monkeypatch.setattr(training, "ROUND", 4)
 
 
 def begun(draft: Any, pieces: list[Text], check: Any = nothing, **settings: Any) -> Distillation:
@@ -301,6 +320,185 @@ def test_a_damaged_copy_of_the_target_gets_better(name: LossName) -> None:
     after = np.mean([*held.acceptance(draft).values()])
     assert after == pytest.approx(found.best_score)
     assert after > before + 0.02
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+WIDTHS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+WIDTHS |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+WIDTHS |= {"vocab_size": SIZE, "pad_token_id": 0, "initializer_range": 0.5}
+HEADS = {
+    "plain": LlamaConfig(**WIDTHS),
+    "capped": Gemma2Config(**WIDTHS, final_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    "scaled": GraniteConfig(**WIDTHS, logits_scaling=7.0),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_alone_gives_the_models_own_logits(name: str) -> None:
+    """Oracle: the model's forward over all tokens; before and after."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(HEADS[name]).eval()
+    texts = [Text(PROMPTS[4] * 2, 3), Text(PROMPTS[1], 1)]
+    tokens, places = padded(texts, torch.device("cpu"))
+    with torch.no_grad():
+        whole = model(tokens).logits.flatten(0, 1)[places]
+        output, rows = hidden_rows(model, tokens, places)
+        for part in row_parts(len(rows), SIZE, 2 * SIZE):
+            assert torch.allclose(head_logits(model, output, rows[part]), whole[part], atol=1e-5)
+        assert torch.equal(model(tokens).logits.flatten(0, 1)[places], whole)
+
+
+@each_loss
+@pytest.mark.parametrize("numbers", [1, 5 * SIZE])
+def test_gradients_in_parts_are_those_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, name: LossName, numbers: int
+) -> None:
+    """Oracle: autograd over one tensor of all logits."""
+    largest: list[int] = []
+
+    def seen(model: Any, output: Any, rows: torch.Tensor) -> torch.Tensor:
+        found = head_logits(model, output, rows)
+        largest.append(found.numel())
+        return found
+
+    monkeypatch.setattr(training, "LOGITS_AT_ONCE", numbers)
+    monkeypatch.setattr(training, "head_logits", seen)
+    # Without bfloat16, whose rounding is larger than what is asked here.
+    monkeypatch.setattr(Distillation, "_autocast", lambda *_: nullcontext())
+    draft, texts = tiny(2), [Text(ids, 1) for ids in PROMPTS[:5]]
+    found = begun(draft, RECORDED, loss=name, bits=32)
+    found._reference = reference = tiny(4) if name is LossName.SELECTIVE else None
+    whole = copy.deepcopy(draft)
+    total = sum(len(text.tokens) - 1 for text in texts)
+    loss = found._add_gradients(texts, total)
+    assert max(largest) <= max(numbers, SIZE)
+
+    tokens, places = padded(texts, torch.device("cpu"))
+
+    def law(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model(tokens).logits.flatten(0, 1)[places].log_softmax(-1)
+        return found
+
+    own, wanted = law(whole), law(TARGET).detach()
+    values = LOSSES[name](own, wanted)
+    if reference is not None:
+        values = values * training.furthest(training.lag(own, wanted, law(reference)), 0.4) / 0.4
+    (values.sum() / total).backward()
+    assert loss == pytest.approx(float(values.detach().sum()) / total, rel=1e-4)
+    for mine, its in zip(draft.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(present(mine.grad), present(its.grad), rtol=1e-3, atol=1e-5)
+
+
+def test_the_plan_counts_what_fits() -> None:
+    """Oracle: more room never means fewer texts, and the peak stays below the limit."""
+    settings, model, before = TrainingSettings(length=LENGTH), tiny(2), 0
+    with pytest.raises(ValueError, match=r"but the limit is 256\.0 MiB: give a smaller draft"):
+        plan_memory(TARGET, model, settings, 32, 1 << 20, 1 << 28)
+    least = plan_memory(TARGET, model, settings, 32, 1 << 20, 1 << 30).peak_bytes
+    limits = [least + (extra << 10) for extra in (-400, -300, 0, 10_000)]
+    plans = [(one, plan_memory(TARGET, model, settings, 32, 1 << 20, one)) for one in limits]
+    for limit, plan in plans:
+        assert before <= plan.texts_at_once <= settings.rows
+        assert plan.peak_bytes <= limit << 27
+        before = plan.texts_at_once
+    selective = TrainingSettings(length=LENGTH, loss=LossName.SELECTIVE)
+    more = plan_memory(TARGET, model, selective, 32, 1 << 20, 1 << 34)
+    assert more.copies_bytes == plans[-1][1].copies_bytes / 5 * 7
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+class Time:
+    """A clock that only steps and written tokens move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step_s: float, token_s: float) -> None:
+        self.now_s = 0.0
+        learn = Distillation._learn
+
+        def slowly(distillation: Distillation, share: float) -> float:
+            self.now_s += step_s
+            return learn(distillation, share)
+
+        monkeypatch.setattr("edgespec.training.distill.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr(Distillation, "_learn", slowly)
+        self._token_s = token_s
+
+    def passes(self, *_: object) -> None:
+        """Another token was written for each text."""
+        self.now_s += self._token_s
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(1.0, 60), (7.0, 8), (40.0, 1), (61.0, 1)])
+def test_no_step_begins_that_would_not_end_in_time(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, steps: int
+) -> None:
+    """But the first, whose time nobody knows."""
+    time, shares = Time(monkeypatch, step_s, 0.0), list[float]()
+    found = begun(tiny(2), RECORDED)
+    found.run(Budget(minutes=1), lambda now: shares.append(now.share), nothing)
+    assert len(shares) == steps
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert time.now_s <= max(60.0, step_s)
+
+
+def test_texts_are_written_as_long_as_they_are_learned_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round of 4 texts takes 8 s; a minute has room for some of them, and for steps."""
+    time = Time(monkeypatch, 1.0, 1.0)
+    found = begun(tiny(2), PIECES)
+    steps: list[Progress] = []
+    found.run(Budget(minutes=1), steps.append, nothing, wrote=time.passes)
+    assert 8 <= len(found.state()["texts"]) < 4 * 60 / 8
+    assert len(steps) >= 16
+    assert time.now_s <= 60.0
+    assert 0 < steps[-1].tokens_per_s < 100
+
+
+@pytest.mark.parametrize(("all_s", "one_s", "chosen"), [(2.0, 1.0, 1), (1.0, 2.0, 3)])
+def test_the_quicker_number_of_threads_is_taken(
+    monkeypatch: pytest.MonkeyPatch, all_s: float, one_s: float, chosen: int
+) -> None:
+    """Oracle: a model that takes so long with three threads, and so long with one."""
+    torch.set_num_threads(3)
+    now_s = 0.0
+
+    class Slow:
+        device = "cpu"
+
+        def __call__(self, *_: object, **__: object) -> None:
+            nonlocal now_s
+            now_s += one_s if torch.get_num_threads() == 1 else all_s
+
+    monkeypatch.setattr("edgespec.training.distill.time.monotonic", lambda: now_s)
+    assert training.choose_threads(Slow()) == torch.get_num_threads() == chosen
+
+
+def test_a_time_that_is_over_before_the_first_text_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time = Time(monkeypatch, 1.0, 10.0)
+    with pytest.raises(training.TimeUpError):
+        begun(tiny(2), PIECES).run(Budget(minutes=1), lambda now: None, nothing, wrote=time.passes)
+    assert time.now_s <= 70.0
+
+
+def test_what_is_held_back_is_prepared_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there is time for, one round at least; those of a run before are not written
+    again. Oracle: all of them at once."""
+    monkeypatch.setattr(texts_module, "HELD_BACK_ROUND", 4)
+    how, draft = (LENGTH // 2, SIZE, nothing), tiny(2)
+    whole = HeldBack(TARGET, PIECES[:10], *how)
+    kept: list[Any] = []
+    first = HeldBack(TARGET, PIECES[:10], *how, kept=kept, is_enough=lambda: len(kept) == 2)
+    assert (len(whole), len(first), len(kept)) == (10, 8, 2)
+    counted: list[int] = []
+    again = HeldBack(TARGET, PIECES[:10], *how, kept=kept, wrote=counted.append)
+    assert again.acceptance(draft) == whole.acceptance(draft)
+    assert 0 < sum(counted) <= 2 * 2 * LENGTH // 2  # of two pieces at two temperatures
 
 
 def test_a_loss_that_is_no_number_ends_the_run_by_name() -> None:
@@ -399,9 +597,62 @@ def test_ctrl_c_keeps_what_was_learned_and_the_folder_can_be_exported(
     other = distill(folder, tmp_path / "out", "--resume", "--seed", 1)
     assert "texts was" in other.stderr or "seed was 0, but is 1" in other.stderr
     assert distill(folder, tmp_path / "out", "--resume").exit_code == 0
-    assert len(steps) == 6
+    assert len(steps) == 7  # the third was stopped in its middle, and is made again
     assert weights(tmp_path / "whole") == weights(tmp_path / "out")
     assert not (tmp_path / "out.training").exists()
+
+
+def test_texts_that_were_written_are_kept_for_the_next_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped while texts are held back goes on with those that it has, and ends with
+    the weights of a run that nobody stopped."""
+    monkeypatch.setattr(texts_module, "HELD_BACK_ROUND", 4)
+    assert distill(folder, tmp_path / "whole").exit_code == 0
+    rounds, judged = list[int](), texts_module.choices
+
+    def stopped(*given: Any) -> Any:
+        rounds.append(1)
+        if len(rounds) == 4:  # of two temperatures: in the second round
+            signal.raise_signal(signal.SIGINT)
+        return judged(*given)
+
+    monkeypatch.setattr(texts_module, "choices", stopped)
+    assert distill(folder, tmp_path / "out").exit_code == 130
+    (chosen, judging) = training.read_state(tmp_path / "out.training")["held"]
+    assert (len(chosen), len(judging)) == (1, 0)
+    resumed = distill(folder, tmp_path / "out", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_minutes_are_those_of_the_whole_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the words, and that nothing written is lost; the run that goes on has more time."""
+    models = ("--target", folder / "target", "--draft", folder / "draft", "--length", 24)
+    given = (*models, "--prompts", folder / "prompts.jsonl", "--out", tmp_path / "out")
+    over = call("distill", *given, "--minutes", 1e-4)
+    assert over.exit_code == 1
+    said = " ".join(over.stderr.split())
+    assert "minutes are over before the first step" in said
+    assert "--resume with more --minutes goes on" in said
+    assert (tmp_path / "out.training").exists()
+    resumed = call("distill", *given, "--resume", "--steps", 1, "--force")
+    assert resumed.exit_code == 0, resumed.output
+    assert "writing texts held back: " in resumed.stderr
+    assert "tokens/s" in resumed.stderr
+    assert "memory: at most about" in resumed.stderr
+
+
+def test_a_limit_of_memory_is_kept_or_refused(folder: Path, tmp_path: Path) -> None:
+    refused = distill(folder, tmp_path / "out", "--memory-budget", "64MiB")
+    assert refused.exit_code == 1
+    said = " ".join(refused.stderr.split())
+    assert "but the limit is 64.0 MiB: give a smaller draft" in said
+    unknown = distill(folder, tmp_path / "out", "--memory-budget", "much")
+    assert unknown.exit_code == 2
+    assert "--memory-budget is 'much'" in " ".join(unknown.stderr.split())
 
 
 def test_a_draft_that_is_not_better_is_not_written(folder: Path, tmp_path: Path) -> None:
