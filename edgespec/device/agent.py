@@ -21,7 +21,7 @@ from edgespec.core.association.policies import conversation_named, conversation_
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
 from edgespec.core.device.commit_reader import largest_id
-from edgespec.core.device.goodput_policy import named_policy, why_resting
+from edgespec.core.device.goodput_policy import named_policy, useless, why_resting
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
 from edgespec.core.device.session import DraftSession
@@ -337,6 +337,9 @@ class Agent:
             self.activity.over(notes)
             if why := session.counters.draft_failure:
                 self._tell_once(f"the draft model failed, the text went on without drafts: {why}")
+            elif session.has_given_up:
+                why = useless(session.estimates.evidence)
+                self._tell_once(why, about=f"useless draft for {model}, {rule}")
             try:
                 await driver.close()
             finally:  # also where it is cancelled a second time
@@ -421,10 +424,12 @@ class Agent:
         except (RecordingError, PoolBusyError, PoolLateError) as error:
             self._tell_once(f"a text could not be recorded: {error}")
 
-    def _tell_once(self, failure: str) -> None:
-        if failure not in self._told:
+    def _tell_once(self, failure: str, about: str = "") -> None:
+        """Warn of a failure, but only once of each text, or of each thing that it is ``about``."""
+        about = about or failure
+        if about not in self._told:
             if len(self._told) < _MOST_TOLD:
-                self._told.add(failure)
+                self._told.add(about)
             _log.warning("%s", failure)
 
     def _session(

@@ -188,7 +188,9 @@ class StatusSource:
         if memory.resting:
             why = "the memory budget leaves nothing to the draft: it rests"
             return replace(found, worth=False, why=why)
-        if running and not drafts and session is not None and not session.counters.draft_failure:
+        failed = session is not None and session.counters.draft_failure
+        given_up = session is not None and session.has_given_up
+        if running and not drafts and session is not None and not failed and not given_up:
             why = "the draft is busy, or the text is longer than its context"
             return replace(found, worth=False, why=why)
         return found

@@ -28,7 +28,7 @@ from edgespec.core.device.policy import (
     best_gamma,
 )
 from edgespec.core.device.session import DraftSession
-from edgespec.core.protocol.estimators import GuessChances
+from edgespec.core.protocol.estimators import GUESSED_RTT_S, GuessChances, MovingAverage
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, SpeculationTree
 from tests.core.draft_scripts import RECONNECT, REQUEST
@@ -325,6 +325,84 @@ def test_of_many_models_the_one_asked_for_longest_ago_is_forgotten() -> None:
     learned.of("one more")
     assert learned.of("a0") is found[0]
     assert learned.of("a1") is not found[1]
+
+
+def _held(nodes: int, **world: Any) -> bool:
+    """Whether a device with nothing in flight adds to its chain before it sends it. Rates of 0.8,
+    a commit came just now, 0.5 ms to the verifier and back."""
+    view = _view(*range(nodes), **{"rtt_s": 0.0005, **world})
+    view.estimates.acceptance.rates[0] = 0.8
+    for node in view.tree.nodes.values():
+        node.chance = 0.8
+    view.idle_s = 0.001 * nodes
+    return not WindowedPolicy(gather=0.1).flush(view)
+
+
+def _miss_s(nodes: int, pass_s: float, step_s: float) -> float:
+    """The time until the next miss is found, by the sum: a chain, then passes of which each but
+    the first begins with what was drafted in the one before."""
+    passes = 1.0 + sum(0.8 ** (nodes + more * pass_s / step_s) for more in range(1000))
+    return nodes * step_s + passes * pass_s
+
+
+@pytest.mark.parametrize(
+    ("pass_s", "step_s"), [(0.04, 0.001), (0.04, 0.003), (0.015, 0.001), (0.008, 0.002)]
+)
+def test_the_first_chain_after_a_miss_is_as_long_as_is_best(pass_s: float, step_s: float) -> None:
+    best = min(range(1, 30), key=lambda nodes: _miss_s(nodes, pass_s, step_s))
+    held = [_held(nodes, pass_s=pass_s, step_s=step_s) for nodes in range(1, 30)]
+    assert held == [nodes < best for nodes in range(1, 30)]
+
+
+def test_a_chain_that_is_held_is_in_time_for_the_next_pass() -> None:
+    assert _held(2, pass_s=0.04, step_s=0.001)
+    assert not _held(2, pass_s=0.04, step_s=0.001, rtt_s=0.04)
+    resting = replace(_view(0, 1, step_s=0.001, pass_s=0.04), idle_s=0.0, resting=True)
+    assert WindowedPolicy(gather=0.1).flush(resting), "no step would make it longer"
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected_s"),
+    [
+        ([(1, 0.004), (2, 0.004)], 0.004),
+        ([(64, 0.3), (1, 0.004)], 0.004),  # a prompt's step is no measure
+        ([(1, 0.004), (9, 0.02)], 0.004),
+        ([(1, 0.012), (9, 0.004)], 0.008),  # nine tokens in 4 ms: one takes no longer
+    ],
+)
+def test_a_step_is_timed_by_what_it_feeds(
+    steps: list[tuple[int, float]], expected_s: float
+) -> None:
+    estimates = est.DraftEstimates()
+    for fed, took_s in steps:
+        estimates.note_step(fed, took_s)
+    assert estimates.step_s.get(0.0) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("pass_s", [0.0005, 0.003, 0.01, 0.025, 0.2])
+def test_a_draft_that_was_never_timed_is_tried_however_short_a_pass(pass_s: float) -> None:
+    view = _view(pass_s=pass_s, commit_s=pass_s, commit_tokens=1, rtt_s=0.0005)
+    view = replace(view, estimates=replace(view.estimates, step_s=MovingAverage()))
+    assert goodput_policy.GoodputPolicy().extend(view) == ROOT
+
+
+def test_step_times_outlive_a_generation_and_a_model() -> None:
+    usual = est.Learned()
+    known = est.DraftEstimates.of(est.VerifierEstimates(), usual, SamplingParams())
+    known.note_step(1, 0.002)
+    other = est.LearnedByModel("base", usual).of("sql")
+    for learned in (usual, other):
+        following = est.DraftEstimates.of(est.VerifierEstimates(), learned, SamplingParams())
+        assert following.step_s.get(0.0) == 0.002
+
+
+def test_no_round_trip_is_longer_than_the_greeting() -> None:
+    fresh = _view()
+    for greeting_s, expected_s in ((0.001, 0.001), (5.0, GUESSED_RTT_S)):
+        estimates = replace(fresh.estimates, rtt_s=MovingAverage(), greeting_s=greeting_s)
+        assert replace(fresh, estimates=estimates).rtt_s == expected_s
+    estimates = replace(fresh.estimates, greeting_s=0.001)
+    assert replace(fresh, estimates=estimates).rtt_s == 0.04, "what was measured counts"
 
 
 def test_a_text_begins_with_what_the_one_before_found_out() -> None:

@@ -28,9 +28,10 @@ from edgespec.core.protocol import messages as m
 from edgespec.core.protocol import tree as tree_module
 from edgespec.core.protocol.checks import MAX_MESSAGE_LENGTH, REPLACEMENT, one_line, printable
 from edgespec.core.protocol.constraint import Constraint, ConstraintKind
-from edgespec.core.protocol.estimators import AcceptanceEstimator, SlopeEstimator
+from edgespec.core.protocol.estimators import AcceptanceEstimator, DecayedRate, SlopeEstimator
 from edgespec.core.protocol.messages import EXACT_RULE, Limits, Open
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.core.protocol.text_guesses import TextChances
 from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Growth, SpeculationTree
 from edgespec.core.protocol.work import ModelInfo
 from edgespec.core.verifier.admission import refuse_open
@@ -190,8 +191,32 @@ def test_acceptance_is_a_weighted_count() -> None:
     estimator = AcceptanceEstimator(prior=(0.5,), prior_weight=4.0, memory=0.5)
     for rank in (0, None, 0):
         estimator.add(rank)
-    hits, trials = 0.25 + 1.0, 0.25 + 0.5 + 1.0
-    assert estimator.rate(0) == pytest.approx((hits + 2.0) / (trials + 4.0))
+    hits, trials, weight = 0.25 + 1.0, 0.25 + 0.5 + 1.0, 4.0 / 8
+    assert estimator.rate(0) == pytest.approx((hits + 0.5 * weight) / (trials + weight))
+
+
+def test_a_source_that_is_never_right_is_taken_for_that() -> None:
+    """A prior of 0.9 is forgotten, and no estimate is 0: chances are divided by it."""
+    ranks, one, text = AcceptanceEstimator(), DecayedRate(0.98, 12.0), TextChances()
+    for _ in range(400):
+        ranks.add(None, offered=1)
+        one.add(False)
+        for cell in range(len(text.of)):
+            text.note(cell, hit=False)
+    for rate in (ranks.rate(0), one.rate(0.9), *text.of):
+        assert 0.0 < rate < 0.003
+    assert ranks.rate(1) == pytest.approx(0.1), "a rank that was not offered was not tried"
+
+
+def test_how_deep_the_first_draft_after_a_miss_is() -> None:
+    arrivals = ArrivalEstimator()
+    assert arrivals.response_depth == 1.0
+    arrivals.on_useful_draft(1.0, 4)  # no miss came before
+    assert (arrivals.response_depth, arrivals.response_s) == (1.0, 0.0)
+    arrivals.on_miss(2.0)
+    arrivals.on_useful_draft(2.5, 8)
+    arrivals.on_miss(3.0)
+    assert (arrivals.response_depth, arrivals.response_s) == (8.0, 0.5)
 
 
 def test_two_rhythms() -> None:

@@ -347,6 +347,22 @@ def test_auto_never_waits_past_its_share_for_an_overdue_draft(
         assert auto_run_ahead(view, unsure=0.5, sure=1.0) <= 10.0 + share * view.pass_s
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.84])
+@pytest.mark.parametrize("depth", [1, 2, 5, 10, 30])
+def test_auto_waits_as_long_as_a_deep_draft_saves(rate: float, depth: int) -> None:
+    """Oracle: passes until the next miss is found, 1 + a for a verifier that decodes on and 1 +
+    a**k for one that waits for k nodes."""
+    saved = (1.0 + rate) - (1.0 + rate**depth)
+    view = replace(VIEW, idle_since=10.0, hit_rate=rate, response_depth=depth, response_s=0.02)
+    just = replace(view, expected_at=10.0 + (saved - 1e-6) * view.pass_s)
+    late = replace(view, expected_at=10.0 + (saved + 1e-6) * view.pass_s)
+    assert auto_run_ahead(late) == late.now
+    if depth > 1:
+        assert auto_run_ahead(just) == pytest.approx(10.0 + saved * view.pass_s)
+        gone = replace(just, expected_at=9.9)
+        assert auto_run_ahead(gone) <= gone.now, "a draft that never comes is not waited for again"
+
+
 def waits_alone(view: RunAheadView) -> float:
     """A policy that shares the passes of others and waits for a draft otherwise."""
     return view.now if view.runs_anyway else view.now + 1.0

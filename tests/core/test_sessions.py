@@ -82,6 +82,7 @@ def test_choices_that_are_hardly_ever_right_are_kept_now_and_then() -> None:
     """Second choices of 0.001 were never right in 400 trials, those of 0.2 half the time. Step 16
     is the first at which all are kept."""
     session = streaming(policy=GoodputPolicy(2))
+    session.estimates.rtt_s.add(0.03)  # the window is that of two round trips
     for trial in range(400):
         session.estimates.guesses.alone.add(1, HARDLY, hit=False)
         session.estimates.guesses.alone.add(1, OFTEN, hit=trial % 2 == 0)

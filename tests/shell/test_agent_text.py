@@ -31,6 +31,7 @@ from edgespec.core.toy_model import ToyModel
 from edgespec.device.agent import Agent, GenerationError
 from edgespec.device.drafters.toy import ToyDrafter
 from edgespec.device.session_driver import Link
+from edgespec.device.status import StatusSource
 from edgespec.models.toy import TOY_ALPHABET, ToyTokenizer
 from tests.present import present
 from tests.shell.loopback import LoopbackTransport
@@ -248,6 +249,26 @@ async def test_a_failed_draft_is_told_once_in_words(
         with pytest.raises(GenerationError, match="draft model failed: RuntimeError: head_size"):
             await measure(one, PROMPT, SamplingParams(max_tokens=len(TOKENS)), ())
     assert caplog.text.count("the text went on without drafts") == 1
+
+
+async def test_a_useless_draft_is_told_once_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The evidence of earlier texts is there at the start: no step is made, and everybody who looks
+    reads why."""
+    one = agent(loopback(streaming(TOKENS)), ToyDrafter(LETTERS))
+    for _ in range(2000):
+        one.options.learned.evidence.add(hit=False)
+    one.options.learned.evidence.add(hit=True)
+    said = "the draft model was right at 1 of 2,001 places (0.0%), so it is given up"
+    async with nothing_left(), one:
+        for _ in range(2):
+            assert await told(one) == TOKENS
+            stats = present(one.stats)
+            assert (stats.counters.steps, stats.counters.rested) == (0, len(TOKENS))
+            assert said in summary(Progress(), stats)
+        drafting = StatusSource(one, ("here",)).snapshot().drafting
+        assert (drafting.worth, said in drafting.why) == (False, True)
+    assert caplog.text.count(said) == 1
+    assert "\n" not in present(stats.resting)
 
 
 TEXT = ToyTokenizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgespec.core.device.estimates import Learned
 from edgespec.core.device.events import Fail
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
@@ -29,13 +30,17 @@ def alone(
     rtt_s: float,
     step_s: float,
     pass_s: float,
+    learned: Learned | None = None,
 ) -> SimulatedDevice:
-    """The device of the only session of a verifier, when all is over."""
+    """Play the only session of a verifier to its end; return its device. ``learned`` is what
+    earlier sessions of the device have learned of its draft."""
     queue = EventQueue()
     limits = Limits(context_length=_CONTEXT_LENGTH)
     engine = VerifyEngine(target.info, limits, EngineLimits())
     verifier = SimulatedVerifier(queue, engine, target, Machine(queue, constant(pass_s), ""))
-    session = DraftSession(opened, policy, ReconnectPolicy(), drafter.info.context_length)
+    session = DraftSession(
+        opened, policy, ReconnectPolicy(), drafter.info.context_length, learned=learned
+    )
 
     def connect() -> tuple[Stream, float]:
         made = Stream(queue, Hops(queue, fixed_s=rtt_s / 2), Hops(queue, fixed_s=rtt_s / 2))

@@ -31,7 +31,7 @@ from typing import Final
 from edgespec.core.association import failover_events as ev
 from edgespec.core.association.policies import Association, VerifierView, ranked
 from edgespec.core.protocol.checks import bounded
-from edgespec.core.protocol.estimators import GUESSED_PASS_S
+from edgespec.core.protocol.estimators import GUESSED_PASS_S, GUESSED_RTT_S
 from edgespec.core.protocol.messages import ModelIdentity, VerifierInfo
 from edgespec.core.protocol.sampling import noise_bits
 
@@ -56,8 +56,10 @@ class BreakerPolicy:
     failures: int = 2
     """So many in a row open it."""
     open_s: float = 0.5
-    """For so long the first time, then for twice as long each time, less up to a half by chance."""
+    """For so long the first time, then for twice as long each time, less up to a half by chance. A
+    process that is started again by its supervisor takes about as long."""
     longest_open_s: float = 8.0
+    """A verifier that is back is found within this time; asking so seldom costs nobody anything."""
 
     def __post_init__(self) -> None:
         bounded("failures", self.failures, 1, 1000)
@@ -122,8 +124,8 @@ class CircuitBreaker:
         self.state, self.probe_at = HALF_OPEN, None
 
 
-_GUESSED_RTT_S = 0.05
-# Sessions come and go; nothing is known of the load of one that told it longer ago.
+# Nothing is known of the load of a verifier that reported it longer ago than a text takes (some
+# hundred tokens at 25 to 60 ms): its sessions are others by then.
 _LOAD_KEPT_S = 30.0
 
 
@@ -272,7 +274,7 @@ def views_of(
     timed_s = [info.pass_us / 1e6 for _, info, _, _ in known if info and info.pass_us]
     usual_s = fmean(timed_s) if timed_s else GUESSED_PASS_S
     rtts_s = [rtt_s for *_, rtt_s in known if rtt_s is not None]
-    usual_rtt_s = fmean(rtts_s) if rtts_s else _GUESSED_RTT_S
+    usual_rtt_s = fmean(rtts_s) if rtts_s else GUESSED_RTT_S
     views = []
     for address, info, sessions, rtt_s in known:
         pass_s = usual_s if info is None else info.pass_us / 1e6 or usual_s

@@ -29,9 +29,11 @@ from edgespec.core.protocol.checks import bounded, one_line
 from edgespec.core.protocol.messages import FaultCode, ModelIdentity, why_not
 
 _LEAST_S, _LONGEST_S = 1e-3, 3600.0
-# How long the one that was dialed first may take, where it is far.
+# How long the one that was dialed first may take, where it is far: TCP, TLS, HTTP/2 and the
+# greeting are a round trip each. At most it is what ``ask_s`` allows.
 _ROUND_TRIPS, _HEDGE_LONGEST_S = 4.0, 2.0
-# A verifier that breaks so soon after it was tried at once is not tried at once again.
+# A verifier that breaks so soon after it was tried at once is not tried at once again. That bounds
+# a loop of breaks to two tries a second; a breaker waits as long at first.
 _SOON_S = 0.5
 Actions = list[ev.FailoverAction]
 
@@ -43,17 +45,23 @@ class FailoverPolicy:
 
     hedge_s: float = 0.25
     """When the verifier that was dialed has not answered for so long (or four of its round trips,
-    where that is more), the next one is dialed too."""
+    where that is more), the next one is dialed too. Happy Eyeballs (RFC 8305) waits as long between
+    two addresses."""
     ask_s: float = 2.0
-    """Before the first stream all are asked who they are, and waited for so long at most."""
+    """Before the first stream all are asked who they are, and waited for so long at most. Somebody
+    waits for a first token meanwhile."""
     settle_s: float = 0.1
-    """Once one of them has answered, the others have so long."""
+    """Once one of them has answered, the others have so long: the best one on a continent answers
+    within 100 ms of the first."""
     quiet_s: float = 1.5
-    """A stream on which nothing came for so long has its verifier probed."""
+    """A stream on which nothing came for so long has its verifier probed. Passes of the slowest
+    targets take less (a CPU's 63 ms a token), and a long prompt's passes answer the probe."""
     probe_s: float = 1.5
-    """A probe that is not answered for so long has failed."""
+    """A probe that is not answered for so long has failed. With ``quiet_s`` a hang is noticed
+    within three seconds, and two lost packets in a row are no failure."""
     full_s: float = 1.0
-    """A verifier that is full and does not say for how long is left alone for so long."""
+    """A verifier that is full and does not say for how long is left alone for so long; ours say so
+    (``retry_after_s`` is 1 s there too)."""
     breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
 
     def __post_init__(self) -> None:

@@ -106,7 +106,7 @@ class CommitReader:
         learned: Learned,
         sampling: SamplingParams,
     ) -> None:
-        self.estimates = DraftEstimates.of(verifier, learned.guesses(sampling))
+        self.estimates = DraftEstimates.of(verifier, learned, sampling)
         self.counters = DraftCounters()
         self._every = RECEIVED_EVERY
         self._tree, self._prefix, self._outbox = tree, tree.prefix, outbox
@@ -166,6 +166,7 @@ class CommitReader:
                 right = node
         if drafted:
             rank = None if right is None or right.rank == UNRANKED else right.rank
+            self.estimates.evidence.add(hit=rank is not None)
             self.estimates.acceptance.add(rank, drafted)
             for node in offered:
                 self.estimates.guesses.add(node, hit=node is right)

@@ -27,9 +27,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, assert_never
+from typing import ClassVar, Final, assert_never
 
-from edgespec.core.device.estimates import DraftEstimates, RowPrice
+from edgespec.core.device.estimates import DraftEstimates, DraftEvidence, RowPrice
 from edgespec.core.device.policy import (
     DEFAULT_WIDTH,
     GATHER_SHARE,
@@ -67,6 +67,7 @@ class GoodputPolicy:
     """As of ``WindowedPolicy``."""
     least_choice: float = LEAST_CHOICE
     """A choice after the first that is less likely to be right is not kept."""
+    gives_up: ClassVar[bool] = True
 
     def extend(self, view: DraftView) -> int | None:
         if is_full(view, self.width, self.window):
@@ -171,8 +172,20 @@ def _left_open(children: Sequence[Node]) -> float:
     return max(0.0, 1.0 - named**3)
 
 
+def useless(evidence: DraftEvidence) -> str:
+    """Say in a line how often a draft model was right that was given up, and what would help."""
+    hits, tried = evidence.hits, evidence.tried
+    return (
+        f"the draft model was right at {hits:,} of {tried:,} places ({hits / tried:.1%}), so it is"
+        " given up until a restart: take a draft of the target's own family, or train one with"
+        " `edgespec distill`"
+    )
+
+
 def why_resting(policy: DraftPolicy, price: RowPrice, estimates: DraftEstimates) -> str | None:
-    """Why the policy would not begin to draft now; None: it would, or its rule is another."""
+    """Say why the policy would not begin to draft now. None: it would, or its rule is another."""
+    if policy.gives_up and estimates.evidence.is_useless:
+        return useless(estimates.evidence)
     if price.credit == 0:
         # Not that the verifier has no place for sessions: its passes are what is short.
         why, least = "the verifier's passes are busy: it takes no drafts now", price.least_chance

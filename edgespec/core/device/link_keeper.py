@@ -51,21 +51,25 @@ class ReconnectPolicy:
     """How patient a device is; seconds. Raises ``ValueError`` naming field, value and limit."""
 
     first_s: float = 0.1
-    """The first wait; each further one is twice as long."""
+    """The first wait; each further one is twice as long. A proxy that moves a stream is ready by
+    then."""
     longest_s: float = 1.0
-    """No wait is longer, unless the verifier asks for more time."""
+    """No wait is longer, unless the verifier asks for more time: a user sees a second."""
     give_up_first_s: float = 5.0
-    """How long to try for a first stream."""
+    """How long to try for a first stream: somebody sits before the prompt, and the address may be
+    wrong."""
     give_up_s: float = 60.0
-    """How long to try for the next one after a stream broke."""
+    """How long to try for the next one after a stream broke: a verifier's restart with a large
+    model takes tens of seconds, and the text so far would be lost."""
     answer_s: float = 10.0
-    """How long a connection may take to come up and the verifier to greet."""
+    """How long a connection may take to come up and the verifier to greet: three lost SYN packets
+    are sent again within 7 s."""
     grammar_s: float = 60.0
     """How much longer it may take to greet a text with a constraint: a grammar that it has not seen
     is tried before, beside whatever keeps the machine busy."""
     silence_s: float = 30.0
     """A verifier that has greeted and then says nothing for so long counts as a broken link. An
-    empty ``Commit`` is a sign of life."""
+    empty ``Commit`` is a sign of life, and comes every 10 s."""
     progress_s: float = 300.0
     """A generation fails when for so long a verifier that answers has neither sent a token nor read
     on in the prompt."""

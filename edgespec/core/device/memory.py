@@ -391,7 +391,9 @@ def _refusal(variants: Sequence[DraftVariant], question: MemoryQuestion) -> Memo
 
 SMALLEST_WINDOW = 64
 RECOVERY_S = 30.0
-"""How long the process has to stay below before the draft gets more again."""
+"""How long the process has to stay below before the draft gets more again, in seconds. What a page
+or a build takes of the memory comes and goes within a few seconds; the cache is filled anew each
+time that it changes."""
 
 
 @dataclass(frozen=True, slots=True)

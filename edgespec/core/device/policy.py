@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from edgespec.core.device.estimates import DraftEstimates
-from edgespec.core.protocol.estimators import GUESSED_PASS_S
+from edgespec.core.protocol.estimators import GUESSED_PASS_S, GUESSED_RTT_S, GUESSED_STEP_SHARE
 from edgespec.core.protocol.tree import ROOT, UNRANKED, SpeculationTree
 
 MAX_GAMMA = 32
@@ -36,10 +36,11 @@ GATHER_SHARE = 0.1
 DEFAULT_WIDTH = 2
 """Choices that a draft step adds unless a policy is told otherwise."""
 
-# What a draft step on a laptop and a regional link are taken for until they were measured.
-_GUESSED_STEP_S, _GUESSED_RTT_S = 0.01, 0.03
 # Commits that come further apart than so many passes take were waited for.
 _WAITS = 1.25
+# No rate is taken to be better than that: it was counted over some fifty positions.
+_SURE_RATE = 0.99
+# Estimates are divided by: a clock may say that something took no time.
 _LEAST_S = 1e-6
 
 
@@ -64,20 +65,27 @@ class DraftView:
     """No step runs and none is about to."""
     since_open_s: float | None = None
     """How long ago the stream was opened, or 0 while it is not; None once a pass has committed."""
+    idle_s: float | None = None
+    """Seconds since the last commit of a pass came, whatever it left in flight. None before the
+    first one of a stream."""
     pass_s: float = field(init=False)
     step_s: float = field(init=False)
-    """Both are asked for several times by each view's policy."""
+    rtt_s: float = field(init=False)
+    """These are asked for several times by each view's policy, so they are looked up once."""
 
     def __post_init__(self) -> None:
-        step_s = self.estimates.step_s.get(_GUESSED_STEP_S)
+        self.pass_s = pass_s = self.estimates.pass_s.get(GUESSED_PASS_S)
+        step_s = self.estimates.step_s.get(GUESSED_STEP_SHARE * pass_s)
         self.step_s = step_s if step_s > _LEAST_S else _LEAST_S
-        self.pass_s = self.estimates.pass_s.get(GUESSED_PASS_S)
+        greeting_s = self.estimates.greeting_s
+        guess_s = greeting_s if greeting_s < GUESSED_RTT_S else GUESSED_RTT_S
+        self.rtt_s = self.estimates.rtt_s.get(guess_s)
 
     @property
     def round_s(self) -> float:
         """The time from sending a node to hearing of its pass: rtt_s + pass_s. A round trip of
         30 ms and a pass of 20 ms make a round of 50 ms."""
-        return self.estimates.rtt_s.get(_GUESSED_RTT_S) + self.pass_s
+        return self.rtt_s + self.pass_s
 
     @property
     def token_s(self) -> float:
@@ -119,7 +127,7 @@ class DraftView:
         if self.since_open_s is not None:
             return self.since_open_s + self.step_s
         since_s = self.since_commit_s or 0.0
-        return since_s + self.step_s + self.estimates.rtt_s.get(_GUESSED_RTT_S)
+        return since_s + self.step_s + self.rtt_s
 
     def paying(self, parent: int, width: int) -> int:
         """Of ``width`` choices behind ``parent``, as many as pay for their rows at the verifier's
@@ -160,6 +168,11 @@ class DraftPolicy(Protocol):
     def least_choice(self) -> float:
         """How likely a choice after the first has to be right to be kept; 0: all are."""
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether a draft model that is of no use (``DraftEvidence``) makes no steps any more.
+        The published schemes draft on, as they have no rule for that."""
+
     def extend(self, view: DraftView) -> int | None:
         """The node (or ``ROOT``) to draft behind, or None to rest until something happens."""
 
@@ -174,6 +187,7 @@ class FixedPolicy:
     gamma: int | None = None
     width: int = 1
     least_choice: ClassVar[float] = 0.0
+    gives_up: ClassVar[bool] = False
 
     def extend(self, view: DraftView) -> int | None:
         if view.in_flight or view.unsent >= self._nodes(view) or view.room < self.width:
@@ -211,6 +225,7 @@ class PearlPolicy:
     gamma: int | None = None
     width: int = 1
     least_choice: ClassVar[float] = 0.0
+    gives_up: ClassVar[bool] = False
 
     def extend(self, view: DraftView) -> int | None:
         gamma = self.gamma or min(MAX_GAMMA, math.ceil(view.round_s / view.step_s))
@@ -234,9 +249,34 @@ def is_full(view: DraftView, width: int, window: int | None) -> bool:
 
 def leaves_now(view: DraftView, gather: float | None) -> bool:
     """Whether what is not sent yet leaves at once, with ``gather`` as of ``WindowedPolicy``."""
-    if gather is None or view.resting or not view.in_flight:
+    if gather is None or view.resting:
         return True
+    if not view.in_flight:
+        return not _is_worth_a_longer_chain(view, gather)
     return _in_time_s(view) < view.step_s + gather * view.pass_s
+
+
+def _is_worth_a_longer_chain(view: DraftView, gather: float) -> bool:
+    """Whether a pass with one node more is worth the time of a step, where nothing is in flight.
+
+    After a miss the verifier may wait for the next draft (``core/verifier/drafts.py``). Behind k
+    nodes that are right at a rate a, and n = pass_s / step_s nodes that are drafted in each pass,
+    the next miss is found in 1 + a**k / (1 - a**n) passes, so another node saves
+
+        pass_s * a**k * (1 - a) / (1 - a**n)
+
+    and costs step_s. Passes of 40 ms, steps of 1 ms and a = 0.8 make ten nodes; passes of 8 ms and
+    steps of 2 ms make two. a**k is the product of the chain's own chances. The verifier may as well
+    have gone on: a node that is held still has to be in time for the pass after this one."""
+    pass_s, step_s = view.pass_s, view.step_s
+    if view.idle_s is None or view.idle_s + view.rtt_s + step_s > (1.0 - gather) * pass_s:
+        return False
+    rate = min(view.estimates.acceptance.rate(0), _SURE_RATE)
+    chance, children = 1.0, view.tree.roots
+    while children:
+        chance *= children[0].chance
+        children = children[0].children
+    return pass_s * chance * (1.0 - rate) > step_s * (1.0 - rate ** max(1.0, pass_s / step_s))
 
 
 def _in_time_s(view: DraftView) -> float:
@@ -283,6 +323,7 @@ class WindowedPolicy:
     """None: every step's nodes leave at once. Else they leave together, just in time for the next
     pass: in so large a share of a pass before it, or when nothing is in flight."""
     least_choice: ClassVar[float] = 0.0
+    gives_up: ClassVar[bool] = False
 
     def extend(self, view: DraftView) -> int | None:
         step_s, tree = view.step_s, view.tree

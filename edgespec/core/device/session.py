@@ -32,8 +32,6 @@ from edgespec.core.protocol.tree import ROOT, CommittedPrefix, Node, Speculation
 from edgespec.core.protocol.work import Candidate
 from edgespec.core.statically_frozen import statically_frozen
 
-# Feeding more than this is prefill or catching up, and says little about a usual step.
-_USUAL_FEED = 2
 # After so many steps the choices that are hardly ever right are kept once.
 _KEEP_ALL_EVERY = 16
 # Until ``Opened`` tells; a verifier that takes less drops the rest, which is harmless.
@@ -48,8 +46,9 @@ class DraftSession:
 
     # A simulated city has thousands: without dictionaries an event touches less memory.
     __slots__ = (
-        *("_bounds", "_busy_since", "_cache", "_draft_context_length", "_end", "_opened_at"),
-        *("_outbox", "_policy", "_reader", "_said_no_draft_comes", "_speechless", "_step", "_text"),
+        *("_bounds", "_busy_since", "_cache", "_committed_at", "_draft_context_length", "_end"),
+        *("_opened_at", "_outbox", "_policy", "_reader", "_said_no_draft_comes", "_speechless"),
+        *("_step", "_text"),
         *("counters", "drafting", "estimates", "limits", "link", "prefix", "request", "tree"),
     )
 
@@ -70,6 +69,8 @@ class DraftSession:
         self.tree = SpeculationTree(self.prefix)
         self.limits = _LIMITS_BEFORE_OPENED
         self.drafting = request.drafting
+        """Whether drafts come from this device: False once the draft model failed or was given up,
+        if nothing else makes guesses."""
         self._policy = policy
         sampling, length = request.sampling, len(request.prompt)
         self._bounds = CommitBounds(length, sampling.max_tokens, vocabulary_size)
@@ -89,10 +90,19 @@ class DraftSession:
         """Whether the verifier was told so since its last commit."""
         self._busy_since: float | None = None
         """When the last commit came, if it left nodes in flight."""
+        self._committed_at: float | None = None
+        """When the last commit of a pass came on this stream."""
         self._opened_at: float | None = math.inf
         """When this stream was opened; None once a pass of it has committed."""
         self._end = min(self._bounds.length - 1, draft_context_length)
         """Nodes at this position or later cannot matter any more."""
+        self._stop_if_useless()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the draft model makes no steps any more, because it was found to be of no use, in
+        this generation or in earlier ones."""
+        return self._policy.gives_up and self.estimates.evidence.is_useless
 
     @property
     def state(self) -> ev.LinkState:
@@ -143,7 +153,7 @@ class DraftSession:
         self.link.connected(self.request)
         self._outbox.new_stream()
         self._reader.new_stream()
-        self._busy_since, self._opened_at = None, now
+        self._busy_since, self._committed_at, self._opened_at = None, None, now
         self._said_no_draft_comes = False
         held = tuple(self.prefix.output)
         return [ev.Transmit(replace(self.request, committed=held, drafting=self.drafting))]
@@ -152,6 +162,8 @@ class DraftSession:
         if refused := self.link.opened(self.request, opened, now):
             return refused
         self.limits = opened.limits
+        if self._opened_at is not None:
+            self.estimates.greeting_s = now - self._opened_at
         self._reader.opened(opened.limits.max_unreceived)
         self._outbox.trim(opened.limits.max_nodes_outstanding)
         self._bounds = replace(self._bounds, context_length=opened.limits.context_length)
@@ -164,11 +176,13 @@ class DraftSession:
             return self.link.abandon(why, now)
         commit, wrong = self._bounds.fitting(commit)
         self._said_no_draft_comes = False
-        rests = self.drafting and self._step is None and not self._in_flight
+        may_draft = self.drafting or (self.request.drafting and self.has_given_up)
+        rests = may_draft and self._step is None and not self._in_flight
         delivered = self._reader.read(commit, now)
         self.counters.rested += len(delivered.tokens) if delivered and rests else 0
         if commit.verify_us:
             self._busy_since = now if self._in_flight else None
+            self._committed_at = now
             self._opened_at = None
         actions: list[ev.DraftAction] = []
         if delivered is None:
@@ -194,6 +208,7 @@ class DraftSession:
         state = self.link.state
         if state is ev.DONE:
             return
+        self._stop_if_useless()
         if self._text is not None and self.drafting:
             self._text.learn()
             self._text.grow(self._view(self._outbox.unsent, now))
@@ -207,7 +222,7 @@ class DraftSession:
                 view.in_flight = len(self.tree.nodes) - unsent
         if self._step is not None:
             return
-        if self.drafting:
+        if self.drafting and not self.has_given_up:
             view = view or self._view(unsent, now)
             parent = self._policy.extend(view)
             if parent is not None and self._speechless != (self.prefix.length, parent):
@@ -218,6 +233,11 @@ class DraftSession:
             unsent = self._outbox.unsent
         if streaming and unsent == len(self.tree.nodes):
             actions += self._leave_nothing_open()
+
+    def _stop_if_useless(self) -> None:
+        """Stop drafting where the draft model was given up and the text makes no guesses."""
+        if self.drafting and self._text is None and self.has_given_up:
+            self.drafting = False
 
     def _start_step(self, parent: int, view: DraftView, now: float) -> ev.StartStep:
         """Draft behind ``parent`` as many choices as the policy wants and the price allows."""
@@ -238,8 +258,7 @@ class DraftSession:
             return
         self._speechless = None
         self.counters.steps += 1
-        if step.fed <= _USUAL_FEED:
-            self.estimates.step_s.add(now - step.started_at)
+        self.estimates.note_step(step.fed, now - step.started_at)
         tree, base, length = self.tree, step.base_position, self.prefix.length
         position = tree.place(step.parent, base)
         if position is None:
@@ -317,6 +336,7 @@ class DraftSession:
             None if since is None else now - since,
             resting,
             None if opened is None else max(0.0, now - opened),
+            None if self._committed_at is None else now - self._committed_at,
         )
 
 

@@ -16,7 +16,15 @@ from typing import Final
 
 GUESSED_PASS_S: Final = 0.02
 """A verifier's pass is taken to be so long until one was timed: a model of a few billion
-parameters on a server's GPU, or of a few million on a CPU."""
+parameters on a server's GPU, or of a few million on a CPU. The first commit measures it, so nothing
+depends on it for longer than one pass."""
+GUESSED_RTT_S: Final = 0.03
+"""A round trip is taken to be so long until one was timed: a regional link. Eight tokens later one
+is timed, and no guess is longer than the greeting of the stream took."""
+GUESSED_STEP_SHARE: Final = 0.1
+"""A draft step is taken to last this part of a pass until one was timed. It is short, so that a
+draft is tried: only then is a step timed. In seconds it would stop drafts where passes are short
+(10 ms did, below passes of 10.3 ms)."""
 
 # A slope is believed from so many samples on, and when x has varied by one or so.
 _LEAST_SAMPLES, _LEAST_VARIANCE = 8, 0.5
@@ -138,12 +146,18 @@ class PlaneEstimator:
         return slope, slope
 
 
+LEAST_WEIGHT: Final = 0.05
+"""Trials that a prior counts for at least. Trials fade, so a prior that did not fade with them
+would for ever be a good part of an estimate: with 12 beside 50 trials, a draft that is never right
+was taken to be right with 0.14. What is left keeps an estimate above 0."""
+
+
 class DecayedRate:
     """How often something was right of late.
 
-    Formula: (hits + prior * weight) / (trials + weight), where both lose a share 1 - ``memory`` at
-    each trial. With a prior of 0.8 that counts for 4 trials, 2 hits in 4 give about
-    (2 + 3.2) / (4 + 4) = 0.65."""
+    Formula: (hits + prior * weight) / (trials + weight), where hits, trials and weight lose a share
+    1 - ``memory`` at each trial, the weight down to ``LEAST_WEIGHT``. With a prior of 0.8 that
+    counts for 4 trials, 2 hits in 4 give about (2 + 3.2) / (4 + 4) = 0.65."""
 
     __slots__ = ("_hits", "_memory", "_trials", "_weight")
 
@@ -154,6 +168,7 @@ class DecayedRate:
     def add(self, hit: bool) -> None:
         self._trials = self._trials * self._memory + 1.0
         self._hits = self._hits * self._memory + hit
+        self._weight = max(LEAST_WEIGHT, self._weight * self._memory)
 
     def rate(self, prior: float) -> float:
         return (self._hits + prior * self._weight) / (self._trials + self._weight)
@@ -163,30 +178,36 @@ class DecayedRate:
 class AcceptanceEstimator:
     """How often the draft's choice of each rank is the target's token.
 
-    Formula: rate = (hits + prior * prior_weight) / (trials + prior_weight), where hits and trials
-    lose a share 1 - ``memory`` at each position. With the prior of 0.7, worth 12 positions, 8 hits
-    in the first 8 positions give about (7.5 + 8.4) / (7.5 + 12) = 0.81."""
+    Formula: rate = (hits + prior * weight) / (trials + weight), where hits and trials lose a share
+    1 - ``memory`` at each position, and the weight, ``prior_weight`` at first, at each trial, down
+    to ``LEAST_WEIGHT``. With the prior of 0.7, worth 12 positions, 8 hits in the first 8 positions
+    give about (7.5 + 7.1) / (7.5 + 10.2) = 0.83."""
 
     prior: tuple[float, ...] = (0.7, 0.1, 0.04)
     prior_weight: float = 12.0
     memory: float = 0.98
     hits: list[float] = field(init=False)
     trials: list[float] = field(init=False)
+    weights: list[float] = field(init=False)
+    """What the prior of each rank counts for, in trials."""
     rates: list[float] = field(init=False)
     """Of each rank that has a prior, and of all ranks behind them; seldom changed."""
 
     def __post_init__(self) -> None:
         self.hits, self.trials = [0.0] * len(self.prior), [0.0] * len(self.prior)
-        weight = self.prior_weight
-        self.rates = [*(prior * weight / weight for prior in self.prior), self.prior[-1] / 2]
+        self.weights = [self.prior_weight] * len(self.prior)
+        self.rates = [*self.prior, self.prior[-1] / 2]
 
     def add(self, rank: int | None, offered: int = 1 << 30) -> None:
         """One position was decided: by the sibling of this rank, or by none of those ``offered``.
         Ranks that were not offered were not tried."""
-        memory, weight, hits, trials = self.memory, self.prior_weight, self.hits, self.trials
+        memory, hits, trials, weights = self.memory, self.hits, self.trials, self.weights
         for tried, prior in enumerate(self.prior):
             hits[tried] = right = hits[tried] * memory + (tried == rank)
             trials[tried] = known = trials[tried] * memory + (tried < offered)
+            weight = weights[tried]
+            if tried < offered and weight > LEAST_WEIGHT:
+                weights[tried] = weight = max(LEAST_WEIGHT, weight * memory)
             self.rates[tried] = (right + prior * weight) / (known + weight)
 
     def rate(self, rank: int) -> float:

@@ -85,7 +85,8 @@ class Limits:
     max_unreceived: int = 256
     """Committed tokens the device has not acknowledged before the verifier pauses."""
     lease_s: float = 30.0
-    """How long a session outlives its link."""
+    """How long a session outlives its link, in seconds: a change of network or a restart of the
+    device's program takes less, and the cache that is held for it is others' too."""
 
 
 @statically_frozen

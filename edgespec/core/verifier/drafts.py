@@ -26,17 +26,30 @@ class ArrivalEstimator:
     def __init__(self) -> None:
         self._response_s = MovingAverage(0.25)
         self._gap_s = MovingAverage(0.25)
+        self._depth = MovingAverage(0.25)
         self._missed_at: float | None = None
         self._arrived_at: float | None = None
+
+    @property
+    def response_s(self) -> float:
+        """How long the draft takes that is expected, if one is to come after a miss; else 0."""
+        return 0.0 if self._missed_at is None else self._response_s.get(0.0)
+
+    @property
+    def response_depth(self) -> float:
+        """How many nodes follow one another in the first draft after a miss; 1 before one came."""
+        return self._depth.get(1.0)
 
     def on_miss(self, now: float) -> None:
         """A commit killed the tree, or left it without a node: the device must hear of it."""
         if self._missed_at is None:
             self._missed_at = now
 
-    def on_useful_draft(self, now: float) -> None:
+    def on_useful_draft(self, now: float, depth: int = 1) -> None:
+        """A draft came that is of use. It makes the tree so deep."""
         if self._missed_at is not None:
             self._response_s.add(now - self._missed_at)
+            self._depth.add(depth)
         elif self._arrived_at is not None:
             self._gap_s.add(now - self._arrived_at)
         self._missed_at, self._arrived_at = None, now
@@ -56,7 +69,8 @@ class ArrivalEstimator:
 
 
 OVERDUE_SHARE: Final = 0.1
-"""How overdue (in passes) an expected draft may be before it is given up."""
+"""How overdue (in passes) an expected draft may be before it is given up. After a miss it may be as
+overdue as the usual draft takes: chains differ in length."""
 
 
 @statically_frozen
@@ -73,6 +87,10 @@ class RunAheadView:
     """How often a pass with drafts found the target's token among their first nodes."""
     runs_anyway: bool = False
     """A pass of other sessions starts now; who does not take part waits for its end."""
+    response_depth: float = 1.0
+    """How many nodes follow one another in the first draft after a miss."""
+    response_s: float = 0.0
+    """How long the first draft after a miss takes; 0 where no miss came before."""
 
 
 RunAheadPolicy = Callable[[RunAheadView], float]
@@ -81,7 +99,8 @@ RunAheadPolicy = Callable[[RunAheadView], float]
 
 def never_run_ahead(view: RunAheadView, patience_s: float = 2.0) -> float:
     """Split decoding as the literature has it: the verifier waits for a draft until the device says
-    that none is coming, or for ``patience_s``, so that a silent device cannot stop its stream."""
+    that none is coming, or for ``patience_s``, so that a silent device cannot stop its stream. Two
+    seconds are longer than a draft takes over a satellite, and shorter than a device's patience."""
     return view.now if view.no_draft_coming else view.idle_since + patience_s
 
 
@@ -93,17 +112,24 @@ def always_run_ahead(view: RunAheadView) -> float:
 def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94) -> float:
     """The verifier waits for an expected draft, but no longer than it is likely to be worth.
 
-    The longest wait is a share of a pass: (hit rate - ``unsure``) / (``sure`` - ``unsure``), in
-    [0, 1]. Waiting a whole pass costs nothing at a rate above 0.92 and 5 % of the speed at 0.8
-    (virtual time, docs/measurements.md). Where others have a pass now, waiting costs that whole
-    pass, and what the device drafts meanwhile is there for the next one all the same."""
+    Let nodes be right at the hit rate a. A verifier that decodes on finds the next miss in 1 + a
+    passes: the first commits one token, and behind it, with probability a, the device's chain
+    still stands. One that waits for a chain of k nodes finds it in 1 + a**k passes. So a wait of
+    a - a**k passes pays: none for a single node, 0.69 of a pass for ten nodes at a = 0.8.
+
+    Where nearly all nodes are right a longer wait does no harm: the share (a - ``unsure``) /
+    (``sure`` - ``unsure``) of a pass, in [0, 1]. Waiting a whole pass for one node costs nothing at
+    a rate above 0.92 and 5 % of the speed at 0.8 (virtual time, docs/measurements.md). Where others
+    have a pass now, waiting costs that whole pass, and what the device drafts meanwhile is there
+    for the next one all the same."""
     if view.no_draft_coming or view.expected_at is None or view.runs_anyway:
         return view.now
-    share = min(1.0, max(0.0, (view.hit_rate - unsure) / (sure - unsure)))
-    latest = view.idle_since + share * view.pass_s
+    rate, pass_s = view.hit_rate, view.pass_s
+    share = max(rate - rate**view.response_depth, min(1.0, (rate - unsure) / (sure - unsure)))
+    latest = view.idle_since + share * pass_s
     if view.expected_at > latest:
         return view.now
-    return min(latest, view.expected_at + OVERDUE_SHARE * view.pass_s)
+    return min(latest, view.expected_at + max(OVERDUE_SHARE * pass_s, view.response_s))
 
 
 RUN_AHEAD: Final[Mapping[RunAhead, RunAheadPolicy]] = {
@@ -225,7 +251,8 @@ class DraftInbox:
                 return Fault(FaultCode.RESYNC, why)
         self.no_draft_coming = False
         if self._grow(draft):
-            self.arrivals.on_useful_draft(now)
+            deepest = max(node.position for node in self.tree.nodes.values())
+            self.arrivals.on_useful_draft(now, deepest - self._prefix.length + 1)
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
         return None
 
@@ -294,6 +321,8 @@ class DraftInbox:
             self.no_draft_coming,
             self._hit_rate.get(0.0),
             runs_anyway,
+            self.arrivals.response_depth,
+            self.arrivals.response_s,
         )
 
     def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:

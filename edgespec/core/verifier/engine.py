@@ -317,6 +317,8 @@ class DraftingRound:
 
 
 SWEEP_S = 2.0
+"""How often sessions are looked through for leases and silences that have run out. It is a small
+part of each of these times, which are 5 s and more."""
 LAST_RECEIVED_WITHIN_S = 5.0
 """A finished stream waits so long for its device to acknowledge the end of the text: a session
 whose end was received is forgotten at once, and need not be kept for its lease."""

@@ -31,11 +31,14 @@ class EngineLimits:
     share_prefixes: SharePrefixes = SharePrefixes.ALL
     """Whose cached prefixes a session may use; without ``cache`` there is nothing to share."""
     stall_s: float = 20.0
-    """A device that acknowledges nothing for so long, though it should, counts as gone."""
+    """A device that acknowledges nothing for so long, though it should, counts as gone. TCP sends a
+    packet six times in that time; a phone in a tunnel comes back to its lease."""
     silence_s: float = 10.0
-    """A device that was told nothing for so long hears that its session is alive."""
+    """A device that was sent nothing for so long is sent a sign of life. It is a third of the time
+    after which devices take a link for broken (``ReconnectPolicy.silence_s``)."""
     stuck_pass_s: float = 600.0
-    """A pass that takes longer never ends: the target hangs."""
+    """A pass that takes longer never ends: the target hangs. The first pass of an engine compiles
+    its kernels, which takes minutes."""
     server_drafts: bool = False
     """May passes carry guesses of the verifier's own? (``served_drafts.py``)"""
     trees: bool = True

@@ -58,6 +58,7 @@ from dataclasses import field
 from typing import Final
 
 from edgespec.core.protocol.estimators import (
+    GUESSED_STEP_SHARE,
     DecayedRate,
     GuessChances,
     MovingAverage,
@@ -85,8 +86,6 @@ EMPTY_ROUNDS: Final = 8
 FIRST_RATE: Final = 0.7
 """Guesses are taken to be right so often until some were judged, and so few trials count as much:
 a draft that is always wrong is given up after twenty."""
-GUESSED_STEP_SHARE: Final = 0.1
-"""A draft step is taken to last so much of a pass until one was timed."""
 LEAST_PASS_S: Final = 1e-6
 """A clock may say that a pass took no time."""
 SURE_RATE: Final = 0.98

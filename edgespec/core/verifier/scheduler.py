@@ -117,6 +117,8 @@ PROMPT_PASS_PART: Final = 4.0
 FIRST_PROMPT_ROWS: Final = 256
 """The rows of such a pass before the first prompt was timed."""
 SLOT_S: Final = 1.0
+"""Seconds of a slot; with ``SLOTS`` eight seconds are remembered. A slot holds tens of passes, and
+a burst of prompts is over within four slots."""
 SLOTS: Final = 8
 
 
