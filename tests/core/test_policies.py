@@ -341,7 +341,7 @@ def _held(nodes: int, **world: Any) -> bool:
 def _miss_s(nodes: int, pass_s: float, step_s: float) -> float:
     """The time until the next miss is found, by the sum: a chain, then passes of which each but
     the first begins with what was drafted in the one before."""
-    passes = 1.0 + sum(0.8 ** (nodes + more * pass_s / step_s) for more in range(1000))
+    passes = 1.0 + sum(math.pow(0.8, nodes + more * pass_s / step_s) for more in range(1000))
     return nodes * step_s + passes * pass_s
 
 

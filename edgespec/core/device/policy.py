@@ -276,7 +276,8 @@ def _is_worth_a_longer_chain(view: DraftView, gather: float) -> bool:
     while children:
         chance *= children[0].chance
         children = children[0].children
-    return pass_s * chance * (1.0 - rate) > step_s * (1.0 - rate ** max(1.0, pass_s / step_s))
+    drafted_in_a_pass = max(1.0, pass_s / step_s)
+    return pass_s * chance * (1.0 - rate) > step_s * (1.0 - math.pow(rate, drafted_in_a_pass))
 
 
 def _in_time_s(view: DraftView) -> float:

@@ -7,6 +7,7 @@ is a ``Fault`` that makes the device come back with what it holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Final, Protocol
@@ -125,7 +126,8 @@ def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94)
     if view.no_draft_coming or view.expected_at is None or view.runs_anyway:
         return view.now
     rate, pass_s = view.hit_rate, view.pass_s
-    share = max(rate - rate**view.response_depth, min(1.0, (rate - unsure) / (sure - unsure)))
+    saved = rate - math.pow(rate, view.response_depth)
+    share = max(saved, min(1.0, (rate - unsure) / (sure - unsure)))
     latest = view.idle_since + share * pass_s
     if view.expected_at > latest:
         return view.now
