@@ -240,8 +240,9 @@ def _sampling(dice: random.Random, vocabulary_size: int) -> SamplingParams:
         max_tokens=dice.choice((1, 2, 7, 20, 30)),
         ignore_eos=dice.random() < 0.3,
     )
-    if dice.random() < 0.2:
-        params = replace(params, min_tokens=dice.randint(1, params.max_tokens))
+    own = random.Random(params.seed)  # so that the worlds of a seed stay as they were otherwise
+    if own.random() < 0.2:
+        params = replace(params, min_tokens=own.randint(1, params.max_tokens))
     if dice.random() < 0.7:
         return params
     return replace(
