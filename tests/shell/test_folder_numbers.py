@@ -37,11 +37,12 @@ SIZES = [
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
 ]
 ROPE = "rope_parameters"
+LAYER_TYPES: list[Any] = ["full_attention", ["full_attention"], [1, 2], {}]
 OTHERS: list[tuple[str, Any]] = [
     *(("rms_norm_eps", bad) for bad in ("x", -1.0, [1], True, float("inf"), float("nan"))),
     *(("tie_word_embeddings", bad) for bad in ("false", 1)),
     *(("attention_bias", bad) for bad in ("no", 0)),
-    *(("layer_types", bad) for bad in ("full_attention", ["full_attention"], [1, 2], {})),
+    *(("layer_types", bad) for bad in LAYER_TYPES),
     *((ROPE, bad) for bad in ("x", [1], 7)),
     *(("rope_scaling", bad) for bad in ("x", [1])),
     ("num_key_value_heads", 3),
