@@ -272,7 +272,7 @@ class _RandomCheckpoint:
 
 def _random_matrix(weight: NDArray[np.float32], bits: int) -> object:
     """No two alike: the runtime keeps equal ones once."""
-    from edgespec.device.export.quantize import BLOCK_SIZE
+    from edgespec.models.weight_blocks import BLOCK_SIZE
 
     rows, columns = weight.shape
     blocks = -(-columns // BLOCK_SIZE)
@@ -315,7 +315,8 @@ def make_draft(
     """Write the draft of shape ``name`` into ``folder``."""
     from unittest import mock
 
-    from edgespec.device.export import export, quantize
+    from edgespec.device.export import export
+    from edgespec.models import weight_blocks
 
     source = folder.parent / f"{folder.name}.source"
     source.mkdir(parents=True, exist_ok=True)
@@ -325,7 +326,7 @@ def make_draft(
         mock.patch.object(export, "Checkpoint", _RandomCheckpoint),
         mock.patch.object(folders, "model_info", return_value=info),
         mock.patch.object(folders, "token_count", return_value=0),
-        mock.patch.object(quantize, "quantize_matrix", _random_matrix),
+        mock.patch.object(weight_blocks, "quantize_matrix", _random_matrix),
     ):
         return export.export_draft(
             source, folder, bits=bits, context_length=context_length, kv_type=kv_type

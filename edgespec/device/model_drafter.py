@@ -181,7 +181,7 @@ def variants_of(draft: DraftSection, reference: str = "") -> tuple[memory.DraftV
     if (kv_type := draft.kv_type) is not None:
         return (source_variant(folder, draft.bits, kv_type),)
     with needs("onnxruntime", "edgespec[cpu]"):
-        from edgespec.device.drafters.onnx_runtime import ort
+        from edgespec.models.onnx_runtime import ort
     version = tuple(map(int, ort.__version__.split(".")[:2]))
     types = [one for one in memory.KvType if one is not memory.KvType.INT8 or version >= _INT8_FROM]
     return tuple(source_variant(folder, draft.bits, kv_type) for kv_type in types)

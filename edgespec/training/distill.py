@@ -54,7 +54,7 @@ from edgespec.training.texts import (
 )
 from edgespec.verifier.targets.loading import check_loading
 
-BLOCK_SIZE: Final = 32  # of a scale, as ``device/export/quantize.py`` cuts
+BLOCK_SIZE: Final = 32  # of a scale, as ``models/weight_blocks.py`` cuts
 LARGEST_RATE, OF_SIZE = 1e-3, 2e6
 """The learning rate of a draft of so many weights and fewer; a larger one's falls with the root."""
 LOOKS: Final = 10

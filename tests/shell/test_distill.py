@@ -36,8 +36,8 @@ from transformers import (
 from edgespec.bench.prompts import read_prompts
 from edgespec.cli.running import Interrupted
 from edgespec.core.protocol.sampling import SamplingParams, choose
-from edgespec.device.export.quantize import quantize_matrix
 from edgespec.models.folders import BUNDLED_FOLDER, check_checkpoint, model_info, trained_length
+from edgespec.models.weight_blocks import quantize_matrix
 from edgespec.telemetry.recording import Recording
 from edgespec.training import distill as training
 from edgespec.training import texts as texts_module

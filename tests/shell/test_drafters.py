@@ -39,11 +39,11 @@ from edgespec.device.drafters.onnx_drafter import (
     OnnxDrafter,
     check_behaviour,
 )
-from edgespec.device.drafters.onnx_runtime import ort
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.export.export import export_draft
 from edgespec.device.model_drafter import foreign_drafter
 from edgespec.models.draft_sources import find_draft
+from edgespec.models.onnx_runtime import ort
 from tests.adversarial import AdversarialDrafter
 from tests.present import present
 from tests.shell.foreign_graphs import Style, attending_graph, concatenating_graph, write_folder

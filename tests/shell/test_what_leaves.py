@@ -139,7 +139,7 @@ def test_only_one_place_imports_onnxruntime() -> None:
                 words = [w.value for w in node.args if isinstance(w, ast.Constant)]
                 if any(str(word).partition(".")[0] == "onnxruntime" for word in words):
                     found.add(module.path)
-    assert found == {"edgespec/device/drafters/onnx_runtime.py"}
+    assert found == {"edgespec/models/onnx_runtime.py"}
 
 
 def test_onnxruntime_says_no_more_where_it_was_imported_before() -> None:

@@ -24,7 +24,7 @@ from typing import Final
 
 from edgespec.core.protocol.checks import bounded
 from edgespec.device.drafters.manifest import DraftModelError
-from edgespec.device.drafters.onnx_runtime import ort
+from edgespec.models.onnx_runtime import ort
 
 _PART = re.compile(r"key(?!_values)|value(?!s[._])")
 MAX_LAYERS = 1024

@@ -35,8 +35,8 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.drafters import decoder_graph as dg
 from edgespec.device.drafters import kv_buffers as kv
 from edgespec.device.drafters import manifest as mf
-from edgespec.device.drafters.onnx_runtime import ort
 from edgespec.device.drafters.token_cache import DraftWindow, TokenCache
+from edgespec.models.onnx_runtime import ort
 from edgespec.sampling.arrays import MAX_WIDTH, Workspace, best_candidates
 from edgespec.telemetry.process_memory import trim_heap
 

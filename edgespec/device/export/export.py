@@ -62,7 +62,8 @@ def export_draft(
     draft. ``progress`` hears how many layers of how many are done. The same input gives the same
     bytes. Raises ``ValueError`` naming the file and the field, or the value and the limit."""
     from edgespec.device.export.export_graph import GraphBuilder, padded_head_dim
-    from edgespec.device.export.quantize import BLOCK_SIZE, halve_cache, save_graph
+    from edgespec.device.export.quantize import halve_cache, save_graph
+    from edgespec.models.weight_blocks import BLOCK_SIZE
 
     shape, info = read_shape(source), folders.model_info(source)
     length = context_length or min(info.context_length, DEFAULT_CONTEXT_LIMIT)

@@ -32,6 +32,7 @@ from onnx import TensorProto, helper
 
 from edgespec.device.export import quantize as qz
 from edgespec.device.export.checkpoint import Checkpoint, DecoderShape
+from edgespec.models import weight_blocks as wb
 
 
 def rope_tables(
@@ -195,7 +196,7 @@ class GraphBuilder:
         graph = helper.make_graph(
             self._nodes, "edgespec_draft", inputs, outputs, self._initializers
         )
-        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(qz.CONTRIB, 1)]
+        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(wb.CONTRIB, 1)]
         return helper.make_model(
             graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="edgespec"
         )
@@ -398,17 +399,17 @@ class GraphBuilder:
 
     def _quantized(self, name: str, weight: NDArray[np.float32]) -> int:
         """How many columns the matrix has, those that fill up the last block included."""
-        packed, scales = qz.quantize_matrix(weight, self._bits)
+        packed, scales = wb.quantize_matrix(weight, self._bits)
         self._constant(f"{name}.packed", packed)
         self._constant(f"{name}.scales", scales)
-        return int(scales.shape[1]) * qz.BLOCK_SIZE
+        return int(scales.shape[1]) * wb.BLOCK_SIZE
 
     def _block_product(self, name: str, value: str, size: tuple[int, int], output: str) -> str:
         return self._node(
             "MatMulNBits",
             [value, f"{name}.packed", f"{name}.scales"],
             output,
-            **qz.product_of(*size, self._bits),
+            **wb.product_of(*size, self._bits),
         )
 
     # --- plumbing ---------------------------------------------------------------------------
@@ -427,7 +428,7 @@ class GraphBuilder:
     ) -> str:
         """Append a node; its first output has its name."""
         outputs = list(outputs) or [name]
-        domain = qz.CONTRIB if kind in _CONTRIB_KINDS else ""
+        domain = wb.CONTRIB if kind in _CONTRIB_KINDS else ""
         node = helper.make_node(kind, list(inputs), outputs, name=name, domain=domain)
         node.attribute.extend(helper.make_attribute(key, attributes[key]) for key in attributes)
         self._nodes.append(node)

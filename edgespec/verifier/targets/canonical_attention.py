@@ -19,13 +19,14 @@ another function to the last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
+from edgespec.verifier.targets import cpu_threads
 from edgespec.verifier.targets.kv_pool import NULL_SLOT
 from edgespec.verifier.targets.pass_batch import Indices
 from edgespec.verifier.targets.pass_plan import BatchRows, LayerAttention, LayerStates
@@ -37,43 +38,71 @@ _LOG2_E = math.log2(math.e)
 _LN_2 = math.log(2.0)
 # Copies of each own score under a soft cap, so that whole vectors are filled.
 _VECTOR_ELEMENTS = 64
+# Rows from which on a group takes longer than waking up a thread, some 0.1 ms.
+_WIDE_ROWS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class CanonicalGroup:
-    """Rows of one session, keys at their positions."""
+@dataclass(slots=True)
+class CanonicalGroups:
+    """Groups with equally many rows and key tiles, computed in one call. Keys lie at their
+    positions."""
 
     rows: torch.Tensor
-    """int64 [padded]: indices into the packed rows; the padding repeats the last one."""
-    count: int
-    """Rows that are not padding."""
+    """int64 [groups * padded]: indices into the packed rows; the padding of a group repeats its
+    last row."""
+    real: torch.Tensor
+    """int64 [real rows]: the places in ``rows`` that are not padding."""
     key_slots: tuple[torch.Tensor, ...]
-    """int64 [KEY_TILE] each."""
+    """int64 [groups, KEY_TILE] each."""
     masks: tuple[torch.Tensor, ...]
-    """float32 [padded, KEY_TILE] each: 0 where the row sees the key, else -inf."""
+    """float32 [groups, padded, KEY_TILE] each: 0 where the row sees the key, else -inf."""
     positions: torch.Tensor | None = None
-    """int64 [padded], for layers with a window."""
+    """int64 [groups, padded], for layers with a window."""
     least_position: int = 0
+    is_identity: bool = False
+    """Whether ``rows`` are 0, 1, 2, .. without padding."""
+    goals: torch.Tensor | None = None
+    """int64 [real rows]: the packed rows that the results belong to."""
+    _places: tuple[int, list[torch.Tensor]] | None = None
 
-    def windowed(self, window: int) -> CanonicalGroup:
+    @property
+    def count(self) -> int:
+        return self.masks[0].shape[0]
+
+    @property
+    def padded(self) -> int:
+        """Rows of each group, padding included."""
+        return self.masks[0].shape[1]
+
+    def places(self, kv_heads: int) -> list[torch.Tensor]:
+        """Return, for each tile, int64 [groups * kv_heads * KEY_TILE]: a key head's part of each
+        slot is a row of its own, so that one copy brings it into place."""
+        if self._places and self._places[0] == kv_heads:
+            return self._places[1]
+        heads = torch.arange(kv_heads, device=self.rows.device)[:, None]
+        found = [(one[:, None] * kv_heads + heads).view(-1) for one in self.key_slots]
+        self._places = kv_heads, found
+        return found
+
+    def windowed(self, window: int) -> CanonicalGroups:
         """The same rows, seeing no key ``window`` positions or more behind them. Tiles of which no
         row sees a key would add exact zeros: left out."""
         assert self.positions is not None
-        last_unseen = self.positions[:, None] - window
+        last_unseen = self.positions[:, :, None] - window
         keys = torch.arange(KEY_TILE, device=last_unseen.device)
         first = max(0, self.least_position - window + 1) // KEY_TILE
         masks = tuple(
             mask.masked_fill(keys + (first + index) * KEY_TILE <= last_unseen, -torch.inf)
             for index, mask in enumerate(self.masks[first:])
         )
-        return replace(self, key_slots=self.key_slots[first:], masks=masks)
+        return replace(self, key_slots=self.key_slots[first:], masks=masks, _places=None)
 
 
 class CanonicalAttention:
     """``AttentionBackend`` for the row counts of ``tiles``."""
 
     def __init__(self, tiles: RowTiles) -> None:
-        self._sizes = tiles.attention_sizes
+        self._sizes, self._batch = tiles.attention_sizes, tiles.attention_batch
 
     def lay_out(self, rows: BatchRows) -> CanonicalLayout:
         paths = np.array([_one_path(parents) for parents in rows.requests.parents])
@@ -83,7 +112,8 @@ class CanonicalAttention:
         counts = rows.counts[one_each]
         place = np.minimum(np.arange(size), counts[:, None] - 1)
         picked = rows.first_rows[one_each, None] + place
-        groups = _groups(rows, one_each, picked, counts, rows.bases[one_each] + paths[one_each])
+        ends = rows.bases[one_each] + paths[one_each]
+        groups = _groups(rows, one_each, picked, counts, ends, batch=self._batch)
         for session in np.flatnonzero(~easy).tolist():
             groups += _groups_of(rows, session, self._sizes)
         return CanonicalLayout(tuple(groups), int(rows.positions.max()))
@@ -91,18 +121,30 @@ class CanonicalAttention:
 
 @dataclass(slots=True)
 class CanonicalLayout:
-    groups: tuple[CanonicalGroup, ...]
+    groups: tuple[CanonicalGroups, ...]
     last_position: int
-    _windowed: tuple[int, tuple[CanonicalGroup, ...]] | None = None
+    _windowed: tuple[int, tuple[CanonicalGroups, ...]] | None = None
 
     def attend(self, layer: LayerAttention, states: LayerStates) -> torch.Tensor:
         heads, rows, head_dim = states.query.shape
+        groups = self._groups(layer.window)
+        if len(groups) == 1 and groups[0].is_identity and len(groups[0].rows) == rows:
+            return canonical_attention(states, groups[0], layer)
         out = states.query.new_zeros((rows, heads, head_dim))
-        for group in self._groups(layer.window):
-            out[group.rows[: group.count]] = canonical_attention(states, group, layer)
+
+        def attend_one(groups: CanonicalGroups) -> None:
+            assert groups.goals is not None
+            out.index_copy_(0, groups.goals, canonical_attention(states, groups, layer))
+
+        is_wide = states.query.device.type == "cpu" and _is_wide(groups)
+        if is_wide:
+            cpu_threads.map_all(attend_one, groups)
+        else:
+            for one in groups:
+                attend_one(one)
         return out
 
-    def _groups(self, window: int | None) -> tuple[CanonicalGroup, ...]:
+    def _groups(self, window: int | None) -> tuple[CanonicalGroups, ...]:
         """A window that hides nothing changes nothing."""
         if window is None or window > self.last_position:
             return self.groups
@@ -111,31 +153,53 @@ class CanonicalLayout:
         return self._windowed[1]
 
 
+def _is_wide(groups: Sequence[CanonicalGroups]) -> bool:
+    """Return whether groups are worth a thread each: a prompt's are, those of single tokens are
+    computed sooner than another thread wakes up."""
+    return len(groups) > 1 and max(one.padded for one in groups) >= _WIDE_ROWS
+
+
 def canonical_attention(
-    states: LayerStates, group: CanonicalGroup, layer: LayerAttention
+    states: LayerStates, groups: CanonicalGroups, layer: LayerAttention
 ) -> torch.Tensor:
-    """Attention of one group: [group.count, heads, head_dim] in the type of the query. Its masks
-    have ``layer.window`` already."""
+    """Compute the attention of some groups, whose masks have ``layer.window`` already.
+
+    Returns [real rows, heads, head_dim] in the type of the query, in the order of
+    ``groups.real``."""
     heads, _, head_dim = states.query.shape
     kv_heads = states.key.shape[0]
-    rows, share = len(group.rows), heads // kv_heads
+    count, rows, share = groups.count, groups.padded, heads // kv_heads
     # Query heads of one key head are stacked as rows: fewer, larger products, no repeated keys.
-    q = states.query.index_select(1, group.rows).float().mul_(layer.scale * _LOG2_E)
-    q_4d = q.view(kv_heads, share, rows, head_dim)
-    q = q.view(kv_heads, share * rows, head_dim)
-    own_key = states.key.index_select(1, group.rows).float().unsqueeze(1)
-    own_value = states.value.index_select(1, group.rows).float().unsqueeze(1)
-    own_score = (q_4d * own_key).sum(dim=-1, keepdim=True)
+    query, own_key, own_value = states.query, states.key, states.value
+    if not groups.is_identity or len(groups.rows) != query.shape[1]:
+        query, own_key, own_value = (
+            part.index_select(1, groups.rows) for part in (query, own_key, own_value)
+        )
+    q = query.float() * (layer.scale * _LOG2_E)
+    by_group = q.reshape(kv_heads, share, count, rows, head_dim).permute(2, 0, 1, 3, 4)
+    by_group = by_group.contiguous()
+    q = by_group.view(count * kv_heads, share * rows, head_dim)
+    own_key, own_value = (
+        part.float()
+        .reshape(kv_heads, count, rows, head_dim)
+        .transpose(0, 1)
+        .unsqueeze(2)
+        .contiguous()
+        for part in (own_key, own_value)
+    )
+    own_score = (by_group * own_key).sum(dim=-1, keepdim=True)
     if layer.soft_cap is not None:
-        copies = own_score.expand(-1, -1, -1, _VECTOR_ELEMENTS).contiguous()
+        copies = own_score.expand(-1, -1, -1, -1, _VECTOR_ELEMENTS).contiguous()
         own_score = layer.capped(copies, _LOG2_E)[..., :1]
+    places = groups.places(kv_heads)
+    tile_shape = (count * kv_heads, KEY_TILE, head_dim)
     scores = []
     best = own_score
-    for slots, mask in zip(group.key_slots, group.masks, strict=True):
-        tile = states.keys.index_select(0, slots).float().view(-1, kv_heads, head_dim)
-        score = torch.bmm(q, tile.permute(1, 2, 0)).view(kv_heads, share, rows, -1)
+    for place, mask in zip(places, groups.masks, strict=True):
+        tile = states.keys.view(-1, head_dim).index_select(0, place).float().view(tile_shape)
+        score = torch.bmm(q, tile.transpose(1, 2)).view(count, kv_heads, share, rows, KEY_TILE)
         score = layer.capped(score, _LOG2_E)
-        score += mask
+        score += mask[:, None, None]
         scores.append(score)
         best = torch.maximum(best, score.amax(dim=-1, keepdim=True))
     sinks = layer.sink_scores(kv_heads, _LOG2_E)
@@ -146,14 +210,15 @@ def canonical_attention(
     if sinks is not None:
         total += (sinks - best).mul_(_LN_2).exp_()
     out = weight * own_value
-    for slots, score in zip(group.key_slots, scores, strict=True):
-        weights = (score - best).exp2_()
+    for place, score in zip(places, scores, strict=True):
+        weights = score.sub_(best).exp2_()
         total += weights.sum(dim=-1, keepdim=True)
-        tile = states.values.index_select(0, slots).float().view(-1, kv_heads, head_dim)
-        product = torch.bmm(weights.view(kv_heads, share * rows, -1), tile.transpose(0, 1))
+        tile = states.values.view(-1, head_dim).index_select(0, place).float().view(tile_shape)
+        product = torch.bmm(weights.view(count * kv_heads, share * rows, KEY_TILE), tile)
         out += product.view(out.shape)
     out /= total
-    out = out.view(heads, rows, head_dim)[:, : group.count].transpose(0, 1)
+    out = out.permute(0, 3, 1, 2, 4).reshape(count * rows, heads, head_dim)
+    out = out if groups.is_identity else out.index_select(0, groups.real)
     return out.to(states.query.dtype)
 
 
@@ -172,10 +237,12 @@ def _groups(
     counts: Indices,
     line_ends: Indices,
     path: Indices | None = None,
-) -> list[CanonicalGroup]:
-    """A group of each of ``sessions``: of its rows ``picked`` [groups, padded] the first ``counts``
-    are no padding. Its line is its first ``line_ends`` keys; with ``path``, of one session, the
-    text and these nodes. Groups of as many tiles are made at once."""
+    batch: int = 1,
+) -> list[CanonicalGroups]:
+    """Make a group of each of ``sessions``: of its rows ``picked`` [groups, padded] the first
+    ``counts`` are no padding. Its line is its first ``line_ends`` keys; with ``path``, of one
+    session, the text and these nodes. Up to ``batch`` groups with equally many tiles are computed
+    in one call."""
     if not len(sessions):
         return []
     device, size = rows.pool.device, picked.shape[1]
@@ -184,35 +251,36 @@ def _groups(
     tiles = np.maximum(1, -(-positions.max(axis=1) // KEY_TILE))
     found = []
     for tile_count in np.unique(tiles).tolist():
-        which = np.flatnonzero(tiles == tile_count)
-        keys = np.full((len(which), tile_count * KEY_TILE), NULL_SLOT, dtype=np.int64)
-        slots = rows.key_slots(sessions[which], keys.shape[1])
-        if path is not None:
-            base = int(rows.bases[sessions[0]])
-            inner = slots[:, base : base + len(path)]
-            inner[:] = rows.node_slots(int(sessions[0]), path)[: inner.shape[1]]
-        in_line = np.arange(slots.shape[1]) < line_ends[which, None]
-        np.multiply(slots, in_line, out=keys[:, : slots.shape[1]])
-        own = torch.from_numpy(positions[which]).to(device)
-        starts = torch.arange(0, keys.shape[1], KEY_TILE, device=device)
-        # A row sees the keys before its position: of each tile the first 0 to KEY_TILE.
-        seen = (own[:, None, :] - starts[:, None]).clamp_(0, KEY_TILE)
-        masks = _mask_rows(device).index_select(0, seen.view(-1))
-        parts = zip(
-            torch.from_numpy(picked[which]).to(device).unbind(),
-            counts[which].tolist(),
-            _tuples(torch.from_numpy(keys).to(device).view(-1, KEY_TILE).unbind(), tile_count),
-            _tuples(masks.view(-1, size, KEY_TILE).unbind(), tile_count),
-            own.unbind(),
-            positions[which].min(axis=1).tolist(),
-            strict=True,
-        )
-        found += [CanonicalGroup(*part) for part in parts]
+        alike = np.flatnonzero(tiles == tile_count)
+        for which in np.split(alike, range(batch, len(alike), batch)):
+            keys = np.full((len(which), tile_count * KEY_TILE), NULL_SLOT, dtype=np.int64)
+            slots = rows.key_slots(sessions[which], keys.shape[1])
+            if path is not None:
+                base = int(rows.bases[sessions[0]])
+                inner = slots[:, base : base + len(path)]
+                inner[:] = rows.node_slots(int(sessions[0]), path)[: inner.shape[1]]
+            in_line = np.arange(slots.shape[1]) < line_ends[which, None]
+            np.multiply(slots, in_line, out=keys[:, : slots.shape[1]])
+            own = torch.from_numpy(positions[which]).to(device)
+            starts = torch.arange(0, keys.shape[1], KEY_TILE, device=device)
+            # A row sees the keys before its position: of each tile the first 0 to KEY_TILE.
+            seen = (own[None] - starts[:, None, None]).clamp_(0, KEY_TILE)
+            masks = _mask_rows(device).index_select(0, seen.view(-1))
+            real = np.flatnonzero(np.arange(size) < counts[which, None])
+            places = picked[which].reshape(-1)
+            found.append(
+                CanonicalGroups(
+                    rows=torch.from_numpy(places).to(device),
+                    real=torch.from_numpy(real).to(device),
+                    goals=torch.from_numpy(places[real]).to(device),
+                    is_identity=np.array_equal(places[real], np.arange(len(places))),
+                    key_slots=torch.from_numpy(keys).to(device).split(KEY_TILE, dim=1),
+                    masks=masks.view(tile_count, len(which), size, KEY_TILE).unbind(),
+                    positions=own,
+                    least_position=int(positions[which].min()),
+                )
+            )
     return found
-
-
-def _tuples(tensors: Sequence[torch.Tensor], size: int) -> Iterable[tuple[torch.Tensor, ...]]:
-    return zip(*[iter(tensors)] * size, strict=True)
 
 
 @lru_cache(maxsize=4)
@@ -223,11 +291,11 @@ def _mask_rows(device: torch.device) -> torch.Tensor:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
 
 
-def _groups_of(rows: BatchRows, session: int, sizes: tuple[int, ...]) -> list[CanonicalGroup]:
+def _groups_of(rows: BatchRows, session: int, sizes: tuple[int, ...]) -> list[CanonicalGroups]:
     """The groups of any session."""
     request, first = rows.requests[session], int(rows.first_rows[session])
     fed, which = len(request.feed), np.array([session])
-    groups: list[CanonicalGroup] = []
+    groups: list[CanonicalGroups] = []
     for path, nodes in tree_lines(request.parents):
         members = nodes + fed if groups else np.concatenate([np.arange(fed), nodes + fed])
         line_end, start = rows.bases[which] + len(path), 0

@@ -30,20 +30,20 @@ from edgespec.core.ports import PassRequest
 from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.verifier.targets.canonical_attention import (
     KEY_TILE,
-    CanonicalGroup,
+    CanonicalGroups,
     canonical_attention,
 )
 from edgespec.verifier.targets.kv_pool import TOKENS_NEEDED, KvPool
 from edgespec.verifier.targets.linear_layers import (
     NarrowEmbedding,
     PackedLinear,
-    QuantizedLinear,
     is_packed,
     quick_rows,
     unpack_model,
 )
 from edgespec.verifier.targets.loading import LoadedModel
 from edgespec.verifier.targets.pass_plan import LayerAttention, LayerStates
+from edgespec.verifier.targets.quantized_linear import QuantizedLinear
 from edgespec.verifier.targets.row_tiles import (
     SIZES,
     RowTiles,
@@ -86,6 +86,7 @@ def run_self_test(
         "other prefill": (_chunks(text, [1, 3, _PROMPT + 4]), reference),
         "tree": (_tree(text, wrong), reference),
         "packed": (_packed(text, wrong), reference),
+        "beside one like it": (_beside(text, wrong), reference),
     }
     for count in _SIBLINGS:
         schedules[f"each of {count} equal siblings"] = _siblings(text, count), reference[1:2]
@@ -192,6 +193,17 @@ def _packed(text: list[int], wrong: list[int]) -> Iterator[Step]:
     yield [request, other], [0, *(1 + node for node in chain)], chain
 
 
+def _beside(text: list[int], wrong: list[int]) -> Iterator[Step]:
+    """Feed one token at a time in passes that another session with as many rows shares."""
+    others = [replace(_feed(wrong, 0, _PROMPT), key=_OTHER)]
+    others += [
+        replace(_feed(wrong, position, position + 1), key=_OTHER)
+        for position in range(_PROMPT, _LENGTH)
+    ]
+    for (requests, wanted, kept), other in zip(_single_steps(text), others, strict=True):
+        yield [*requests, other], wanted, kept
+
+
 def _siblings(text: list[int], count: int) -> Iterator[Step]:
     """The first token behind the prompt, ``count`` times: all at one position, at many places."""
     yield [_feed(text, 0, _PROMPT - 1, sample=False)], [], []
@@ -202,13 +214,17 @@ def _siblings(text: list[int], count: int) -> Iterator[Step]:
 
 TILE_BASES = (8, 16, 32)
 
-# Of attention and plain layers beside packed ones.
-SMALL_BASES = (2, 4, *TILE_BASES)
-ROW_BY_ROW = 1
+SMALL_BASES = (1, 2, 4, *TILE_BASES)
+"""Bases of attention, and of plain layers beside others. Those of quantised layers come first: a
+product of one row is the quickest there is, where it has the bits that larger ones have."""
+ROW_BY_ROW = 0
+"""One row at a time in every product, where nothing else holds."""
 GPU_BASES = (64, 128)
 
 # Keys of the attention that is tried: one tile and a part of the next.
 _TRIED_KEYS = KEY_TILE + 40
+# Counts of attention groups that are tried in one call; the last is the most there may be.
+_BATCHES = (2, 3, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +272,8 @@ def find_canonical_mode(
         found = _first_that_holds(loaded, self_test, GPU_BASES[:1], failures)
         return CanonicalMode(found, tuple(failures))
     found = None
+    if any(isinstance(part, QuantizedLinear) for part in loaded.model.modules()):
+        found = _first_that_holds(loaded, self_test, (1, 2, 4), failures)
     if is_packed(loaded.model):
         bases = (max(2, quick_rows()), *TILE_BASES)  # 1 row takes no less time than 2
         found = _first_that_holds(loaded, self_test, bases, failures)
@@ -290,14 +308,16 @@ def _first_that_holds(
 def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTiles | None:
     """Install the sizes that agree with ``base``; None, and a failure more, when it does not."""
     heads = head_shape(loaded)
-    bases: tuple[int, ...] = (base,) if base in (*TILE_BASES, ROW_BY_ROW) else SMALL_BASES
+    one_row, base = base == ROW_BY_ROW, max(1, base)
+    bases: tuple[int, ...] = (base,) if one_row or base in TILE_BASES else SMALL_BASES
     if base in GPU_BASES:
         bases, attention = GPU_BASES, SIZES[base]  # a GPU's asks for none
     else:
         attention = _widest(bases, lambda base: _attention_sizes(loaded, heads, base))
+    attention = attention[:1] if one_row else attention
     inner_width = loaded.model.config.intermediate_size
     row_multiple = whole_vector_rows(base, (inner_width, heads.head_dim))
-    tiles = RowTiles(base, row_multiple, attention, base)
+    tiles = RowTiles(base, row_multiple, attention, largest=base)
     if not attention:
         failures.append(f"{tiles}: attention gives equal rows different bits")
         return None
@@ -306,8 +326,9 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
     for layer in _linear_layers(loaded):
         kind = _kind(layer)
         if kind not in known:
-            own = (base,) if isinstance(layer, PackedLinear) else bases
-            known[kind] = _widest(own, partial(_layer_sizes, layer))
+            own = bases if isinstance(layer, torch.nn.Linear) else (base,)
+            sizes = _widest(own, partial(_layer_sizes, layer))
+            known[kind] = sizes[:1] if one_row else sizes
         if not known[kind]:
             failures.append(
                 f"{tiles}: a {layer.in_features} x {layer.out_features} product"
@@ -316,7 +337,9 @@ def _try_products(loaded: LoadedModel, base: int, failures: list[str]) -> RowTil
             return None
         found.append((layer, known[kind]))
     install(found)
-    return replace(tiles, largest=min(sizes[-1] for _, sizes in found))
+    batch = 1 if base in GPU_BASES else _attention_batch(loaded, heads, attention[0])
+    largest = min(sizes[-1] for _, sizes in found)
+    return replace(tiles, largest=largest, attention_batch=batch)
 
 
 def _widest(bases: Sequence[int], sizes_of: Callable[[int], tuple[int, ...]]) -> tuple[int, ...]:
@@ -336,8 +359,7 @@ def _kind(layer: TiledLayer) -> tuple[object, ...]:
     if isinstance(layer, PackedLinear):
         return (layer.dtype, layer.in_features, layer.out_features, layer.bias is None)
     if isinstance(layer, QuantizedLinear):
-        places = (layer.packed.data_ptr() % 64, layer.scales.data_ptr() % 64)
-        return (layer.number_format, layer.packed.shape, places, layer.bias is None)
+        return (layer.bits, layer.in_features, layer.out_features, layer.bias is None)
     weight = layer.weight
     return (weight.shape, weight.stride(), weight.data_ptr() % 64, layer.bias is None)
 
@@ -355,11 +377,11 @@ def _linear_layers(loaded: LoadedModel) -> Iterator[TiledLayer]:
 
 
 def _agreeing_quantized_sizes(layer: QuantizedLinear, base: int) -> tuple[int, ...]:
-    """The base alone, where the places in it agree: bfloat16 results might hide what other row
-    counts change, and a product of integer weights gains little from more rows."""
+    """Find the ``agreeing_sizes`` of the layer itself for random rows: results are float32 numbers,
+    so another order of the sums would show."""
     generator = torch.Generator().manual_seed(layer.in_features)
-    probes = torch.randn((4, layer.in_features), generator=generator).bfloat16()
-    return agreeing_sizes(layer.product, probes, base)[:1]
+    probes = torch.randn((4, layer.in_features), generator=generator)
+    return agreeing_sizes(layer.product, probes, base)
 
 
 def _other_products(loaded: LoadedModel) -> str:
@@ -377,25 +399,48 @@ def _other_products(loaded: LoadedModel) -> str:
 
 
 def _attention_sizes(loaded: LoadedModel, shape: HeadShape, base: int) -> tuple[int, ...]:
-    """``agreeing_sizes`` of attention to random keys, all rows at one position, in float32."""
-    heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-    generator = torch.Generator().manual_seed(head_dim)
+    """Find the ``agreeing_sizes`` of attention to random keys, all rows at one position."""
+    probes = _attention_probes(loaded, shape)
+    return agreeing_sizes(lambda rows: _attend(loaded, shape, rows, 1), probes, base)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(loaded.device)
 
-    keys, values = random(2 * KEY_TILE, loaded.key_width), random(2 * KEY_TILE, loaded.key_width)
-    slots = torch.arange(2 * KEY_TILE, device=loaded.device)
+def _attention_batch(loaded: LoadedModel, shape: HeadShape, size: int) -> int:
+    """Return how many groups of ``size`` rows, the smallest, may be computed in one call: 1 where
+    a group's bits depend on those beside it."""
+    probes = _attention_probes(loaded, shape)
+    which = torch.arange(max(_BATCHES) * size, device=probes.device) % len(probes)
+    rows = probes[which]
+    alone = torch.cat([_attend(loaded, shape, one, 1) for one in rows.split(size)])
+    for count in _BATCHES:
+        together = _attend(loaded, shape, rows[: count * size], count)
+        if not torch.equal(together, alone[: count * size]):
+            return 1
+    return max(_BATCHES)
+
+
+def _attention_probes(loaded: LoadedModel, shape: HeadShape) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(shape.head_dim + 1)
+    width = shape.heads * shape.head_dim
+    return torch.randn((4, width), generator=generator).to(loaded.device)
+
+
+def _attend(loaded: LoadedModel, shape: HeadShape, rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """Attend from ``rows`` [count, heads * head_dim], in ``groups`` groups, to the same random
+    keys, in float32."""
+    count, padded = len(rows), len(rows) // groups
+    generator = torch.Generator().manual_seed(shape.head_dim)
+    size = (2 * KEY_TILE, loaded.key_width)
+    keys, values = (torch.randn(size, generator=generator).to(loaded.device) for _ in range(2))
+    slots = torch.arange(2 * KEY_TILE, device=loaded.device).expand(groups, -1)
     mask = torch.zeros(2 * KEY_TILE, device=loaded.device)
     mask[_TRIED_KEYS:] = -torch.inf
-
-    def attend(rows: torch.Tensor) -> torch.Tensor:
-        count = len(rows)
-        query = rows.view(count, heads, head_dim).transpose(0, 1)
-        own = query[:kv_heads]
-        masks = tuple(part.expand(count, -1).contiguous() for part in mask.split(KEY_TILE))
-        group = CanonicalGroup(slots[:count], count, slots.split(KEY_TILE), masks)
-        states = LayerStates(query, own, own, keys, values)
-        return canonical_attention(states, group, LayerAttention(head_dim**-0.5)).flatten(1)
-
-    return agreeing_sizes(attend, random(4, heads * head_dim), base)
+    query = rows.view(count, shape.heads, shape.head_dim).transpose(0, 1)
+    own = query[: shape.kv_heads]
+    tried = CanonicalGroups(
+        rows=torch.arange(count, device=loaded.device),
+        real=torch.arange(count, device=loaded.device),
+        key_slots=slots.split(KEY_TILE, dim=1),
+        masks=tuple(part.expand(groups, padded, -1).contiguous() for part in mask.split(KEY_TILE)),
+    )
+    states = LayerStates(query, own, own, keys, values)
+    return canonical_attention(states, tried, LayerAttention(shape.head_dim**-0.5)).flatten(1)

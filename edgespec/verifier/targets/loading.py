@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.core.ports import UnsupportedModelError
 from edgespec.verifier.targets.kv_pool import DraftMemory
-from edgespec.verifier.targets.linear_layers import FORMATS as QUANTIZE_FORMATS
-from edgespec.verifier.targets.linear_layers import quantize_model
 from edgespec.verifier.targets.pass_plan import ATTENTION, register_attention
+from edgespec.verifier.targets.quantized_linear import FORMATS as QUANTIZE_FORMATS
+from edgespec.verifier.targets.quantized_linear import quantize_model
 
 FAMILIES: Final = {
     "gemma": "Gemma",
@@ -269,6 +269,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    weight_count: int
+    """Numbers in the model, before any layer was packed or rounded."""
 
 
 def load_model(
@@ -283,7 +285,7 @@ def load_model(
 
     ``dtype`` auto is float32 on a CPU, else what the checkpoint says; ``device`` is cpu, cuda,
     cuda:N or auto. ``quantize`` int8 or int4 rounds the weights of a dense model, on a CPU and in
-    bfloat16.
+    float32.
     Raises ``UnsupportedModelError``, ``ValueError`` for a bad option, ``OSError`` when not found.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -293,7 +295,7 @@ def load_model(
         dtype = _check_quantize(quantize, dtype, where)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     served_length = check_family(config, context_length)
-    model = _read(path, config, _dtype(dtype, where), where, quantize)
+    model, weight_count = _read(path, config, _dtype(dtype, where), where, quantize)
     return LoadedModel(
         model=model,
         layer_count=config.num_hidden_layers,
@@ -303,6 +305,7 @@ def load_model(
         eos_token_ids=_eos(model),
         dtype=model.dtype,
         device=where,
+        weight_count=weight_count,
     )
 
 
@@ -329,7 +332,8 @@ def _key_width(config: Any) -> int:
 
 def _read(
     path: str, config: Any, dtype: torch.dtype | str, device: torch.device, quantize: str
-) -> Any:
+) -> tuple[Any, int]:
+    """Return the model, and how many numbers its weights are."""
     method = prepare_format(path, config, on_cpu=device.type == "cpu")
     if method and quantize:
         raise UnsupportedModelError(
@@ -359,9 +363,10 @@ def _read(
     model, info = loaded
     check_loading(path, info)
     check_numbers(path, model)
+    count = sum(tensor.numel() for tensor in model.parameters())
     if quantize:
         quantize_model(path, model, quantize)
-    return model.to(device).eval()
+    return model.to(device).eval(), count
 
 
 def _check_quantize(quantize: str, dtype: str, device: torch.device) -> str:
@@ -372,11 +377,11 @@ def _check_quantize(quantize: str, dtype: str, device: torch.device) -> str:
             f"quantize is {quantize!r}, which computes on a CPU, but device is {str(device)!r}; "
             "on a GPU serve a checkpoint that comes quantised"
         )
-    if dtype not in ("auto", "bfloat16"):
+    if dtype not in ("auto", "float32"):
         raise ValueError(
-            f"quantize is {quantize!r}, which computes in bfloat16, but dtype is {dtype!r}"
+            f"quantize is {quantize!r}, which computes in float32, but dtype is {dtype!r}"
         )
-    return "bfloat16"
+    return "float32"
 
 
 def device_of(name: str) -> torch.device:

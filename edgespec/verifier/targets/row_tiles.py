@@ -6,8 +6,9 @@ with row counts, called *sizes*, of a short list: the rows of a pass are padded 
 smallest, the *base*, and cut into pieces. ``agreeing_sizes`` finds the list for one product: each
 row, at each place, must have the bits that it has in the base. Base 1 computes row by row.
 
-Kernels may also choose by alignment, so pieces start at multiples of ``ALIGNMENT_BYTES``; and sums
-are split by the number of threads, so canonical mode has one.
+Kernels may also choose by alignment, so pieces start at multiples of ``ALIGNMENT_BYTES``. The
+number of threads may change how sums are split, so a product always has the same number
+(``cpu_threads.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from edgespec.verifier.targets.linear_layers import PackedLinear, QuantizedLinear
+from edgespec.verifier.targets import cpu_threads
+from edgespec.verifier.targets.linear_layers import PackedLinear
+from edgespec.verifier.targets.quantized_linear import QuantizedLinear
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Takes rows [count, width], gives rows [count, any]."""
@@ -37,7 +40,7 @@ _CORRECTIONS = 4
 # What reading the weights once takes, in rows computed: 17 to 20 on two shapes (measurements.md).
 _PIECE_ROWS = 16
 SIZES = {
-    1: (1,),
+    1: (*range(1, 17), 32, 64, 128, 256, 512),
     2: (2, 4, 8, 16, 32, 64, 128),
     4: (4, 8, 16, 32, 64, 128),
     8: (8, 16, 32, 64, 128),
@@ -53,17 +56,19 @@ class RowTiles:
     """How a pass is padded and cut so that its arithmetic is the same under every schedule."""
 
     base: int = 8
-    """The smallest row count of a matrix product; 1 means row by row. A layer may have a larger
+    """The smallest row count of a matrix product. A layer may have a larger
     one of its own, to which it pads its rows."""
     row_multiple: int = 8
     """The rows of a pass are padded to a multiple of this."""
     attention_sizes: tuple[int, ...] = SIZES[8]
     """Row counts of an attention group, ascending."""
+    attention_batch: int = 1
+    """Attention groups that one call may compute together without changing a bit of them."""
     largest: int = 8
     """The largest row count that agrees with ``base`` in every matrix product."""
 
     def __str__(self) -> str:
-        if self.base == 1:
+        if self.largest == 1:
             return "row by row"
         more = f" to {self.largest}" if self.largest > self.base else ""
         return f"row tiles of {self.base}{more}"
@@ -128,7 +133,7 @@ def agreeing_packed_sizes(layer: PackedLinear, base: int) -> tuple[int, ...]:
     # Only the packed copy of what is tried lives on: that of a large head takes much memory.
     tried = PackedLinear(_cancelling_like(torch.empty(shape, dtype=layer.dtype)), zero_bias)
     rows = _equal_numbers(torch.empty((1, layer.in_features), dtype=layer.dtype))
-    return agreeing_sizes(tried.product, rows, base)
+    return agreeing_sizes(partial(cpu_threads.in_threads, tried.product), rows, base)
 
 
 def in_pieces(rows: torch.Tensor, product: Product, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -150,6 +155,8 @@ def install(layers: Iterable[tuple[TiledLayer, tuple[int, ...]]]) -> None:
     for layer, sizes in layers:
         if isinstance(layer, torch.nn.Linear):
             product: Product = partial(functional.linear, weight=layer.weight, bias=layer.bias)
+        elif isinstance(layer, PackedLinear):
+            product = partial(cpu_threads.in_threads, layer.product)
         else:
             product = layer.product
         forward: Any = partial(in_pieces, product=product, sizes=sizes)

@@ -21,7 +21,7 @@ from edgespec.core.ports import ModelInfo, PassRequest, PassResult, UnsupportedM
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import CacheShape, Candidate, NodeScore
 from edgespec.sampling import tensors
-from edgespec.verifier.targets import kv_pool
+from edgespec.verifier.targets import cpu_threads, kv_pool
 from edgespec.verifier.targets.canonical_attention import CanonicalAttention
 from edgespec.verifier.targets.canonical_mode import (
     CanonicalModeError,
@@ -42,6 +42,11 @@ from edgespec.verifier.targets.row_tiles import SIZES, RowTiles
 
 logger = logging.getLogger(__name__)
 
+_LARGE_WEIGHTS = 50_000_000
+"""Numbers in a model from which on a CPU's caches do not hold them."""
+_PLAIN_TILES = RowTiles(attention_sizes=SIZES[2], attention_batch=16)
+"""How attention is laid out in plain mode, where bits may depend on the schedule."""
+
 
 class TorchTarget:
     """``ports.TargetModel`` for checkpoints of the families in ``loading.py``.
@@ -52,8 +57,9 @@ class TorchTarget:
     a ``pool_budget`` it is sized by memory instead.
     ``canonical`` True means canonical mode or ``CanonicalModeError``; None means canonical mode
     where it holds at a bearable cost (on a GPU: with Triton), else plain mode with a warning.
-    On a CPU it sets torch to one intra-op thread, *for the whole process*; in plain mode
-    ``model_threads`` sets the count when given.
+    ``model_threads`` is how many threads a pass on a CPU may have, None for torch's own count. In
+    canonical mode on a CPU torch itself has one thread, *for the whole process*
+    (``cpu_threads.py``).
 
     Raises ``UnsupportedModelError`` for a model it cannot serve or whose weights or logits are not
     numbers, ``ValueError`` for a bad option."""
@@ -105,15 +111,16 @@ class TorchTarget:
         self._pool = _pool(loaded, max_cached_tokens)
         self._constrained = ConstrainedRows(self.info)
         self._row_tiles: RowTiles | None = None
-        self._attention: AttentionBackend = CanonicalAttention(RowTiles(attention_sizes=SIZES[2]))
+        self._attention: AttentionBackend = CanonicalAttention(_PLAIN_TILES)
         self._recorded: RecordedPasses | None = None
         if loaded.device.type == "cuda":
             self._attention = self._gpu_attention(loaded)
+        if model_threads is not None:
+            torch.set_num_threads(model_threads)
+        cpu_threads.set_count(torch.get_num_threads())
         bearable = loaded.device.type == "cpu" or isinstance(self._attention, PagedAttention)
         if bearable if canonical is None else canonical:
             self._enter_canonical_mode(loaded, required=canonical is True)
-        if model_threads is not None and not self.canonical:
-            torch.set_num_threads(model_threads)
         if not finite_logits(self._pool, self._run, self.info.vocabulary_size):
             raise UnsupportedModelError(
                 f"{path}: the model's logits are NaN or infinite for a short text in {loaded.dtype}"
@@ -121,6 +128,8 @@ class TorchTarget:
         self._notes = [f"{quantize} weights"] if quantize else []
         if is_packed(loaded.model):
             self._notes.append("packed weights")
+        if not quantize and _would_gain(loaded):
+            self._notes.append("quicker with --quantize int8")
         if pool_budget is not None:
             self._size_pool(loaded, pool_budget)
         if isinstance(self._attention, PagedAttention):
@@ -224,6 +233,9 @@ class TorchTarget:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         found = find_canonical_mode(loaded, self_test, row_by_row=required, paged=paged)
+        if found.tiles is None and threads > 1 and not paged:
+            cpu_threads.set_count(1)
+            found = find_canonical_mode(loaded, self_test, row_by_row=required, paged=paged)
         if paged:
             torch.set_num_threads(threads)
         self._row_tiles = found.tiles
@@ -231,6 +243,7 @@ class TorchTarget:
             return
         self._attention = plain
         torch.set_num_threads(threads)
+        cpu_threads.set_count(threads)
         why = "; ".join(found.failures)
         if required:
             raise CanonicalModeError(f"canonical mode does not hold on this machine: {why}")
@@ -330,6 +343,14 @@ class TorchTarget:
         before = counts.before(request.tokens, request.parents) if counts else None
         masks = self._constrained.masks(request.key, sequence, request.tokens, request.parents)
         return tensors.SampleBlock(request.key, params, positions, before, masks)
+
+
+def _would_gain(loaded: LoadedModel) -> bool:
+    """Return whether passes of few rows spend most of their time on reading weights, which rounded
+    ones make shorter: on a CPU, in a dense model of some size."""
+    weights = [tensor for tensor in loaded.model.parameters() if tensor.ndim > 1]
+    dense = all(tensor.ndim == 2 for tensor in weights)
+    return loaded.device.type == "cpu" and dense and loaded.weight_count >= _LARGE_WEIGHTS
 
 
 def _pool(loaded: LoadedModel, max_cached_tokens: int) -> kv_pool.KvPool:

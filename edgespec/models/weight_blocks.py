@@ -1,0 +1,88 @@
+"""Block-wise symmetric quantisation of weight matrices, in the layout of ``MatMulNBits``.
+
+A matrix [N, K] (N outputs, K inputs) is cut along K into blocks of 32, the last of which is filled
+up with zeros. A block has one float32 scale; an entry is an unsigned integer with the implied zero
+point ``2**(bits - 1)``:
+
+    weight = (integer - zero_point) * scale
+
+4-bit integers are packed two a byte, low nibble first. With B = ceil(K / 32), ``packed`` is uint8
+[N, B, 16 or 32], ``scales`` float32 [N, B], no zero-point tensor. ``GatherBlockQuantized`` reads
+the same bytes as uint8 [N, 16 B or 32 B], so one initializer can serve a tied embedding and head.
+
+The integer range is not symmetric (-8..7 for 4 bits), so the sign of the scale matters: the entry
+of largest magnitude may be mapped to -8. Per block the least-squares scale is fitted for a small
+grid of roundings and the best one is kept (the practice of llama.cpp's ``make_qx_quants``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_SIZE = 32
+
+# Largest magnitude over integer range, as multiples of the full-range scale; both signs are tried.
+_GRID_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.07, 1.14)
+_GRID_8 = (1.0,)
+_ROWS_A_TIME = 2048
+
+
+def quantize_matrix(
+    weight: NDArray[np.float32], bits: int
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """(integers, scales) of ``weight`` [N, K], laid out as the head of this file says: rounded to
+    nearest with fitted block scales; deterministic. Raises ``ValueError`` for other ``bits`` than 4
+    and 8."""
+    if bits not in (4, 8):
+        raise ValueError(f"bits is {bits}, but must be 4 or 8")
+    rows, columns = weight.shape
+    blocks = -(-columns // BLOCK_SIZE)
+    if missing := blocks * BLOCK_SIZE - columns:
+        weight = np.pad(weight, ((0, 0), (0, missing)))
+    integers = np.empty((rows, blocks, BLOCK_SIZE), dtype=np.uint8)
+    scales = np.empty((rows, blocks), dtype=np.float32)
+    for start in range(0, rows, _ROWS_A_TIME):
+        part = slice(start, start + _ROWS_A_TIME)
+        values = weight[part].astype(np.float32).reshape(-1, blocks, BLOCK_SIZE)
+        integers[part], scales[part] = _fit(values, bits)
+    low, high = integers[..., 0::2], integers[..., 1::2]
+    return integers if bits == 8 else low | (high << np.uint8(4)), scales
+
+
+def _fit(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Integers (with zero point) and scales of blocks [R, B, 32] that lose least in squares.
+
+    For fixed integers q the best scale is <w, q> / <q, q>, and the loss it leaves is
+    <w, w> - <w, q>**2 / <q, q>; so the largest second term wins."""
+    half = 1 << (bits - 1)
+    peak = np.abs(values).max(axis=-1, keepdims=True)
+    inverse_peak = np.divide(half, peak, out=np.zeros_like(peak), where=peak > 0)
+    best = np.zeros_like(values)
+    best_gain = np.full(values.shape[:2], -1.0, dtype=np.float32)
+    scales = np.zeros(values.shape[:2], dtype=np.float32)
+    for factor in _GRID_4 if bits == 4 else _GRID_8:
+        for sign in (-1.0, 1.0):
+            rounded = np.rint(values * (inverse_peak * np.float32(sign / factor)))
+            np.clip(rounded, -half, half - 1, out=rounded)
+            product = np.einsum("rbk,rbk->rb", values, rounded)
+            square = np.einsum("rbk,rbk->rb", rounded, rounded)
+            safe = np.maximum(square, 1.0)
+            gain = product * product / safe
+            better = gain > best_gain
+            best_gain = np.where(better, gain, best_gain)
+            scales = np.where(better, product / safe, scales)
+            best = np.where(better[..., None], rounded, best)
+    return (best + half).astype(np.uint8), scales
+
+
+CONTRIB = "com.microsoft"
+INT8_ACCUMULATION = 4  # MatMulNBits accuracy_level: activations may be rounded to 8 bits
+
+
+def product_of(rows: int, columns: int, bits: int) -> dict[str, Any]:
+    """Return the attributes of ``MatMulNBits`` with a matrix [rows, columns]."""
+    accuracy = {"block_size": BLOCK_SIZE, "accuracy_level": INT8_ACCUMULATION}
+    return {"N": rows, "K": columns, "bits": bits, **accuracy}
