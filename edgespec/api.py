@@ -22,7 +22,7 @@ from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, RunAhead
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.work import TokenScore
 from edgespec.device.agent import Agent, Chunk, GenerationError, GenerationStats
-from edgespec.device.build import LOOKUP, NONE, build_agent
+from edgespec.device.build import build_agent
 
 __all__ = [
     "Agent",
@@ -70,8 +70,9 @@ def connect(
     best one is used, and when it fails in the middle of a text, the text goes on at another.
 
     Loads the draft model now; the first generation connects. ``draft`` is ``bundled``, a folder, a
-    Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream: then the
-    first generation takes the verifier's tokenizer, unless ``tokenizer`` names one; ``model``
+    Hub id, ``lookup`` to guess from the text without a model, or ``none`` to only stream. The first
+    generation takes the target's tokenizer from the verifier, unless ``tokenizer`` names one;
+    ``model``
     asks for a target or an adapter by name, unless a text asks for another one
     (``Agent.generate``), and so does ``rule`` for a LOSSY acceptance rule; ``rtt_ms`` and
     ``draft_ms`` emulate a longer link and a slower device.
@@ -105,11 +106,9 @@ def connect(
         "insecure": insecure,
     }
     config = load_config(AgentConfig, None, settings, overrides_from="connect")
-    if not config.tokenizer and config.draft.model in (NONE, LOOKUP):
-        from edgespec.device.borrowed_tokenizer import BorrowingAgent
+    from edgespec.device.borrowed_tokenizer import BorrowingAgent, takes_target_texts
 
-        return BorrowingAgent(config)
-    return build_agent(config)
+    return BorrowingAgent(config) if takes_target_texts(config) else build_agent(config)
 
 
 class SyncAgent:

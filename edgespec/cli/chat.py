@@ -32,7 +32,7 @@ from edgespec.core.ports import ModelInfo
 from edgespec.core.protocol.checks import is_unicode, one_line, printable
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
-from edgespec.device.borrowed_tokenizer import borrows_tokenizer
+from edgespec.device.borrowed_tokenizer import takes_target_texts
 from edgespec.device.status import StatusSource
 from edgespec.models.tokenizer import render_chat
 
@@ -425,7 +425,7 @@ def chat(
         raise ConfigError("--continue needs the history that --no-history turns off")
     if no_history:
         settings = replace(settings, record="")
-    if not borrows_tokenizer(settings):
+    if not takes_target_texts(settings):
         _chat_tokenizer(settings)  # a wrong one is told before the verifier is asked
     with (
         # Each of them unwinds, so that the terminal is as it was: also one that stays when a shell
@@ -436,7 +436,7 @@ def chat(
     ):
         settings, info = runner.run(device.greet(settings))
         settings = device.for_trying(settings, info)
-        text = _chat_tokenizer(settings)
+        text = _chat_tokenizer(settings, info.name)
         record, kept = Record(info.name), None
         if resume or (sys.stdin.isatty() and not no_history):
             record, kept = _kept(record, resume)
@@ -446,7 +446,7 @@ def chat(
             if record.model and record.model != info.name:
                 say(f"(it was with {one_line(record.model)})")
         with stoppable():
-            agent = build.build_agent(settings, tracer=tracer, say=say)
+            agent = build.build_agent(settings, tracer=tracer, say=say, target=info)
         try:
             status = StatusSource(
                 agent, tuple(map(build.with_port, settings.verifiers)), __version__
@@ -470,11 +470,12 @@ def _at_keyboard(talk: Conversation) -> None:
         talk.run()
 
 
-def _chat_tokenizer(settings: AgentConfig) -> build.PromptTokenizer:
-    """Raises ``SetupError`` for one that does not know how its model chats."""
+def _chat_tokenizer(settings: AgentConfig, model: str = "") -> build.PromptTokenizer:
+    """Return the tokenizer of ``settings``, which is that of ``model``, by default of the setting
+    itself. Raises ``SetupError`` for one without a chat template."""
     text = build.load_tokenizer(reference := build.tokenizer_reference(settings))
     if text.chat_template() is None:
-        why = f"the tokenizer of {reference!r} has no chat template"
+        why = f"the tokenizer of {model or reference!r} has no chat template"
         raise SetupError(f"{why}; use `edgespec generate`")
     return text
 

@@ -82,7 +82,7 @@ async def _demo(
     async with verifier_process(arguments) as (address, serves):
         console.print(f"verifier on {with_port(address)}: {serves}", style="dim")
         config = replace(config, verifier=address)
-        await greet(config)
+        config, _ = await greet(config)
         plain, drafted = list[Measurement](), list[Measurement]()
         plain_config = replace(
             config, draft=DraftSection(model=NONE), tokenizer=tokenizer_reference(config)

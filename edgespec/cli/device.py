@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -28,7 +28,8 @@ from edgespec.core.protocol.messages import EXACT_RULE, FinishReason, VerifierIn
 from edgespec.core.verifier.relaxed_rules import full_name
 from edgespec.device import build
 from edgespec.device.agent import Chunk, GenerationStats
-from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
+from edgespec.device.borrowed_tokenizer import takes_target_texts, with_tokenizer
+from edgespec.device.prober import Answer
 from edgespec.models.folders import BUNDLED
 
 _KINDS = {
@@ -234,13 +235,13 @@ _UNRESOLVED: Final = re.compile("errors resolving|resolution failed|lookup (fail
 
 
 async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    """What the verifier serves, if it is there and fits ``config``, and ``config`` with those that
-    do: of several, the one chosen is named and comes first. One without a tokenizer gets the
-    verifier's. Raises ``SetupError`` saying what to run; without this a wrong address is only
-    noticed after the attempts to reconnect."""
+    """Return ``config`` for the verifiers that are there and fit, and the model that they serve.
+
+    Of several verifiers the one chosen is named and comes first. The texts of the target come from
+    it (``with_tokenizer``). Raises ``SetupError`` saying what to run; without this a wrong address
+    is only noticed after the attempts to reconnect."""
     if len(config.verifiers) > 1:
-        config, info = await _choose(config)
-        return await with_tokenizer(config, info, say), info
+        return await _choose(config)
     ((address, answer),) = (await build.ask_verifiers(config)).items()
     if answer.info is None:
         raise SetupError(no_verifier(address, answer.error or LinkError("")))
@@ -249,12 +250,21 @@ async def greet(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
     if why:
         raise SetupError(why)
     info = answer.info.of(config.model) or answer.info.model
-    return await with_tokenizer(config, info, say), info
+    return await _with_texts(config, info, address), info
+
+
+async def _with_texts(config: AgentConfig, info: ModelInfo, address: str) -> AgentConfig:
+    """Return ``config`` with the texts of the target ``info``, which have to fit the draft. Raises
+    ``SetupError``."""
+    config = await with_tokenizer(config, info, say, address)
+    with stoppable():
+        build.check_draft(config, info)
+    return config
 
 
 async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
-    """Those that fit come first, as the association ranks them, then those that did not answer and
-    may come back."""
+    """Put the verifiers that fit first, as the association ranks them, then those that did not
+    answer and may come back. All that fit have the vocabulary of the first one."""
     answers = await build.ask_verifiers(config, timed=True)
     with stoppable():
         whys = {
@@ -262,6 +272,42 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
             for address, one in answers.items()
         }
     left_out = {address: why for address, why in whys.items() if why is not None}
+    policy, found = config.association, config
+    while True:
+        order, info, rtt_s = _ranked(config, answers, left_out)
+        model = info.of(config.model) or info.model
+        try:
+            found = await _with_texts(config, model, order[0])
+            break
+        except SetupError as error:  # the next one may fit
+            left_out[order[0]] = str(error)
+    for address in order[1:]:
+        other = answers[address].info
+        unlike = None if other is None else misfit(found, other, "it")
+        if unlike is not None:
+            left_out[address] = unlike
+    order = [address for address in order if address not in left_out]
+    if left_out:
+        say("left out: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
+    silent = [address for address in left_out if answers[address].info is None]
+    found = replace(found, verifier=(*order, *silent))
+    if policy is Association.RENDEZVOUS:
+        count = len(found.verifiers)
+        say(f"using {count} replicas ({policy.value}): each conversation has one of its own")
+        return found, model
+    passes = f", pass {info.pass_us / 1e3:.1f} ms" if info.pass_us else ""
+    say(
+        f"using {order[0]} ({policy.value}): round trip {rtt_s * 1e3:.1f} ms{passes},"
+        f" {info.sessions} of {info.max_sessions} sessions"
+    )
+    return replace(found, association=Association.LISTED), model
+
+
+def _ranked(
+    config: AgentConfig, answers: Mapping[str, Answer], left_out: Mapping[str, str]
+) -> tuple[list[str], VerifierInfo, float]:
+    """The addresses that are not left out, best first, and of the best one what it says of itself
+    and its round trip in seconds. Raises ``SetupError`` where none is left."""
     fits = {address: one for address, one in answers.items() if address not in left_out}
     if not fits:
         lines = [f"none of {len(left_out)} verifiers can be used"]
@@ -270,38 +316,24 @@ async def _choose(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
         lines += ["  start one:   edgespec verifier"]
         lines += ["  or say where they are: --verifier HOST:PORT, or EDGESPEC_VERIFIER"]
         raise SetupError("\n".join(lines))
-    if left_out:
-        say("left out: " + "; ".join(f"{address} ({why})" for address, why in left_out.items()))
-    policy = config.association
     known = [
         (address, one.info, None if one.info is None else one.info.sessions, one.rtt_s)
         for address, one in fits.items()
     ]
-    order = ranked(policy, "", views_of(known))
-    info, rtt_s = fits[order[0]].info, fits[order[0]].rtt_s or 0.0
-    assert info is not None
-    model = info.of(config.model) or info.model
-    silent = [address for address in left_out if answers[address].info is None]
-    config = replace(config, verifier=(*order, *silent))
-    if policy is Association.RENDEZVOUS:
-        count = len(config.verifiers)
-        say(f"using {count} replicas ({policy.value}): each conversation has one of its own")
-        return config, model
-    passes = f", pass {info.pass_us / 1e3:.1f} ms" if info.pass_us else ""
-    say(
-        f"using {order[0]} ({policy.value}): round trip {rtt_s * 1e3:.1f} ms{passes},"
-        f" {info.sessions} of {info.max_sessions} sessions"
-    )
-    return replace(config, association=Association.LISTED), model
+    order = list(ranked(config.association, "", views_of(known)))
+    best = fits[order[0]]
+    assert best.info is not None
+    return order, best.info, best.rtt_s or 0.0
 
 
 def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
-    """Why ``config`` cannot use what this verifier serves, or None."""
+    """Say why ``config`` cannot use what this verifier serves; None: it can, or that shows when its
+    texts are taken."""
     if (info := verifier.of(config.model)) is None:
         known = ", ".join(repr(one.name) for one in verifier.served)
         return f"unknown model {config.model!r}: {who} serves {known}"
-    if borrows_tokenizer(config):
-        return None  # it will have the verifier's
+    if takes_target_texts(config):
+        return None
     reference = build.tokenizer_reference(config)
     own = build.vocabulary_of(reference)
     if own != info.vocabulary:
@@ -314,13 +346,16 @@ def misfit(config: AgentConfig, verifier: VerifierInfo, who: str) -> str | None:
 
 
 def for_trying(config: AgentConfig, info: ModelInfo) -> AgentConfig:
-    """``config``; with the bundled pair its own sampling, where none was chosen, for greedy it says
-    the same thing again and again. Who looks is told what the pair is."""
+    """Return ``config``, for the bundled pair with its own sampling where none was chosen: greedy,
+    it says the same thing again and again. A user at a terminal is told what the pair is."""
     if info.name != BUNDLED:
         return config
     if sys.stderr.isatty():
         say("bundled is a toy pair made for trying: see how it works, not what it says")
-    return replace(config, sampling=build.with_model_sampling(config.sampling, BUNDLED))
+    return replace(
+        config,
+        sampling=build.with_model_sampling(config.sampling, build.tokenizer_reference(config)),
+    )
 
 
 def check_prompt(tokens: Sequence[int], info: ModelInfo) -> None:

@@ -99,7 +99,7 @@ async def _generate(
     device.check_prompt(tokens, info)
     with trace_to(config.trace, config.trace_tokens) as tracer:
         with stoppable():
-            loaded = build_agent(config, tracer=tracer, say=say)
+            loaded = build_agent(config, tracer=tracer, say=say, target=info)
         async with loaded as agent:
             generation = agent.generate(tokens, config.sampling, logprobs=logprobs)
             progress = await device.stream(generation, view)

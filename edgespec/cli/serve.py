@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -20,11 +21,17 @@ from edgespec.cli.options import DEVICE_FLAGS, RULE, Flag, from_config
 from edgespec.config import AgentConfig, ConfigError
 from edgespec.config.common import SetupError, is_loopback, joined, needs, own_name
 from edgespec.core.device.memory import MIB
-from edgespec.core.ports import LinkError
+from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.core.protocol.messages import RunAhead
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device import build
 from edgespec.device.agent import Agent
-from edgespec.device.borrowed_tokenizer import borrows_tokenizer, with_tokenizer
+from edgespec.device.borrowed_tokenizer import (
+    BorrowingAgent,
+    borrows_tokenizer,
+    takes_target_texts,
+    with_tokenizer,
+)
 from edgespec.device.prober import VerifierWatch
 from edgespec.device.status import StatusSource
 from edgespec.telemetry.agent_status import VerifierState, VerifierStatus
@@ -49,20 +56,29 @@ async def serve_until_stopped(config: AgentConfig, tracer: Tracer) -> None:
             " --key-file), or --set endpoint.insecure=true if all of them may"
         )
     with running.listen(host, config.endpoint.port) as listeners:
+        target: ModelInfo | None = None
         if borrows_tokenizer(config):
             async with _waiting(config, key, listeners):
-                config = await _with_lent_tokenizer(config)
+                config, target = await _with_lent_tokenizer(config)
+        elif takes_target_texts(config):
+            config, target = await _with_target_texts(config)
+        late = takes_target_texts(config)  # no verifier was there yet
         with running.stoppable():  # one on the Hub is fetched
             text = build.load_tokenizer(build.tokenizer_reference(config))
-        async with _watching(config) as watch:
+        held = [config]
+        async with _watching(held) as watch:
             with running.stoppable():
-                agent = build.build_agent(config, tracer=tracer, say=running.say)
+                agent: Agent
+                if late:
+                    agent = BorrowingAgent(config, tracer=tracer, say=running.say)
+                else:
+                    agent = build.build_agent(config, tracer=tracer, say=running.say, target=target)
             async with agent:
-                await _serve(config, key, agent, text, watch, listeners)
+                await _serve(held, key, agent, text, watch, listeners)
 
 
 async def _serve(
-    config: AgentConfig,
+    held: list[AgentConfig],
     key: str,
     agent: Agent,
     text: build.PromptTokenizer,
@@ -73,13 +89,23 @@ async def _serve(
     from edgespec.endpoint.server import EndpointServer
     from edgespec.endpoint.service import Endpoint
 
-    sampling = config.sampling
-    if config.endpoint.model_sampling:
-        sampling = build.with_model_sampling(sampling, build.tokenizer_reference(config))
+    config = held[0]
+    sampling = _sampling(config)
     has_budget = bool(config.draft.memory_budget)
     endpoint = Endpoint(
         agent, text, watch, config.endpoint, sampling, key=key, has_budget=has_budget
     )
+
+    async def take_texts() -> None:
+        """Put the target's texts into the endpoint, as soon as a verifier sends them."""
+        if isinstance(agent, BorrowingAgent) and takes_target_texts(held[0]):
+            await agent.take_texts()
+            taken = replace(config, tokenizer=agent.reference)
+            tokenizer = await asyncio.to_thread(build.load_tokenizer, agent.reference)
+            endpoint.tokenizer, endpoint.sampling = tokenizer, _sampling(taken)
+            held[0] = taken
+
+    endpoint.prepare = take_texts
     status = StatusSource(agent, tuple(map(build.with_port, config.verifiers)), __version__, watch)
     server = EndpointServer(endpoint, build_app(endpoint, status), listeners, config.endpoint)
     stop = running.Stopping()
@@ -106,6 +132,13 @@ async def _serve(
                 asyncio.get_running_loop().remove_signal_handler(number)
 
 
+def _sampling(config: AgentConfig) -> SamplingParams:
+    """What holds for requests that leave sampling open."""
+    if not config.endpoint.model_sampling:
+        return config.sampling
+    return build.with_model_sampling(config.sampling, build.tokenizer_reference(config))
+
+
 @asynccontextmanager
 async def _waiting(
     config: AgentConfig, key: str, listeners: Sequence[socket.socket]
@@ -125,13 +158,14 @@ async def _waiting(
 
 
 @asynccontextmanager
-async def _watching(config: AgentConfig) -> AsyncIterator[VerifierWatch]:
-    """The verifiers, asked once. Raises ``SetupError`` where none will ever do."""
-    access = device_access(config)
-    addresses = [build.with_port(one) for one in config.verifiers]
+async def _watching(held: Sequence[AgentConfig]) -> AsyncIterator[VerifierWatch]:
+    """The verifiers, asked once; ``held[0]`` is the configuration, which may get other texts.
+    Raises ``SetupError`` where none will ever do."""
+    access = device_access(held[0])
+    addresses = [build.with_port(one) for one in held[0].verifiers]
     watch = VerifierWatch(
         {one: build.connect(one, access=access) for one in addresses},
-        lambda info: misfit(config, info, "the verifier"),
+        lambda info: misfit(held[0], info, "the verifier"),
     )
     try:
         await watch.look()
@@ -147,10 +181,33 @@ def _refuse_hopeless(watch: VerifierWatch) -> None:
         raise SetupError("\n".join(f"{one.address}: {one.why}" for one in watch.statuses))
 
 
-async def _with_lent_tokenizer(config: AgentConfig) -> AgentConfig:
-    """With the tokenizer of the first verifier that is there, which is waited for. Raises
-    ``SetupError`` where it lends none."""
-    async with _watching(config) as watch:
+async def _with_target_texts(config: AgentConfig) -> tuple[AgentConfig, ModelInfo | None]:
+    """Return ``config`` with the texts of the first verifier that is there and fits, and what it
+    serves; unchanged where none answers. Raises ``SetupError`` where each of them will never do."""
+    answers, whys = await build.ask_verifiers(config), list[str]()
+    for address, answer in answers.items():
+        model = None if answer.info is None else answer.info.of(config.model)
+        if model is None:
+            continue
+        try:
+            found = await with_tokenizer(config, model, running.say, address)
+            with running.stoppable():
+                build.check_draft(found, model)
+        except SetupError as error:
+            whys.append(f"{address}: {error}")
+        except LinkError:  # it has gone again
+            continue
+        else:
+            return found, model
+    if whys and len(whys) == len(answers):
+        raise SetupError("\n".join(whys))
+    return config, None
+
+
+async def _with_lent_tokenizer(config: AgentConfig) -> tuple[AgentConfig, ModelInfo]:
+    """Return ``config`` with the tokenizer of the first verifier that is there, which is waited
+    for, and what it serves. Raises ``SetupError`` where it lends none."""
+    async with _watching([config]) as watch:
         if not watch.ready:
             running.say(
                 "no verifier answers yet; one is waited for, since it has to lend its tokenizer:"
@@ -160,7 +217,7 @@ async def _with_lent_tokenizer(config: AgentConfig) -> AgentConfig:
             for address, info in watch.infos.items():
                 if (model := info.of(config.model)) is not None:
                     with suppress(LinkError):  # it has gone again
-                        return await with_tokenizer(config, model, running.say, address)
+                        return await with_tokenizer(config, model, running.say, address), model
             await asyncio.sleep(_AGAIN_S)
             watch.infos.clear()
             await watch.look()

@@ -20,7 +20,6 @@ from typing import Final, Protocol, assert_never
 from edgespec.core.association.policies import conversation_named, conversation_of
 from edgespec.core.device import estimates as es
 from edgespec.core.device import events as ev
-from edgespec.core.device.commit_reader import largest_id
 from edgespec.core.device.goodput_policy import named_policy, useless, why_resting
 from edgespec.core.device.link_keeper import ReconnectPolicy
 from edgespec.core.device.policy import DraftPolicy
@@ -37,6 +36,7 @@ from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.session_driver import SessionDriver
+from edgespec.device.shared_ids import SharedIds
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
 from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.grammar import GrammarReader
@@ -224,7 +224,12 @@ class AgentOptions:
     rule: str = m.EXACT_RULE
     """By which drafts are accepted (``core/verifier/relaxed_rules.py``)."""
     vocabulary: str = ""
-    """Fingerprint of the tokenizer, for an agent without a drafter; empty is not checked."""
+    """Fingerprint of the tokenizer; empty: the drafter's, and not checked without one."""
+    vocabulary_size: int = 0
+    """Ids that the target has, as its verifier says; 0: not known, so ids are bounded as on the
+    wire only."""
+    shared_ids: SharedIds | None = None
+    """Ids that the draft shares with the target; None: all that it has."""
     draft_caches: int = DEFAULT_CACHES
     """Generations that are drafted for at once; those beyond are streamed."""
     learned: es.Learned = field(default_factory=es.Learned, compare=False)
@@ -271,7 +276,8 @@ class Agent:
         self._disk = WorkerPool(
             "recording a text", threads=1, most_waiting=_MOST_RECORDINGS, within_s=_DISK_WITHIN_S
         )
-        self._vocabulary = self.options.vocabulary if drafter is None else drafter.info.vocabulary
+        own = "" if drafter is None else drafter.info.vocabulary
+        self._vocabulary = self.options.vocabulary or own
         self._told: set[str] = set()
         """Failures that the user has heard of."""
         self.verifier = es.VerifierEstimates()
@@ -310,7 +316,7 @@ class Agent:
         model = checked_model(model) or self.options.model
         rule = full_name(rule or self.options.rule)
         text = self._encode(prompt) if isinstance(prompt, str) else prompt
-        tokens = checked_prompt(text, self._vocabulary_size)
+        tokens = checked_prompt(text, self.options.vocabulary_size)
         sampling = await self.with_matcher(sampling or SamplingParams())
         drafter = self.drafter
         if drafter is not None and len(tokens) >= drafter.info.context_length:
@@ -412,7 +418,7 @@ class Agent:
     @cached_property
     def _pool(self) -> DrafterPool:
         assert self.drafter is not None
-        return DrafterPool(self.drafter, self.options.draft_caches)
+        return DrafterPool(self.drafter, self.options.draft_caches, self.options.shared_ids)
 
     async def _record(self, prompt: Sequence[int], committed: Sequence[int]) -> None:
         """Record a text in a thread, since the disk may be slow. A failure is logged once and does
@@ -462,16 +468,11 @@ class Agent:
             self.options.reconnect,
             context_length,
             jitter_seed=secrets.randbits(32),
-            vocabulary_size=self._vocabulary_size,
+            vocabulary_size=self.options.vocabulary_size,
             verifier=self.verifier,
             learned=learned,
             text=self.options.text,
         )
-
-    @property
-    def _vocabulary_size(self) -> int:
-        """0: not known. Whether this very generation drafts makes no difference."""
-        return 0 if self.drafter is None else self.drafter.info.vocabulary_size
 
     async def _chunks(
         self, driver: SessionDriver, prompt: tuple[int, ...], sampling: SamplingParams
@@ -511,12 +512,11 @@ def fits_on_wire(name: str) -> bool:
 
 
 def checked_prompt(prompt: Sequence[int], vocabulary_size: int) -> tuple[int, ...]:
-    """Return the ids of ``prompt``; ``vocabulary_size`` 0: not known. A target's vocabulary may be
-    a little larger than the draft's (``largest_id``). Raises ``TypeError`` or ``ValueError`` naming
-    the first that is none."""
+    """Return the ids of ``prompt``. ``vocabulary_size`` is the target's, 0 where it is not known.
+    Raises ``TypeError`` or ``ValueError`` naming the first that is no id."""
     if isinstance(prompt, bytes | bytearray):
         raise TypeError(f"the prompt is {type(prompt).__name__}, but must be text or token ids")
-    largest = largest_id(vocabulary_size) if vocabulary_size else MAX_TOKEN_ID
+    largest = vocabulary_size - 1 if vocabulary_size else MAX_TOKEN_ID
     tokens: list[int] = []
     for index, token in enumerate(prompt):
         if isinstance(token, bool) or not hasattr(token, "__index__"):

@@ -1,13 +1,18 @@
-"""A device without a draft model has no tokenizer of its own: it takes the verifier's.
+"""A device takes the texts of the target from its verifier: tokenizer, special tokens, chat
+template and sampling defaults. So one request has one answer, whatever draft a device has.
 
 What comes is bounded and checked against its announced SHA-256, has to be readable, and has to have
 the vocabulary that the verifier serves; only then it is put into the user's cache, under its hash.
 It is a program by a stranger, so it is read, and runs, in a process with bounds (``FarTokenizer``).
+A ``tokenizer.json`` that the draft has already, byte for byte, is not fetched. An older verifier
+sends no more than a tokenizer, for a device that has none: then the draft's texts are used, and the
+user is told so once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 import time
 from collections.abc import Mapping
@@ -22,11 +27,14 @@ from edgespec.config.files import temporary_folder
 from edgespec.core.ports import LinkError, ModelInfo
 from edgespec.device import build
 from edgespec.device.agent import Agent, GenerationError
+from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.far_tokenizer import FarTokenizer
+from edgespec.models.folders import generation_sampling
 from edgespec.models.grammar import device_reader
 from edgespec.models.toy import TOY
+from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import device_access
-from edgespec.wire.tokenizer_lending import TOKENIZER_JSON, TokenizerFetch
+from edgespec.wire.tokenizer_lending import TOKENIZER_JSON, Announced, TokenizerFetch
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
 
 _NAME_DIGITS = 32
@@ -38,22 +46,40 @@ def borrows_tokenizer(config: AgentConfig) -> bool:
     return not config.tokenizer and config.draft.model in (build.NONE, build.LOOKUP)
 
 
+def takes_target_texts(config: AgentConfig) -> bool:
+    """Whether the texts of the target come from the verifier: where the user names no tokenizer,
+    and the draft is none of the toys."""
+    return not config.tokenizer and config.draft.model not in (TOY, build.RANDOM)
+
+
 async def with_tokenizer(
     config: AgentConfig, info: ModelInfo, say: build.Say, address: str = ""
 ) -> AgentConfig:
-    """``config``, with the tokenizer of the verifier at ``address`` (empty: its first), which
-    serves ``info``, where it has none of its own. A verifier that sends none, but has the
-    vocabulary of a model that comes with edgespec, is met with that one's. Raises ``LinkError``
-    where the link was lost, and ``SetupError`` where this verifier will never lend one."""
-    if not borrows_tokenizer(config):
+    """Return ``config`` with the texts of the target ``info`` in place of a tokenizer.
+
+    ``address`` is that of the verifier that serves it, by default the first one of ``config``. A
+    verifier that sends no texts, but has the vocabulary of a model that comes with edgespec, is met
+    with that one's; else the draft's texts stay, of which ``say`` is told. Raises ``LinkError``
+    where the link was lost, and ``SetupError`` where a device without a tokenizer will never get
+    one, or what came is of no use."""
+    if not takes_target_texts(config):
         return config
     address = build.with_port(address or config.verifiers[0])
     transport = build.dial(address, device_access(config))
     try:
         fetch = TokenizerFetch(partial(transport.ask, "Tokenizer"), address)
-        return replace(config, tokenizer=str(await _cached(fetch, info, say)))
+        try:
+            announced = await fetch.announced()
+        except LinkError as error:
+            if error.retryable or borrows_tokenizer(config):
+                raise
+            return _with_own_texts(config, info, say, str(error))
+        if announced.facts is None and not borrows_tokenizer(config):
+            return _with_own_texts(config, info, say, "it is an older one")
+        folder = await _cached(fetch, announced, info, say, config)
+        return replace(config, tokenizer=str(folder))
     except LinkError as error:
-        for own in (build.BUNDLED, TOY):
+        for own in (build.BUNDLED, TOY) if borrows_tokenizer(config) else ():
             if build.vocabulary_of(own) == info.vocabulary:
                 return replace(config, tokenizer=own)
         if error.retryable:
@@ -64,19 +90,54 @@ async def with_tokenizer(
         await transport.close()
 
 
-async def _cached(fetch: TokenizerFetch, info: ModelInfo, say: build.Say) -> Path:
-    """The folder of the verifier's tokenizer. Raises ``LinkError``, also for one of no use."""
-    announced = await fetch.announced()
-    folder = build.lent_folder() / announced.sha256.hex()[:_NAME_DIGITS]
-    if not (folder / TOKENIZER_JSON).is_file():
+def _with_own_texts(config: AgentConfig, info: ModelInfo, say: build.Say, why: str) -> AgentConfig:
+    say(
+        f"chat template, special tokens and sampling defaults are those of {config.draft.model!r}:"
+        f" the verifier of {info.name!r} sends none ({why})"
+    )
+    return replace(config, tokenizer=config.draft.model)
+
+
+async def _cached(
+    fetch: TokenizerFetch,
+    announced: Announced,
+    info: ModelInfo,
+    say: build.Say,
+    config: AgentConfig,
+) -> Path:
+    """The folder of the verifier's texts. Raises ``LinkError``, also for some of no use."""
+    key = announced.sha256
+    if announced.facts is not None:
+        key = hashlib.sha256(announced.tokenizer_sha256 + announced.facts.sha256).digest()
+    folder = build.lent_folder() / key.hex()[:_NAME_DIGITS]
+    if (folder / TOKENIZER_JSON).is_file():
+        return folder
+    texts = await fetch.facts(announced)
+    tokenizer = await _WORK.run(_own_tokenizer, config, announced.tokenizer_sha256)
+    if tokenizer is None:
         size = f"{announced.size / 1e3:,.0f} kB"
         say(f"fetching the tokenizer of {info.name} from the verifier, once: {size}")
-        texts = await fetch.texts(announced)
-        try:
-            await _WORK.run(_place, folder, texts, info)
-        except (PoolBusyError, PoolLateError) as error:
-            raise LinkError(str(error)) from None
+        whole = await fetch.texts(announced)
+        tokenizer = whole[TOKENIZER_JSON]
+        if announced.facts is None:
+            texts = whole
+        elif hashlib.sha256(tokenizer).digest() != announced.tokenizer_sha256:
+            why = f"the tokenizer.json of {info.name!r} has not the SHA-256 that was announced"
+            raise LinkError(why, retryable=False)
+    try:
+        await _WORK.run(_place, folder, {**texts, TOKENIZER_JSON: tokenizer}, info)
+    except (PoolBusyError, PoolLateError) as error:
+        raise LinkError(str(error)) from None
     return folder
+
+
+def _own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
+    """The ``tokenizer.json`` of the draft, if it is the very file with this SHA-256."""
+    if borrows_tokenizer(config):
+        return None
+    path = resolve_texts(config.draft.model) / TOKENIZER_JSON
+    content = path.read_bytes() if path.is_file() else b""
+    return content if hashlib.sha256(content).digest() == sha256 else None
 
 
 def _place(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> None:
@@ -102,11 +163,12 @@ def _place(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> None:
 
 
 def _try(folder: Path, info: ModelInfo) -> None:
-    """Raises ``LinkError`` where the files are no tokenizer of ``info``."""
+    """Try the files. Raises ``LinkError`` where they are no tokenizer of ``info``."""
     who = f"the tokenizer that the verifier of {info.name!r} sent"
     try:
         tokenizer = FarTokenizer(folder)
         tokenizer.close()
+        generation_sampling(folder)
     except ValueError as error:
         why = str(error).replace(f"{folder}/", "")
         raise LinkError(f"{who} cannot be used: {why}", retryable=False) from error
@@ -117,14 +179,25 @@ def _try(folder: Path, info: ModelInfo) -> None:
 
 
 class BorrowingAgent(Agent):
-    """For a ``config`` that names no tokenizer (``borrows_tokenizer``). It is asked for before the
-    first text, and again before the next one while nobody lends."""
+    """An agent that takes the texts of its target from a verifier (``takes_target_texts``) before
+    the first generation. It asks again before the next one while no verifier sends them."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(
+        self, config: AgentConfig, *, tracer: Tracer | None = None, say: build.Say | None = None
+    ) -> None:
         options = build.agent_options(config, "")
-        super().__init__(build.verifier_transport(config), None, _no_text, _no_text, options)
+        drafter = None if borrows_tokenizer(config) else build.load_drafter(config, say=say)
+        transport = build.verifier_transport(config)
+        super().__init__(transport, drafter, _no_text, _no_text, options, tracer=tracer)
         self._config, self._lent = config, False
+        self.reference = ""
+        """The reference of the texts that it has taken; empty: of none yet."""
         self._one_at_a_time = asyncio.Lock()
+
+    async def take_texts(self) -> None:
+        """Take the target's texts now, if that was not done before. Raises ``GenerationError``
+        where no verifier sends them for as long as a first stream waits for one."""
+        await self._ready()
 
     async def _ready(self) -> None:
         """A verifier is waited for as long as a first stream is."""
@@ -143,8 +216,8 @@ class BorrowingAgent(Agent):
                     pause_s = min(2 * pause_s, policy.longest_s)
 
     async def _borrow(self) -> None:
-        """Ask all verifiers once, and take the tokenizer of the first of them that fits. Raises
-        ``LinkError`` where nobody answers who may do so later, ``SetupError`` where nobody will."""
+        """Ask all verifiers once, and take the texts of the first of them that fits. Raises
+        ``LinkError`` where none answers that may do so later, ``SetupError`` where none will."""
         answers, wanted = await build.ask_verifiers(self._config), self._config.model
         why, may_come = [], False
         for address, answer in answers.items():
@@ -152,12 +225,15 @@ class BorrowingAgent(Agent):
                 why.append(answer.why)
                 may_come |= answer.error is not None and answer.error.retryable
             elif (model := answer.info.of(wanted)) is not None:
-                config = await with_tokenizer(self._config, model, lambda text: None, address)
                 try:
-                    await _WORK.run(self._take, config)
+                    config = await with_tokenizer(self._config, model, self._tell_once, address)
+                    await _WORK.run(self._take, config, model)
                 except (PoolBusyError, PoolLateError) as error:
                     raise LinkError(str(error)) from None
-                return
+                except SetupError as error:
+                    why.append(f"{address}: {error}")
+                else:
+                    return
             else:
                 names = ", ".join(repr(one.name) for one in answer.info.served)
                 why.append(f"{address} serves {names}, not {wanted!r}")
@@ -165,16 +241,18 @@ class BorrowingAgent(Agent):
             raise LinkError("; ".join(why))
         raise SetupError("\n".join(why))
 
-    def _take(self, config: AgentConfig) -> None:
+    def _take(self, config: AgentConfig, target: ModelInfo) -> None:
         """From here on this is an agent as ``build_agent`` makes it. Raises ``SetupError``."""
         try:
             text = build.load_tokenizer(reference := build.tokenizer_reference(config))
-            vocabulary, drafter = build.vocabulary_of(reference), build.load_drafter(config)
+            options = replace(self.options, vocabulary=build.vocabulary_of(reference))
+            drafter = self.drafter or build.load_drafter(config)
+            options = build.with_shared_ids(options, drafter, config, target)
             build.add_corpus(self.options.text, config, text, None)
         except ValueError as error:
             raise SetupError(str(error)) from error
-        self.options = replace(self.options, vocabulary=vocabulary)
-        self._vocabulary, self.drafter, self._lent = vocabulary, drafter, True
+        self.options, self._vocabulary = options, options.vocabulary
+        self.drafter, self.reference, self._lent = drafter, reference, True
         self._encode, self._decoder = text.encode, text.stream
         self._read_constraint = device_reader(reference)
 

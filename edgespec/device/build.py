@@ -12,25 +12,25 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
-from edgespec.config.common import needs
+from edgespec.config.common import SetupError, needs
 from edgespec.core.association.failover import Failover
 from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
-from edgespec.core.ports import Drafter, Transport
+from edgespec.core.ports import Drafter, ModelInfo, Transport
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.core.protocol.text_guesses import TextTables
 from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import Answer, ask_all
+from edgespec.device.shared_ids import SharedIds, ids_apart
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.far_tokenizer import FarTokenizer
@@ -111,21 +111,13 @@ def tokenizer_reference(config: AgentConfig) -> str:
 
 
 def with_model_sampling(sampling: SamplingParams, reference: str) -> SamplingParams:
-    """``sampling``, if nothing of it was chosen, as ``generation_config.json`` beside the tokenizer
-    says; a value there that cannot be is passed over."""
+    """Return ``sampling``, if nothing of it was chosen, as ``generation_config.json`` beside the
+    tokenizer ``reference`` says. Raises ``ValueError`` naming the file, the key and the value."""
     usual = SamplingParams()
     if reference == TOY or any(getattr(sampling, n) != getattr(usual, n) for n in _MODEL_SAMPLING):
         return sampling
-    path = resolve_texts(reference) / "generation_config.json"
-    said = folders.read_json(path) if path.is_file() else {}
-    # Without do_sample the others stand there as the defaults of a library.
-    names = _MODEL_SAMPLING if said.get("do_sample") is True else ("repetition_penalty",)
-    for name in names:
-        if isinstance(value := said.get(name), int | float) and not isinstance(value, bool):
-            with suppress(ValueError, TypeError):
-                given: dict[str, Any] = {name: value}
-                sampling = replace(sampling, **given)
-    return sampling
+    said = folders.generation_sampling(resolve_texts(reference))
+    return replace(sampling, **{name: getattr(said, name) for name in _MODEL_SAMPLING})
 
 
 def vocabulary_of(reference: str) -> str:
@@ -195,18 +187,71 @@ def link_models(link: LinkSection) -> tuple[LinkModel, LinkModel]:
 
 
 def build_agent(
-    config: AgentConfig, *, tracer: Tracer | None = None, say: Say | None = None
+    config: AgentConfig,
+    *,
+    tracer: Tracer | None = None,
+    say: Say | None = None,
+    target: ModelInfo | None = None,
 ) -> Agent:
-    """A ready agent; it connects at its first generation. Raises as ``load_drafter`` does."""
+    """A ready agent; it connects at its first generation. ``target`` is what its verifier serves,
+    None where that is not known. Raises as ``load_drafter`` and ``with_shared_ids`` do."""
     tokenizer = load_tokenizer(reference := tokenizer_reference(config))
     if config.draft.memory_budget:
         template_worker().most_bytes = TEMPLATE_BYTES_IN_BUDGET
     options = agent_options(config, vocabulary_of(reference))
     add_corpus(options.text, config, tokenizer, say)
     drafter = load_drafter(config, say=say)
+    options = with_shared_ids(options, drafter, config, target)
     encode, stream, read = tokenizer.encode, tokenizer.stream, device_reader(reference)
     transport = verifier_transport(config)
     return Agent(transport, drafter, encode, stream, options, tracer=tracer, read_constraint=read)
+
+
+def with_shared_ids(
+    options: AgentOptions,
+    drafter: Drafter | None,
+    config: AgentConfig,
+    target: ModelInfo | None = None,
+) -> AgentOptions:
+    """Return ``options`` of an agent whose tokenizer has the vocabulary ``options.vocabulary``,
+    with what its draft shares with that vocabulary. Raises ``SetupError`` for a draft whose ids
+    mean other texts."""
+    size = 0 if target is None else target.vocabulary_size
+    if drafter is None:
+        return replace(options, vocabulary_size=size)
+    info = drafter.info
+    shared = SharedIds(info.vocabulary_size, size, stand_in=min(info.eos_token_ids, default=0))
+    if options.vocabulary and info.vocabulary != options.vocabulary:
+        shared = replace(shared, apart=_ids_apart(config, target))
+    return replace(options, vocabulary_size=size, shared_ids=shared)
+
+
+def check_draft(config: AgentConfig, target: ModelInfo) -> None:
+    """Check, before anything large is loaded, that the draft of ``config`` shares its ids with the
+    texts that ``config`` takes from ``target``, and these with the target. Raises ``SetupError``,
+    or ``ValueError`` naming the file."""
+    reference = tokenizer_reference(config)
+    if (own := vocabulary_of(reference)) != target.vocabulary:
+        raise SetupError(
+            f"the tokenizer of {reference!r} (vocabulary {own}) is not that of the"
+            f" verifier's {target.name!r} ({target.vocabulary}); give --draft one that"
+            " shares it, or name its tokenizer: --set tokenizer=FOLDER"
+        )
+    if config.draft.model in (NONE, TOY, RANDOM, LOOKUP):
+        return
+    if vocabulary_of(config.draft.model) != target.vocabulary:
+        _ids_apart(config, target)
+
+
+def _ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[int]:
+    """The ids of the draft that are not those of the tokenizer of ``config``. Raises as
+    ``ids_apart`` does."""
+    own, others = resolve_texts(config.draft.model), resolve_texts(tokenizer_reference(config))
+    return ids_apart(
+        *(folders.read_vocabulary(one / "tokenizer.json") for one in (own, others)),
+        draft=config.draft.model,
+        target=config.tokenizer if target is None else target.name,
+    )
 
 
 def verifier_transport(config: AgentConfig) -> Transport | vp.VerifierPool:

@@ -26,6 +26,7 @@ from edgespec.core import ports
 from edgespec.core.device.events import StartStep, StepDone, StepFailed
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
+from edgespec.device.shared_ids import SharedIds
 
 HANG_S = 20.0
 # How long closing waits for a step that runs: it ends soon where the drafter asks for its end.
@@ -37,12 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 class DrafterPool:
-    """``caches``: how many generations' texts are held at once, at most. ``drafter`` is closed
-    with this, and so are its twins."""
+    """Holds at most ``caches`` generations' texts at once. ``shared`` says which ids ``drafter``
+    shares with the target; None: all. The drafter is closed with this, and so are its twins."""
 
-    def __init__(self, drafter: ports.Drafter, caches: int = ports.DEFAULT_CACHES) -> None:
+    def __init__(
+        self,
+        drafter: ports.Drafter,
+        caches: int = ports.DEFAULT_CACHES,
+        shared: SharedIds | None = None,
+    ) -> None:
         bounded("caches", caches, 1, ports.MAX_CACHES)
-        self._drafters = [drafter]
+        self._drafters, self._shared = [drafter], shared
         self._free = [drafter]
         self._most = caches if isinstance(drafter, ports.Twinned) else 1
         self._thread = DraftThread("edgespec-draft")
@@ -97,8 +103,10 @@ class DrafterPool:
             lease.drafter = drafter
             drafter.begin(lease.prompt_length, lease.sampling)
             keep_length, feed = 0, tuple(lease.tokens)
-        guesses = lease.drafter.step(keep_length, feed, step.width, cancelled)
-        return StepDone(_checked(guesses, step.width))
+        if (shared := self._shared) is not None:
+            feed = tuple(shared.fed(feed))
+        guesses = _checked(lease.drafter.step(keep_length, feed, step.width, cancelled), step.width)
+        return StepDone(guesses if shared is None else shared.proposed(guesses))
 
     def _take(self) -> ports.Drafter | None:
         if self._free:

@@ -16,7 +16,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -456,6 +456,9 @@ class Endpoint:
         self.started = int(time.time())
         self.stopping = False
         """New requests are refused; those that run may end."""
+        self.prepare: Callable[[], Awaitable[None]] | None = None
+        """Awaited before a request is read: puts the target's tokenizer and sampling defaults here
+        where they are not known yet. May raise ``GenerationError``."""
         self._runs: set[Run] = set()
         self.idle = asyncio.Event()
         """Set while nothing runs or waits."""
@@ -474,7 +477,13 @@ class Endpoint:
     @asynccontextmanager
     async def preparing(self) -> AsyncIterator[None]:
         """Bound the time of what happens to a request before it waits for its turn; what cannot be
-        done in time becomes an ``ApiError`` with ``Retry-After``."""
+        done in time becomes an ``ApiError`` with ``Retry-After``. The target's texts come first,
+        which may have to wait for a verifier."""
+        if self.prepare is not None:
+            try:
+                await self.prepare()
+            except GenerationError as failure:
+                raise from_generation(failure) from failure
         limit = asyncio.timeout(_PREPARE_WITHIN_S)
         try:
             async with limit:

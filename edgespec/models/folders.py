@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from edgespec.config.files import user_folder
 from edgespec.config.proxies import proxy_of_url, spare_if_near
 from edgespec.core.ports import ModelInfo
+from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import added_tokens
 
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -231,6 +232,35 @@ def eos_ids(path: Path, value: object, name: str = "eos_token_id") -> tuple[int,
             f" [0, {MAX_TOKEN_ID}]"
         )
     return tuple(ids)
+
+
+def generation_sampling(folder: Path) -> SamplingParams:
+    """Return what ``generation_config.json`` of a folder says of sampling; greedy without penalties
+    where it says nothing.
+
+    With ``do_sample`` a temperature that is missing or null is 1, as in transformers; without it
+    only the repetition penalty counts. A ``top_k`` of -1 or 0 keeps all tokens. Raises
+    ``ModelFolderError`` naming the file, the key, the value and the limit."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return SamplingParams()
+    data = read_json(path)
+    numbers = {
+        "temperature": real_number(path, data, "temperature", 1.0),
+        "top_k": max(0, whole_number(path, data, "top_k", least=-1, absent=0)),
+        "top_p": real_number(path, data, "top_p", 1.0),
+        "min_p": real_number(path, data, "min_p", 0.0),
+        "repetition_penalty": real_number(path, data, "repetition_penalty", 1.0),
+    }
+    found: dict[str, Any] = {}
+    for name, number in numbers.items():
+        try:
+            SamplingParams(**{name: number})  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ModelFolderError(f"{path}: {error}") from error
+        if name == "repetition_penalty" or truth(path, data, "do_sample"):
+            found[name] = number
+    return SamplingParams(**found)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from edgespec.verifier.daemon import Verifier
 from edgespec.verifier.targets.toy import PacedModel, ToyServerDrafter, ToyTarget
 from edgespec.verifier.vllm.loading import vllm_target
 from edgespec.wire.access import ServerAccess
-from edgespec.wire.tokenizer_lending import MAX_TEXT_BYTES, TEXT_FILES, PackedTexts
+from edgespec.wire.tokenizer_lending import FACT_FILES, MAX_TEXT_BYTES, TEXT_FILES, PackedTexts
 
 if TYPE_CHECKING:
     from edgespec.verifier.targets.kv_pool import DraftMemory, PoolBudget
@@ -278,6 +278,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     folder = folders.resolve_model(config.model, folders.Role.TARGET)
     folders.check_folder(folder)
     info = folders.model_info(folder)
+    folders.generation_sampling(folder)  # devices take it for what a request leaves open
     _check_draft(config, info.vocabulary)
     # torch's huge pages under large tensors: products of few rows read all weights, and look up
     # fewer pages then (measurements.md). It counts before this process's first tensor.
@@ -301,13 +302,14 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
 
 
 def packed_texts(reference: str) -> PackedTexts | str:
-    """The files that a verifier of this model lends, or why it lends none."""
+    """Return the files that a verifier of this model lends, or say why it lends none."""
     none = "this verifier has no tokenizer that it could send"
     if reference == TOY:
         return f"{none}: the toy model has none; give --set tokenizer=toy"
     try:
         folder = folders.resolve_model(reference, folders.Role.TARGET)
-        paths = {name: folder / name for name in TEXT_FILES if (folder / name).is_file()}
+        names = dict.fromkeys((*TEXT_FILES, *FACT_FILES))
+        paths = {name: folder / name for name in names if (folder / name).is_file()}
         total = sum(path.stat().st_size for path in paths.values())
         if total > MAX_TEXT_BYTES:
             return f"{none}: it has {total} bytes, but at most {MAX_TEXT_BYTES} are sent"

@@ -1,5 +1,10 @@
-"""The texts of a tokenizer as a verifier lends them: one ZIP archive, in parts, which a device
-knows by its SHA-256 and fetches once.
+"""The texts of a model as a verifier lends them: ZIP archives, in parts, which a device knows by
+their SHA-256 and fetches once.
+
+The first archive is what older devices ask for: ``tokenizer.json`` and a few files beside it. The
+second one has everything else that says how a text is made (special tokens, chat template, sampling
+defaults), which is small: a device whose draft has the very same ``tokenizer.json`` fetches nothing
+else. So two devices make one prompt of one conversation, whatever their drafts are.
 
 A device takes nothing on trust: names are those of a fixed list, sizes are bounded before anything
 is fetched or unpacked, and what comes has to have the length and the SHA-256 that were announced.
@@ -11,9 +16,9 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from edgespec.core.ports import LinkError
@@ -28,7 +33,16 @@ TEXT_FILES: Final = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
-"""What prompts, texts and chats need of a model's folder; only the first has to be there."""
+"""The files of the first archive; only the first has to be there."""
+FACT_FILES: Final = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+"""The files of the second archive, none of which has to be there."""
 MAX_TEXT_BYTES: Final = 64 << 20
 """Of all files together; the largest public tokenizers have about 35 MB."""
 PART_BYTES: Final = 1 << 17
@@ -49,48 +63,71 @@ class Announced:
     sha256: bytes
     size: int
     """In bytes."""
+    tokenizer_sha256: bytes = b""
+    """Of ``tokenizer.json``; empty: an older verifier does not say."""
+    facts: Announced | None = None
+    """The second archive; None: an older verifier has none."""
 
     def __post_init__(self) -> None:
         check_number("bytes of the SHA-256", len(self.sha256), SHA256_BYTES, SHA256_BYTES)
         check_number("bytes of the archive", self.size, 1, MAX_TEXT_BYTES)
+        if self.facts is not None:
+            check_number(
+                *("bytes of tokenizer_sha256", len(self.tokenizer_sha256)),
+                *(SHA256_BYTES, SHA256_BYTES),
+            )
 
 
 class PackedTexts:
-    """The archive of some files, by name: the same bytes for the same texts."""
+    """Both archives of a model's files, by name: the same bytes for the same texts."""
 
     def __init__(self, texts: Mapping[str, bytes]) -> None:
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w") as file:
-            for name, content in texts.items():
-                file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
-        self._data = archive.getvalue()
-        self.announced = Announced(hashlib.sha256(self._data).digest(), len(self._data))
+        first = _packed({name: texts[name] for name in TEXT_FILES if name in texts})
+        facts = _packed({name: texts[name] for name in FACT_FILES if name in texts})
+        self._archives = {hashlib.sha256(one).digest(): one for one in (first, facts)}
+        sizes = [Announced(sha256, len(one)) for sha256, one in self._archives.items()]
+        tokenizer = hashlib.sha256(texts.get(TOKENIZER_JSON, b"")).digest()
+        self.announced = replace(sizes[0], tokenizer_sha256=tokenizer, facts=sizes[-1])
 
     def answer(self, request: bytes) -> bytes:
-        """To one call of ``Tokenizer``. Raises ``ProtocolViolation``."""
+        """Answer one call of ``Tokenizer``. Raises ``ProtocolViolation``."""
         wire, own = parsed(pb.TokenizerRequest, request, _MAX_REQUEST_BYTES), self.announced
-        reply = pb.TokenizerReply(sha256=own.sha256, bytes=own.size)
+        reply = pb.TokenizerReply(
+            sha256=own.sha256, bytes=own.size, tokenizer_sha256=own.tokenizer_sha256
+        )
+        if own.facts is not None:
+            reply.facts_sha256, reply.facts_bytes = own.facts.sha256, own.facts.size
         if wire.sha256:
-            if wire.sha256 != own.sha256:
+            if (archive := self._archives.get(wire.sha256)) is None:
                 raise ProtocolViolation("there is no such archive here")
-            check_number("TokenizerRequest.offset", wire.offset, 0, own.size - 1)
-            reply.data = self._data[wire.offset : wire.offset + PART_BYTES]
+            check_number("TokenizerRequest.offset", wire.offset, 0, len(archive) - 1)
+            reply.data = archive[wire.offset : wire.offset + PART_BYTES]
         return bytes(reply.SerializeToString())
 
 
-def unpacked(archive: bytes) -> dict[str, bytes]:
-    """The files, by name; nothing over a bound is unpacked. Raises ``ProtocolViolation``."""
+def _packed(texts: Mapping[str, bytes]) -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, content in texts.items():
+            file.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return archive.getvalue()
+
+
+def unpacked(archive: bytes, names: Sequence[str] = TEXT_FILES) -> dict[str, bytes]:
+    """Return the files of an archive by name, which have to be some of ``names``; nothing over a
+    bound is unpacked. Raises ``ProtocolViolation``."""
     check_number("files of the archive", archive.count(_ENTRY), 0, _MOST_ENTRIES)
+    needed = {TOKENIZER_JSON} & {*names}
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as file:
             entries = file.infolist()
-            names = [entry.filename for entry in entries]
-            if not set(names) <= set(TEXT_FILES):
-                other = next(name for name in names if name not in TEXT_FILES)
-                raise ProtocolViolation(f"file {other!r} is none of {', '.join(TEXT_FILES)}")
-            if len(set(names)) < len(names) or TOKENIZER_JSON not in names:
-                why = f"the files are {names}, but must be distinct, {TOKENIZER_JSON} among them"
-                raise ProtocolViolation(why)
+            found = [entry.filename for entry in entries]
+            if not set(found) <= set(names):
+                other = next(name for name in found if name not in names)
+                raise ProtocolViolation(f"file {other!r} is none of {', '.join(names)}")
+            if len(set(found)) < len(found) or not needed <= set(found):
+                why = f"the files are {found}, but must be distinct"
+                raise ProtocolViolation(why + "".join(f", {name} among them" for name in needed))
             check_number("bytes of the files", sum(e.file_size for e in entries), 0, MAX_TEXT_BYTES)
             return {entry.filename: file.read(entry) for entry in entries}
     except ProtocolViolation:
@@ -110,10 +147,23 @@ class TokenizerFetch:
         use."""
         with self._of_use():
             wire = await self._ask(b"", 0)
-            return Announced(wire.sha256, wire.bytes)
+            facts = None
+            if len(wire.facts_sha256) > 0:
+                facts = Announced(wire.facts_sha256, wire.facts_bytes)
+            return Announced(wire.sha256, wire.bytes, wire.tokenizer_sha256, facts)
 
-    async def texts(self, announced: Announced) -> dict[str, bytes]:
-        """The files of that archive, by name. Raises ``LinkError``, as ``announced``."""
+    async def facts(self, announced: Announced) -> dict[str, bytes]:
+        """Fetch the files of the second archive by name; none where an older verifier has none.
+        Raises ``LinkError``, as ``announced``."""
+        if announced.facts is None:
+            return {}
+        return await self.texts(announced.facts, FACT_FILES)
+
+    async def texts(
+        self, announced: Announced, names: Sequence[str] = TEXT_FILES
+    ) -> dict[str, bytes]:
+        """Fetch the files of an archive by name, which have to be some of ``names``. Raises
+        ``LinkError``, as ``announced``."""
         archive = bytearray()
         with self._of_use():
             while len(archive) < announced.size:
@@ -123,7 +173,7 @@ class TokenizerFetch:
             # Unpacking and hashing take tens of milliseconds for a large vocabulary.
             if (await _WORK.run(hashlib.sha256, archive)).digest() != announced.sha256:
                 raise ProtocolViolation("the archive does not have the SHA-256 that was announced")
-            return await _WORK.run(unpacked, bytes(archive))
+            return await _WORK.run(unpacked, bytes(archive), names)
 
     async def _ask(self, sha256: bytes, offset: int) -> pb.TokenizerReply:
         request = pb.TokenizerRequest(sha256=sha256, offset=offset).SerializeToString()

@@ -34,10 +34,13 @@ from edgespec.core.protocol.messages import FinishReason
 from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.device.agent import Chunk, Piece
 from edgespec.device.build import with_model_sampling
+from edgespec.models.folders import ModelFolderError
 from edgespec.models.toy import ToyTokenizer, toy_info
 from edgespec.telemetry.recording import read_recording
+from edgespec.verifier.build import load_target
 from edgespec_sim.commands.main import app as simulator
 from tests.shell.live_verifier import call, toy_text
+from tests.shell.tiny_checkpoints import write_checkpoint
 from tests.tables import tabled
 
 PROMPT = "once upon a time"
@@ -331,6 +334,24 @@ def test_what_is_left_open_is_as_the_model_says(
     assert sampling == SamplingParams(seed=3, **found)  # type: ignore[arg-type]
     chosen = SamplingParams(top_p=0.5)
     assert with_model_sampling(chosen, str(tmp_path)) == chosen
+
+
+@tabled
+def test_a_generation_config_that_cannot_be_is_named(
+    said: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    """The verifier refuses it before it loads anything; so does a device that reads its draft's."""
+    folder = write_checkpoint(tmp_path / "model")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(said))
+    for read in (
+        lambda: with_model_sampling(SamplingParams(), str(folder)),
+        lambda: load_target(VerifierConfig(model=str(folder))),
+    ):
+        with pytest.raises(ModelFolderError) as refused:
+            read()
+        assert str(path) in str(refused.value)
+        assert message in str(refused.value)
 
 
 @tabled

@@ -209,18 +209,10 @@ class CommitReader:
             self._echo = None
 
 
-def largest_id(vocabulary_size: int) -> int:
-    """The last token id that a model may have whose draft's vocabulary is of this size.
-
-    It is one hundredth beyond the draft's own: checkpoints of one tokenizer pad their tables to
-    different sizes (Qwen2.5: 151,936 rows at 0.5B and 152,064 at 7B), and a padding row is a token
-    like any other to the model that holds it."""
-    return vocabulary_size + vocabulary_size // 100 - 1
-
-
 @statically_frozen
 class CommitBounds:
-    """``context_length`` 0: no verifier has told its own yet. ``vocabulary_size`` 0: not known."""
+    """How long an output may be, and which ids it may hold. ``context_length`` is 0 until a
+    verifier has announced it; ``vocabulary_size`` is the target's, 0 where it is not known."""
 
     prompt_length: int
     max_tokens: int
@@ -234,11 +226,12 @@ class CommitBounds:
         return context if 0 < context < asked_for else asked_for
 
     def fitting(self, commit: Commit) -> tuple[Commit, str | None]:
-        """The part of ``commit`` that is within the bounds, and what is wrong with the rest."""
+        """Return the part of ``commit`` that is within the bounds, and what is wrong with the
+        rest."""
         tokens, why = commit.tokens, None
-        largest = largest_id(self.vocabulary_size) if self.vocabulary_size else None
-        if largest is not None and tokens and max(tokens) > largest:
-            wrong = next(token for token in tokens if token > largest)
+        size = self.vocabulary_size
+        if size and max(tokens, default=0) >= size:
+            wrong = next(token for token in tokens if token >= size)
             tokens = tokens[: tokens.index(wrong)]
             why = f"token id {wrong} is beyond the vocabulary of {self.vocabulary_size}"
         if commit.position + len(tokens) > self.length:

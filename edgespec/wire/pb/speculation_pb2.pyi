@@ -343,11 +343,17 @@ class TokenizerRequest(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class TokenizerReply(_message.Message):
-    __slots__ = ("sha256", "bytes", "data")
+    __slots__ = ("sha256", "bytes", "data", "tokenizer_sha256", "facts_sha256", "facts_bytes")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    FACTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    FACTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
     bytes: int
     data: bytes
-    def __init__(self, sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    tokenizer_sha256: bytes
+    facts_sha256: bytes
+    facts_bytes: int
+    def __init__(self, sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., tokenizer_sha256: _Optional[bytes] = ..., facts_sha256: _Optional[bytes] = ..., facts_bytes: _Optional[int] = ...) -> None: ...
