@@ -36,10 +36,10 @@ from edgespec.device.activity import Activity
 from edgespec.device.drafter_pool import DrafterLease, DrafterPool
 from edgespec.device.prober import ask_all
 from edgespec.device.session_driver import SessionDriver
-from edgespec.device.shared_ids import SharedIds
 from edgespec.device.verifier_pool import VerifierPool, VerifierRoute
 from edgespec.models.folders import MAX_TOKEN_ID
 from edgespec.models.grammar import GrammarReader
+from edgespec.models.shared_ids import SharedIds
 from edgespec.telemetry.recording import Recording, RecordingError
 from edgespec.telemetry.trace import NoTrace, Tracer
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool

@@ -30,11 +30,11 @@ from edgespec.device import verifier_pool as vp
 from edgespec.device.agent import Agent, AgentOptions
 from edgespec.device.drafters.toy import PacedDrafter, RandomDrafter, SilentDrafter, ToyDrafter
 from edgespec.device.prober import Answer, ask_all
-from edgespec.device.shared_ids import SharedIds, ids_apart
 from edgespec.models import folders
 from edgespec.models.draft_sources import resolve_texts
 from edgespec.models.far_tokenizer import FarTokenizer
 from edgespec.models.grammar import device_reader
+from edgespec.models.shared_ids import SharedIds, ids_apart
 from edgespec.models.text_process import template_worker
 from edgespec.models.text_worker import TEMPLATE_BYTES_IN_BUDGET
 from edgespec.models.tokenizer import TextTokenizer

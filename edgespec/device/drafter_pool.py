@@ -26,7 +26,7 @@ from edgespec.core import ports
 from edgespec.core.device.events import StartStep, StepDone, StepFailed
 from edgespec.core.protocol.checks import bounded
 from edgespec.core.protocol.sampling import SamplingParams
-from edgespec.device.shared_ids import SharedIds
+from edgespec.models.shared_ids import SharedIds
 
 HANG_S = 20.0
 # How long closing waits for a step that runs: it ends soon where the drafter asks for its end.

@@ -21,6 +21,7 @@ from edgespec.core.verifier.engine_events import EngineLimits
 from edgespec.core.verifier.traffic_budget import ShareLimits, UplinkLimits
 from edgespec.models import folders
 from edgespec.models.grammar import verifier_reader
+from edgespec.models.shared_ids import ids_apart
 from edgespec.models.toy import TOY, TOY_CONTEXT_LENGTH, TOY_MODEL, toy_info
 from edgespec.telemetry.trace import Tracer
 from edgespec.telemetry.verifier_counts import Watch
@@ -136,13 +137,13 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
     there is none. Raises as ``load_target`` does."""
     if not config.draft:
         return None
-    _check_draft(config, target.info.vocabulary)
+    apart = _check_draft(config, target.info.vocabulary)
     drafter: ServerDrafter
     if config.draft == TOY:
         model, tokens = TOY_MODEL.perturbed(_TOY_DRAFT_NOISE), config.limits.max_cached_tokens
         drafter = ToyServerDrafter(model, toy_info(), max_cached_tokens=tokens)
     else:
-        drafter = _packed_drafter(config, target)
+        drafter = _packed_drafter(config, target, apart)
     step_ms, row_ms = config.pacing.draft_ms, config.pacing.draft_row_ms
     paced = step_ms > 0.0 or row_ms > 0.0
     return PacedModel(drafter, step_ms, row_ms, time.sleep, time.monotonic) if paced else drafter
@@ -185,18 +186,27 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
     )
 
 
-def _check_draft(config: VerifierConfig, vocabulary: str) -> None:
-    """Before anything large is loaded: raises ``SetupError`` for a draft model with another
-    tokenizer than the target's ``vocabulary``, and ``ValueError`` for one that is not there."""
+def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
+    """Check the draft model before anything large is loaded, and return its ids that mean another
+    text than the target's, whose fingerprint is ``vocabulary``. Raises ``SetupError`` for a draft
+    with another tokenizer, and ``ValueError`` for one that is not there."""
     if not config.draft:
-        return
+        return frozenset()
     info = toy_info() if config.draft == TOY else folders.model_info(_draft_folder(config))
-    if info.vocabulary != vocabulary:
+    if info.vocabulary == vocabulary:
+        return frozenset()
+    if TOY in (config.draft, config.model):
         raise SetupError(
             f"draft {config.draft!r} has another tokenizer than model {config.model!r}: its"
             f" vocabulary is {info.vocabulary}, the model's {vocabulary}; give a draft of the same"
             " family"
         )
+    target = folders.resolve_model(config.model, folders.Role.TARGET)
+    own, others = (
+        folders.read_vocabulary(folder / "tokenizer.json")
+        for folder in (_draft_folder(config), target)
+    )
+    return ids_apart(own, others, draft=config.draft, target=config.model)
 
 
 def _draft_folder(config: VerifierConfig) -> Path:
@@ -230,7 +240,9 @@ def pool_budget(config: VerifierConfig) -> PoolBudget | None:
     )
 
 
-def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter:
+def _packed_drafter(
+    config: VerifierConfig, target: TargetModel, apart: frozenset[int]
+) -> ServerDrafter:
     from edgespec.verifier.targets.kv_pool import check_draft_fits
     from edgespec.verifier.targets.loading import device_of
     from edgespec.verifier.targets.packed_drafter import PackedDrafter
@@ -250,6 +262,7 @@ def _packed_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafte
     return PackedDrafter(
         model,
         vocabulary_size=target.info.vocabulary_size,
+        apart=apart,
         share_prefixes=config.limits.share_prefixes is SharePrefixes.ALL,
         window=folders.trained_length(folder) or None,
     )

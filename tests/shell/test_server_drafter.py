@@ -395,21 +395,40 @@ def test_who_finds_no_room_in_a_step_is_left_out_alone() -> None:
 
 
 def test_what_the_draft_cannot_look_at_gets_no_guess() -> None:
-    """A token that only the target has, a cache that is not there, a grammar whose beginning is out
-    of the window, a sequence that nobody opened."""
+    """A cache that is not there, a grammar whose beginning is out of the window, a sequence that
+    nobody opened."""
     drafter = PackedDrafter(_ToyDraft(50), window=24)
     _open(drafter, "a", "b")
     grammar = Automaton(({5: 0},), frozenset())
     drafter.open("c", 10, replace(GREEDY, constraint=grammar.constraint()))
     steps = [
-        DraftStep("a", 0, (LAW.vocabulary_size,)),
         DraftStep("b", 5, (1,)),
         DraftStep("c", 0, (*PROMPT[:10], *(5,) * 30)),
         DraftStep("nobody", 0, (1,)),
     ]
-    assert drafter.step(steps) == [()] * 4
+    assert drafter.step(steps) == [()] * 3
     assert () not in drafter.step([DraftStep(key, 0, PROMPT[:24]) for key in "ab"])
     assert () not in drafter.step([DraftStep("c", 0, (*PROMPT[:10], *(5,) * 10))])
+
+
+def test_a_token_that_only_the_target_has_is_fed_as_an_end_of_text() -> None:
+    """Oracle: the guesses behind the stand-in itself; what follows is drafted as ever."""
+    drafter = PackedDrafter(_ToyDraft(50))
+    (stand_in,) = drafter.info.eos_token_ids
+    _open(drafter, "a", "b")
+    beyond, plain = ((*PROMPT, token, 3) for token in (LAW.vocabulary_size + 7, stand_in))
+    found, expected = drafter.step([DraftStep("a", 0, beyond), DraftStep("b", 0, plain)])
+    assert found == expected != ()
+    assert drafter.step([DraftStep("a", len(beyond), (1,))]) != [()]
+
+
+def test_an_id_that_means_another_text_is_no_guess() -> None:
+    drafter = PackedDrafter(_ToyDraft(50))
+    _open(drafter, "a")
+    (found,) = drafter.step([DraftStep("a", 0, PROMPT)])
+    other = PackedDrafter(_ToyDraft(50), apart=[found[0].token])
+    _open(other, "a")
+    assert other.step([DraftStep("a", 0, PROMPT)]) == [found[1:]]
 
 
 def test_padding_of_the_drafts_vocabulary_is_no_guess() -> None:
@@ -566,7 +585,7 @@ def test_a_draft_with_another_tokenizer_is_refused_before_the_target_is_loaded(
     folder: Path,
 ) -> None:
     for model, draft in (("bundled", str(folder)), ("bundled", "toy"), ("toy", "bundled")):
-        with pytest.raises(SetupError, match=r"draft .* has another tokenizer than model"):
+        with pytest.raises(SetupError, match=r"draft .* has another tokenizer than"):
             load_target(VerifierConfig(model=model, draft=draft))
     exported = folder.parent / "exported"
     write_checkpoint(exported)

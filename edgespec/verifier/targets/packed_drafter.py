@@ -61,7 +61,8 @@ class _DraftSequence:
 
 class PackedDrafter:
     """``ports.ServerDrafter`` on a ``model`` that has a key-value cache. Guesses are below
-    ``vocabulary_size``, the target's, which may be padded less than the draft's.
+    ``vocabulary_size``, the target's, which may be padded less than the draft's, and none of
+    ``apart``, whose text is another there.
 
     ``share_prefixes``: texts that begin alike use the same cached blocks; else only a sequence that
     has lost its own finds them again. ``window``: tokens that the model looks at, at most; None is
@@ -72,12 +73,13 @@ class PackedDrafter:
         model: DraftModel,
         *,
         vocabulary_size: int = 1 << 24,
+        apart: Collection[int] = (),
         share_prefixes: bool = True,
         window: int | None = None,
     ) -> None:
         assert model.cache is not None, "the draft model has no cache to give out"
         self._model, self.info = model, model.info
-        self._vocabulary_size = vocabulary_size
+        self._vocabulary_size, self._apart = vocabulary_size, frozenset(apart)
         self._window = min(window or model.info.context_length, model.info.context_length)
         self._ledger = BlockLedger(model.cache)
         owner_of = (lambda key: "") if share_prefixes else (lambda key: key)
@@ -116,12 +118,15 @@ class PackedDrafter:
             self._sharing.forget(key)
 
     def _cut_and_extend(self, step: DraftStep) -> bool:
-        """Make the step's text that of the sequence; False: it cannot be, or not be fed."""
-        sequence = self._sequences[step.key]
-        if step.keep_length > len(sequence.text) or max(step.feed) >= self.info.vocabulary_size:
+        """Make the step's text that of the sequence, with a stand-in for each token that the draft
+        does not have; False: it cannot be."""
+        sequence, size = self._sequences[step.key], self.info.vocabulary_size
+        if step.keep_length > len(sequence.text):
             return False
         self._sequences.move_to_end(step.key)
-        sequence.text[step.keep_length :] = step.feed
+        stand_in = min(self.info.eos_token_ids, default=0)
+        feed = [token if token < size else stand_in for token in step.feed]
+        sequence.text[step.keep_length :] = feed
         sequence.end = min(sequence.end, step.keep_length)
         return True
 
@@ -215,8 +220,9 @@ class PackedDrafter:
         if settled > prefix.length:
             prefix.extend(text[first + prefix.length : first + settled])
         self._sharing.publish(step.key, prefix.length)
-        # Not padding, which the target does not know.
-        found = tuple([one for one in found if one.token < self._vocabulary_size])
+        # Neither padding, which the target does not have, nor what means another text there.
+        most, apart = self._vocabulary_size, self._apart
+        found = tuple([one for one in found if one.token < most and one.token not in apart])
         if step.guess and not found:
             self._empty(step.key)
         return found
