@@ -178,18 +178,11 @@ class ServerAccess:
     def __init__(self, config: VerifierConfig) -> None:
         self._keys, self._tls = config.keys, config.tls
         self._ring = self._read_ring()
-        self.credentials: grpc.ServerCredentials | None = None
-        """For a server; None: plaintext. Devices need a certificate when the first identity has a
-        ``client_ca``, and so do they for all later ones."""
-        self._identity = self._told = identity = load_server_identity(self._tls)
-        if identity is not None:
-            import grpc
-
-            self.credentials = grpc.dynamic_ssl_server_credentials(
-                identity.configuration(),
-                self._newest,
-                require_client_authentication=identity.client_ca is not None,
-            )
+        self._identity = identity = load_server_identity(self._tls)
+        self._asks_for_certificates = identity is not None and identity.client_ca is not None
+        self.credentials = None if identity is None else self._port_credentials
+        """Makes what one port of a server needs; None: plaintext. Devices need a certificate when
+        the first identity has a ``client_ca``, and so do they for all later ones."""
 
     @property
     def asks_for_keys(self) -> bool:
@@ -221,13 +214,29 @@ class ServerAccess:
             replaced, self._identity = identity != self._identity, identity
         return Reloaded(changes, replaced, self.warnings)
 
-    def _newest(self) -> Any:
-        """What gRPC asks at every handshake, in a thread of its own; None: as before."""
-        identity = self._identity
-        if identity is None or identity is self._told:
-            return None
-        self._told = identity
-        return identity.configuration()
+    def _port_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for one port. A second port with the same ones would have no
+        certificate: gRPC gives the first configuration to one port, and each later one too."""
+        import grpc
+
+        shown = self._identity
+        assert shown is not None
+
+        def newest() -> Any:
+            """Return what the port shows from now on, None for what it shows already. gRPC calls
+            this at every handshake, in a thread of its own."""
+            nonlocal shown
+            identity = self._identity
+            if identity is None or identity is shown:
+                return None
+            shown = identity
+            return identity.configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            shown.configuration(),
+            newest,
+            require_client_authentication=self._asks_for_certificates,
+        )
 
     def _read_ring(self) -> KeyRing | None:
         return load_config(KeyFile, _checked(self._keys)).ring() if self._keys else None

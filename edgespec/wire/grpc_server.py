@@ -290,10 +290,10 @@ class GrpcServer:
 
     ``serve`` is called once per stream, at most ``max_streams`` at a time and at most
     ``peer_share`` of them for one peer; ``info`` answers what is served and how busy it is.
-    ``credentials`` None is plaintext; without ``authenticate`` nobody needs a key. ``stalled_s`` is
-    how long a device may leave a message unread. ``watch`` counts messages, the streams on which no
-    generation began, and how long and why one is not read. ``texts`` is the tokenizer for devices
-    that ask for it, or says why there is none.
+    ``credentials`` makes those of one port, and None is plaintext; without ``authenticate`` nobody
+    needs a key. ``stalled_s`` is how long a device may leave a message unread. ``watch`` counts
+    messages, the streams on which no generation began, and how long and why one is not read.
+    ``texts`` is the tokenizer for devices that ask for it, or says why there is none.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class GrpcServer:
         info: Callable[[], m.VerifierInfo],
         *,
         limits: codec.WireLimits | None = None,
-        credentials: grpc.ServerCredentials | None = None,
+        credentials: Callable[[], grpc.ServerCredentials] | None = None,
         authenticate: Authenticate | None = None,
         max_streams: int = 1024,
         peer_share: float = 0.75,
@@ -394,7 +394,7 @@ class GrpcServer:
         try:
             if self._credentials is None:
                 return server.add_insecure_port(address)
-            return server.add_secure_port(address, self._credentials)
+            return server.add_secure_port(address, self._credentials())
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address} (is it in use?): {error}") from None
 

@@ -9,10 +9,12 @@ no key leaves the device where others could read it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import shutil
+import ssl
 import stat
 import sys
 from collections.abc import AsyncIterator
@@ -34,7 +36,12 @@ from edgespec.cli import credentials as keys_command
 from edgespec.cli import doctor as checks
 from edgespec.cli.device import greet
 from edgespec.config import AgentConfig, ConfigError, EndpointSection, PacingSection, load_config
-from edgespec.config.common import DeviceTlsSection, ServerTlsSection, SetupError
+from edgespec.config.common import (
+    DeviceTlsSection,
+    ServerTlsSection,
+    SetupError,
+    host_names,
+)
 from edgespec.core.ports import UntrustedPeerError
 from edgespec.core.protocol.messages import FaultCode
 from edgespec.core.verifier.credential import Credential
@@ -47,7 +54,7 @@ from edgespec.wire.access import KeyFile, ServerAccess, device_access
 from tests.present import present
 from tests.shell import guarded
 from tests.shell.guarded import Pki
-from tests.shell.live_verifier import call, serving
+from tests.shell.live_verifier import call, own_port, serving
 from tests.tables import tabled
 
 
@@ -509,6 +516,23 @@ async def test_a_certificate_for_another_name_is_taken_under_that_name(strangers
     async with serving(config=guarded.verifier_config(strangers.server())) as (address, _):
         async with build_agent(guarded.device_config(address, known)) as agent:
             assert await guarded.collect(agent) == guarded.EXPECTED
+
+
+async def test_every_loopback_address_shows_the_newest_certificate(tmp_path: Path) -> None:
+    mine = Pki(tmp_path)
+    config = replace(guarded.verifier_config(mine.server()), port=own_port())
+    access = ServerAccess(config)
+    async with serving(config=config, access=access):
+        for renewed in (False, True):
+            if renewed:
+                mine.renew_server()
+                assert access.reload().certificate
+            expected = ssl.PEM_cert_to_DER_cert((tmp_path / "server.pem").read_text().strip())
+            for host in host_names("localhost"):
+                shown = await asyncio.to_thread(
+                    ssl.get_server_certificate, (host, config.port), timeout=guarded.PATIENCE_S
+                )
+                assert ssl.PEM_cert_to_DER_cert(shown) == expected, host
 
 
 async def test_a_broken_file_leaves_everything_as_it_was(tmp_path: Path) -> None:

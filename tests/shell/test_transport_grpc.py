@@ -435,7 +435,7 @@ async def test_tls_by_the_name_in_the_certificate(identity: Path) -> None:
     systems = tls_access(DeviceTlsSection(enabled=True)).credentials
     pair = ((identity / "server.key").read_bytes(), (identity / "server.pem").read_bytes())
     async with echo_verifier.served(
-        echo_verifier.echo, credentials=grpc.ssl_server_credentials([pair])
+        echo_verifier.echo, credentials=lambda: grpc.ssl_server_credentials([pair])
     ) as (server, _):
         address = f"127.0.0.1:{server.port}"
         access = DeviceAccess(credentials=ours, server_name=NAME)
