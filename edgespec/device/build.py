@@ -244,11 +244,15 @@ def check_draft(config: AgentConfig, target: ModelInfo) -> None:
 
 
 def _ids_apart(config: AgentConfig, target: ModelInfo | None) -> frozenset[int]:
-    """The ids of the draft that are not those of the tokenizer of ``config``. Raises as
-    ``ids_apart`` does."""
-    own, others = resolve_texts(config.draft.model), resolve_texts(tokenizer_reference(config))
+    """Return the ids of the draft that are not those of the tokenizer of ``config``. That one may
+    be a stranger's, of which this process reads no file. Raises as ``ids_apart`` and
+    ``load_tokenizer`` do."""
+    own = load_tokenizer(config.draft.model)
+    others = load_tokenizer(tokenizer_reference(config))
     return ids_apart(
-        *(folders.read_vocabulary(one / "tokenizer.json") for one in (own, others)),
+        own.token_bytes,
+        others.token_bytes,
+        range(max(own.id_count, others.id_count)),
         draft=config.draft.model,
         target=config.tokenizer if target is None else target.name,
     )

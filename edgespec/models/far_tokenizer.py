@@ -71,6 +71,11 @@ class FarTokenizer:
         found = self.added.get(text)
         return found if found in self.special_ids else None
 
+    @property
+    def id_count(self) -> int:
+        """The largest id that has a token, plus one."""
+        return len(self._ends)
+
     def token_bytes(self, token: int) -> bytes:
         if not 0 <= token < len(self._ends):
             return b""

@@ -28,6 +28,7 @@ from edgespec.core.protocol.sampling import SamplingParams
 from edgespec.models import added_tokens
 
 MAX_TOKENIZER_BYTES = 256 << 20
+MAX_GENERATION_BYTES = 1 << 20
 MAX_TOKEN_ID = (1 << 24) - 1
 _FINGERPRINT_DIGITS = 32
 
@@ -244,6 +245,8 @@ def generation_sampling(folder: Path) -> SamplingParams:
     path = folder / "generation_config.json"
     if not path.is_file():
         return SamplingParams()
+    if (size := path.stat().st_size) > MAX_GENERATION_BYTES:  # it may be a stranger's
+        raise ModelFolderError(f"{path}: {size} bytes, but at most {MAX_GENERATION_BYTES} are read")
     data = read_json(path)
     numbers = {
         "temperature": real_number(path, data, "temperature", 1.0),

@@ -8,7 +8,7 @@ target does not have, or means otherwise, is never proposed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,10 @@ _LEAST_APART: Final = 16
 _SHARE_APART: Final = 20
 """A twentieth of the ids, or 16, may be other than the draft's: so many tokens are added to a
 family's table (Llama 3 keeps 256 of 128,256 for that). Tables of two families share less."""
+_MOST_SHOWN: Final = 40
+"""Characters or bytes of a token in a message: a table may hold one of any length."""
+
+TextOf = Callable[[int], str | bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +50,33 @@ class SharedIds:
 
 
 def ids_apart(
-    own: Mapping[int, str], others: Mapping[int, str], *, draft: str, target: str
+    own: TextOf, others: TextOf, ids: Collection[int], *, draft: str, target: str
 ) -> frozenset[int]:
-    """Return the ids of a draft's table ``own`` whose text is another or none in the target's.
+    """Return the ids of a draft whose text is another or none in the target's table.
 
-    Both are token strings by id; the names are for messages. Raises ``SetupError``, saying how many
-    ids differ and which is the first, where these are too many for two tables of one family."""
-    differ = [token for token, text in own.items() if others.get(token) != text]
-    missing = others.keys() - own.keys()
-    most = max(_LEAST_APART, len(others) // _SHARE_APART)
-    if (count := len(differ) + len(missing)) > most:
-        first = min([*differ, *missing])
-        texts = [repr(one[first]) if first in one else "nothing" for one in (own, others)]
+    ``own`` and ``others`` return the text of one of ``ids`` in the draft's and in the target's
+    table, both in the same form, and an empty one for an id without a token. The table of a target
+    may be a stranger's, so neither is copied. The names are for messages. Raises ``SetupError``,
+    saying how many ids differ and which is the first, where these are too many for two tables of
+    one family."""
+    count = sum(own(token) != others(token) for token in ids)
+    sizes = [sum(bool(one(token)) for token in ids) for one in (own, others)]
+    most = max(_LEAST_APART, sizes[1] // _SHARE_APART)
+    if count > most:
+        first = min(token for token in ids if own(token) != others(token))
+        texts = [_shown(one(first)) for one in (own, others)]
         raise SetupError(
-            f"draft {draft!r} has another tokenizer than {target!r}: {count} of"
-            f" {max(len(own), len(others))} ids differ, but at most {most} may; the first is id"
-            f" {first}, which is {texts[0]} in the draft and {texts[1]} in the target; give --draft"
-            " a model of the same family, or lookup"
+            f"draft {draft!r} has another tokenizer than {target!r}: {count} of {max(sizes)} ids"
+            f" differ, but at most {most} may; the first is id {first}, which is {texts[0]} in the"
+            f" draft and {texts[1]} in the target; give --draft a model of the same family, or"
+            " lookup"
         )
-    return frozenset(differ)
+    return frozenset(token for token in ids if own(token) and own(token) != others(token))
+
+
+def _shown(text: str | bytes) -> str:
+    """Return the beginning of a token's text for a message."""
+    if not text:
+        return "nothing"
+    text = text[:_MOST_SHOWN]
+    return repr(text if isinstance(text, str) else text.decode(errors="replace"))

@@ -50,9 +50,10 @@ class ToyTokenizer:
         return ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
 
     added: Mapping[str, int] = MappingProxyType({})
+    id_count = len(TOY_ALPHABET)
 
     def special_id(self, text: str) -> int | None:
         return None
 
     def token_bytes(self, token: int) -> bytes:
-        return self.decode([token]).encode()
+        return self.decode([token]).encode() if 0 <= token < self.id_count else b""

@@ -206,7 +206,13 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
         folders.read_vocabulary(folder / "tokenizer.json")
         for folder in (_draft_folder(config), target)
     )
-    return ids_apart(own, others, draft=config.draft, target=config.model)
+    return ids_apart(
+        lambda token: own.get(token, ""),
+        lambda token: others.get(token, ""),
+        own.keys() | others.keys(),
+        draft=config.draft,
+        target=config.model,
+    )
 
 
 def _draft_folder(config: VerifierConfig) -> Path:

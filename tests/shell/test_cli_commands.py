@@ -354,6 +354,15 @@ def test_a_generation_config_that_cannot_be_is_named(
         assert message in str(refused.value)
 
 
+def test_a_generation_config_beyond_its_limit_is_not_parsed(tmp_path: Path) -> None:
+    path, most = tmp_path / "generation_config.json", 1 << 20
+    path.write_text("{}".ljust(most))
+    assert with_model_sampling(SamplingParams(), str(tmp_path)) == SamplingParams()
+    path.write_text("{}".ljust(most + 1))
+    with pytest.raises(ModelFolderError, match=r"1048577 bytes, but at most 1048576 are read"):
+        with_model_sampling(SamplingParams(), str(tmp_path))
+
+
 @tabled
 def test_a_verifier_says_what_to_type_next(given: dict[str, Any], command: str) -> None:
     config = VerifierConfig(insecure=True, **given)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 from openai import AsyncOpenAI
@@ -26,6 +27,7 @@ from edgespec.core.ports import Candidate
 from edgespec.device import build
 from edgespec.device.borrowed_tokenizer import BorrowingAgent, with_tokenizer
 from edgespec.device.prober import VerifierWatch, ask_all
+from edgespec.models import folders as model_folders
 from edgespec.models.shared_ids import SharedIds, ids_apart
 from edgespec.models.tokenizer import TextTokenizer, render_chat
 from edgespec.wire.tokenizer_lending import Announced, TokenizerFetch
@@ -241,17 +243,55 @@ async def test_a_service_that_was_there_first_takes_the_texts_of_who_comes(
     assert (late.completion, late.chat) == (expected.completion, expected.chat)
 
 
-def test_what_is_shared_by_two_tables() -> None:
-    own = {n: f"w{n}" for n in range(400)}
-    assert ids_apart(own, dict(own), draft="d", target="t") == frozenset()
-    more = own | {400 + n: "x" for n in range(20)}
-    assert ids_apart(own, more, draft="d", target="t") == frozenset()
-    assert ids_apart(more, own, draft="d", target="t") == frozenset(range(400, 420))
-    renamed = own | {7: "other"}
-    assert ids_apart(own, renamed, draft="d", target="t") == {7}
-    shifted = {n: f"w{n + 1}" for n in range(400)}
-    with pytest.raises(SetupError, match=r"400 of 400 ids differ, .*at most 20 may; .*id 0, which"):
-        ids_apart(own, shifted, draft="d", target="t")
+def apart(own: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
+    none: Any = type(own[0])()
+    ids = own.keys() | others.keys()
+    tables = (lambda n: own.get(n, none)), (lambda n: others.get(n, none))
+    return ids_apart(*tables, ids, draft="d", target="t")
+
+
+@pytest.mark.parametrize("form", [str, str.encode])
+def test_what_is_shared_by_two_tables(form: Callable[[str], str | bytes]) -> None:
+    own = {n: form(f"w{n}") for n in range(400)}
+    assert apart(own, dict(own)) == frozenset()
+    more = own | {400 + n: form("x") for n in range(20)}
+    assert apart(own, more) == frozenset()
+    assert apart(more, own) == frozenset(range(400, 420))
+    assert apart(own, own | {7: form("other")}) == {7}
+    shifted = {n: form(f"w{n + 1}") for n in range(400)}
+    said = r"400 of 400 ids differ, .*at most 20 may; .*id 0, which is 'w0' in .* and 'w1' in"
+    with pytest.raises(SetupError, match=said):
+        apart(own, shifted)
+    with pytest.raises(SetupError) as refused:
+        apart(own, {n: form("y" * 1_000_000) for n in range(400)})
+    assert len(str(refused.value)) < 400
+
+
+async def test_a_strangers_table_is_compared_in_no_process_of_ours(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[Path]()
+
+    def note(path: Path) -> dict[int, str]:
+        read.append(path)
+        return real(path)
+
+    def note_tokenizer(folder: Path, *given: Any) -> TextTokenizer:
+        read.append(folder / "tokenizer.json")
+        return TextTokenizer(folder, *given)
+
+    real = model_folders.read_vocabulary
+    monkeypatch.setattr(model_folders, "read_vocabulary", note)
+    monkeypatch.setattr(build, "TextTokenizer", note_tokenizer)
+    monkeypatch.setattr(build, "_tokenizers", WeakValueDictionary())
+    async with serving(config=VerifierConfig(model=str(folders["renamed"]), port=0)) as (where, _):
+        config, info = await greet(device(where, folders["small"]))
+        async with build.build_agent(config, target=info) as agent:
+            renamed = TextTokenizer(folders["small"]).special_id("<|user|>")
+            assert present(agent.options.shared_ids).apart == {renamed}
+    assert build.is_lent(Path(config.tokenizer))
+    assert folders["small"] / "tokenizer.json" in read
+    assert Path(config.tokenizer) / "tokenizer.json" not in read
 
 
 def test_what_a_draft_is_fed_and_may_propose() -> None:
