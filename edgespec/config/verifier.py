@@ -109,11 +109,12 @@ class VerifierConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N. ``auto`` is a GPU if there is one."""
     quantize: str = among("", QUANTIZE_FORMATS)
-    """Round the weights to int8 or int4, on a CPU. Empty leaves them as they are."""
+    """Round the weights to int8 or int4, on a CPU, for shorter passes. Empty leaves them as they
+    are."""
     canonical: bool | None = None
     """Make bits that do not depend on the schedule. null is on where that holds."""
     threads: int | None = limited(None, 1, 1024)
-    """Threads of the model in plain mode. null is torch's choice."""
+    """Threads of a pass on a CPU. null is one for each core."""
     max_model_len: int | None = limited(None, 2, 1 << 20)
     """Tokens of prompt and output together. null is the model's own context."""
     server_drafts: bool = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import shutil
 import time
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ from edgespec.telemetry.trace import Tracer
 from edgespec.wire.access import device_access
 from edgespec.wire.tokenizer_lending import TOKENIZER_JSON, Announced, TokenizerFetch
 from edgespec.worker_pool import PoolBusyError, PoolLateError, WorkerPool
+
+logger = logging.getLogger(__name__)
 
 _NAME_DIGITS = 32
 _WORK = WorkerPool("preparing a tokenizer", threads=2, most_waiting=64, within_s=300.0)
@@ -109,9 +112,10 @@ async def _cached(
     key = announced.sha256
     if announced.facts is not None:
         key = hashlib.sha256(announced.tokenizer_sha256 + announced.facts.sha256).digest()
-    folder = build.lent_folder() / key.hex()[:_NAME_DIGITS]
-    if (folder / TOKENIZER_JSON).is_file():
-        return folder
+    name = key.hex()[:_NAME_DIGITS]
+    for parent in build.lent_folders():
+        if (parent / name / TOKENIZER_JSON).is_file():
+            return parent / name
     texts = await fetch.facts(announced)
     tokenizer = await _WORK.run(_own_tokenizer, config, announced.tokenizer_sha256)
     if tokenizer is None:
@@ -125,10 +129,9 @@ async def _cached(
             why = f"the tokenizer.json of {info.name!r} has not the SHA-256 that was announced"
             raise LinkError(why, retryable=False)
     try:
-        await _WORK.run(_place, folder, {**texts, TOKENIZER_JSON: tokenizer}, info)
+        return await _WORK.run(_place, name, {**texts, TOKENIZER_JSON: tokenizer}, info)
     except (PoolBusyError, PoolLateError) as error:
         raise LinkError(str(error)) from None
-    return folder
 
 
 def _own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
@@ -140,10 +143,29 @@ def _own_tokenizer(config: AgentConfig, sha256: bytes) -> bytes | None:
     return content if hashlib.sha256(content).digest() == sha256 else None
 
 
-def _place(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> None:
-    """Write the files beside ``folder``, try them, and move them there, unless another process was
-    faster: that reads them by now. Raises ``LinkError`` for a tokenizer that cannot be used,
+def _place(name: str, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
+    """Write the files into a folder ``name`` of the cache, or of this process where the cache
+    cannot be written, and return it. Raises ``LinkError`` for a tokenizer that cannot be used,
     ``SetupError`` where nothing can be written."""
+    for parent in build.lent_folders():
+        try:
+            return _place_in(parent / name, texts, info)
+        except LinkError:  # which is an OSError too
+            raise
+        except OSError as error:
+            logger.info("the verifier's tokenizer is not kept in %s: %s", parent, error)
+    try:
+        return _place_in(build.process_folder() / name, texts, info)
+    except LinkError:
+        raise
+    except OSError as error:
+        raise SetupError(f"the verifier's tokenizer cannot be kept: {error}") from error
+
+
+def _place_in(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> Path:
+    """Write the files beside ``folder``, try them, and move them there, unless another process was
+    faster: that reads them by now. Raises ``LinkError`` for a tokenizer that cannot be used, and
+    ``OSError``."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(folder.parent, ".fetch-") as place:
@@ -157,9 +179,10 @@ def _place(folder: Path, texts: Mapping[str, bytes], info: ModelInfo) -> None:
                 work.rename(folder)
     except LinkError:
         raise
-    except OSError as error:
+    except OSError:
         if not (folder / TOKENIZER_JSON).is_file():  # else another process was faster
-            raise SetupError(f"the verifier's tokenizer cannot be kept: {error}") from error
+            raise
+    return folder
 
 
 def _try(folder: Path, info: ModelInfo) -> None:

@@ -8,10 +8,12 @@ installs it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import math
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from edgespec.config import DEFAULT_PORT, AgentConfig, ConfigError, LinkSection
 from edgespec.config.common import SetupError, needs
+from edgespec.config.files import temporary_folder
 from edgespec.core.association.failover import Failover
 from edgespec.core.device.goodput_policy import named_policy
 from edgespec.core.link_model import LinkModel, LinkSettings, SharedQueue
@@ -91,17 +94,29 @@ def load_tokenizer(reference: str) -> PromptTokenizer:
     return found
 
 
-def lent_folder() -> Path:
-    """Return the folder of tokenizers that verifiers lent. Raises ``OSError``."""
-    return folders.cache_folder() / "tokenizers"
+def lent_folders() -> tuple[Path, ...]:
+    """Return the folders that hold texts which verifiers lent: that of the user's cache, where
+    there is one, and one that ends with this process, once ``process_folder`` has made it."""
+    try:
+        kept: tuple[Path, ...] = (folders.cache_folder() / "tokenizers",)
+    except OSError:  # a user without a home has no cache
+        kept = ()
+    return (*kept, process_folder()) if process_folder.cache_info().currsize else kept
+
+
+@lru_cache(maxsize=1)
+def process_folder() -> Path:
+    """Make and return a folder for what cannot be kept in the cache, such as where the home is
+    read-only. It is deleted when this process ends. Raises ``OSError``."""
+    until_the_end = ExitStack()
+    folder = until_the_end.enter_context(temporary_folder(prefix="edgespec-lent-"))
+    atexit.register(until_the_end.close)
+    return folder
 
 
 def is_lent(folder: Path) -> bool:
     """Whether a verifier lent the tokenizer in this folder."""
-    try:
-        return folder.resolve().parent == lent_folder().resolve()
-    except OSError:  # a user without a home has borrowed none
-        return False
+    return folder.resolve().parent in [one.resolve() for one in lent_folders()]
 
 
 def tokenizer_reference(config: AgentConfig) -> str:

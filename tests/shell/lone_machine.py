@@ -48,12 +48,16 @@ sys.addaudithook(hook)
 
 PRELUDE = """
 set -eu
+# A script that fails ends what it started: else its output would be waited for until the deadline.
+started=
+trap 'kill -KILL $started 2> /dev/null || :' EXIT
 edgespec() { "$PYTHON" -m edgespec "$@"; }
 simulator() { "$PYTHON" -c 'from edgespec.__main__ import simulator; simulator()' "$@"; }
 # Start in the background, and wait for its first line.
 serving() {
     mkfifo "$TMPDIR/said"
     (exec "$PYTHON" -m edgespec "$@" > "$TMPDIR/said") &
+    started="$started $!"
     read -r line < "$TMPDIR/said"
     rm "$TMPDIR/said"
 }

@@ -32,6 +32,8 @@ request = urllib.request.Request(sys.argv[1] + '/completions', body, head)
 print(urllib.request.urlopen(request).status)
 " "${line##* }"
 """
+LENT = "home/.cache/edgespec/tokenizers/*"
+"""The texts of the target, which its verifier sends once."""
 SIMULATED = ("summary.json", "report.html", "*.csv", "*.json", "*.svg", "*.js", "*.jsonl")
 SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     # Whatever these leave beside the output named in the list is a fault.
@@ -41,7 +43,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         f"HOME=/dev/null/none edgespec generate Hello -n 8 {THE_ONE}\n"
         f"edgespec generate Hello -n 8 {THE_ONE} --record kept --draft-corpus kept\n"
         "stopped $verifier",
-        ("work/kept", "home/.cache/edgespec/corpus/*"),
+        ("work/kept", "home/.cache/edgespec/corpus/*", LENT),
     ),
     "credentials": (
         "edgespec keys add me --file keys.yaml\nedgespec keys list --file keys.yaml\n"
@@ -51,13 +53,13 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "chat": (
         f"{VERIFIER}echo Hello | edgespec chat -n 8 {THE_ONE}\nstopped $verifier",
-        ("home/.local/state/edgespec/*",),
+        ("home/.local/state/edgespec/*", LENT),
     ),
     "serve": (
         f"{VERIFIER}serving serve --port 0 {THE_ONE}\n{COMPLETION}stopped $!; stopped $verifier",
-        (),
+        (LENT,),
     ),
-    "demo": ("edgespec demo", ()),
+    "demo": ("edgespec demo", (LENT,)),
     "bench": ("edgespec bench --arms target-only,edgespec,both --limit 1 -n 8 --repeats 1", ()),
     "profile": ("edgespec profile --quick --out profile.json", ("work/profile.json",)),
     "export": (

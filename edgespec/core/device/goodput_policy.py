@@ -81,7 +81,7 @@ class GoodputPolicy:
         alone = not view.in_flight and view.unsent <= self.width
         if alone and self.best(view)[1] < self.least_gain:
             return False  # drafted to learn from, not to be sent
-        return leaves_now(view, self.gather)
+        return leaves_now(view, self.gather, by_rank=False)
 
     def best(self, view: DraftView) -> tuple[int, float]:
         """The leaf behind which a step would bring most, and how many tokens a step."""

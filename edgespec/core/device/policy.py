@@ -247,16 +247,17 @@ def is_full(view: DraftView, width: int, window: int | None) -> bool:
     return drafted >= most or view.room < width
 
 
-def leaves_now(view: DraftView, gather: float | None) -> bool:
-    """Whether what is not sent yet leaves at once, with ``gather`` as of ``WindowedPolicy``."""
+def leaves_now(view: DraftView, gather: float | None, *, by_rank: bool) -> bool:
+    """Return whether unsent nodes leave at once, with ``gather`` as of ``WindowedPolicy``.
+    ``by_rank``: a node's chance is the rate of its rank, and not what the draft model says."""
     if gather is None or view.resting:
         return True
     if not view.in_flight:
-        return not _is_worth_a_longer_chain(view, gather)
+        return not _is_worth_a_longer_chain(view, gather, by_rank)
     return _in_time_s(view) < view.step_s + gather * view.pass_s
 
 
-def _is_worth_a_longer_chain(view: DraftView, gather: float) -> bool:
+def _is_worth_a_longer_chain(view: DraftView, gather: float, by_rank: bool) -> bool:
     """Whether a pass with one node more is worth the time of a step, where nothing is in flight.
 
     After a miss the verifier may wait for the next draft (``core/verifier/drafts.py``). Behind k
@@ -266,15 +267,16 @@ def _is_worth_a_longer_chain(view: DraftView, gather: float) -> bool:
         pass_s * a**k * (1 - a) / (1 - a**n)
 
     and costs step_s. Passes of 40 ms, steps of 1 ms and a = 0.8 make ten nodes; passes of 8 ms and
-    steps of 2 ms make two. a**k is the product of the chain's own chances. The verifier may as well
-    have gone on: a node that is held still has to be in time for the pass after this one."""
+    steps of 2 ms make two. a**k is the product of the chances of the chain's nodes. The verifier
+    may as well have gone on: a node that is held still has to be in time for the pass after this
+    one."""
     pass_s, step_s = view.pass_s, view.step_s
     if view.idle_s is None or view.idle_s + view.rtt_s + step_s > (1.0 - gather) * pass_s:
         return False
     rate = min(view.estimates.acceptance.rate(0), _SURE_RATE)
     chance, children = 1.0, view.tree.roots
     while children:
-        chance *= children[0].chance
+        chance *= rate if by_rank else children[0].chance
         children = children[0].children
     drafted_in_a_pass = max(1.0, pass_s / step_s)
     return pass_s * chance * (1.0 - rate) > step_s * (1.0 - math.pow(rate, drafted_in_a_pass))
@@ -359,7 +361,7 @@ class WindowedPolicy:
         return best or None
 
     def flush(self, view: DraftView) -> bool:
-        return view.unsent > 0 and leaves_now(view, self.gather)
+        return view.unsent > 0 and leaves_now(view, self.gather, by_rank=True)
 
     def _least_chance(self, view: DraftView, step_s: float, hit_rate: float) -> float:
         """A step behind a node that is less likely costs more than it saves: its own time, or the
