@@ -120,7 +120,7 @@ COMMANDS = {
     "simulator": ("edgespec_sim", "run", "household"),
     "distill": ("edgespec", "distill", *TEXTS, "--length", "32", "--out", "out"),
 }
-BUSY = {"simulator": r"simulated: [1-9]", "distill": "to learn from"}
+BUSY = {"simulator": r": [1-9]\d* of \d+ virtual s", "distill": "to learn from"}
 """What a command says in the middle of its work; the others have started a child by then."""
 START = "import sys; sys.argv[0:1] = []; from edgespec.__main__ import main, simulator; "
 
@@ -159,4 +159,5 @@ def test_a_command_leaves_nothing_running(
     _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
     assert alive == []
     left = [path.name for folder in ("tmp", "work") for path in (tmp_path / folder).iterdir()]
-    assert left == (["out.training"] if name == "distill" else [])
+    # The next run of distill goes on with what was written, if anything was by then.
+    assert set(left) <= ({"out.training"} if name == "distill" else set())
