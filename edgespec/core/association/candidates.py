@@ -59,7 +59,7 @@ class BreakerPolicy:
     """For so long the first time, then for twice as long each time, less up to a half by chance. A
     process that is started again by its supervisor takes about as long."""
     longest_open_s: float = 8.0
-    """A verifier that is back is found within this time; asking so seldom costs nobody anything."""
+    """A verifier that is back is found within this time. A question so seldom costs nothing."""
 
     def __post_init__(self) -> None:
         bounded("failures", self.failures, 1, 1000)
