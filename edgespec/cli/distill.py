@@ -273,8 +273,8 @@ class _Job:
             training.save_state(self._kept, content)
 
         count = len(parts.choosing) + len(parts.judging)
-        say(f"{len(parts.training)} texts to learn from; {count} are held back and prepared")
         with answered_by(stopping.ask), _shown() as shown:
+            say(f"{len(parts.training)} texts to learn from; {count} are held back and prepared")
             try:
                 enough_s = (1.0 - _HELD_BACK_SHARE) * 60.0 * budget.minutes
                 at_once = memory.written_at_once

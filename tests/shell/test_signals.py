@@ -154,7 +154,9 @@ def test_a_command_leaves_nothing_running(
         children = running.children(recursive=True)
         process.send_signal(number)
         output, errors = process.communicate(timeout=WITHIN_S)
-    assert process.returncode == 128 + number, errors
+    # A command that has nothing to tidy up yet ends by the signal itself. A shell shows the same
+    # exit code for both.
+    assert process.returncode in (128 + number, -number), errors
     assert "Traceback" not in output + errors
     _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
     assert alive == []
