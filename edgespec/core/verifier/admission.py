@@ -1,4 +1,4 @@
-"""Whether a verifier takes an ``Open``; if not, the fault says which bound and what value."""
+"""Admission checks for an ``Open`` message, and the slots that bound how many sessions are held."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def refuse_open(
     credential: Credential = ANYBODY,
     served: Sequence[str] = (),
 ) -> Fault | None:
-    """None when the request is fine. ``model`` is the one that it asks for, if that is served;
-    ``served`` are the names of all, empty: there is one. ``limits`` are those of the credential,
-    ``rules`` as in ``EngineLimits``."""
+    """Return the fault that refuses ``request``, or None if it is admissible.
+
+    ``model`` is the served model that the request names, or the default model. ``served`` lists the
+    names of all served models; empty means that ``model`` is the only one. ``limits`` are the
+    limits of the credential (``limits_of``). ``rules`` are the offered acceptance rules, as in
+    ``EngineLimits``.
+    """
     faults = _faults(request, model, rules, credential, served or (model.name,))
     return next(chain(faults, _token_faults(request, model, limits, credential)), None)
 
@@ -104,11 +108,11 @@ def _token_faults(
             yield invalid(f"token {bad}{whence} is outside the vocabulary of {size}")
 
 
-# Bounds of what a refused session is told: when to come back.
+# Bounds of the retry advice that a refused session receives.
 LEAST_S, MOST_S = 1.0, 10.0
-# Who has not asked again for so long is forgotten; so many sessions are remembered.
+# A refused session that does not retry for this long is forgotten; the table has a fixed size.
 FORGET_S, MOST = 2.0 * MOST_S, 1024
-# Several round trips of a slow link: a device that reads acknowledges sooner.
+# Several round trips of a slow link: a device that reads acknowledges sooner than this.
 PATIENCE_S = 3.0
 DISPLACED = Fault(
     FaultCode.OVERLOADED,
@@ -118,21 +122,26 @@ DISPLACED = Fault(
 
 
 class SessionSlots:
-    """How many sessions a verifier holds, and which one makes room for a new one.
+    """Bounds the number of sessions, and chooses the session that makes room for a new one.
 
-    A session is *useless* while its device is gone, or has left tokens unacknowledged for
-    ``PATIENCE_S``: ending it costs its device time and nothing else. When all slots are taken, or
-    all of one peer or credential, the session (of theirs) that has been useless longest gives way;
-    when none is, the newcomer is refused. Who is refused because the verifier is full is told how
-    many were so before it, n, and to come back in (n + 1) times the mean time between those that
-    got in; nothing is reserved. ``sessions`` is the engine's own table."""
+    A session is *useless* while its device is detached, or has left tokens unacknowledged for
+    ``PATIENCE_S``. Ending a useless session costs its device time and nothing else. If all slots
+    are taken, or all slots of one peer or credential, the session of that group that has been
+    useless for longest is ended. If no session is useless, the newcomer is refused.
+
+    A refusal for lack of slots carries ``retry_after_s`` = (n + 1) times the mean time between two
+    admissions, where n is the number of refused sessions that were refused earlier and still wait.
+    Nothing is reserved for a refused session.
+
+    ``sessions`` is the engine's own table, by session id.
+    """
 
     def __init__(self, limits: EngineLimits, sessions: Mapping[str, VerifySession]) -> None:
         self._limits, self._sessions = limits, sessions
         self.credential_of: dict[str, Credential] = {}
         self._peer_of: dict[str, str] = {}
         self._asked_at: dict[str, float] = {}
-        """By the keys of sessions that were refused, in the order of the first time."""
+        """Time of the last refusal by session id, in the order of each session's first refusal."""
         self._gap_s = MovingAverage()
         self._entered_at: float | None = None
 
@@ -150,8 +159,8 @@ class SessionSlots:
     def displaced_by(
         self, key: str, peer: str, credential: Credential, now: float
     ) -> str | Fault | None:
-        """What has to happen before the session may be opened: nothing (None), the end of the
-        session of this key, or the refusal of the newcomer."""
+        """Return what must happen before the session may be opened: None if there is room, the id
+        of a session that must be ended first, or the fault that refuses the newcomer."""
         limits, name, sessions = self._limits, credential.name, self.credential_of
         mine = [one for one, owner in sessions.items() if owner.name == name]
         theirs = [one for one, owner in self._peer_of.items() if owner == peer]

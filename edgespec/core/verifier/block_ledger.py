@@ -1,20 +1,21 @@
-"""The account of the target's key-value cache: which session holds which blocks.
+"""The account of the target's KV cache: which session holds which blocks.
 
-Theory of operation. The cache has blocks 1 .. ``block_count`` of ``block_tokens`` rows each; block
-0 belongs to nobody (targets keep it zero and point masked keys at it). A session holds a list of
-blocks, its *table*: the row of position p is ``p % block_tokens`` of block ``table[p //
-block_tokens]``. Tables grow before a pass and shrink after it; the target owns the memory and never
+Theory of operation. The cache has blocks 1 .. ``block_count`` of ``block_tokens`` rows each. Block
+0 is never allotted: targets keep it zero and point masked keys at it. A session holds a list of
+blocks, its *table*: the row of position p is row ``p % block_tokens`` of block ``table[p //
+block_tokens]``. Tables grow before a pass and shrink after it. The target owns the memory and never
 chooses a block.
 
-A full block may be *published* under a name (``BlockNames``); from then on its rows do not
-change, and any number of sessions may hold it. When the last of them lets go it is free, but keeps
-its name and rows until it is needed: free blocks without a name are given out first, then the named
-one that nobody has held for longest, of one session's the last in its text.
+A full block may be *published* under a name (``BlockNames``). From then on its rows do not change,
+and any number of sessions may hold it. A published block that no session holds is free, but keeps
+its name and rows until it is needed. Free blocks without a name are allotted first; then the named
+block that has been free for longest; among blocks that one session released together, the block
+that is last in its text.
 
-Invariants: a block is free or in as many tables as it has holders, once in each; free and held
-blocks add up to ``block_count``; a name belongs to one block and a block has at most one name; only
-a block with one holder and no name is *writable*. Who gives blocks up, and who shares, is decided
-in ``cache_keeper.py``.
+Invariants: a block is free or stands in as many tables as it has holders, once in each; free and
+held blocks add up to ``block_count``; a name belongs to one block and a block has at most one name;
+only a block with one holder and no name is *writable*. ``cache_keeper.py`` decides which sessions
+give up blocks and which share them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ from edgespec.core.protocol.work import CacheShape
 
 
 class BlockLedger:
-    """Raises nothing: a request that does not fit is answered with False and changes nothing."""
+    """The block tables of all sessions and the blocks that are free.
+
+    A request that does not fit returns False and changes nothing; no method raises for it. ``key``
+    is a session id in all methods.
+    """
 
     def __init__(self, cache: CacheShape) -> None:
         assert min(cache.block_count, cache.block_tokens) >= 1
@@ -38,7 +43,7 @@ class BlockLedger:
         self._blank = list(range(cache.block_count, 0, -1))
         """Free blocks without a name."""
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Free blocks with a name, the one let go longest ago first."""
+        """Free blocks with a name, the block that was released first in front."""
         self._tables: dict[str, list[int]] = {}
         self._holders = [0] * (cache.block_count + 1)
         self._name_of: dict[int, bytes] = {}
@@ -46,7 +51,7 @@ class BlockLedger:
 
     @property
     def free_count(self) -> int:
-        """Blocks that no session holds; also those whose rows may still be of use."""
+        """Blocks that no session holds, including named blocks whose rows may still be reused."""
         return len(self._blank) + len(self._idle)
 
     @property
@@ -63,15 +68,16 @@ class BlockLedger:
         return self._holders[block]
 
     def writable(self, block: int) -> bool:
-        """Whether its one holder may write rows into the block."""
+        """Return whether the block's one holder may write rows into it."""
         return self._holders[block] == 1 and block not in self._name_of
 
     def missing(self, key: str, length: int) -> int:
-        """How many more blocks the session needs before it can hold ``length`` rows."""
+        """Return how many more blocks the session needs before it can hold ``length`` rows."""
         return max(0, -(-length // self.block_tokens) - self.held(key))
 
     def reserve(self, key: str, length: int) -> bool:
-        """The session can hold ``length`` rows afterwards, unless too few blocks are free."""
+        """Give the session enough blocks for ``length`` rows; return False if too few blocks are
+        free."""
         missing = -(-length // self.block_tokens) - len(self._tables.get(key, ()))
         if missing <= 0:
             return True
@@ -82,7 +88,7 @@ class BlockLedger:
         return True
 
     def trim(self, key: str, length: int) -> None:
-        """Let go of the session's blocks that hold no row before ``length``."""
+        """Release the session's blocks that hold no row before position ``length``."""
         if length <= 0:
             self.release(key)
         elif (table := self._tables.get(key)) is not None:
@@ -92,7 +98,7 @@ class BlockLedger:
                 del table[keep:]
 
     def release(self, key: str) -> int:
-        """Let go of all blocks of a session; how many those were."""
+        """Release all blocks of a session and return how many there were."""
         table = self._tables.pop(key, [])
         self._let_go(table)
         return len(table)
@@ -103,15 +109,18 @@ class BlockLedger:
         return self._block_of.get(name)
 
     def publish(self, key: str, place: int, name: bytes) -> None:
-        """The rows of block ``place`` of the session's table are final and can be found by this
-        name. A block that has a name keeps it, and so does a name that has a block."""
+        """Publish the block at index ``place`` of the session's table under ``name``.
+
+        The rows of the block must be final. Nothing changes if the block already has a name, or if
+        the name already belongs to another block.
+        """
         block = self._tables[key][place]
         if block not in self._name_of and name not in self._block_of:
             assert self.writable(block), f"block {block} has {self._holders[block]} holders"
             self._name_of[block], self._block_of[name] = name, block
 
     def adopt(self, key: str, place: int, blocks: Sequence[int]) -> None:
-        """From ``place`` on, the session holds these published blocks in place of its own."""
+        """Replace the session's blocks from index ``place`` on by these published blocks."""
         table = self._tables.setdefault(key, [])
         assert place <= len(table)
         for block in blocks:
@@ -123,7 +132,7 @@ class BlockLedger:
         self._let_go(replaced)
 
     def withdraw(self, key: str) -> None:
-        """The blocks of the session are not found any more, whoever else holds them."""
+        """Remove the names of the session's blocks, so that no other session finds them again."""
         for block in self._tables.get(key, ()):
             if (name := self._name_of.pop(block, None)) is not None:
                 del self._block_of[name]
@@ -131,7 +140,7 @@ class BlockLedger:
     # --- free blocks -----------------------------------------------------------------------
 
     def _take(self) -> int:
-        """A free block, which has no name any more and one holder."""
+        """Return a free block. It has no name any more and one holder."""
         if self._blank:
             block = self._blank.pop()
         else:
@@ -163,21 +172,23 @@ class SharePrefixes(Enum):
 
 
 class BlockNames:
-    """Names of the full blocks of ``prefix``: equal ones mean equal tokens from the beginning on.
+    """Names of the full blocks of ``prefix``; equal names mean equal tokens from the beginning on.
 
-    The name of block i is the hash of the name of block i - 1 and of the block's own tokens; before
-    the first stands the hash of the text's owner. No device can make two texts with one name."""
+    The name of block i is the hash of the name of block i - 1 and of the tokens of block i. Block 0
+    uses the hash of the text's owner in place of a preceding name. A cryptographic hash is used, so
+    that no device can make two texts with one name.
+    """
 
     def __init__(self, prefix: CommittedPrefix, block_tokens: int, owner: str) -> None:
         self.prefix = prefix
         self.published = 0
-        """Blocks of the session's table that the ledger was given names for."""
+        """Leading blocks of the session's table that the ledger has names for."""
         self._block_tokens = block_tokens
         self._pack = struct.Struct(f"<{block_tokens}I").pack
         self._names = [_hash(owner.encode())]
 
     def name(self, place: int) -> bytes:
-        """The name of the block at ``place`` (0: the first), which the prefix has to fill."""
+        """Return the name of the block at index ``place``; the prefix must fill that block."""
         size = self._block_tokens
         assert (place + 1) * size <= self.prefix.length
         for first in range((len(self._names) - 1) * size, (place + 1) * size, size):

@@ -1,40 +1,42 @@
-"""Which sessions enter the key-value cache, and which give up blocks when it is full.
+"""Decides which sessions enter the KV cache, and which give up blocks when it is full.
 
 Theory of operation. A cache is only a cache: a session that loses its blocks computes its committed
-tokens again when there is room, and its text does not change. So nothing ever fails for memory, it
-waits. A session is *outside* while it wants a pass and holds no block. It enters when its whole
-committed prefix fits.
+tokens again when there is room, and its text does not change. So a session never fails for lack of
+memory; it waits. A session is *outside* while it wants a pass and holds no block. It enters when
+its whole committed prefix fits.
 
-Shares. The *need* of a session is the number of blocks that it holds or that its prefix takes. All
-blocks are shared out between credentials by their needs (max-min fairness, ``fair_share``). A
-session is *within its share* when it and the older sessions of its credential need no more than
-that. Sessions whose device is gone or acknowledges nothing, and sessions outside that are over
-their rate, need nothing and keep nobody out.
+Shares. The *need* of a session is the larger of the number of blocks that it holds and the number
+that its prefix takes. All blocks are divided between credentials by their needs (max-min fairness,
+``fair_share``). A session is *within its share* when it and the older sessions of its credential
+together need no more than that share. Some sessions count as needing nothing, and so keep no other
+session out: sessions whose device is gone or acknowledges nothing, and sessions outside that are
+over their rate.
 
-The order. Sessions within their share come first, together with the oldest of each credential
-whatever its need; then all others; older before newer in both parts. With one credential this is
-the order of opening.
+The order. Sessions within their share come first, together with the oldest session of each
+credential whatever its need; all others follow; older sessions come before newer ones in both
+parts. With one credential this is the order of opening.
 
 The rules.
 
-    1. A session enters if the free blocks are enough for it and for everybody outside who goes
-       before it. That is: everybody ahead of it in the order; but for a session within its share
-       only the older sessions of its own credential, so that no credential delays another.
-    2. If nobody outside goes before it, it may take blocks from others, as few as needed: from
-       sessions whose device is gone, those gone longest first; then from sessions that wait for
-       their device to acknowledge, those waiting longest first; then from sessions behind it in the
-       order, the last first. A session that grows takes blocks in the same way.
+    1. A session enters if the free blocks are enough for it and for every session outside that
+       precedes it. These are all outside sessions ahead of it in the order; but for a session
+       within its share they are only the older sessions of its own credential, so that no
+       credential delays another.
+    2. If no outside session precedes it, it may take blocks from others, as few as needed: from
+       sessions whose device is gone, longest gone first; then from sessions that wait for their
+       device to acknowledge, longest waiting first; then from sessions behind it in the order, the
+       last first. A session that grows takes blocks in the same way.
     3. A session that was refused is tried again before the next pass is formed, in the order.
        Sessions of the pass that is being formed are spared.
 
-What follows. All sessions within their shares fit in the cache together, unless the oldest session
+Consequences. All sessions within their shares fit in the cache together, unless the oldest session
 of a credential needs more than its share. The order is total and the first session in it can take
-every block, so somebody always runs. No session starves, however long its prompt: when its older
-sessions are over it is the oldest of its credential, and from then on only sessions that were
-opened before it are ahead of it. Two sessions do not take blocks from each other in turns, since
-the order changes only when a session opens, ends, or outgrows its share. Draft nodes never cost
-anybody a block. An eviction frees only what nobody else holds, so a session whose blocks all have
-other holders is spared. Priorities order passes, not the cache.
+every block, so some session always runs. No session starves, however long its prompt: when the
+older sessions of its credential have ended it is the oldest, and from then on only sessions that
+were opened before it are ahead of it. Two sessions do not take blocks from each other in turns,
+since the order changes only when a session opens, ends, or outgrows its share. Draft nodes never
+cost another session a block. An eviction frees only blocks that no other session holds, so a
+session whose blocks all have other holders is spared. Priorities order passes, not the cache.
 """
 
 from __future__ import annotations
@@ -51,38 +53,45 @@ from edgespec.core.verifier.session import VerifySession
 from edgespec.core.verifier.traffic_budget import fair_share
 
 OwnerOf = Callable[[str], str]
-"""Sessions with equal owners may share."""
+"""Returns the owner of a session by its id; only sessions with equal owners share blocks."""
 
 
 class PrefixSharing:
-    """Sessions whose texts begin alike use the same cached blocks: nobody computes them again.
+    """Lets sessions whose texts begin alike use the same cached blocks, so they are computed once.
 
-    What passes have fed is published block by block. A session that enters takes hold of the
-    longest chain of blocks that bear the first names of its prefix, and feeds what is behind them:
+    The rows that passes have fed are published block by block. A session that enters adopts the
+    longest run of published blocks that bear the leading names of its prefix, and feeds only the
+    rest:
 
-        1. Published are fed tokens of passes that went well, and only full blocks. The row of an
-           accepted node is moved before the next pass; until that one went well nobody knows.
+        1. Only full blocks of fed tokens are published, and only from passes that succeeded. The
+           row of an accepted node is moved before the next pass, whose success confirms it.
         2. At least one token of a prefix is fed, or nothing could be sampled.
-        3. Nobody writes into a published block, so there is nothing to copy on write.
-        4. What a session held that failed in the target is not given to others any more.
+        3. A published block is never written, so no copy on write is needed.
+        4. Blocks of a session that failed in the target are withdrawn.
 
-    A session that still feeds its prompt looks before every pass whether others have come further
-    (``catch_up``), and sits out a pass that computes for another what it would compute next, unless
-    it could sample in it (``waits``): ten devices with one long prompt cost little more than one.
+    A session that still feeds its prompt checks before every pass whether others have published
+    more of it (``catch_up``). It sits out a pass that computes for another session what it would
+    compute next, unless it could sample in that pass (``should_wait``). So ten devices with one
+    long prompt cost little more than one.
 
-    ``owner_of`` is asked once, when a session enters for the first time."""
+    ``owner_of`` is called once per session, when the session enters for the first time.
+    """
 
     def __init__(self, ledger: BlockLedger, owner_of: OwnerOf) -> None:
         self._ledger, self._owner_of = ledger, owner_of
         self._names: dict[str, BlockNames] = {}
         self.filling: set[bytes] = set()
-        """Names of the blocks that the pass being formed will fill; cleared before it is formed."""
+        """Names of the blocks that the pass being formed will fill; cleared before a pass is
+        formed."""
 
     def enter(self, key: str, prefix: CommittedPrefix) -> int | None:
-        """A session without cached rows takes hold of what is there for it; how many tokens that
-        are. None if it holds blocks already, since its first pass failed."""
+        """Adopt the published blocks for a session that has no cached rows.
+
+        Returns the number of tokens in them, or None if the session already holds blocks because
+        its first pass failed.
+        """
         names = self._names.get(key)
-        if names is None or names.prefix is not prefix:  # another session of this id is over
+        if names is None or names.prefix is not prefix:  # another session of this id has ended
             self._ledger.release(key)
             names = BlockNames(prefix, self._ledger.block_tokens, self._owner_of(key))
             self._names[key] = names
@@ -92,15 +101,18 @@ class PrefixSharing:
         return self._take(key, names, 0)
 
     def catch_up(self, key: str, start: int) -> int:
-        """A session with ``start`` cached rows takes hold of what others have published behind
-        them; how many rows it has then."""
+        """Adopt blocks that others have published behind the session's ``start`` cached rows.
+
+        Returns the number of rows that the session has cached afterwards.
+        """
         names = self._names[key]
         place = start // self._ledger.block_tokens
         found = self._take(key, names, place) if place < self._shareable(names) else 0
         return place * self._ledger.block_tokens + found if found else start
 
     def waits(self, key: str, start: int, most: int) -> bool:
-        """Whether a session that may feed ``most`` rows gets as far without feeding any."""
+        """Return whether a session that may feed ``most`` rows gets at least as far by feeding
+        none, since other sessions of this pass fill the blocks that it needs."""
         names, size = self._names[key], self._ledger.block_tokens
         if not self.filling or start + most >= names.prefix.length:
             return False
@@ -111,11 +123,12 @@ class PrefixSharing:
         return stop > place and (stop + 1) * size > start + most
 
     def joins(self, key: str, first: int, stop: int) -> None:
-        """The pass being formed will fill the session's blocks ``first`` to ``stop - 1``."""
+        """Note that the pass being formed fills the session's blocks ``first`` to ``stop - 1``."""
         self.filling.update(map(self._names[key].name, range(first, stop)))
 
     def publish(self, key: str, length: int) -> None:
-        """A pass went well, so the first ``length`` rows of the session are what they should be."""
+        """Publish the session's full blocks within its first ``length`` rows, after a pass that
+        succeeded."""
         names, count = self._names.get(key), length // self._ledger.block_tokens
         if names is None or count <= names.published:
             return
@@ -127,7 +140,7 @@ class PrefixSharing:
         self._names.pop(key, None)
 
     def _take(self, key: str, names: BlockNames, place: int) -> int:
-        """Hold the published blocks from ``place`` on; how many tokens they are."""
+        """Adopt the published blocks from index ``place`` on; return how many tokens they hold."""
         blocks: list[int] = []
         for next_place in range(place, self._shareable(names)):
             block = self._ledger.find(names.name(next_place))
@@ -140,7 +153,7 @@ class PrefixSharing:
         return len(blocks) * self._ledger.block_tokens
 
     def _shareable(self, names: BlockNames) -> int:
-        """How many blocks of a text may be another's: all full ones that leave a token to feed."""
+        """Return how many blocks may be shared: all full blocks that leave one token to feed."""
         return (names.prefix.length - 1) // self._ledger.block_tokens
 
 
@@ -152,21 +165,22 @@ class CacheOrder:
     """The order of the sessions that take part in the cache, and what it follows from."""
 
     line: list[str]
-    """Ids of all sessions that hold a block or want one, the first in the order first."""
+    """Ids of all sessions that hold a block or want one, in order."""
     place_of: dict[str, int]
     needs: dict[str, int]
-    """Blocks that each of them needs; absent for a session that keeps nobody out."""
+    """Blocks that each session needs; a session that keeps no other out has no entry."""
     siblings: dict[str, list[str]]
-    """By the name of a credential, its sessions in the order of opening."""
+    """Session ids by name of their credential, in the order of opening."""
     within_share: set[str]
 
 
 class CacheKeeper:
-    """Decides about the blocks of ``ledger``, and keeps them shared where texts begin alike.
+    """Decides how the blocks of ``ledger`` are used, and shares them where texts begin alike.
 
-    ``ledger`` None: the target has room for all that is admitted, and nothing is counted.
-    ``sessions`` is the engine's own table, in the order of opening. ``owner_of`` None: no blocks
-    are shared. ``credential_of`` is the engine's own table, by session; others are of ``ANYBODY``.
+    ``ledger`` is None if the target has room for all that is admitted; then nothing is counted.
+    ``sessions`` is the engine's own table, in the order of opening. ``owner_of`` is None if no
+    blocks are shared. ``credential_of`` is the engine's own table, by session id; a session without
+    an entry belongs to ``ANYBODY``.
     """
 
     def __init__(
@@ -180,26 +194,30 @@ class CacheKeeper:
         self.evictions = 0
         self.preemptions = 0
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
-        """Committed tokens of sessions that entered a shared cache, and those that were there."""
+        """Committed tokens of sessions that entered a shared cache, and how many of them were
+        cached."""
         self.evicted: list[str] = []
-        """Sessions that lost their blocks since the scheduler last looked; it clears the list."""
+        """Sessions that lost their blocks since the scheduler last looked; the scheduler clears the
+        list."""
         self.sessions = sessions
         self.over_rate: Callable[[str], bool] = lambda key: False
-        """Return whether a session waits for its credential's rate; set by the engine."""
+        """Returns whether a session waits for its credential's rate; set by the engine."""
         self._credential_of = {} if credential_of is None else credential_of
         self._refused: set[str] = set()
         """Sessions outside that found no room when the last pass was formed."""
         self._order: CacheOrder | None = None
-        """The order for the pass that is being formed; None until somebody wants room in it."""
+        """The order for the pass that is being formed; None until a session wants room in it."""
         self._sharing: PrefixSharing | None = None
         if ledger is not None and owner_of is not None:
             self._sharing = PrefixSharing(ledger, owner_of)
 
     def begin_pass(self, now: float) -> None:
-        """Prepare for forming a pass: let sessions enter that found no room in the last one.
+        """Prepare for forming a pass: admit sessions that found no room in the last one.
 
-        They come before anybody is asked, since a session that takes part in a pass cannot be
-        evicted for it, and sessions that decode are asked before those that feed a prompt."""
+        They enter before any session is offered rows, for two reasons: a session that takes part in
+        a pass cannot be evicted for it, and sessions that decode are offered rows before prompts
+        are.
+        """
         self._order = None
         refused, self._refused = self._refused, set()
         waiting = [key for key in refused if self._is_outside(key)]
@@ -211,11 +229,14 @@ class CacheKeeper:
     def rows_for(
         self, key: str, most: int, spared: Collection[str], waiting: int, now: float
     ) -> int:
-        """How many rows, at most ``most``, the session may have in the pass that is being formed.
+        """Return how many rows, at most ``most``, the session may have in the pass that is being
+        formed.
 
-        0 when not even its next committed token fits, or when a session of the pass computes what
-        this one would. ``spared`` are the sessions of the pass so far, ``waiting`` is how many may
-        still join: a block is left to each. Others lose blocks only if there is no other way."""
+        The result is 0 if not even the session's next committed token fits, or if another session
+        of the pass computes what this one would. ``spared`` are the sessions of the pass so far.
+        ``waiting`` is how many more may still join: one block is left for each. Other sessions lose
+        blocks only if there is no other way.
+        """
         if self.ledger is None:
             return most
         session, ledger = self.sessions[key], self.ledger
@@ -237,13 +258,16 @@ class CacheKeeper:
         return min(most, (ledger.held(key) + 1) * ledger.block_tokens - start)
 
     def reserve(self, key: str, length: int) -> tuple[int, ...]:
-        """The table of a session with ``length`` rows in the pass, which fit by ``rows_for``."""
+        """Return the block table of a session with ``length`` rows in the pass.
+
+        The rows must fit, as ``rows_for`` has established.
+        """
         if self.ledger is None:
             return ()
         fits = self.ledger.reserve(key, length)
         assert fits, f"{length} rows of a session do not fit, {self.ledger.free_count} blocks free"
         table = self.ledger.table(key)
-        if (session := self.sessions.get(key)) is not None:  # else it is a probe
+        if (session := self.sessions.get(key)) is not None:  # a probe has no session
             size, committed = self.ledger.block_tokens, session.prefix.length
             first = session.cache_length // size
             stop = (length if length < committed else committed) // size
@@ -254,15 +278,18 @@ class CacheKeeper:
         return table
 
     def settle(self, request: PassRequest, length: int) -> None:
-        """The session's part of a pass went well: what it fed is of use to others, and of its rows
-        only the first ``length`` are still of use to itself."""
+        """Record the session's part of a pass that succeeded.
+
+        What the session fed is published for others. Only its first ``length`` rows are kept.
+        """
         if self._sharing is not None:
             self._sharing.publish(request.key, request.cache_length + len(request.feed))
         if self.ledger is not None:
             self.ledger.trim(request.key, length)
 
     def distrust(self, key: str) -> None:
-        """The session failed in the target: nobody else shall get what it held."""
+        """Withdraw the blocks of a session that failed in the target, so that no other session uses
+        them."""
         if self.ledger is not None:
             self.ledger.withdraw(key)
 
@@ -320,12 +347,13 @@ class CacheKeeper:
                     break
                 within_share.add(key)
         first_part |= within_share
-        line = sorted(members, key=lambda key: key not in first_part)  # stable: older before newer
+        # The sort is stable, so older sessions stay before newer ones.
+        line = sorted(members, key=lambda key: key not in first_part)
         place_of = {key: place for place, key in enumerate(line)}
         return CacheOrder(line, place_of, needs, siblings, within_share)
 
     def _may_enter(self, key: str) -> bool:
-        """Return whether the session delays nobody outside who goes before it (rule 1)."""
+        """Return whether the session delays no outside session that precedes it (rule 1)."""
         assert self.ledger is not None
         order, free = self._ordered(), self.ledger.free_count
         own = self._credential_of.get(key, ANYBODY).name
@@ -341,7 +369,7 @@ class CacheKeeper:
         return True
 
     def _enter(self, session: VerifySession, key: str, spared: Collection[str], now: float) -> bool:
-        """Reserve the whole committed prefix of a session without blocks, if the rules let it."""
+        """Reserve the whole committed prefix of a session without blocks, if the rules allow it."""
         assert self.ledger is not None
         if not self.ledger.held(key) and not self._may_enter(key):
             self._refused.add(key)
@@ -360,7 +388,8 @@ class CacheKeeper:
         return True
 
     def _waits(self, sharing: PrefixSharing, session: VerifySession, most: int, now: float) -> bool:
-        """Take what others have cached for a session meanwhile; whether it waits for more."""
+        """Adopt what others have cached for a session meanwhile; return whether it should wait for
+        more."""
         key, start = session.request.session_id, session.cache_length
         length = sharing.catch_up(key, start)
         if length > start:
@@ -369,13 +398,14 @@ class CacheKeeper:
         return sharing.waits(key, length, most)
 
     def _make_room(self, key: str, length: int, spared: Collection[str], now: float) -> bool:
-        """Evict as few as the rule allows until ``length`` rows fit; nobody, if that is in vain."""
+        """Evict as few sessions as possible until ``length`` rows fit; evict none if they cannot
+        fit."""
         assert self.ledger is not None
         short = self.ledger.missing(key, length) - self.ledger.free_count
         if short <= 0:
             return True
         victims: list[str] = []
-        left: dict[int, int] = {}  # holders that each of the victims' blocks would have left
+        left: dict[int, int] = {}  # holders that each block would have left
         for victim in self._victims(key, spared, now):
             victims.append(victim)
             for block in self.ledger.table(victim):
@@ -387,7 +417,7 @@ class CacheKeeper:
             return False
         for victim in victims:
             if all(left[block] for block in self.ledger.table(victim)):
-                continue  # its blocks all stay with others
+                continue  # all its blocks stay with other holders
             self.ledger.release(victim)
             self.sessions[victim].handle(ev.Cached(0), now)
             self.evictions += 1
@@ -398,7 +428,7 @@ class CacheKeeper:
     def _victims(self, key: str, spared: Collection[str], now: float) -> list[str]:
         """Return the sessions that may lose blocks to ``key``, the first to lose them first."""
         assert self.ledger is not None
-        found: list[tuple[int, float, str]] = []  # by kind, and within a kind in its own order
+        found: list[tuple[int, float, str]] = []  # kind, order within the kind, session id
         place_of = self._ordered().place_of
         own_place = place_of[key]
         for other_key in self.ledger.holders:

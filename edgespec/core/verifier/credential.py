@@ -1,8 +1,8 @@
-"""Who a session belongs to: the key that a device showed, and what its owner may use.
+"""Credentials: the API key that a device showed, and what its owner may use.
 
-The operator gives keys to devices or to groups of them. Shares of the target are fair between
-credentials first and between the sessions of one credential second; limits hold for a credential
-as a whole. A verifier without keys knows one credential, ``ANYBODY``.
+The operator gives API keys to devices or to groups of devices. Shares of the target are fair
+between credentials first, and between the sessions of one credential second. Limits hold for a
+credential as a whole. A verifier without API keys has one credential, ``ANYBODY``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from edgespec.core.statically_frozen import statically_frozen
 
 @statically_frozen
 class Credential:
-    """Limits of 0 mean: no limit but the verifier's own."""
+    """One owner of sessions and its limits; a limit of 0 means that only the verifier's own
+    holds."""
 
     name: str = ""
-    """For logs and metrics; not secret. Empty: the device showed no key."""
+    """Name for logs and metrics; not secret. Empty if the device showed no API key."""
     max_sessions: int = 0
     context_length: int = 0
     tokens_per_s: float = 0.0
-    """Committed tokens of all its sessions together, in the long run."""
+    """Committed tokens per second of all sessions together, in the long run."""
     priority: int = 0
     """Sessions of a higher priority get room in a pass first."""
     models: tuple[str, ...] = ()
@@ -43,13 +44,13 @@ def digest(key: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeyChanges:
-    """What differs between two rings; names, sorted."""
+    """Differences between two key rings, as sorted names of credentials."""
 
     added: tuple[str, ...] = ()
     revoked: tuple[str, ...] = ()
-    """Gone, or with another digest."""
+    """Credentials that are gone, or have another digest."""
     changed: tuple[str, ...] = ()
-    """The same key, but other limits."""
+    """Credentials with the same API key but other limits."""
 
     def __bool__(self) -> bool:
         return bool(self.added or self.revoked or self.changed)
@@ -60,13 +61,15 @@ class KeyChanges:
 
 
 class KeyRing:
-    """The keys that a verifier knows: ``keys`` has the digest of each credential's, by its name.
+    """The API keys that a verifier accepts: ``keys`` maps the name of each credential to its digest
+    and its limits.
 
-    A key is random text of at least 128 bits, so a plain fast hash will do (slow ones are for
-    passwords, which can be guessed). A look-up compares every digest in constant time, 0.11 ms for
-    ``MAX_KEYS``. A name whose digest changed counts as revoked and given out anew.
+    An API key is random text of at least 128 bits, so a fast hash is enough (slow hashes are for
+    passwords, which can be guessed). A look-up compares every digest in constant time, which takes
+    0.11 ms for ``MAX_KEYS``. A name whose digest changed counts as revoked and added again.
 
-    Raises ``ValueError`` for too many keys, and for two names with one key."""
+    Raises ``ValueError`` for too many API keys, and for two names with the same API key.
+    """
 
     def __init__(self, keys: Mapping[str, tuple[bytes, Credential]]) -> None:
         if len(keys) > MAX_KEYS:

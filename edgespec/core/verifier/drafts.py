@@ -1,8 +1,8 @@
-"""The inbox takes in the drafts of one session: it checks them, grows the tree and times them.
+"""The inbox receives the drafts of one session: it checks them, grows the tree and times them.
 
-Drafts are hints, so nothing here can change a token: a node behind a dead or unknown parent, or one
-that is no token of the target, is dropped and counted; a draft on tokens the verifier does not have
-is a ``Fault`` that makes the device come back with what it holds.
+Drafts are hints, so nothing here can change a token. A node behind a dead or unknown parent, or one
+that is no token of the target, is dropped and counted. A draft on tokens that the verifier does not
+have is answered by a ``Fault``, after which the device reopens with the tokens that it holds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from edgespec.core.statically_frozen import statically_frozen
 
 
 class ArrivalEstimator:
-    """When the next useful draft of a session arrives. After a miss the device must first hear of
-    it and draft anew: the *response*. Otherwise drafts come at the device's own pace: the *gap*.
-    The estimate is the last event plus the moving average of its rhythm."""
+    """Estimates when the next useful draft of a session arrives.
+
+    After a miss the device must first receive the commit and draft anew; the delay is the
+    *response*. Otherwise drafts come at the device's own rhythm; the delay between two of them is
+    the *gap*. The estimate is the time of the last event plus the moving average of the response or
+    the gap.
+    """
 
     def __init__(self) -> None:
         self._response_s = MovingAverage(0.25)
@@ -33,21 +37,23 @@ class ArrivalEstimator:
 
     @property
     def response_s(self) -> float:
-        """How long the draft takes that is expected, if one is to come after a miss; else 0."""
+        """Usual delay of the first draft after a miss, in seconds; 0 if the next draft is not such
+        a one."""
         return 0.0 if self._missed_at is None else self._response_s.get(0.0)
 
     @property
     def response_depth(self) -> float:
-        """How many nodes follow one another in the first draft after a miss; 1 before one came."""
+        """Usual depth of the first draft after a miss, in nodes; 1 before one has arrived."""
         return self._depth.get(1.0)
 
     def on_miss(self, now: float) -> None:
-        """A commit killed the tree, or left it without a node: the device must hear of it."""
+        """Note that a commit left the tree without a node, so the device must draft anew."""
         if self._missed_at is None:
             self._missed_at = now
 
     def on_useful_draft(self, now: float, depth: int = 1) -> None:
-        """A draft came that is of use. It makes the tree so deep."""
+        """Note that a draft with a usable node arrived, after which the tree is ``depth`` nodes
+        deep."""
         if self._missed_at is not None:
             self._response_s.add(now - self._missed_at)
             self._depth.add(depth)
@@ -56,7 +62,7 @@ class ArrivalEstimator:
         self._missed_at, self._arrived_at = None, now
 
     def expected_at(self) -> float | None:
-        """None when nothing is known yet."""
+        """Return when the next useful draft is expected, or None if nothing was measured yet."""
         if self._missed_at is not None:
             response_s = self._response_s.get(-1.0)
             return self._missed_at + response_s if response_s >= 0 else None
@@ -65,64 +71,78 @@ class ArrivalEstimator:
         return self._arrived_at + self._gap_s.get(0.0)
 
 
-# Run-ahead: may the verifier start a pass of a session that has no draft waiting? Such a pass
-# commits one token, as plain streaming does; waiting for a draft pays only when it comes soon.
+# Run-ahead policies decide whether the verifier may start a pass of a session that has no draft
+# waiting. Such a pass commits one token, as plain streaming does. Waiting for a draft pays only if
+# the draft arrives soon.
 
 
 OVERDUE_SHARE: Final = 0.1
-"""How overdue (in passes) an expected draft may be before it is given up. After a miss it may be as
-overdue as the usual draft takes: chains differ in length."""
+"""How overdue an expected draft may be, in passes, before the session stops waiting for it.
+
+After a miss a draft may instead be overdue by the usual response time, since chains differ in
+length.
+"""
 
 
 @statically_frozen
 class RunAheadView:
-    """What is known when a pass could start and no draft is waiting; times as ``now``."""
+    """The state that a run-ahead policy sees when a pass could start and no draft is waiting.
+
+    Times are on the same clock as ``now``, in seconds.
+    """
 
     now: float
     idle_since: float
-    """When the session last committed, or was opened."""
+    """Time when the session last committed, or was opened."""
     pass_s: float
     expected_at: float | None
     no_draft_coming: bool
     hit_rate: float = 0.0
-    """How often a pass with drafts found the target's token among their first nodes."""
+    """Share of the passes with device nodes in which one of these nodes was accepted."""
     runs_anyway: bool = False
-    """A pass of other sessions starts now; who does not take part waits for its end."""
+    """True if a pass of other sessions starts now; a session that declines waits until it ends."""
     response_depth: float = 1.0
-    """How many nodes follow one another in the first draft after a miss."""
+    """Usual depth of the first draft after a miss, in nodes."""
     response_s: float = 0.0
-    """How long the first draft after a miss takes; 0 where no miss came before."""
+    """Usual delay of the first draft after a miss; 0 if the next draft is not such a one."""
 
 
 RunAheadPolicy = Callable[[RunAheadView], float]
-"""The time from which a pass without a draft may start; ``view.now`` or less means now."""
+"""Returns the time from which a pass without a draft may start; ``view.now`` or less means now."""
 
 
 def never_run_ahead(view: RunAheadView, patience_s: float = 2.0) -> float:
-    """Split decoding as the literature has it: the verifier waits for a draft until the device says
-    that none is coming, or for ``patience_s``, so that a silent device cannot stop its stream. Two
-    seconds are longer than a draft takes over a satellite, and shorter than a device's patience."""
+    """Wait for a draft until the device announces that none is coming, or for ``patience_s``.
+
+    This is split decoding as in the literature. The limit exists so that a silent device cannot
+    stop its own stream. Two seconds are longer than a draft takes over a satellite link, and
+    shorter than the time after which a device gives up on its verifier.
+    """
     return view.now if view.no_draft_coming else view.idle_since + patience_s
 
 
 def always_run_ahead(view: RunAheadView) -> float:
-    """Plain streaming, which drafts may speed up."""
+    """Start at once: plain streaming, which drafts that are there in time speed up."""
     return view.now
 
 
 def auto_run_ahead(view: RunAheadView, unsure: float = 0.84, sure: float = 0.94) -> float:
-    """The verifier waits for an expected draft, but no longer than it is likely to be worth.
+    """Wait for an expected draft, but no longer than the draft is likely to be worth.
 
-    Let nodes be right at the hit rate a. A verifier that decodes on finds the next miss in 1 + a
-    passes: the first commits one token, and behind it, with probability a, the device's chain
-    still stands. One that waits for a chain of k nodes finds it in 1 + a**k passes. So a wait of
-    a - a**k passes pays: none for a single node, 0.69 of a pass for ten nodes at a = 0.8.
+    Let a node be accepted with probability a, the hit rate. A verifier that runs ahead finds the
+    next miss in 1 + a passes: the first pass commits one token, and with probability a the device's
+    chain still stands behind it. A verifier that waits for a chain of k nodes finds the next miss
+    in 1 + a**k passes. So waiting for a - a**k passes breaks even: 0 for a single node, 0.69 of a
+    pass for ten nodes at a = 0.8.
 
-    Where nearly all nodes are right a longer wait does no harm: the share (a - ``unsure``) /
-    (``sure`` - ``unsure``) of a pass, in [0, 1]. Waiting a whole pass for one node costs nothing at
-    a rate above 0.92 and 5 % of the speed at 0.8 (virtual time, docs/measurements.md). Where others
-    have a pass now, waiting costs that whole pass, and what the device drafts meanwhile is there
-    for the next one all the same."""
+    Where nearly all nodes are accepted a longer wait does no harm. The limit is then the share (a -
+    ``unsure``) / (``sure`` - ``unsure``) of a pass, clipped to [0, 1]. Waiting a whole pass for one
+    node costs nothing at a rate above 0.92, and 5 % of the speed at 0.8 (virtual time,
+    docs/measurements.md).
+
+    If others have a pass now, the session takes part at once: waiting would cost that whole pass,
+    and what the device drafts meanwhile can still be used in the next pass.
+    """
     if view.no_draft_coming or view.expected_at is None or view.runs_anyway:
         return view.now
     rate, pass_s = view.hit_rate, view.pass_s
@@ -144,15 +164,18 @@ RUN_AHEAD: Final[Mapping[RunAhead, RunAheadPolicy]] = {
 class Source(Enum):
     DEVICE = "device"
     MODEL = "model"
-    """The verifier's own draft model, or its target's own speculator."""
+    """Server model or engine speculator."""
     TEXT = "text"
-    """The text itself, and what was said before."""
+    """Server lookup, and tokens that a grammar forces."""
 
 
 class PassTree:
-    """The nodes of one pass, at most ``most``; those of the device come first. Equal tokens behind
-    one node are one node, of the source that was first. ``reach`` of a node is the chance that the
-    text goes through it; nodes are as in ``PassRequest``."""
+    """The draft nodes of one pass, at most ``most``; the device's nodes come first.
+
+    Equal tokens behind one node are one node, which belongs to the source that added it first.
+    Nodes are numbered as in ``PassRequest``. ``reach`` holds the estimated probability of each node
+    that the output goes through it.
+    """
 
     def __init__(self, most: int) -> None:
         self.tokens: list[int] = []
@@ -160,7 +183,7 @@ class PassTree:
         self.reach: list[float] = []
         self.sources: list[Source] = []
         self.drafted = 0
-        """How many of the nodes are the device's."""
+        """Number of nodes that came from the device."""
         self._most = most
         self._places: dict[tuple[int, int], int] = {}
 
@@ -169,7 +192,8 @@ class PassTree:
         return self._most - len(self.tokens)
 
     def add(self, parent: int, token: int, reach: float, source: Source) -> int | None:
-        """The node that has ``token`` behind ``parent``, a new one if need be; None: no room."""
+        """Return the node with ``token`` behind ``parent``, adding it if needed; None if there is
+        no room."""
         node = self._places.get((parent, token))
         if node is not None:
             self.reach[node] = max(self.reach[node], reach)
@@ -192,14 +216,14 @@ class PassTree:
         reaches: Sequence[float],
         source: Source,
     ) -> None:
-        """Nodes as in ``PassRequest``; those for which there is no room are left out."""
+        """Add nodes, given as in ``PassRequest``; nodes that do not fit are left out."""
         places: list[int | None] = []
         for token, parent, reach in zip(tokens, parents, reaches, strict=True):
             before = -1 if parent < 0 else places[parent]
             places.append(None if before is None else self.add(before, token, reach, source))
 
     def likeliest(self) -> list[int]:
-        """The nodes of the path that the text most likely takes."""
+        """Return the nodes of the path that the output most likely takes, in order."""
         best: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
             rival = best.setdefault(parent, node)
@@ -213,7 +237,7 @@ class PassTree:
         return path
 
     def cut_to_chain(self) -> None:
-        """Leave the likeliest path: for a target that verifies no trees."""
+        """Keep the likeliest path only, for a target that verifies no trees."""
         path = self.likeliest()
         self.tokens = [self.tokens[node] for node in path]
         self.reach = [self.reach[node] for node in path]
@@ -227,7 +251,7 @@ class DraftInbox:
         self.tree = SpeculationTree(prefix)
         self.arrivals = ArrivalEstimator()
         self.no_draft_coming = False
-        """The device said that no draft is coming, so there is nothing to wait for."""
+        """True if the device announced that no draft is coming, so there is nothing to wait for."""
         self._prefix, self._vocabulary_size, self._limits = prefix, vocabulary_size, limits
         self._hit_rate = MovingAverage(0.05)
         self._acceptance = AcceptanceEstimator()
@@ -239,7 +263,7 @@ class DraftInbox:
         self.no_draft_coming, self._waiting_since = not drafting, None
 
     def receive(self, draft: Draft, now: float) -> Fault | None:
-        """Grow the tree by ``draft``; a fault when it cannot have been meant for this prefix."""
+        """Grow the tree by ``draft``; return a fault if it was not made for this prefix."""
         if not draft.tokens:
             self.no_draft_coming = True
             return None
@@ -266,7 +290,7 @@ class DraftInbox:
             if len(nodes) >= most:
                 break
             growth = STALE
-            if 0 <= token < size:  # a padded draft may propose what is no token
+            if 0 <= token < size:  # A padded draft may contain ids that are no tokens.
                 growth = grow(first + index, parent, token, base)
             if growth is ALIVE:
                 useful = True
@@ -275,18 +299,21 @@ class DraftInbox:
         return useful
 
     def pass_tree(self, room: int, end: int, least_chance: float = 0.0) -> PassTree:
-        """The nodes that the next pass should look at, oldest first, with room for ``room`` in all.
+        """Return the device's nodes that the next pass should verify, oldest first, with room for
+        ``room`` nodes in all.
 
-        A node can matter only if the target's token after it lies before ``end``, and is worth its
-        row only if the product of the acceptance rates of the ranks on its path is at least
-        ``least_chance``. A parent is older and likelier than its children, so it is chosen too."""
+        A node can matter only if the target's token behind it lies before position ``end``. It is
+        worth its row only if the product of the acceptance rates of the ranks on its path is at
+        least ``least_chance``. A parent is older and likelier than its children, so a chosen node's
+        parent is always chosen too.
+        """
         tree, rates, places = PassTree(room), self._acceptance.rates, {ROOT: -1}
         last = len(rates) - 1
         for node in self.tree.nodes.values():
             if len(places) > room:
                 break
             parent, rank = places.get(node.parent), node.rank
-            if parent is None:  # it was not chosen
+            if parent is None:  # the parent was not chosen
                 continue
             before = 1.0 if parent < 0 else tree.reach[parent]
             reach = before * rates[rank if rank < last else last]
@@ -298,23 +325,25 @@ class DraftInbox:
 
     @property
     def best_chance(self) -> float:
-        """How likely the device's first choice is right: no draft of it is likelier to pay."""
+        """Acceptance rate of the device's first candidate; no draft of this device is likelier to
+        pay."""
         return self._acceptance.rate(0)
 
     def take_queue_s(self, now: float) -> float:
-        """How long the oldest node has waited for the pass that starts now; 0 without nodes."""
+        """Return how long the oldest node has waited for the pass that starts now, in seconds, and
+        reset it; 0 if no node waits."""
         since, self._waiting_since = self._waiting_since, None
         return 0.0 if since is None else now - since
 
     def take_stale(self) -> int:
-        """Nodes dropped as stale on arrival since the last call."""
+        """Return the number of nodes dropped as stale on arrival since the last call."""
         stale, self._stale = self._stale, 0
         return stale
 
     def view(
         self, now: float, idle_since: float, pass_s: float, *, runs_anyway: bool = False
     ) -> RunAheadView:
-        """What a run-ahead policy may know when no node is waiting."""
+        """Return what a run-ahead policy may use when no node is waiting."""
         return RunAheadView(
             now,
             idle_since,
@@ -328,7 +357,10 @@ class DraftInbox:
         )
 
     def commit(self, tokens: tuple[int, ...], now: float, hit: bool | None) -> None:
-        """A pass committed ``tokens``; ``hit``: was the first a node (None: it had none)?"""
+        """Advance by the tokens that a pass committed.
+
+        ``hit``: whether a device node was accepted; None if the pass had no device nodes.
+        """
         if hit is not None:
             self._hit_rate.add(hit)
         siblings = self.tree.roots
@@ -352,11 +384,11 @@ class DraftInbox:
 @statically_frozen
 class Walk:
     nodes: tuple[int, ...]
-    """Indices of the accepted nodes of the pass, root to leaf."""
+    """Indices of the accepted nodes of the pass, from root to leaf."""
     tokens: tuple[int, ...]
-    """What to commit: one token an accepted node, and one more. Never empty."""
+    """Tokens to commit: one for each accepted node, and one more. Never empty."""
     replaced: tuple[int, ...] = ()
-    """Places in ``tokens`` of those that are not the target's own."""
+    """Indices in ``tokens`` of tokens that are not the target's own."""
 
 
 class AcceptanceRule(Protocol):
@@ -368,16 +400,24 @@ class AcceptanceRule(Protocol):
         scores: Sequence[NodeScore] = (),
         ends: frozenset[int] = frozenset(),
     ) -> Walk:
-        """``tokens[i]``/``parents[i]`` describe node i of the pass (-1 is the root);
-        ``targets[0]`` is the target's token at the root, ``targets[1 + i]`` after node i.
-        ``scores`` are of the first nodes, those that a relaxed rule may take; ``ends`` end the
-        text. The exact rule looks at neither."""
+        """Return which nodes are accepted and which tokens are committed.
+
+        ``tokens[i]`` and ``parents[i]`` describe node i of the pass; parent -1 is the root.
+        ``targets[0]`` is the target's token at the root, ``targets[1 + i]`` its token after node i.
+        ``scores`` belong to the first nodes, which are the ones that a relaxed rule may accept.
+        ``ends`` are the tokens that end the output. The exact rule uses neither ``scores`` nor
+        ``ends``.
+        """
 
 
 @statically_frozen
 class ExactRule:
-    """From the root, go to the child that *is* the target's token, as long as there is one; what
-    the target said at the last node is the correction or the bonus. Nothing to bias."""
+    """Accepts a node if it equals the target's token, so the output is exactly the target's.
+
+    The walk starts at the root and goes to the child that equals the target's token, as long as
+    there is one. The target's token at the last node is the correction or the bonus. The committed
+    tokens are always the target's own, so no draft can bias them.
+    """
 
     def walk(
         self,
@@ -390,7 +430,7 @@ class ExactRule:
         nodes: list[int] = []
         committed = [targets[0]]
         at, wanted = -1, targets[0]
-        for node, parent in enumerate(parents):  # a child comes behind its parent
+        for node, parent in enumerate(parents):  # a child comes after its parent
             if parent == at and tokens[node] == wanted:
                 nodes.append(node)
                 at, wanted = node, targets[1 + node]

@@ -1,10 +1,11 @@
 """All sessions of one verifier and the packed passes they share, as a pure machine.
 
 Theory of operation. One pass runs at a time, and the scheduler forms the next one whenever none
-does. After every event the sessions it touched are looked after: what is over is forgotten, what
-may use a pass stands in line. Every few seconds a *sweep* ends the streams of devices that stopped
-reading, and tells those whose sessions wait that they are alive. The engine routes and schedules;
-what is committed is the sessions' business. ``deadline``: when ``Poll`` is worth sending.
+runs. After every event the engine reviews the sessions that the event changed: sessions that have
+ended are removed, and sessions that may use a pass are queued. Every few seconds a *sweep* ends the
+streams of devices that stopped reading, and sends a sign of life to devices whose sessions wait.
+The engine routes and schedules; the sessions decide what is committed. ``deadline`` is the time at
+which the driver should send ``Poll``.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ RuleFactory = Callable[[str], AcceptanceRule]
 
 
 class SessionRegistry:
-    """The sessions of one verifier: how they open, who may resume them, how they end.
+    """The sessions of one verifier: how they open, which device may resume them, and how they end.
 
     Every session has a key (its id on the wire), at most one stream, and a sequence in the target
-    until it is finished. What it asks for is collected in ``actions``; keys of sessions to which
-    something happened in ``touched``, for the engine to look after. A session whose machine raises
-    is ended alone; ``contain`` False lets the exception out instead, for tests."""
+    until it is finished. The actions that sessions request are collected in ``actions``. The keys
+    of sessions that changed are collected in ``touched``, for the engine to review. A session whose
+    machine raises is ended alone; with ``contain`` False the exception is raised instead, for
+    tests.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class SessionRegistry:
         self.actions: list[ee.EngineAction] = []
         self.touched: dict[str, None] = {}
         self.stream_of: dict[str, int] = {}
-        """The driver's number of each session's stream, if it has one; ``key_of`` the other way."""
+        """The driver's number of each session's stream, while it has one; ``key_of`` is the
+        inverse."""
         self.key_of: dict[int, str] = {}
         self._model, self._limits, self._rules = model, limits, rules
         self._served = {one.name: one for one in (model, *adapters)}
@@ -72,7 +76,7 @@ class SessionRegistry:
     # --- streams ---------------------------------------------------------------------------
 
     def open(self, event: ee.StreamOpened, now: float) -> None:
-        """A stream's first message: a new session, a resumed one, or a refusal."""
+        """Handle the first message of a stream: open a session, resume one, or refuse."""
         stream, request, key = event.stream, event.request, event.request.session_id
         known = self.sessions.get(key)
         limits = limits_of(event.credential, self._limits)
@@ -92,11 +96,13 @@ class SessionRegistry:
     def _refuse_known(
         self, known: VerifySession, request: Open, credential: Credential
     ) -> Fault | None:
-        """Return why the session is not for this device, or None. A session that its own device
-        does not continue is ended, and the request opens it anew.
+        """Return the fault that keeps this device from a session of that id, or None.
 
-        A device has to show the credential of the session as well as its secret. A session that was
-        opened without a secret belongs to everybody with its credential who knows its id."""
+        A device must show the credential of the session as well as its secret. A session that was
+        opened without a secret is open to every device that has its credential and its id. If the
+        session's own device opens another generation, the session is ended, and the request opens
+        it anew.
+        """
         mine, key = known.request, request.session_id
         is_owner = self.credential_of[key].name == credential.name
         proven = is_owner and same_device(mine, request)
@@ -132,23 +138,24 @@ class SessionRegistry:
         return self._served.get(request.model, self._model)
 
     def adapter_of(self, key: str) -> str:
-        """The name of the session's adapter; empty: it has the model itself."""
+        """Return the name of the session's adapter, or the empty string if it uses the model
+        itself."""
         model = self._model_of(self.sessions[key].request)
         return "" if model is self._model else model.name
 
     def message(self, event: ee.StreamMessage, now: float) -> None:
-        """A later message; one of a stream that has no session any more is dropped."""
+        """Handle a later message; a message on a stream without a session is dropped."""
         if (key := self.key_of.get(event.stream)) is not None:
             self.tell(key, event.message, now)
 
     def lost(self, stream: int, now: float) -> None:
-        """The stream is gone; its session stays for the lease."""
+        """Handle the loss of a stream; its session stays for the lease."""
         if (key := self.key_of.get(stream)) is not None:
             self._part(key)
             self.tell(key, ev.Detach(), now)
 
     def fell_behind(self, stream: int) -> None:
-        """What the stream was to be sent before the last pass still waits to leave."""
+        """Note that the send queue of the stream still holds messages from before the last pass."""
         if (key := self.key_of.get(stream)) is not None:
             self.sessions[key].device.behind = True
 
@@ -160,10 +167,10 @@ class SessionRegistry:
     # --- sessions --------------------------------------------------------------------------
 
     def tell(self, key: str, event: ev.VerifyEvent, now: float) -> None:
-        """Hand an event to a session and translate what it asks for."""
+        """Pass an event to a session and translate its actions."""
         self.touched.setdefault(key)
         for action in self._handle(key, event, now):
-            match action:  # without names for its fields, which would take twice as long
+            match action:  # The cases name no fields, since matching on fields takes twice as long.
                 case ev.Send():
                     if (stream := self.stream_of.get(key)) is not None:
                         self.actions.append(ee.SendTo(stream, action.message))
@@ -177,7 +184,8 @@ class SessionRegistry:
                     assert_never(action)
 
     def ask(self, key: str, offer: ev.Offer, now: float) -> PassRequest | None:
-        """What the session wants of a pass that starts now; None if it declines."""
+        """Offer the session rows in a pass that starts now; return its request, or None if it
+        declines."""
         request = None
         for action in self._handle(key, offer, now):
             assert isinstance(action, ev.RunPass)
@@ -185,7 +193,7 @@ class SessionRegistry:
         return request
 
     def ask_chain(self, key: str, offer: ev.Offer, now: float) -> ChainStart | None:
-        """Where a chain of the verifier's own model would begin; None: nowhere."""
+        """Return where a chain of the server model would begin for this session, or None."""
         start = None
         for action in self._handle(key, ev.DraftOffer(offer), now):
             assert isinstance(action, ev.WantChain)
@@ -193,7 +201,7 @@ class SessionRegistry:
         return start
 
     def end(self, key: str, fault: Fault | None) -> None:
-        """Forget a session; its stream hears ``fault`` and ends."""
+        """Remove a session; its stream is sent ``fault``, if there is one, and is closed."""
         if self.sessions.pop(key, None) is None:
             return
         self.touched.setdefault(key)
@@ -204,14 +212,14 @@ class SessionRegistry:
         self.close_sequence(key)
 
     def close_sequence(self, key: str) -> None:
-        """The target need not hold the session's sequence any more."""
+        """Free the session's sequence in the target."""
         if key in self._cached:
             self._cached.discard(key)
             self.actions.append(ee.CloseSequence(key))
 
     def _handle(self, key: str, event: ev.VerifyEvent, now: float) -> tuple[ev.VerifyAction, ...]:
         if (session := self.sessions.get(key)) is None:
-            return ()  # ended by what came before
+            return ()  # ended by an earlier action
         try:
             return session.handle(event, now)
         except Exception as error:
@@ -234,27 +242,31 @@ class SessionRegistry:
             self.actions.append(ee.CloseStream(stream))
 
 
-_PROBE_KEY = "\0probe"  # no session has it: ids on the wire are printable
+_PROBE_KEY = "\0probe"  # No session has this key, since ids on the wire are printable.
 RESTARTS = Fault(FaultCode.SHUTTING_DOWN, "the verifier failed and restarts", 1.0)
 
 
 class Containment:
-    """Ends what failed, and nothing else. A session whose own machine or sequence fails is told to
-    come back. A pass that fails is tried again session by session; when one fails alone, a *probe*
-    (one row of a fresh sequence) finds out whether it or the target is to blame. A broken target
-    ends everything (``GiveUp``), and so does a pass that does not end."""
+    """Ends what failed, and nothing else.
+
+    A session whose own machine or sequence fails is ended with a fault that lets its device come
+    back. The sessions of a failed pass are tried again one by one. If a session fails alone, a
+    *probe* (one row of a fresh sequence) finds out whether the session or the target is at fault. A
+    broken target ends everything (``GiveUp``), and so does a pass that does not end.
+    """
 
     def __init__(
         self, registry: SessionRegistry, scheduler: PassScheduler, keeper: CacheKeeper
     ) -> None:
         self.broken: str | None = None
-        """Why this verifier serves nobody any more; None while it does."""
+        """Reason why this verifier serves no requests any more; None while it does."""
         self._registry, self._scheduler, self._keeper = registry, scheduler, keeper
-        self._suspect: tuple[str, str, float] | None = None  # who failed alone, why, and when
+        self._suspect: tuple[str, str, float] | None = None
+        """Key of the session that failed alone, the reason, and the time."""
 
     @property
     def probing_since(self) -> float | None:
-        """When the probe that runs now was asked for; None without one."""
+        """Time when the running probe was requested; None if none runs."""
         return None if self._suspect is None else self._suspect[2]
 
     def batch_failed(self, failure: ee.BatchFailed, now: float) -> None:
@@ -286,7 +298,8 @@ class Containment:
         self._registry.actions.append(ee.RunProbe(request))
 
     def probe_done(self, broken: str | None) -> None:
-        """The probe ended; ``broken`` says what failed, None that the target works."""
+        """Handle the end of the probe; ``broken`` says what failed, None means that the target
+        works."""
         assert self._suspect is not None
         (key, why, _), self._suspect = self._suspect, None
         self._keeper.release(_PROBE_KEY)
@@ -296,7 +309,7 @@ class Containment:
             self.give_up(f"{why}; then a probe failed: {broken}")
 
     def end(self, key: str, code: FaultCode, why: str) -> None:
-        """End one session; its device may come back in a second."""
+        """End one session; its device may come back after a second."""
         if code is FaultCode.INTERNAL:
             self._keeper.distrust(key)
         self._registry.end(key, Fault(code, why, retry_after_s=1.0))
@@ -310,23 +323,28 @@ class Containment:
 
 @dataclass(frozen=True, slots=True)
 class DraftingRound:
-    """Steps of the verifier's own draft model, for these sessions."""
+    """The running steps of the server model, and the sessions that take part in them."""
 
     started_at: float
     sessions: Mapping[str, VerifySession]
 
 
 SWEEP_S = 2.0
-"""How often sessions are looked through for leases and silences that have run out. It is a small
-part of each of these times, which are 5 s and more."""
+"""Interval at which sessions are searched for expired leases and silences. It is a small part of
+each of those times, which are 5 s and more.
+"""
 LAST_RECEIVED_WITHIN_S = 5.0
-"""A finished stream waits so long for its device to acknowledge the end of the text: a session
-whose end was received is forgotten at once, and need not be kept for its lease."""
+"""Time for which a finished stream waits for its device to acknowledge the end of the output. A
+session whose end was acknowledged is removed at once instead of being kept for its lease.
+"""
 
 
 class VerifyEngine:
-    """``contain`` False lets an exception of a session's machine out, for tests. ``adapters``: the
-    target serves these beside ``model``."""
+    """The pure machine that a verifier's driver and the simulator run.
+
+    ``adapters`` are the adapters that the target serves beside ``model``. With ``contain`` False an
+    exception in a session is raised instead of ending that session, for tests.
+    """
 
     def __init__(
         self,
@@ -360,10 +378,10 @@ class VerifyEngine:
         self.keeper.over_rate = self._scheduler.fairness.over_rate
         self.draft_counts = self.registry.guesses.counts
         self._round: DraftingRound | None = None
-        """The round of the verifier's own draft model that runs."""
+        """The round of the server model that runs now."""
         self._may_draft = engine_limits.drafter
         self._draft_steps = 0
-        """Of the target's own speculator, in the pass that runs."""
+        """Tokens that the engine speculator proposes in the pass that runs."""
         self._deadlines: list[tuple[float, str]] = []
         self._sweep_at: float | None = None
         self._containment = Containment(self.registry, self._scheduler, self.keeper)
@@ -385,7 +403,7 @@ class VerifyEngine:
 
     @property
     def running(self) -> bool:
-        """Whether the target's thread is at work."""
+        """True while the target's thread works."""
         busy = self._scheduler.running is not None or self._round is not None
         return busy or self._containment.probing_since is not None
 
@@ -439,7 +457,7 @@ class VerifyEngine:
         return actions
 
     def _owner_of(self, key: str) -> str:
-        # What an adapter has computed is of no use to another one.
+        # Rows that one adapter has computed cannot be used with another.
         adapter = self.registry.adapter_of(key)
         if self.engine_limits.share_prefixes is SharePrefixes.ALL:
             return adapter and f"\0{adapter}"
@@ -449,7 +467,7 @@ class VerifyEngine:
     # --- between events --------------------------------------------------------------------
 
     def _look_after(self, now: float) -> None:
-        """Forget what is over, free what is finished, put in line what may use a pass."""
+        """Remove ended sessions, free finished ones, and queue the others that may use a pass."""
         registry = self.registry
         while keys := registry.touched:
             registry.touched = {}
@@ -472,13 +490,14 @@ class VerifyEngine:
             self._sweep_at = now + SWEEP_S
 
     def _watch(self, key: str, now: float) -> None:
-        """Remember when to look at the session again, if it wishes so."""
+        """Schedule a review of the session at its deadline, if it has one."""
         session = self.sessions.get(key)
         if session is not None and session.deadline is not None and session.deadline > now:
             heapq.heappush(self._deadlines, (session.deadline, key))
 
     def _wake(self, now: float) -> None:
-        """Sessions whose deadline has come might use a pass, or be over."""
+        """Mark the sessions whose deadline has passed for review; they may use a pass, or have
+        ended."""
         while self._deadlines and self._deadlines[0][0] <= now:
             due, key = heapq.heappop(self._deadlines)
             session = self.sessions.get(key)
@@ -517,13 +536,13 @@ class VerifyEngine:
             self.registry.actions.append(ee.RunBatch(requests, self._draft_steps))
 
     def _start_round(self, now: float) -> bool:
-        """Let the verifier's own model draft before the next pass, if that pays."""
+        """Start a round of the server model before the next pass, if that pays."""
         if not self._may_draft:
             return False
         action = self._scheduler.draft(self.sessions, self.registry.ask_chain, now)
         self._report_drafts()
         if action is None:
-            self._look_after(now)  # who failed when it was asked leaves the line
+            self._look_after(now)  # a session that failed leaves the queue
             return False
         keys = [start.step.key for start in action.starts]
         self._round = DraftingRound(now, {key: self.sessions[key] for key in keys})
@@ -531,7 +550,7 @@ class VerifyEngine:
         return True
 
     def _drafts_done(self, event: ee.DraftsDone, now: float) -> float:
-        """Hand over the chains; when the round had begun."""
+        """Distribute the chains to their sessions; return when the round had begun."""
         assert self._round is not None
         began_at, sessions, self._round = self._round.started_at, self._round.sessions, None
         self._scheduler.drafted(event)
@@ -549,7 +568,7 @@ class VerifyEngine:
             self.registry.actions.append(ee.ReportDraftsRest(why))
 
     def _drafts_failed(self, why: str) -> None:
-        """Drafts are hints: without the model that makes them, texts go on."""
+        """Stop using the server model after it failed; sessions continue without its drafts."""
         self._round, self._may_draft = None, False
         self.draft_counts.failures += 1
         self.registry.actions.append(ee.ReportDraftsOff(why))
@@ -584,7 +603,7 @@ class VerifyEngine:
             self.keeper.settle(request, session.prefix.length)
             device.nodes += request.drafted
             device.accepted += session.device_accepted - taken
-        if tokens:  # else it did not sample
+        if tokens:  # a pass without tokens did not sample
             self._scheduler.price.note_tokens(tokens)
 
     # --- the end ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""What can happen to a ``VerifyEngine``, what it asks of its driver, and the bounds it keeps.
+"""Events and actions of a ``VerifyEngine``, and the limits it keeps.
 
-Streams are named by a number the driver chooses; sequences in the target's cache by session id.
+Streams are named by a number that the driver chooses; sequences in the target's cache are named by
+session id.
 """
 
 from __future__ import annotations
@@ -23,32 +24,34 @@ class EngineLimits:
     max_rows_per_pass: int = 1024
     """Rows of one packed pass: fed tokens and nodes of all its sessions."""
     max_rows_per_session: int = 512
-    """Of these, one session's; a longer prompt is fed in several passes."""
+    """Rows of one session in a pass; a longer prompt is fed in several passes."""
     max_sessions_per_peer: int = 0
-    """Of the sessions, those of one peer (a device's address); 0: as many as there are."""
+    """Sessions of one peer (a device's address); 0 means no limit but ``max_sessions``."""
     cache: CacheShape | None = None
-    """The target's key-value cache; None: it has room for whatever is admitted."""
+    """The target's KV cache; None if it has room for whatever is admitted."""
     share_prefixes: SharePrefixes = SharePrefixes.ALL
-    """Whose cached prefixes a session may use; without ``cache`` there is nothing to share."""
+    """Which sessions may share cached prefixes; without ``cache`` there is nothing to share."""
     stall_s: float = 20.0
-    """A device that acknowledges nothing for so long, though it should, counts as gone. TCP sends a
-    packet six times in that time; a phone in a tunnel comes back to its lease."""
+    """Seconds after which a device that owes an acknowledgement counts as gone. TCP sends a packet
+    six times in that time; a phone in a tunnel comes back within its lease."""
     silence_s: float = 10.0
-    """A device that was sent nothing for so long is sent a sign of life. It is a third of the time
-    after which devices take a link for broken (``ReconnectPolicy.silence_s``)."""
+    """Seconds without a message after which a device is sent a sign of life. This is a third of the
+    time after which devices take a link for broken (``ReconnectPolicy.silence_s``)."""
     stuck_pass_s: float = 600.0
-    """A pass that takes longer never ends: the target hangs. The first pass of an engine compiles
-    its kernels, which takes minutes."""
+    """Seconds after which a pass is taken to hang. The first pass of an engine compiles its
+    kernels, which takes minutes."""
     server_drafts: bool = False
-    """May passes carry guesses of the verifier's own? (``served_drafts.py``)"""
+    """True if passes may carry nodes of server lookup (``served_drafts.py``)."""
     trees: bool = True
-    """Can the target verify trees? If not, a pass has the likeliest chain of each."""
+    """True if the target can verify trees. Otherwise each session's part of a pass is its likeliest
+    chain."""
     drafter: bool = False
-    """Has the verifier a draft model of its own? (``own_drafts.py``)"""
+    """True if the verifier has a draft model of its own (``own_drafts.py``)."""
     own_drafts: int = 0
-    """As ``PassShape.own_drafts``."""
+    """Most tokens that the engine speculator can propose, as in ``PassShape.own_drafts``."""
     rules: tuple[str, ...] = (EXACT_RULE,)
-    """Acceptance rules that devices may ask for, by name (any parameters) or with these alone."""
+    """Acceptance rules that devices may ask for. A bare name allows all parameters; a name with
+    parameters allows only these."""
 
 
 # --- events ---------------------------------------------------------------------------------
@@ -59,13 +62,13 @@ class StreamOpened:
     stream: int
     request: Open
     peer: str = ""
-    """Whom the session counts for: the device's address."""
+    """The device's address, for which ``max_sessions_per_peer`` holds."""
     credential: Credential = ANYBODY
 
 
 @statically_frozen
 class StreamMessage:
-    """Any later message of a stream."""
+    """A later message of a stream."""
 
     stream: int
     message: Draft | Received | Cancel
@@ -73,7 +76,7 @@ class StreamMessage:
 
 @statically_frozen
 class StreamLost:
-    """The device let go, or the link broke."""
+    """The device closed the stream, or the link broke."""
 
     stream: int
 
@@ -81,25 +84,29 @@ class StreamLost:
 @statically_frozen
 class BatchDone:
     results: tuple[PassResult, ...]
-    """In the order of the batch's requests, less those whose sequence failed before the pass."""
+    """Results in the order of the batch's requests, without requests whose sequence failed before
+    the pass."""
     target_s: float | None = None
-    """What the target itself took; None: it is not known apart from the time until this event."""
+    """Seconds that the target itself took; None if only the time until this event is known."""
     behind: tuple[int, ...] = ()
-    """Streams on which something of before this pass waits to leave. Their sessions take part in
-    no pass until ``StreamCaughtUp``: a token that cannot leave helps nobody."""
+    """Streams whose send queue still holds messages from before this pass. Their sessions take part
+    in no pass until ``StreamCaughtUp``, since a token that cannot be sent is of no use."""
 
 
 @statically_frozen
 class StreamCaughtUp:
-    """All that a stream of ``BatchDone.behind`` was to be sent has left."""
+    """The send queue of a stream from ``BatchDone.behind`` is empty."""
 
     stream: int
 
 
 @statically_frozen
 class BatchFailed:
-    """Nothing was cached or sampled. ``full``: the target had no room. ``culprit``: the session
-    that it failed for, where that is known; ``requested``: for what its device asked for."""
+    """The pass failed; nothing was cached or sampled.
+
+    ``full``: the target had no room. ``culprit``: the session that caused the failure, if known.
+    ``requested``: the failure follows from what that session's device requested.
+    """
 
     why: str
     full: bool = False
@@ -109,15 +116,18 @@ class BatchFailed:
 
 @statically_frozen
 class DraftsFailed:
-    """The draft model failed in a round: it is not asked any more."""
+    """The server model failed in a round; it is not used any more."""
 
     why: str
 
 
 @statically_frozen
 class SequenceFailed:
-    """The target could not open the sequence (``full``: for want of room), or keep its nodes. Said
-    before the ``BatchDone`` of the pass that the sequence misses."""
+    """The target could not open the sequence, or could not keep its nodes.
+
+    ``full``: it had no room for the sequence. This event comes before the ``BatchDone`` of the pass
+    in which the sequence is missing.
+    """
 
     key: str
     why: str
@@ -126,14 +136,14 @@ class SequenceFailed:
 
 @statically_frozen
 class ProbeDone:
-    """How ``RunProbe`` ended: ``why`` says what failed, None that the target works."""
+    """The result of ``RunProbe``: ``why`` says what failed, None means that the target works."""
 
     why: str | None = None
 
 
 @statically_frozen
 class Poll:
-    """The deadline has come."""
+    """The engine's deadline has come."""
 
 
 StreamEvent = StreamOpened | StreamMessage | StreamLost | StreamCaughtUp
@@ -146,7 +156,7 @@ EngineEvent = StreamEvent | TargetEvent | Poll
 
 @statically_frozen
 class SendTo:
-    """Hand this message to the stream, in order."""
+    """Send this message on the stream, in order."""
 
     stream: int
     message: Downlink
@@ -154,7 +164,7 @@ class SendTo:
 
 @statically_frozen
 class CloseStream:
-    """End the stream after what was sent on it; no ``StreamLost`` need follow."""
+    """Close the stream after its messages were sent; no ``StreamLost`` need follow."""
 
     stream: int
 
@@ -166,22 +176,23 @@ class OpenSequence:
     key: str
     prompt_length: int
     sampling: SamplingParams
-    text: tuple[int, ...] = field(default=(), repr=False)  # long, and its stream's first message
-    """The committed tokens so far: the prompt, and what a device brought with it."""
-    adapter: str = field(default="", repr=False)  # as its stream's first message says
-    """The name of one of the target's; empty: none."""
+    # The next two are not shown: the stream's first message contains them, and the text is long.
+    text: tuple[int, ...] = field(default=(), repr=False)
+    """The committed tokens so far: the prompt, and the tokens that a resuming device brought."""
+    adapter: str = field(default="", repr=False)
+    """Name of the target's adapter to use; empty for none."""
 
 
 @statically_frozen
 class CloseSequence:
-    """Free it again."""
+    """Free the sequence."""
 
     key: str
 
 
 @statically_frozen
 class KeepNodes:
-    """Which nodes of its last pass stay cached (``ports.TargetModel.keep``)."""
+    """Keep these nodes of the sequence's last pass in the cache (``ports.TargetModel.keep``)."""
 
     key: str
     nodes: tuple[int, ...]
@@ -189,8 +200,11 @@ class KeepNodes:
 
 @statically_frozen
 class RunBatch:
-    """One packed forward pass; answer with ``BatchDone`` or ``BatchFailed``. A target that
-    speculates by itself proposes ``draft_steps`` tokens behind it (``ports.set_draft_steps``)."""
+    """Run one packed pass; answer with ``BatchDone`` or ``BatchFailed``.
+
+    An engine speculator proposes ``draft_steps`` tokens behind the pass
+    (``ports.set_draft_steps``).
+    """
 
     requests: tuple[PassRequest, ...]
     draft_steps: int = 0
@@ -205,7 +219,7 @@ class RunProbe:
 
 @statically_frozen
 class ReportFailure:
-    """Write down for the operator what went wrong with one session; it has been ended."""
+    """Log for the operator what went wrong with one session, which has been ended."""
 
     key: str
     details: str
@@ -214,22 +228,22 @@ class ReportFailure:
 
 @statically_frozen
 class ReportDraftsOff:
-    """Write down for the operator why the verifier's own model drafts no more; texts go on."""
+    """Log for the operator why the server model drafts no more; sessions continue without it."""
 
     why: str
 
 
 @statically_frozen
 class GiveUp:
-    """The target is broken: say so to health checks and end the process with a failure."""
+    """Report to health checks that the target is broken, and end the process with a failure."""
 
     why: str
 
 
 @statically_frozen
 class ReportDraftsRest:
-    """Write down for the operator that the verifier's own model drafts less often from now on, or
-    as often as before, and why."""
+    """Log for the operator that the server model drafts less often from now on, or as often as
+    before, and why."""
 
     why: str
 

@@ -1,34 +1,38 @@
-"""Who may take part in the pass that is being formed: fair between credentials, then sessions.
+"""Decides which sessions may take part in a pass: fair between credentials, then between sessions.
 
-Theory of operation. A pass ends for all its sessions at once, so each of them makes it longer for
-everybody. What a session adds is its *marginal time*, ``session_s + extra_rows * row_s``, learned
-from the passes of late (``PlaneEstimator``), and no less than it costs the event loop (``LOOP_S``).
-Of a pass, no credential takes more than its share:
+Theory of operation. A pass ends for all its sessions at once, so each session makes it longer for
+all others. The time that a session adds is its *marginal time*, ``session_s + extra_rows * row_s``,
+learned from recent passes (``PlaneEstimator``), and at least the time it costs the event loop
+(``LOOP_S``). No credential may add more to a pass than its share:
 
-    share_s = T / n      n credentials want the pass, and T is how long it takes
+    share_s = T / n      n credentials want the pass, and the pass takes T
 
-so a crowd cannot hold up those who ask for little: share_s is the ``water_level`` of base_s, what
-nobody added, over what each wants to add. Who is alone has no limit, where all want the same nobody
-is held back, and everybody may add one session.
+So a credential with many sessions cannot slow down those with few. share_s is the ``water_level``
+of base_s, the part of the pass that no session adds, over the times that the credentials want to
+add. A credential alone has no limit. If all credentials want equal times, no session is held back.
+Every credential may add one session.
 
-Worked example. base_s 20 ms, a session adds 1 ms; one key has 200 sessions, 20 keys have one each.
-Then share_s = (20 + 20) / (21 - 1) = 2 ms: two sessions of the crowd enter a pass of 42 ms, and the
-others keep 40 / 42 = 0.95 of the pace that they would have without it.
+Worked example. base_s is 20 ms, a session adds 1 ms; one credential has 200 sessions, 20
+credentials have one each. Then share_s = (20 + 20) / (21 - 1) = 2 ms: two of the 200 sessions enter
+a pass of 42 ms, and the other credentials keep 40 / 42 = 0.95 of the speed that they would have
+without them.
 
-What a credential may add but cannot use, because a whole session is more, is remembered as its
-*deficit* (Shreedhar and Varghese 1995). Its sessions take turns: who was left out stays ahead.
+The part of its share that a credential cannot use, because a whole session needs more, is carried
+over as its *deficit* (Shreedhar and Varghese 1995). The sessions of a credential take turns: a
+session that was left out stays ahead.
 
-Priorities. A credential's share is that among those of its own and of higher priority, and its
-sessions stand in front of those of lower priority; who was left out of ``AGE_PASSES`` passes in a
-row goes to the front whatever its priority, so nobody starves. Prompts: the credential that was fed
-the fewest prompt rows comes first (virtual token counters, Sheng et al. 2401.00588); one that comes
-anew starts at the least count of those that are there.
+Priorities. A credential's share is computed among the credentials of its own and of higher
+priority, and its sessions precede those of lower priority. A session that was left out of
+``AGE_PASSES`` passes in a row moves to the front whatever its priority, so that none starves.
+Prompts: the credential that was fed the fewest prompt rows comes first (virtual token counters,
+Sheng et al. 2401.00588); a new credential starts at the least count of those present.
 
-``Credential.tokens_per_s`` fills a bucket of a second's tokens (``LEAST_BURST`` at least). Sessions
-of a credential whose bucket is overdrawn wait; ``wake_at`` says until when.
+``Credential.tokens_per_s`` fills a bucket that holds the tokens of one second (``LEAST_BURST`` at
+least). Sessions of a credential whose bucket is overdrawn wait; ``wake_at`` is the time at which
+the first of them may go on.
 
 Invariants: with one credential without a rate every session is admitted; of every credential that
-wants the pass and is within its rate at least one session is.
+wants the pass and is within its rate at least one session is admitted.
 """
 
 from __future__ import annotations
@@ -45,17 +49,20 @@ AGE_PASSES = 8
 LEAST_BURST = 8.0
 MAX_ACCOUNTS = 4096
 CONTENDED_S = 30.0
-"""A credential that wanted a pass this recently is likely to want another one soon."""
+"""Seconds for which a credential that wanted a pass is expected to want another one."""
 LOOP_S = 2e-4
-"""What a session of a pass costs the event loop: its commit is made and written while the next pass
-runs, so passes do not tell. Measured 0.3 ms (docs/measurements.md); this is what may be left."""
-# Levels are compared with this tolerance: a sum of floats may stay this short of a debt's end.
+"""Seconds that a session in a pass costs the event loop at least. The commit is made and written
+while the next pass runs, so the durations of passes do not show this cost. The estimate errs low:
+0.3 ms were measured (docs/measurements.md).
+"""
+# Tolerance for comparing bucket levels: a sum of floats may stay this short of a paid debt.
 _TOKEN = 1e-6
 
 
 @dataclass(slots=True)
 class Account:
-    """What is known of one credential; ``left_s`` is what its sessions may still add."""
+    """The state of one credential; ``left_s`` is the time that its sessions may still add to the
+    pass."""
 
     credential: Credential
     bucket: TokenBucket | None = None
@@ -67,17 +74,22 @@ class Account:
 
 
 class Fairness:
-    """``credential_of`` is the engine's own table, by session; others belong to ``ANYBODY``."""
+    """Shares of a pass between credentials.
+
+    ``credential_of`` is the engine's own table, by session id; a session without an entry belongs
+    to ``ANYBODY``.
+    """
 
     def __init__(self, credential_of: Mapping[str, Credential]) -> None:
         self.wake_at: float | None = None
-        """When a session that waits only for its credential's rate may go on."""
+        """Time at which a session that waits only for its credential's rate may go on; None if none
+        waits."""
         self._credential_of = credential_of
         self._accounts: dict[str, Account] = {}
         self._took_s = PlaneEstimator()
         self._rows = MovingAverage(0.05)
         self._fed: set[str] = set()
-        """Credentials that had a prompt in the last line."""
+        """Credentials that had a prompt in the queue for the last pass."""
         self._last_seen: tuple[str, float] | None = None
         """The credential that wanted a pass last, and when."""
         self._contended_until = -inf
@@ -85,7 +97,7 @@ class Fairness:
     # --- before the pass -------------------------------------------------------------------
 
     def plan(self, decoding: Sequence[str], prompts: Iterable[str], now: float) -> None:
-        """A pass is being formed for these sessions, which want it."""
+        """Compute the shares of the pass that is being formed for these sessions, which want it."""
         self.wake_at = None
         counts: dict[str, int] = {}
         credential_of, known = self._credential_of.get, self._accounts
@@ -117,11 +129,15 @@ class Fairness:
                     _allow(one, wants[one.credential.name], share, session_s)
 
     def is_contended(self, now: float) -> bool:
-        """Return whether two credentials wanted passes within ``CONTENDED_S``, or lately did."""
+        """Return True if two credentials wanted passes within ``CONTENDED_S`` of each other, until
+        that long after the last time."""
         return now < self._contended_until
 
     def first_come(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
-        """The keys by priority, else as they are; ``left_out``: of how many passes in a row."""
+        """Return the session ids ordered by priority, otherwise in the given order.
+
+        ``left_out`` counts how many passes in a row each session was left out of.
+        """
         if len({self._of(key).priority for key in keys}) < 2:
             return keys
         return sorted(
@@ -129,8 +145,11 @@ class Fairness:
         )
 
     def prompts_in_turn(self, keys: list[str], left_out: Mapping[str, int]) -> list[str]:
-        """The prompts by priority, then by how many rows their credential was fed, else as they
-        are. Call it once a pass, with all that are in line."""
+        """Return the prompts ordered by priority, then by the prompt rows that their credential was
+        fed, otherwise in the given order.
+
+        Call this once per pass, with all prompts that wait.
+        """
         names = {self._of(key).name for key in keys}
         if len(names) > 1:
             known = [self._accounts[name].prompt_rows for name in names & self._fed]
@@ -144,8 +163,11 @@ class Fairness:
         return self.first_come(sorted(keys, key=lambda key: rows[self._of(key).name]), left_out)
 
     def admits(self, key: str, now: float, *, prompt: bool) -> bool:
-        """Whether the session may take part in the pass beside those that were counted. Prompts
-        have rows of their own, which they share by turns."""
+        """Return whether the session may join the pass beside the sessions that were counted so
+        far.
+
+        Prompts are limited by prompt rows instead, which their credentials share by turns.
+        """
         account = self._accounts[self._credential_of.get(key, ANYBODY).name]
         if account.left_tokens < -_TOKEN:
             if account.bucket is not None and (overdrawn := account.bucket.wait_s(now)) > 0.0:
@@ -175,7 +197,7 @@ class Fairness:
     # --- after the pass --------------------------------------------------------------------
 
     def note(self, sessions: int, rows: int, took_s: float) -> None:
-        """A pass that sampled is over; it had so many sessions and, in all, rows."""
+        """Record a finished pass that sampled: its sessions, all its rows, and its duration."""
         self._took_s.add(sessions, rows - sessions, took_s)
 
     def note_rows(self, rows: int) -> None:
@@ -223,7 +245,8 @@ class Fairness:
 
 
 def _allow(account: Account, want_s: float, share: float, session_s: float) -> None:
-    """Set what the credential may add to this pass, with what the last ones left of its share."""
+    """Set what the credential may add to this pass, including what earlier passes left of its
+    share."""
     if want_s <= share:
         account.left_s, account.deficit_s = inf, 0.0
         return
@@ -232,7 +255,8 @@ def _allow(account: Account, want_s: float, share: float, session_s: float) -> N
 
 
 def _took_s(slopes: tuple[float, float], rows: float) -> float:
-    """What a session with so many rows adds, by the plane's slopes along sessions and rows."""
+    """Return the seconds that a session with ``rows`` rows adds, given the plane's slopes along
+    sessions and rows."""
     session_s, row_s = slopes
     return max(LOOP_S, max(0.0, session_s) + max(0.0, row_s) * (rows - 1.0))
 

@@ -1,54 +1,59 @@
-"""The verifier drafts too: how many steps its own draft model runs before a pass, and for whom.
+"""The server model: how many steps the verifier's own draft model runs before a pass, and for whom.
 
 Theory of operation. A session that is to take part in the next pass has a *path*: the likeliest
-nodes that are there, of its device or from the text. The verifier's draft model may add a *chain*
-behind it. Its steps are packed: one step guesses one token more for every session in it. They run
-before the pass, in a *round*, and one sum says when to stop (goodput, as in SmartSpec, arXiv
-2406.14066, which chooses one length for all; here each step chooses its sessions, and knows how
-sure the draft was of the guesses before):
+nodes that other sources (its device, server lookup) offer. The draft model may add a *chain* behind
+it. Its steps are packed: one step proposes one more token for every session in it. The steps run
+before the pass, in a *round*, and one sum decides when to stop (goodput, as in SmartSpec, arXiv
+2406.14066, which chooses one length for all sessions; here each step chooses its sessions, and the
+draft's confidence in the earlier tokens is known):
 
     a step for the sessions A pays while   mean over A of p_i  >  x * (1 + max(r, x / 4)),
     x = r + G * step_s / |A|,   r = G * row_s
 
-with p_i the chance that session i's text goes through its chain so far and the next guess, row_s
-what the session's row takes in the step and in the pass, step_s what the step takes besides, and G
-the tokens a second that the pass would bring if the round ended now. G is larger by the prompts
-that wait for the pass, and leaves out the time that prompt rows take (``row_price.py``). So x is
-what a session's part of the step costs, in tokens. A row costs once more, since a miss falls on
-those who have only the longer pass of it; and a dear step has to be more than worth it, for chances
-are estimates, too good for the texts that are hardest to guess. A session is in A if p_i is more
-than its row costs, and enough for the node to be let into the pass. Each p_i falls with every step,
-so the first step that does not pay ends the round. One session, passes of 25 ms and steps of 2.5
-ms, guesses right with 0.88, rows for nothing: G begins at 40 tokens a second, so the first step has
-to bring 0.10 of a token. After eight steps it is 5.7 tokens in 45 ms: the next has to bring 0.34,
-and 0.88**9 is 0.32.
+p_i is the probability that session i's output goes through its chain so far and the next token;
+row_s is the time that the session's row takes in the step and in the pass; step_s is the time that
+the step takes besides; G is the goodput in tokens per second that the pass would have if the round
+ended now. G is raised for the prompts that wait for the pass, and leaves out the time of prompt
+rows (``row_price.py``). So x is the cost of a session's part of the step, in tokens.
 
-Each step names ``CHOICES`` tokens for its place. The chain goes on with the best of them; the
+The factor on the right is a margin, for two reasons. A rejected token makes the pass longer for
+sessions that gain nothing from it, so a row has to bring more than it costs. Estimates are too
+optimistic for text that is hard to predict, so an expensive step has to bring clearly more than it
+costs. A session is in A if p_i exceeds the cost of its row, and is high enough for the node to be
+let into the pass. Each p_i falls with every step, so the first step that does not pay ends the
+round.
+
+Worked example: one session, passes of 25 ms and steps of 2.5 ms, tokens accepted with 0.88, rows
+that cost nothing. G begins at 40 tokens per second, so the first step has to bring 0.10 of a token.
+After eight steps G is 5.7 tokens in 45 ms: the next step has to bring 0.34, and 0.88**9 is 0.32.
+
+Each step offers ``CHOICES`` candidates for its place. The chain goes on with the best of them; the
 others become nodes beside it if they are worth their rows (siblings without replacement, as in RSD,
 arXiv 2402.14160): where the chain is wrong, one of them is often right.
 
-What the device brings does not count against a step. It would have a pass later what the chain
-brings now, so eight devices kept each other's verifier from drafting, at 0.83 of its speed.
+Nodes that the device would bring later do not count against a step. The device would bring one pass
+later what the chain brings now; when they did count, eight devices kept each other's verifier from
+drafting, at 0.83 of its speed.
 
-A prompt is read if the guesses behind it repay its rows within ``PAID_BACK_IN`` passes: on a full
-verifier, whose passes go to prompts, they do not.
+The draft model reads a prompt only if the tokens it can propose behind it repay the prompt's rows
+within ``PAID_BACK_IN`` passes. On a full verifier, whose passes go to prompts, they do not.
 
-Chances come from what was counted (``estimators.GuessChances``): of a guess that is not made yet,
-how often this session's guesses were right; once it is made, how often guesses of that confidence
-were. They are kept for greedy and sampled texts apart, for all sessions together, and a session's
-own rate begins at everybody's. Where nothing pays, one step in ``PROBE_EVERY`` passes is run all
-the same, so that it is noticed when that changes; a step that is longer than a pass as much more
-seldom.
+Probabilities come from counts (``estimators.GuessChances``). Before a token is proposed, its
+probability is the acceptance rate of this session's chain; once it is proposed, the acceptance rate
+of tokens of that confidence. The counts are kept for greedy and sampled outputs apart and are
+shared by all sessions; a session's own rate begins at the shared rate. Where no step pays, one step
+in ``PROBE_EVERY`` passes is run all the same, so that a change is noticed. A step that is longer
+than a pass is run proportionally less often.
 
-A step may bring no guess at all (the model has no room, does not know a token of the text, or
-computes no numbers), after which it has to be fed the whole text again. Such a session has no chain
-for ``FIRST_REST`` passes, then for twice as many, up to ``MOST_REST``. When ``EMPTY_ROUNDS`` rounds
-in a row brought no guess for anybody, the model rests in the same way for all, from ``PROBE_EVERY``
-passes on, and is tried on the shortest text. The operator is told when it begins to rest, and when
-it guesses again.
+A step may propose no token at all: the model has no room, does not have a token of the text in its
+vocabulary, or computes no finite numbers. The model then has to be fed the whole text again. Such a
+session has no chain for ``FIRST_REST`` passes, then for twice as many, up to ``MOST_REST``. When
+``EMPTY_ROUNDS`` rounds in a row proposed no token for any session, the model rests in the same way
+for all, beginning with ``PROBE_EVERY`` passes, and is tried on the shortest text. A log line
+reports when it begins to rest, and when it proposes tokens again.
 
-A target that speculates by itself (vLLM) proposes a chain behind each pass instead; the same sum
-chooses its length beforehand, by the mean chance alone.
+An engine speculator (vLLM) proposes a chain behind each pass instead. The same sum chooses its
+length beforehand, from the mean acceptance rate alone.
 """
 
 from __future__ import annotations
@@ -69,14 +74,17 @@ from edgespec.core.statically_frozen import statically_frozen
 
 LONGEST_CHAIN: Final = 16
 MOST_STEPS: Final = 4
-"""Of a round that prompts of the target wait for."""
+"""Most steps of a round for which prompts of the target wait."""
 CATCH_UP: Final = 32
-"""A sequence that lacks more tokens than this is fed apart from the guessing, like a prompt."""
+"""Most missing tokens that a sequence is fed in a guessing step. A sequence that lacks more is fed
+apart from guessing, like a prompt.
+"""
 PROMPT_ROWS: Final = 512
-"""Then at most so many tokens of it a round."""
+"""Most tokens of such a sequence that one round feeds."""
 PROMPT_SHARE: Final = 0.25
-"""Of the time of a pass, what a round spends on prompts, once the time of a row is known; at most
-``MOST_PROMPT_ROWS``."""
+"""Share of a pass that a round spends on prompts, once the time of a row is known; at most
+``MOST_PROMPT_ROWS`` rows.
+"""
 MOST_PROMPT_ROWS: Final = 4096
 PAID_BACK_IN: Final = 32
 PROBE_EVERY: Final = 64
@@ -84,25 +92,28 @@ FIRST_REST: Final = 8
 MOST_REST: Final = 512
 EMPTY_ROUNDS: Final = 8
 FIRST_RATE: Final = 0.7
-"""Guesses are taken to be right so often until some were judged, and so few trials count as much:
-a draft that is always wrong is given up after twenty."""
+"""Acceptance rate assumed before any verdict. Its weight is so small that an always wrong drafter
+stops after twenty tokens.
+"""
 LEAST_PASS_S: Final = 1e-6
-"""A clock may say that a pass took no time."""
+"""Least duration of a pass, since a coarse clock may measure 0."""
 SURE_RATE: Final = 0.98
-"""No chain is taken to be better than that: a longer one costs little, and a miss is dear."""
+"""Highest acceptance rate assumed of a chain. A chain that is even longer saves little, and a
+rejected token is expensive.
+"""
 
 CHOICES: Final = 4
 OTHER_RATE: Final = 0.05
-"""Other choices are taken to be right so often until some were judged."""
+"""Acceptance rate assumed of candidates beside the chain before any verdict."""
 LEAST_OTHER: Final = 0.02
-"""Those that are right less often are not looked at."""
+"""Candidates beside the chain with a lower probability are not considered."""
 
 _MEMORY, _EVERYBODYS_WEIGHT, _OWN_WEIGHT = 0.98, 3.0, 6.0
 
 
 class ChainChances:
-    """How likely guesses of the draft model are right: of one kind of text, greedy or sampled, for
-    all sessions of a verifier."""
+    """Acceptance statistics of the draft model, for either greedy or sampled outputs, over all
+    sessions of a verifier."""
 
     def __init__(self) -> None:
         self.by_confidence = GuessChances()
@@ -110,38 +121,43 @@ class ChainChances:
 
 
 class ChainRecord:
-    """One session's chain: what the draft model's cache holds of its text, what it guessed behind
-    it, and how often it was right here."""
+    """One session's chain: the text in the draft model's cache, the tokens proposed behind it, and
+    their acceptance rate."""
 
     def __init__(self, chances: ChainChances) -> None:
         self.tokens: tuple[int, ...] = ()
-        """What is guessed behind the text: a path of other sources' guesses, then the model's."""
+        """The proposed tokens behind the text: the path from other sources, then the model's own
+        chain."""
         self._everybodys = chances
         self._rate = DecayedRate(_MEMORY, _OWN_WEIGHT)
         self._path: tuple[int, ...] = ()
         self._reaches: list[float] = []
-        """Of each token of the path, and then of the chain, that the text goes through it."""
+        """Probability that the output goes through each token of the path, and then of the
+        chain."""
         self._guesses: tuple[tuple[Candidate, ...], ...] = ()
-        """The chain, as in ``Chain``, where the model says how sure it is."""
+        """The candidates of the chain as in ``Chain``, if the model reports its confidence."""
         self._cached: list[int] = []
         self._checked = 0
-        """So many of the cached tokens are known to be the text's."""
+        """Leading cached tokens that are known to equal the text."""
         self._empty_rounds = self._rests = 0
-        """Rounds in a row that brought no guess here, and passes for which there is no chain."""
+        """Rounds in a row that proposed no token here, and passes for which there is no chain."""
 
     @property
     def rate(self) -> float:
-        """The chance that a guess is right before it is made."""
+        """Probability that a token of the chain is accepted, before the token is proposed."""
         return min(SURE_RATE, self._rate.rate(self._everybodys.rate.rate(FIRST_RATE)))
 
     def begin(
         self, key: str, text: Sequence[int], path: tuple[int, ...], reaches: list[float], room: int
     ) -> ChainStart | None:
-        """Take part in a round. ``path`` is the likeliest one behind ``text``, of whose tokens
-        ``reaches`` are the chances; at most ``room`` nodes may lie on it. None: there is no room.
+        """Take part in a round; return None if there is no room for a chain or the session rests.
 
-        The chain begins where a guess is expected to bring most: behind the path's last token, or
-        before one that is right less often than the model is."""
+        ``path`` is the likeliest path behind ``text``, ``reaches`` the probability of each of its
+        tokens. At most ``room`` nodes may lie on path and chain together.
+
+        The chain begins where a proposed token is expected to gain most: behind the path's last
+        token, or in place of a path token that is less likely than the model's own.
+        """
         if self._rests:
             return None
         rate, at, most = self.rate, 0, 0.0
@@ -167,8 +183,8 @@ class ChainRecord:
         )
 
     def _missing(self, text: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """How many cached tokens stay when the sequence goes on with ``text`` and the path, and
-        what it has to be fed: one token at least."""
+        """Return how many cached tokens stay when the sequence goes on with ``text`` and the path,
+        and the tokens to feed, at least one."""
         cached, path, at, end = self._cached, self._path, self._checked, len(text)
         most = min(len(cached), end)
         while at < most and cached[at] == text[at]:
@@ -182,7 +198,7 @@ class ChainRecord:
         return keep, (*text[keep:end], *path[max(0, keep - end) :])
 
     def drafted(self, chain: Chain) -> None:
-        """Note what the round did."""
+        """Record what the round did for this session."""
         if chain.fed is None:
             self._cached, self._checked = [], 0
         else:
@@ -200,8 +216,8 @@ class ChainRecord:
             self._guess(tokens, [chance(0, one.logprob, rate) for one in firsts])
 
     def propose(self, tokens: tuple[int, ...]) -> None:
-        """The target's own speculator guesses these behind the text, and does not say how sure it
-        is."""
+        """Set the tokens that an engine speculator proposes behind the text, without their
+        confidence."""
         self._path, self._reaches, self._guesses = (), [], ()
         self._guess(tokens, [self.rate] * len(tokens))
 
@@ -213,8 +229,12 @@ class ChainRecord:
             self._reaches.append(reach)
 
     def worth(self, least_chance: float, depth: int) -> tuple[list[int], list[int], list[float]]:
-        """The nodes that are at least so likely right, none deeper than ``depth``: tokens, parents
-        as in ``PassRequest``, chances. First the chain, then the other choices beside it."""
+        """Return the nodes with a probability of at least ``least_chance``, none deeper than
+        ``depth``.
+
+        The result holds their tokens, their parents as in ``PassRequest``, and their probabilities.
+        The chain comes first, then the candidates beside it.
+        """
         reaches = self._reaches[:depth]
         count = next((at for at, one in enumerate(reaches) if one < least_chance), len(reaches))
         tokens, parents = list(self.tokens[:count]), list(range(-1, count - 1))
@@ -233,12 +253,13 @@ class ChainRecord:
         return tokens, parents, chances
 
     def note_no_guess(self) -> None:
-        """The target's own speculator ran and proposed nothing for this session."""
+        """Record that the engine speculator ran and proposed nothing for this session."""
         self._rate.add(False)
         self._everybodys.rate.add(False)
 
     def judge(self, committed: Sequence[int]) -> None:
-        """The text went on with these tokens: learn which guesses they confirm, and drop them."""
+        """Learn from the tokens that the output went on with which proposed tokens were right; then
+        drop the chain."""
         self._rests = max(0, self._rests - 1)
         start = len(self._path)
         for at, (guess, token) in enumerate(zip(self.tokens, committed, strict=False)):
@@ -260,54 +281,59 @@ class ChainStart:
     """A session that may take part in a round."""
 
     step: DraftStep
-    """Its first step. One that only feeds (``DraftStep.guess`` False) is not continued."""
+    """The session's first step. A step that only feeds (``DraftStep.guess`` False) is not
+    continued."""
     reach: float
-    """The chance that its text goes through all that is fed."""
+    """Probability that the output goes through all tokens that the step feeds."""
     rate: float
-    """The chance that a guess behind that is right, before it is made."""
+    """Probability that a proposed token behind them is accepted, before it is proposed."""
     most: int
-    """Guesses at most."""
+    """Most tokens to propose."""
     missing: int
-    """Tokens of its text that the model has not read."""
+    """Tokens of the text that the model has not read."""
     chances: GuessChances = field(repr=False)
     expected: float
-    """Tokens that it has of the pass without a chain."""
+    """Tokens that the session expects from the pass without a chain."""
 
 
 @statically_frozen
 class RoundTimes:
-    """Seconds, as measured."""
+    """Measured times of the target and of the draft model, in seconds, and the limits of a
+    round."""
 
     pass_s: float
-    """Of a pass, but what its prompt rows and the verifier's own guesses take."""
+    """Duration of a pass without its prompt rows and without the verifier's own nodes."""
     step_s: float
     step_row_s: float
     pass_row_s: float
     prompt_rows: int
-    """How many tokens of prompts a round may feed."""
+    """Most tokens of prompts that a round may feed."""
     held_up: float = 1.0
-    """As of ``RowPriceKeeper``: prompts that wait for the target wait for the round too."""
+    """As ``RowPriceKeeper.held_up``: prompts that wait for the target wait for the round too."""
     least_chance: float = 0.0
-    """That a node has to be right with to be let into the pass."""
+    """Least probability with which a node is let into the pass."""
     most_steps: int = LONGEST_CHAIN
 
 
 @statically_frozen
 class Chain:
-    """What a round did for one session: ``fed`` went into its cache behind ``keep_length``; None:
-    the model had no room for it."""
+    """The result of a round for one session.
+
+    ``fed`` went into its draft cache behind the first ``keep_length`` tokens; None means that the
+    model had no room for it.
+    """
 
     key: str
     keep_length: int
     fed: tuple[int, ...] | None
     guesses: tuple[tuple[Candidate, ...], ...]
-    """At each place of the chain the model's choices, the best, which the chain goes on with,
-    first."""
+    """The model's candidates at each place of the chain. The first is the best, with which the
+    chain goes on."""
 
 
 @statically_frozen
 class DraftsDone:
-    """A round is over. ``steps``: rows and seconds of each step."""
+    """A round has ended. ``steps`` holds the rows and seconds of each step."""
 
     chains: tuple[Chain, ...]
     steps: tuple[tuple[int, float], ...]
@@ -315,18 +341,18 @@ class DraftsDone:
 
 @statically_frozen
 class RunDrafts:
-    """Run a round: ``DraftRound`` says how; answer with ``DraftsDone`` or ``DraftsFailed``."""
+    """Run a round as ``DraftRound`` directs; answer with ``DraftsDone`` or ``DraftsFailed``."""
 
     starts: tuple[ChainStart, ...]
     times: RoundTimes
     others: int = 0
     """Sessions that decode in the pass without a chain."""
     probe: bool = False
-    """Run the first step whether it pays or not."""
+    """True if the first step runs whether it pays or not."""
 
 
 class _Running:
-    """A session in a round."""
+    """The state of one session in a running round."""
 
     def __init__(self, start: ChainStart) -> None:
         self.start, self.step = start, start.step
@@ -341,15 +367,18 @@ class _Running:
 
 
 class DraftRound:
-    """The steps before one pass. ``next_step`` says what to run, empty at the end; ``take`` hands
-    over what came of it. Runs in the target's thread: it has no part in the engine's state."""
+    """The steps before one pass.
+
+    ``next_step`` returns what to run, empty at the end; ``take`` receives the result. A round runs
+    in the target's thread and shares no state with the engine.
+    """
 
     def __init__(self, action: RunDrafts) -> None:
         self._times, self._probe = action.times, action.probe
         self._running = [_Running(start) for start in action.starts]
         self._batch: list[_Running] = []
         self._sharing = max(1, len(self._running) + action.others)
-        """Those who would share a step in the end: prompts are fed some at a time."""
+        """Sessions that would share a step in the end; prompts are fed only some at a time."""
         self._tokens = action.others + sum(start.expected for start in action.starts)
         self._time_s = max(LEAST_PASS_S, action.times.pass_s)
         self._steps: list[tuple[int, float]] = []
@@ -366,7 +395,7 @@ class DraftRound:
         cost = row + step / max(1, len(batch))
         if sum(one.gain for one in batch) <= len(batch) * _asked(cost, row):
             batch = guessing if self._probe and not self._steps else []
-        if not self._steps:  # prompts are fed once a round, if guesses behind them will pay
+        if not self._steps:  # Prompts are fed once per round, if the tokens behind them will pay.
             cost = row + step / self._sharing
             fed = times.step_row_s * goodput / PAID_BACK_IN
             batch += [
@@ -382,7 +411,7 @@ class DraftRound:
         return [one.step for one in batch]
 
     def take(self, guesses: Sequence[tuple[Candidate, ...]], took_s: float) -> None:
-        """What the step that ``next_step`` asked for brought, in its order."""
+        """Record the candidates of each session in the last step, in the order of ``next_step``."""
         rows = 0
         for one, guess in zip(self._batch, guesses, strict=True):
             step = one.step
@@ -419,14 +448,17 @@ class DraftRound:
 
 
 def _asked(cost: float, row: float) -> float:
-    """What a session's part of a step that costs it ``cost`` tokens, of these ``row`` for its row,
-    has to bring."""
+    """Return the least mean gain at which a step pays, in tokens. ``cost`` is a session's part of
+    the step, ``row`` the part of it that its row costs."""
     return cost * (1.0 + max(row, cost / 4))
 
 
 class DraftTimes:
-    """What the draft model's steps take, measured: of a model that runs in rounds by their rows, of
-    a target's own speculator by how long the passes are in which it ran."""
+    """Measured times of draft steps.
+
+    The steps of a model that runs in rounds are timed by their rows. The steps of an engine
+    speculator are estimated from the durations of the passes in which it ran.
+    """
 
     def __init__(self) -> None:
         self._step_s = MovingAverage(0.1)
@@ -438,7 +470,8 @@ class DraftTimes:
         self._by_rows.add(rows, took_s)
 
     def note_pass(self, draft_steps: int, took_s: float) -> None:
-        """A pass was over in which the target's own speculator ran so many steps."""
+        """Record the duration of a pass in which the engine speculator ran ``draft_steps``
+        steps."""
         self._by_steps.add(draft_steps, took_s)
 
     def of(self, pass_s: float, pass_row_s: float) -> RoundTimes:
@@ -454,16 +487,19 @@ class DraftTimes:
 
     @property
     def own_step_s(self) -> float | None:
-        """A step of the target's own speculator; None while that is not known."""
+        """Seconds per step of the engine speculator; None until it is known."""
         return self._by_steps.get()
 
 
 def chain_length(
     rates: Sequence[float], most: int, pass_s: float, step_s: float, row_s: float
 ) -> int:
-    """How many tokens a target's own speculator should propose behind a pass, where it proposes
-    equally many for each of these sessions, whose guesses are right at these rates: the sum above,
-    beforehand. Four sessions at 0.7, passes of 25 ms, steps of 2.5 ms and no price of rows: 4."""
+    """Return how many tokens an engine speculator should propose behind a pass.
+
+    It proposes equally many for each session; ``rates`` are the acceptance rates of the sessions.
+    The length follows from the sum above, computed beforehand. Example: four sessions at 0.7,
+    passes of 25 ms, steps of 2.5 ms and rows that cost nothing give 4.
+    """
     tokens, time_s = float(len(rates)), pass_s
     reach = [1.0] * len(rates)
     for length in range(most):

@@ -1,19 +1,20 @@
-"""Acceptance rules by name. All but ``exact`` are LOSSY: a text may differ from the target's own.
+"""Acceptance rules by name. All but ``exact`` are LOSSY: the output may differ from the target's
+own.
 
-Theory of operation. Where the target's own token was drafted, every rule takes it. Where it was
-not, a relaxed rule may take a drafted one in its place, the likeliest of those that it finds good
-enough; then the walk goes on behind that token, whose row the pass has computed. A rule is a pure
-function of what the pass says of a node (``work.NodeScore``), and knows nothing else.
+Theory of operation. If the target's own token was drafted, every rule accepts it. If it was not, a
+relaxed rule may accept a drafted token in its place: the likeliest of those that it finds good
+enough. The walk then goes on behind that token, whose row the pass has computed. A rule is a pure
+function of the pass's scores of a node (``work.NodeScore``) and uses nothing else.
 
-What no rule may change: a token that the constraint or the sampling rules out is never taken, and
-only the target ends a text, so an end token neither takes a place nor gives one up. Guesses of the
-verifier's own are judged by the exact rule: they may come from what other texts of the same key
-said, and may change no token of this one.
+Three things hold under every rule. A token that the constraint or the sampling rules out is never
+accepted. Only the target ends an output, so an end token is neither accepted in place of another
+token nor replaced by one. Nodes of the verifier's own are judged by the exact rule: they may come
+from other texts of the same API key, and must change no token of this one.
 
     exact               the target's own token
     typical:EPS,DELTA   p > min(EPS, DELTA * exp(-entropy))  (Medusa, arXiv 2401.10774, section 2.3)
-    top-k:K             one of the K likeliest
-    margin:NATS         at most so far behind the likeliest
+    top-k:K             one of the K likeliest tokens
+    margin:NATS         log p is at most NATS below that of the likeliest token
     dsd:SHARE           p >= SHARE * p of the likeliest  (DSD, arXiv 2511.11733, its threshold)
     bild:NATS           -log p <= NATS, else roll back  (BiLD, arXiv 2302.07863; its fallback, when
                         the draft is unsure, is the device's draft policy)
@@ -37,8 +38,11 @@ Takes = Callable[..., bool]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Rules that differ in their parameters: the name and the range of each, and the usual values,
-    if there are any. ``takes`` gets a score and the parameters."""
+    """Rules that differ in their parameters only.
+
+    ``takes`` receives a score and the parameters. ``parameters`` holds the name and range of each;
+    ``usual`` the default values, if there are any.
+    """
 
     takes: Takes
     parameters: tuple[tuple[str, float, float], ...]
@@ -68,7 +72,7 @@ RULES_IN_WORDS: Final = ", ".join(
 
 @statically_frozen
 class RelaxedRule:
-    """One rule with its parameters; as text it names them all."""
+    """One rule with its parameters; its string form names them all."""
 
     name: str
     parameters: tuple[float, ...]
@@ -77,7 +81,8 @@ class RelaxedRule:
         return f"{self.name}:{','.join([f'{one:g}' for one in self.parameters])}"
 
     def takes(self, score: NodeScore) -> bool:
-        """Whether the token may stand where the target would say another one."""
+        """Return whether the token may be committed although the target's own token is another
+        one."""
         possible = score.logprob > -math.inf
         return possible and _FAMILIES[self.name].takes(score, *self.parameters)
 
@@ -109,8 +114,10 @@ class RelaxedRule:
 
 
 def parse_rule(text: str) -> RelaxedRule | None:
-    """``NAME[:PARAMETER,...]``; None for the exact rule. Raises ``ValueError`` naming what is
-    known, or the parameter and its range."""
+    """Parse ``NAME[:PARAMETER,...]``; return None for the exact rule.
+
+    Raises ``ValueError`` that lists the rules, or names the parameter and its range.
+    """
     if text == EXACT_RULE:
         return None
     name, colon, given = text.partition(":")
@@ -128,24 +135,27 @@ def parse_rule(text: str) -> RelaxedRule | None:
 
 
 def full_name(text: str) -> str:
-    """The rule with all its parameters. Raises ``ValueError`` as ``parse_rule`` does."""
+    """Return the rule with all its parameters. Raises ``ValueError`` as ``parse_rule`` does."""
     return str(parse_rule(text) or EXACT_RULE)
 
 
 def acceptance_rule(text: str) -> AcceptanceRule:
-    """Raises ``ValueError`` as ``parse_rule`` does."""
+    """Return the rule that ``text`` names. Raises ``ValueError`` as ``parse_rule`` does."""
     return parse_rule(text) or ExactRule()
 
 
 def check_offer(rule: str) -> None:
-    """Raises ``ValueError`` for what is neither the name of a rule nor one with its parameters."""
+    """Raise ``ValueError`` if ``rule`` is neither the name of a rule nor one with its
+    parameters."""
     if rule not in _FAMILIES:
         parse_rule(rule)
 
 
 def why_not_offered(text: str, offered: Collection[str]) -> str | None:
-    """Why a verifier that offers these rules, each by its name or with its parameters, does not
-    take a request for this one, or None. A name alone offers all parameters."""
+    """Return why a verifier that offers these rules refuses a request for this one, or None.
+
+    A rule is offered by its name, which allows all parameters, or with its parameters.
+    """
     try:
         name = full_name(text)
     except ValueError as error:

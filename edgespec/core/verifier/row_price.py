@@ -1,26 +1,28 @@
-"""What a draft's row costs the others now: the least chance of being right with which it pays.
+"""The price of a row: the least acceptance probability at which a draft node is worth its row.
 
-Theory of operation. A row that is added to a pass makes everybody who waits for the pass wait
-longer. Let a pass take T seconds with the verifier's own draft steps before it, ``decode_s``
-without its prompt rows, a row take r, N sessions decode, W wait with their prompts, and the pass
-commit ``tokens``. A token more in a pass saves its session a share of T; a row costs N + W sessions
-r seconds each, and what prompts bring in that time. So a node pays when its chance of being right
-is at least
+Theory of operation. A row that is added to a pass lengthens the pass for every session that waits
+for its end. Let a pass with the verifier's own draft steps before it take T seconds, ``decode_s``
+of them without prompt rows, and a row take r seconds. Let N sessions decode, W sessions wait with
+their prompts, and the pass commit ``tokens`` tokens. One more token in a pass saves its session a
+share of T. A row costs each of the N + W sessions r seconds, in which they would commit tokens or
+feed prompts. So a node pays if its acceptance probability is at least
 
     cost = r * tokens * (1 + W / N) / decode_s
 
-(goodput, as in SmartSpec, arXiv 2406.14066, with prompts beside it). That makes the *mean* best.
-Those whose drafts miss have only the longer passes of it: a wrong row lengthens all of them by cost
-/ (1 - cost). So that they are no slower than without anybody's drafts, it asks
+(goodput, as in SmartSpec, arXiv 2406.14066, with prompts beside it). This maximises the *mean*
+speed. A session whose drafts are rejected only has longer passes from it: rows that just pay
+lengthen all passes by cost / (1 - cost). So that such a session is no slower than without any
+drafts, the price is
 
     least chance = cost * (1 + cost)
 
 Worked example: rows of 0.15 ms in passes of 34 ms, 9 ms of them for prompts, that commit 48 tokens:
-cost = 0.15 * 48 / 25 = 0.29, least chance 0.37. A first choice that is right with 0.8 is worth it,
-and so are the second and the third behind it (0.64, 0.51).
+cost = 0.15 * 48 / 25 = 0.29, least chance 0.37. A first candidate that is accepted with probability
+0.8 is worth its row, and so are the second and the third behind it (0.64, 0.51).
 
-Until ``_LEAST_PASSES`` passes were timed, nobody drafts while prompts wait. When rows vary no more,
-what was last measured fades by ``_FADES`` a pass, so that drafts are tried again one day.
+Until ``_LEAST_PASSES`` passes were timed, no node is worth its row while prompts wait. When the
+number of rows no longer varies, the last measured time of a row decays by ``_FADES`` per pass, so
+that drafts are tried again eventually.
 """
 
 from __future__ import annotations
@@ -31,18 +33,19 @@ from edgespec.core.protocol.estimators import MovingAverage, SlopeEstimator
 from edgespec.core.protocol.messages import Open, RunAhead
 
 UNPRICED_GUESS: Final = 0.5
-"""What a guess of the verifier's own needs while the time of a row is not known."""
+"""Least acceptance probability of the verifier's own nodes while the time of a row is not known."""
 
-# Prompt rows are taken for no more than the rest of a pass: their price is that of all rows.
+# Least share of a pass that is attributed to decoding. Prompt rows are assumed to take as long as
+# other rows, which may overestimate them.
 _LEAST_DECODING: Final = 0.25
 _LEAST_PASSES: Final = 8
 _FADES: Final = 0.98
-# Prompts in line beside those who decode, in the mean.
+# Mean number of waiting prompts from which on prompts count as waiting.
 _FEW: Final = 1.0
 
 
 class RowPriceKeeper:
-    """Learns from the passes of one verifier."""
+    """Estimates the price of a row from the passes of one verifier."""
 
     def __init__(self) -> None:
         self._pass_s = MovingAverage()
@@ -55,22 +58,23 @@ class RowPriceKeeper:
 
     @property
     def pass_s(self) -> float | None:
-        """Moving average of the passes that sampled; None before the first."""
+        """Moving average of the duration of passes that sampled, in seconds; None before the
+        first."""
         return self._pass_s.get(0.0) if self._pass_s.count else None
 
     @property
     def row_s(self) -> float:
-        """What one more row adds to a pass; 0 while it is not known, or nothing."""
+        """Seconds that one more row adds to a pass; 0 while that is unknown."""
         return self._row_s or 0.0
 
     @property
     def pace(self) -> float:
-        """Tokens that a session has of a pass, at least one."""
+        """Mean tokens per pass of a session, at least one."""
         return max(1.0, self._tokens.get(1.0) / max(1.0, self._decoding.get(1.0)))
 
     @property
     def undrafted_s(self) -> float:
-        """What a pass takes without its prompt rows and the verifier's own guesses."""
+        """Mean seconds of a pass without its prompt rows and without the verifier's own nodes."""
         return self._without(self._prompt_rows.get(0.0) + self._served_rows.get(0.0))
 
     def _without(self, rows: float) -> float:
@@ -79,11 +83,11 @@ class RowPriceKeeper:
 
     @property
     def held_up(self) -> float:
-        """How many sessions wait for the end of a pass, for each that decodes in it."""
+        """Sessions that wait for the end of a pass, for each session that decodes in it."""
         return 1.0 + self._prompts_waiting.get(0.0) / max(1.0, self._decoding.get(1.0))
 
     def note_line(self, decoding: int, prompts: int) -> None:
-        """So many sessions stand in line for a pass: those that decode, and those with a prompt."""
+        """Record how many decoding sessions and how many sessions with a prompt wait for a pass."""
         self._decoding.add(decoding)
         self._prompts_waiting.add(prompts)
 
@@ -95,9 +99,12 @@ class RowPriceKeeper:
         target_s: float | None = None,
         served: int = 0,
     ) -> None:
-        """A pass that sampled is over. It took ``took_s``, of which the target ``target_s``: rows
-        are the dearer the longer the target takes for more of them, not the longer a busy event
-        loop takes to hear of it. ``served`` rows were guesses of the verifier's own."""
+        """Record a finished pass that sampled.
+
+        ``took_s`` is its whole duration, ``target_s`` the target's part of it. The time of a row is
+        learned from the target's part, since a busy event loop that is late to handle the result
+        must not make rows look expensive. ``served`` of the rows were nodes of the verifier's own.
+        """
         self._pass_s.add(took_s)
         self._round_s.add(self._drafting_s)
         self._drafting_s = 0.0
@@ -111,17 +118,19 @@ class RowPriceKeeper:
             self._row_s *= _FADES
 
     def note_round(self, took_s: float) -> None:
-        """The verifier's own draft model ran before the next pass."""
+        """Record a round of the server model before the next pass."""
         self._drafting_s += took_s
 
     def note_tokens(self, tokens: int) -> None:
-        """It committed so many, of all its sessions."""
+        """Record the tokens that the pass committed, over all its sessions."""
         self._tokens.add(tokens)
 
     @property
     def least_chance(self) -> float:
-        """A draft node less likely to be right than this does not pay for its row. While the time
-        of a row is not known, it is 0, and 1 where the first prompts wait."""
+        """The price of a row: a draft node less likely to be accepted does not pay for its row.
+
+        While the time of a row is unknown it is 0; or 1 if the first passes have prompts waiting.
+        """
         if self._row_s is None and self._pass_s.count < _LEAST_PASSES:
             return 1.0 if self._prompts_waiting.get(0.0) > _FEW else 0.0
         time_s = self._without(self._prompt_rows.get(0.0)) + self._round_s.get(0.0)
@@ -132,17 +141,20 @@ class RowPriceKeeper:
 
     @property
     def least_guess(self) -> float:
-        """The same for guesses of the verifier's own: without a price rows are dear."""
+        """The price of a row for the verifier's own nodes, at least ``UNPRICED_GUESS`` while the
+        time of a row is unknown."""
         least = self.least_chance
         return max(least, UNPRICED_GUESS) if self._row_s is None else least
 
 
 class PricedShare:
-    """``value`` is the part of a row's price that a session has to pay: 1 for one that decodes on.
+    """Computes the part of a row's price that a session has to pay; 1 for a session that runs
+    ahead.
 
-    One that waits for its drafts (``RunAhead.NEVER``) is saved the wait as well, while its rows
-    cost the others the same: so it pays pass_s / (pass_s + what it waits between passes), and
-    nothing while that is not known."""
+    A session that waits for its drafts (``RunAhead.NEVER``) also saves the wait, while its rows
+    cost the others the same. It pays pass_s / (pass_s + time it waits between passes), and nothing
+    while that is not known.
+    """
 
     def __init__(self, request: Open) -> None:
         self._waits = request.run_ahead is RunAhead.NEVER

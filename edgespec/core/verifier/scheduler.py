@@ -1,17 +1,17 @@
-"""Which sessions share the next packed pass.
+"""Decides which sessions share the next packed pass.
 
-Theory of operation. Sessions that might use a pass wait in line, longest waiting first. When no
-pass runs, each is offered the room that is left, at most ``max_rows_per_session`` rows, and no more
-than the cache has room for (``cache_keeper.py``). Those that decline leave the line until something
-happens to them, or others have a pass that they can share; those for whom there is no room keep
-their place. After a pass that failed, its sessions are tried one at a time.
+Theory of operation. Sessions that might use a pass wait in a queue, longest waiting first. When no
+pass runs, each is offered the remaining room: at most ``max_rows_per_session`` rows, and no more
+than fit in the cache (``cache_keeper.py``). A session that declines leaves the queue until an event
+changes it, or until others run a pass that it can share. A session for which there is no room keeps
+its place. After a failed pass, its sessions are tried one at a time.
 
-Decode first: sessions whose text moves on by the pass come before those that feed a prompt, and a
-row is kept for each of them before anybody's drafts get it. Prompts follow in the order of
-``PromptLine`` and share the rows that ``PrefillBudget`` leaves them while somebody decodes;
-an eighth of the pass is theirs however many decode. While nobody decodes they have the whole pass,
-but a short one where several credentials are at work. ``fairness.py`` says who has to wait for the
-sake of others.
+Decode first: sessions that decode come before sessions that feed a prompt, and a row is kept for
+each of them before any session's drafts get it. Prompts follow in the order of ``PromptLine``.
+While sessions decode, prompts share the rows that ``PrefillBudget`` allows, and an eighth of the
+pass is kept for them however many sessions decode. While none decodes, prompts have the whole pass,
+but a short one if several credentials are active. ``fairness.py`` decides which sessions must wait
+for the sake of others.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Batch:
     parts: tuple[tuple[VerifySession, PassRequest], ...]
 
     def count_rows(self) -> tuple[int, int, int]:
-        """Rows in all, those that are fed beside the last token of a text, and draft nodes."""
+        """Return the rows in all, the rows that feed more than a text's last token, and the draft
+        nodes."""
         rows = prompt_rows = drafted = 0
         for _, request in self.parts:
             fed, nodes = len(request.feed), len(request.tokens)
@@ -67,8 +68,8 @@ class Batch:
 
 @dataclass(slots=True)
 class Forming:
-    """The pass that is being formed: rows that are left, the last offer of them, who takes part,
-    who was asked."""
+    """The pass that is being formed: the rows left, the last offer, the sessions that take part,
+    and the sessions that were offered rows."""
 
     room: int
     offer: Offer
@@ -80,50 +81,60 @@ def decodes(session: VerifySession) -> bool:
     return session.missing_rows == 1
 
 
-# How many prompt rows a pass may carry while others decode in it: so many that it becomes about a
-# quarter as long again (chunked prefill under a budget of time, as in Sarathi-Serve, arXiv
-# 2403.02310). When nobody decodes, prompts have the whole pass. Prompts that keep coming have to be
-# served as fast as they come: the budget is thrice what ``PromptLoad`` measures if that is more, up
-# to three fifths of the verifier's time.
+# Prefill budget: how many prompt rows a pass may carry while others decode in it, so that the pass
+# becomes about a quarter longer (chunked prefill under a time budget, as in Sarathi-Serve, arXiv
+# 2403.02310). When no session decodes, prompts have the whole pass. Prompts that arrive steadily
+# have to be fed as fast as they arrive: the budget is three times what ``PromptLoad`` measures if
+# that is more, up to three fifths of the verifier's time.
 #
-# Formula: rows = share * base_s / row_s with share pace * ``SHARE`` up to ``BURST_SHARE``, or pace
-# * ``SPARE`` * arriving rows a pass up to the share pace * ``MOST_SHARE``, at least ``LEAST_ROWS``.
-# A pass with n prompt rows is taken to last base_s + n * row_s, a line through the passes of late.
-# With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 = 12, hence 16 rows; on a
-# GPU, with rows of 0.02 ms, 300. The pace is how many tokens a session has of a pass: where drafts
-# make it more, passes may be, and have to be, as much longer, or prompts would pay for drafts.
+# Formula: rows = share * base_s / row_s with share = pace * ``SHARE`` up to ``BURST_SHARE``; or
+# pace
+# * ``SPARE`` * arriving rows per pass, up to the share pace * ``MOST_SHARE``; at least
+# ``LEAST_ROWS``. A pass with n prompt rows is estimated to last base_s + n * row_s, a line through
+# recent passes. With passes of 24 ms and prompt rows of 0.5 ms that is 0.25 * 24 / 0.5 = 12, hence
+# 16 rows; on a GPU, with rows of 0.02 ms, 300. The pace is the mean number of tokens that a session
+# commits per pass. Where drafts raise it, passes may be as much longer, and have to be, or drafts
+# would slow down prompts.
 #
-# Every other pass carries half of the budget, so that the line can always be drawn.
+# Every other pass with prompts carries half of the budget, so that the number of rows varies and
+# the line can always be fitted.
 
 BURST_SHARE: Final = 0.3
-"""Whatever the pace: a stream's gaps are asked to be at most 1.3 of the quiet ones."""
+"""Limit whatever the pace: the goal is that prompts stretch the gaps in a stream by at most
+1.3.
+"""
 SHARE: Final = 0.25
-"""At 0.5 ten long prompts stretched the gaps of a running stream to 1.5."""
+"""With 0.5 instead, ten long prompts stretched the gaps of a running stream to 1.5."""
 MOST_SHARE: Final = 1.5
 SPARE: Final = 3.0
-"""Prompts come in clusters: at twice the median they waited half as long again."""
+"""Margin for prompts that come in clusters: with a factor of 2 they waited half as long again."""
 LEAST_ROWS: Final = 16
-"""Fewer are not cheaper: CPUs compute tiles of 16 rows (``targets/row_tiles.py``)."""
+"""Least budget. Fewer rows are not cheaper: CPUs compute tiles of 16 rows
+(``targets/row_tiles.py``).
+"""
 FIRST_ROWS: Final = 32
-"""Before the first prompt was timed beside decoding sessions."""
+"""Budget before the first prompt was timed beside decoding sessions."""
 MOST_ROWS: Final = 1 << 20
 PROMPT_PASS_S: Final = 0.1
-"""How long a pass of prompts alone may take while several credentials are at work. Whoever comes
-meanwhile waits for its end, and a first token is asked within 0.3 s: this pass, one with the
-newcomer's prompt, and the network."""
+"""Longest pass of prompts alone, in seconds, while several credentials are active. A newcomer waits
+for the end of such a pass, and the goal for the first token is 0.3 s: this pass, one pass with the
+newcomer's prompt, and the network.
+"""
 PROMPT_PASS_PART: Final = 4.0
-"""Such a pass may take this many times as long as one without prompt rows, whatever
-``PROMPT_PASS_S``: so prompts lose at most a quarter of their pace by it."""
+"""Such a pass may in any case take this many times as long as one without prompt rows, so that
+prompts lose at most a quarter of their speed by ``PROMPT_PASS_S``.
+"""
 FIRST_PROMPT_ROWS: Final = 256
-"""The rows of such a pass before the first prompt was timed."""
+"""Rows of such a pass before the first prompt was timed."""
 SLOT_S: Final = 1.0
-"""Seconds of a slot; with ``SLOTS`` eight seconds are remembered. A slot holds tens of passes, and
-a burst of prompts is over within four slots."""
+"""Seconds of a slot; ``SLOTS`` slots remember eight seconds. A slot holds tens of passes, and a
+burst of prompts has ended within four slots.
+"""
 SLOTS: Final = 8
 
 
 class PrefillBudget:
-    """Learns from finished passes; ``rows`` is the budget of the next one."""
+    """Learns from finished passes how many prompt rows the next one may carry (``rows``)."""
 
     def __init__(self) -> None:
         self._took_s = SlopeEstimator()
@@ -133,13 +144,17 @@ class PrefillBudget:
     def note(
         self, prompt_rows: int, took_s: float, arriving: float = 0.0, pace: float = 1.0
     ) -> None:
-        """A pass that sampled is over; ``prompt_rows`` of its rows were prompts, and so many
-        ``arriving`` rows come in the time that a pass takes. ``took_s`` is without the rows of
-        drafts; a session has ``pace`` tokens of a pass."""
+        """Record a finished pass that sampled.
+
+        ``prompt_rows`` of its rows were prompts. ``took_s`` is its duration without the rows of
+        drafts. ``arriving`` is how many prompt rows arrive in the duration of a pass, ``pace`` the
+        mean tokens per session and pass.
+        """
         self._took_s.add(prompt_rows, took_s)
         if prompt_rows:
             self._halve = not self._halve
-            # A pass that was late for another reason must not let a whole prompt in at once.
+            # The budget at most doubles: a pass that was late for another reason must not admit a
+            # whole prompt at once.
             affordable = self._affordable(arriving, pace)
             self._budget = max(LEAST_ROWS, min(affordable, 2 * self._budget))
 
@@ -149,7 +164,7 @@ class PrefillBudget:
 
     @property
     def rows_alone(self) -> int:
-        """How many prompt rows a pass may have in which nobody decodes, so that it is over soon."""
+        """Most prompt rows of a pass in which no session decodes, such that the pass ends soon."""
         row_s, base_s = self._took_s.get(), self._took_s.value(0.0)
         if row_s is None or base_s is None:
             return FIRST_PROMPT_ROWS
@@ -172,12 +187,13 @@ class PrefillBudget:
 
 
 class PromptLoad:
-    """Prompt rows that arrive a second, all the time.
+    """Measures how many prompt rows arrive per second in steady load.
 
-    The lower median of the rows that came in the last ``SLOTS`` slots of ``SLOT_S``: what came in
-    fewer than half of them is a burst and does not count. Of the credentials whose prompts come in
-    a slot, none counts for more than all others together: who sends long prompts in a loop would
-    else make everybody's passes longer."""
+    The measure is the lower median of the rows that arrived in the last ``SLOTS`` slots of
+    ``SLOT_S``. Rows that arrive in fewer than half of the slots are a burst and do not count.
+    Within a slot, no credential counts for more than all others together; otherwise a client that
+    sends long prompts in a loop would make all passes longer.
+    """
 
     def __init__(self) -> None:
         self._slots: deque[int] = deque([0] * SLOTS, SLOTS)
@@ -186,7 +202,7 @@ class PromptLoad:
         self._median = 0
 
     def add(self, rows: int, now: float, credential: str = "") -> None:
-        """A prompt with so many rows to compute came, of the credential of that name."""
+        """Record a new prompt with ``rows`` rows to compute, of the credential with that name."""
         self._turn(now)
         self._counts[credential] += rows
 
@@ -209,11 +225,12 @@ class PromptLoad:
 
 
 class PromptLine:
-    """Which prompt is fed next: the one with the highest rank = time since it came / rows it still
-    lacks (highest response ratio, Hansen 1971), so the shortest first, and nobody starves.
+    """Orders the waiting prompts: the highest rank = waiting time / missing rows comes first
+    (highest response ratio, Hansen 1971). Short prompts go first, and none starves.
 
-    Prompts are known by their session's key, from ``order`` until ``forget``; ``credential_of`` is
-    the engine's own table of whose they are."""
+    Prompts are known by session id, from ``order`` until ``forget``. ``credential_of`` is the
+    engine's own table of the sessions' credentials.
+    """
 
     def __init__(self, credential_of: Mapping[str, Credential] | None = None) -> None:
         self._credential_of = {} if credential_of is None else credential_of
@@ -230,8 +247,8 @@ class PromptLine:
         return self._budget.rows_alone
 
     def order(self, missing: Mapping[str, int], now: float) -> list[str]:
-        """The keys of ``missing`` in the order in which they are fed; the values are the rows that
-        each still lacks."""
+        """Return the session ids of ``missing`` in feeding order; its values are the rows that each
+        still has to feed."""
         since = self._since
         for key, rows in missing.items():
             if key not in since:
@@ -245,23 +262,26 @@ class PromptLine:
     def note(
         self, prompt_rows: int, took_s: float, drafts_s: float, pace: float, now: float
     ) -> None:
-        """A pass that sampled is over. It took so long with so many rows of prompts, ``drafts_s``
-        of it for draft nodes; of late, ``pace`` tokens came in a session's part of a pass."""
+        """Record a finished pass that sampled: its prompt rows, its duration, the seconds that its
+        draft nodes took, and the recent mean of tokens per session and pass."""
         arriving = self._load.rows_per_s(now) * took_s
         self._budget.note(prompt_rows, max(0.0, took_s - drafts_s), arriving, pace)
 
 
-# Of the rows of a pass, this part is kept for prompts where more sessions decode than it has rows.
+# Divisor of the rows that are kept for prompts if more sessions decode than a pass has rows.
 _PROMPT_PART = 8
 
 AskSession = Callable[[str, Offer, float], PassRequest | None]
-"""Make a session an offer; None when it declines."""
+"""Offers rows to a session; returns its request, or None if it declines."""
 AskChain = Callable[[str, Offer, float], ChainStart | None]
-"""Ask where a chain of the verifier's own would begin before that offer; None: nowhere."""
+"""Returns where a chain of the server model would begin before that offer; None for nowhere."""
 
 
 class PassScheduler:
-    """``credential_of`` is the engine's own table: whose each session is."""
+    """The queue of sessions that wait for a pass, and the pass that runs.
+
+    ``credential_of`` is the engine's own table of the sessions' credentials.
+    """
 
     def __init__(
         self,
@@ -275,23 +295,24 @@ class PassScheduler:
         self._limits, self._keeper, self._ask = limits, keeper, ask
         self.fairness = Fairness({} if credential_of is None else credential_of)
         self._waiting: dict[str, int] = {}
-        """The line, and at which pass each joined it."""
+        """The queue: the number of the pass at which each session joined it, by session id."""
         self.alone: set[str] = set()
-        """Sessions whose last pass failed in company: each gets its next one to itself, so that a
-        failure is its own."""
+        """Sessions whose last pass failed together with others. Each gets its next pass alone, so
+        that a failure can be attributed to it."""
         self._declined: dict[str, None] = {}
-        """Sessions that would rather wait for a draft than run a pass of their own."""
+        """Sessions that declined an offer in order to wait for a draft."""
         self.price = RowPriceKeeper()
         self._prompts = PromptLine(credential_of)
         self.draft_times = DraftTimes()
         self._undrafted = 0
-        """Passes since anything was guessed by the verifier's own draft model."""
+        """Passes since the server model last proposed a token."""
         self._empty_rounds = self._drafts_at_pass = 0
-        """Rounds in a row that brought no guess, and the pass before which there is none."""
+        """Rounds in a row that proposed no token, and the first pass at which a round may run
+        again."""
         self._unspeculated = 0
-        """Passes in a row in which the target's own speculator was not asked, since it pays not."""
+        """Passes in a row in which the engine speculator did not run because it does not pay."""
         self.draft_report = ""
-        """What the operator has to be told about the draft model; the engine clears it."""
+        """Log line about the server model; the engine clears it."""
         self._was_unpaid_told = False
 
     def enqueue(self, key: str) -> None:
@@ -307,8 +328,11 @@ class PassScheduler:
     def form(
         self, sessions: Mapping[str, VerifySession], now: float, began_at: float | None = None
     ) -> tuple[tuple[PassRequest, ...], list[str]]:
-        """Offer room in a pass that starts now: its requests, none if no session wants one, and
-        the keys that were asked. ``began_at``: as in the offers."""
+        """Form a pass that starts now.
+
+        Returns its requests, empty if no session wants a pass, and the session ids that were
+        offered rows. ``began_at`` is passed on in the offers.
+        """
         assert self.running is None
         forming = self._forming(began_at)
         self._keeper.begin_pass(now)
@@ -347,7 +371,8 @@ class PassScheduler:
     def draft(
         self, sessions: Mapping[str, VerifySession], ask: AskChain, now: float
     ) -> RunDrafts | None:
-        """The round of the verifier's own draft model before the next pass; None: none pays."""
+        """Return the round of the server model to run before the next pass, or None if none
+        pays."""
         if (pass_s := self.price.pass_s) is None or self.passes < self._drafts_at_pass:
             return None
         most = self._limits.max_rows_per_pass
@@ -371,7 +396,7 @@ class PassScheduler:
             start = ask(key, offer, now)
             if start is None:
                 continue
-            if not start.step.guess:  # the last one may be longer than what is left
+            if not start.step.guess:  # The last one may exceed the rest.
                 if prompt_rows <= 0:
                     continue
                 prompt_rows -= len(start.step.feed)
@@ -395,7 +420,7 @@ class PassScheduler:
         return action if DraftRound(action).next_step() else None
 
     def drafted(self, done: DraftsDone) -> None:
-        """A round is over."""
+        """Record a finished round."""
         for rows, took_s in done.steps:
             self.draft_times.note_step(rows, took_s)
             self.price.note_round(took_s)
@@ -417,13 +442,13 @@ class PassScheduler:
                 )
 
     def draft_steps(self) -> int:
-        """How many tokens the target's own speculator should propose behind the pass that is
-        formed now."""
+        """Return how many tokens the engine speculator should propose behind the pass that was just
+        formed."""
         most = self._limits.own_drafts
         batch, pass_s, step_s = self.running, self.price.pass_s, self.draft_times.own_step_s
         if not most or batch is None:
             return 0
-        if pass_s is None or step_s is None:  # to be timed, they have to vary
+        if pass_s is None or step_s is None:  # must vary to be timed
             return most if self.passes % 2 else most // 2
         rates = [
             rate
@@ -439,8 +464,8 @@ class PassScheduler:
     def _offer(
         self, session: VerifySession, key: str, free: int, others: int, forming: Forming, now: float
     ) -> PassRequest | None:
-        """Offer a session ``free`` rows; None when it declines or the cache has no room for it.
-        ``others`` stand behind it."""
+        """Offer a session ``free`` rows; return None if it declines or the cache has no room for
+        it. ``others`` is the number of sessions behind it in the queue."""
         parts, most = forming.parts, min(free, self._limits.max_rows_per_session)
         if session.missing_rows:
             most = self._keeper.rows_for(key, most, parts, others, now)
@@ -466,7 +491,7 @@ class PassScheduler:
     def _forming(self, began_at: float | None = None) -> Forming:
         pass_s, most = self.price.pass_s, self._limits.max_rows_per_session
         wait_s = GUESSED_PASS_S if pass_s is None else pass_s
-        if self._limits.drafter:  # no longer than the verifier takes to guess as well
+        if self._limits.drafter:  # no longer than a round of the server model
             wait_s = self.draft_times.of(wait_s, 0.0).step_s
         offer = Offer(
             most,
@@ -480,8 +505,11 @@ class PassScheduler:
     def _take_along(
         self, sessions: Mapping[str, VerifySession], forming: Forming, now: float
     ) -> None:
-        """Ask those again who would rather have waited for a draft: a pass runs now in which they
-        can have a token, and before the next one begins no draft is of use."""
+        """Offer again to sessions that declined in order to wait for a draft.
+
+        The pass runs anyway and can give them a token. A draft that arrives meanwhile can only join
+        the next pass.
+        """
         for key in [key for key in self._declined if key not in self.alone]:
             session = sessions.get(key)
             if session is None or not decodes(session):
@@ -494,8 +522,8 @@ class PassScheduler:
     def _line(
         self, sessions: Mapping[str, VerifySession], now: float
     ) -> tuple[list[str], int, int]:
-        """Who is asked in what order; from which place on they have a prompt to feed; and how many
-        rows those may have together."""
+        """Return the order in which sessions are offered rows, the index at which prompts begin in
+        it, and the rows that prompts may have together."""
         missing = {key: sessions[key].missing_rows for key in self._waiting}
         for key in [key for key, rows in missing.items() if not rows]:
             del self._waiting[key], missing[key]
@@ -519,7 +547,8 @@ class PassScheduler:
         return line, len(decoding), most
 
     def finish(self, now: float, target_s: float | None = None, draft_steps: int = 0) -> Batch:
-        """The pass is over; the target's own speculator ran so many steps in it."""
+        """End the running pass. ``target_s`` is the target's part of its duration, ``draft_steps``
+        the steps that the engine speculator ran in it."""
         assert self.running is not None
         batch, self.running = self.running, None
         self.passes += 1

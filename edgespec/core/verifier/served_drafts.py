@@ -1,24 +1,26 @@
-"""Server-side drafts: what the verifier itself guesses for a session's next pass.
+"""Server-side drafts: the nodes that the verifier itself proposes for a session's next pass.
 
-Theory of operation. There are two sources, and their guesses are nodes like a device's, judged by
-the same rule. A *chain* of the verifier's own draft model (``own_drafts.py``) stands behind the
-likeliest nodes that are there, or behind the end of the text. Guesses from the *text* alone
-(``core/protocol/text_guesses.py``) cost no model; they ride in a pass that has no node of the
-device. All nodes of a pass are one tree, in which equal tokens behind one node are one node.
+Theory of operation. There are two kinds of source, and their candidates become nodes like a
+device's. A *chain* of the server model (``own_drafts.py``) stands behind the likeliest nodes that
+are there, or behind the end of the text. Candidates of *server lookup*
+(``core/protocol/text_guesses.py``) come from the text alone and need no model; they are used in a
+pass that has no node of the device. All nodes of a pass form one tree, in which equal tokens behind
+one node are one node.
 
-**What is forced.** Where a grammar leaves no choice about the next tokens, they are nodes of every
-pass, behind the likeliest path: they cost a row each and no draft step.
+**Forced tokens.** If a grammar leaves no choice about the next tokens, they become nodes of every
+pass, behind the likeliest path. They cost a row each and no draft step.
 
-**The text's tree.** The likeliest guess of all places becomes the next node, and the tables are
-asked behind it, until no guess is worth its row; a node's chance is the product along its path.
+**The lookup tree.** The likeliest candidate of all places becomes the next node, and the tables are
+looked up behind it, until no candidate is worth its row. The probability of a node is the product
+along its path.
 
-**The price.** No node's chance is below ``least_chance``, what a row costs on the target, nor below
-``LEAST_CHANCE``. What is named is judged whether it was worth a row or not, so the chances of a
-text that cannot be guessed fall without a row being spent on it.
+**The price.** No node has a probability below ``least_chance``, the price of a row on the target,
+nor below ``LEAST_CHANCE``. Candidates are judged whether or not they were worth a row, so the
+estimates for a text that cannot be predicted fall without spending rows on it.
 
-**Who may share.** A token that came sooner tells its reader that somebody was told the same before.
-So the sessions of one named credential share both tables; a session that showed no key has a
-recycled one of its own. Chances are counted for all sessions, which tells nobody what they said.
+**Privacy.** A faster token reveals that another session got the same text. So tables are shared
+within one named credential only, and a session without an API key has tables of its own. Acceptance
+statistics are shared by all sessions; they reveal no text.
 """
 
 from __future__ import annotations
@@ -39,19 +41,22 @@ from edgespec.core.verifier.drafts import PassTree, Source
 from edgespec.core.verifier.own_drafts import Chain, ChainChances, ChainRecord, ChainStart
 
 MOST_OWNERS: Final = 32
-"""Credentials whose tables are kept, those that opened a session most recently."""
+"""Credentials whose tables are kept: those that opened a session most recently."""
 MOST_NODES: Final = 15
-"""With the token that is fed a tile of 16 rows, which CPUs compute at the price of one row
-(``targets/row_tiles.py``)."""
+"""Most nodes of a lookup tree. With the fed token they fill a tile of 16 rows, which CPUs compute
+in the time of one row (``targets/row_tiles.py``).
+"""
 LEAST_CHANCE: Final = 0.08
 LOADED_PER_PASS: Final = 1024
-"""About a quarter of a millisecond."""
+"""Most tokens indexed per pass, which takes about a quarter of a millisecond."""
 _ENTERED_PER_PASS: Final = 32
-"""Committed tokens that go into the tables too; of a longer backlog the last ones."""
+"""Most committed tokens per pass that also enter the shared tables; of more, the last ones enter.
+"""
 
 
 class Proposal(NamedTuple):
-    """Nodes as in ``PassRequest``: node i hangs on node ``parents[i]``; -1: on the text's end."""
+    """Nodes as in ``PassRequest``: node i is a child of node ``parents[i]``, or of the text's end
+    for -1."""
 
     tokens: list[int]
     parents: list[int]
@@ -59,26 +64,29 @@ class Proposal(NamedTuple):
 
 
 class TextDrafts:
-    """Guesses from the text for one session, and what they learned."""
+    """Server lookup for one session: proposes nodes from the text, and learns from verdicts."""
 
     def __init__(self, tables: TextTables, everybodys: TextChances | None = None) -> None:
         self.chances = TextChances(everybodys)
         self._tables, self.reader = tables, TextReader(tables, self.chances)
 
     def propose(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
-        """Guesses behind ``text``, the committed tokens: at most ``room`` nodes, none deeper than
-        ``depth``. Empty: there are none worth their rows."""
+        """Return nodes behind ``text``, the committed tokens: at most ``room``, none deeper than
+        ``depth``.
+
+        The result is empty if no node is worth its row, or while the text is still being indexed.
+        """
         if room <= 0 or depth <= 0 or not self._catch_up(text):
             return Proposal([], [], [])
         return self._grow(text, min(room, MOST_NODES), depth, max(least_chance, LEAST_CHANCE))
 
     def missed(self, token: int, answer: int) -> None:
-        """This token of the last ``propose`` was not accepted, and behind it the target said that;
-        what it said behind an accepted one is in the text."""
+        """Learn that ``token`` of the last proposal was rejected and that the target had ``answer``
+        behind it. Answers behind accepted tokens are in the text."""
         self._tables.recycled.add(token, answer)
 
     def _catch_up(self, text: Sequence[int]) -> bool:
-        """Learn what was committed since; False while there is still more to learn."""
+        """Index the newly committed tokens; return False while there is more to index."""
         lookup, start = self.reader.lookup, len(text) - _ENTERED_PER_PASS
         if lookup.known < start:
             lookup.load(text, min(start, lookup.known + LOADED_PER_PASS))
@@ -88,11 +96,15 @@ class TextDrafts:
         return len(text) >= 2
 
     def _grow(self, text: Sequence[int], room: int, depth: int, least_chance: float) -> Proposal:
-        """At most ``room`` nodes, none deeper than ``depth`` or less likely than
-        ``least_chance``. The text has two tokens or more, all of them indexed."""
+        """Return at most ``room`` nodes, none deeper than ``depth`` or less likely than
+        ``least_chance``.
+
+        The text has two tokens or more, which are all indexed.
+        """
         reader, chances, count = self.reader, self.chances.of, 0
         proposal = Proposal([], [], [])
-        # Likeliest first, then oldest: chance, count, parent, token, the place behind it, depth.
+        # Likeliest first, then oldest: -probability, count, parent, token, the place behind it,
+        # depth.
         heap: list[tuple[float, int, int, int, Place, int]] = []
         node, chance, place, level = -1, 1.0, reader.end(text), 0
         while True:
@@ -115,7 +127,7 @@ class TextDrafts:
 
 @dataclass(slots=True)
 class SourceCounts:
-    """Of one source, for all sessions: nodes in passes, and those of them that became tokens."""
+    """Nodes of one source in passes and their acceptances, over all sessions."""
 
     nodes: int = 0
     accepted: int = 0
@@ -123,8 +135,11 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class ServedCounts:
-    """By who drafted. ``steps`` are those of the verifier's own draft model or its target's
-    speculator, ``seconds`` of the draft model alone, ``failures`` the times that it failed."""
+    """Counts by draft source.
+
+    ``model`` is the server model or the engine speculator, ``text`` server lookup. ``steps`` counts
+    steps of either model; ``seconds`` and ``failures`` those of the server model alone.
+    """
 
     device: SourceCounts = field(default_factory=SourceCounts)
     model: SourceCounts = field(default_factory=SourceCounts)
@@ -135,7 +150,7 @@ class ServedCounts:
 
     @property
     def served_tokens(self) -> int:
-        """Committed tokens that the verifier itself had guessed."""
+        """Committed tokens that the verifier itself had proposed."""
         return self.text.accepted + self.model.accepted
 
     @property
@@ -149,7 +164,7 @@ class ServedCounts:
 
 
 class ServedDrafts:
-    """The sources of one session, each of which may be absent."""
+    """The server-side draft sources of one session, each of which may be absent."""
 
     def __init__(
         self,
@@ -160,26 +175,29 @@ class ServedDrafts:
         grammar: ConstrainedText | None = None,
         prompt_length: int = 0,
     ) -> None:
-        """``grammar``: what the text behind its prompt is held to."""
+        """``grammar`` is the constraint on the output, which begins at ``prompt_length``."""
         self.text, self.chain = text, chain
         self._grammar, self._prompt_length = grammar, prompt_length
         self._key, self._counts = key, counts
         self._proposal: Proposal | None = None
-        """What the text offers for the next pass, once it was asked."""
+        """The proposal of server lookup for the next pass; None until it is computed."""
         self._sources: tuple[Source, ...] = ()
-        """Of the nodes in the pass that runs."""
+        """Sources of the nodes in the pass that runs."""
 
     @property
     def chained(self) -> bool:
-        """Whether a chain stands behind the text."""
+        """True if a chain stands behind the text."""
         return self.chain is not None and bool(self.chain.tokens)
 
     def begin_chain(
         self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
     ) -> ChainStart | None:
-        """Where a chain would begin behind ``text``, the committed tokens, and what the model has
-        to be fed for it. ``tree`` has the device's nodes; nothing may be deeper than ``depth``.
-        None: there is no model, no room, or a chain already."""
+        """Return where a chain would begin behind ``text`` and what the draft model must be fed for
+        it.
+
+        ``text`` holds the committed tokens, ``tree`` the device's nodes. No node may be deeper than
+        ``depth``. Returns None if there is no model, no room, or a chain already.
+        """
         chain = self.chain
         if chain is None or chain.tokens:
             return None
@@ -190,14 +208,15 @@ class ServedDrafts:
         return chain.begin(self._key, text, path, reaches, min(depth, tree.room))
 
     def drafted(self, chain: Chain, *, wanted: bool) -> None:
-        """What a round did; the chain is ``wanted`` while the text has not ended."""
+        """Record the result of a round; the chain is dropped unless ``wanted``, since the output
+        has ended."""
         assert self.chain is not None
         self.chain.drafted(chain)
         if not wanted:
             self.chain.judge(())
 
     def propose(self, guesses: tuple[int, ...]) -> None:
-        """The target's own speculator guesses these behind the text."""
+        """Set the tokens that an engine speculator proposes behind the text."""
         if self.chain is not None:
             self.chain.propose(guesses)
 
@@ -209,15 +228,18 @@ class ServedDrafts:
         least_chance: float,
         least_guess: float,
     ) -> None:
-        """Add what is guessed here to the device's nodes in ``tree``, none deeper than ``depth``:
-        of the chain what is at least ``least_chance`` likely, of the text ``least_guess``."""
+        """Add the server-side nodes to the device's nodes in ``tree``, none deeper than ``depth``.
+
+        Nodes of the chain need a probability of ``least_chance``, nodes of server lookup
+        ``least_guess``.
+        """
         if self.chain is not None and self.chain.tokens:
             tree.add_tree(*self.chain.worth(least_chance, depth), Source.MODEL)
         self._add_text(tree, text, depth, least_guess)
         self._add_forced(tree, text, depth, least_guess)
 
     def note_sent(self, tree: PassTree) -> None:
-        """The pass has these nodes."""
+        """Remember the sources of the nodes that the pass has."""
         self._sources = tuple(tree.sources)
 
     def learn(
@@ -227,8 +249,11 @@ class ServedDrafts:
         accepted: Collection[int],
         committed: Sequence[int],
     ) -> int:
-        """The pass of this request is over: it accepted these nodes and committed these tokens;
-        ``targets`` are as in ``PassResult``. Returns how many of the accepted were guessed here."""
+        """Learn from a finished pass, and return how many accepted nodes were server-side.
+
+        ``accepted`` holds the accepted nodes, ``committed`` the committed tokens; ``targets`` are
+        as in ``PassResult``.
+        """
         self._proposal, own = None, 0
         for node, source in enumerate(self._sources):
             if source is Source.DEVICE:
@@ -248,9 +273,12 @@ class ServedDrafts:
     def _add_forced(
         self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
     ) -> list[int]:
-        """The nodes of the likeliest path, as far as the grammar takes it: behind what it forbids
-        there is no guess, and a model that is asked for one has to be fed its whole text again.
-        Behind them comes what the grammar leaves no choice about."""
+        """Add the tokens that the grammar forces behind the likeliest path; return the nodes of
+        that path.
+
+        The path ends before the first token that the grammar forbids: no candidate follows a
+        forbidden token, and a draft model that is asked for one has to be fed its whole text again.
+        """
         nodes = tree.likeliest()
         if self._grammar is None:
             return nodes
@@ -273,7 +301,8 @@ class ServedDrafts:
     def _add_text(
         self, tree: PassTree, text: Sequence[int], depth: int, least_guess: float
     ) -> None:
-        """Guesses from the text, where the device has drafted nothing when first asked."""
+        """Add nodes of server lookup, unless the device had nodes when this pass was first
+        considered."""
         if self.text is None:
             return
         if self._proposal is None:
@@ -284,8 +313,11 @@ class ServedDrafts:
 
 
 class ServedDraftsMaker:
-    """Makes the sources of the sessions: guesses from the ``text``, whose tables their owners
-    share, and of the verifier's own ``model``."""
+    """Makes the server-side draft sources of the sessions.
+
+    ``text`` enables server lookup, whose tables are shared within a credential. ``model`` enables
+    chains of the server model or the engine speculator.
+    """
 
     def __init__(
         self, *, text: bool = True, model: bool = False, most_owners: int = MOST_OWNERS
@@ -299,8 +331,8 @@ class ServedDraftsMaker:
     def __call__(
         self, request: Open, credential: Credential, end_tokens: Collection[int] = ()
     ) -> ServedDrafts | None:
-        """None without a source, and where the verifier is to wait for drafts. ``end_tokens`` are
-        those of the session's model."""
+        """Return the sources of a session, or None if there are none or if the session waits for
+        the device's drafts. ``end_tokens`` end an output of its model."""
         if request.run_ahead is RunAhead.NEVER or not (self._text or self._model):
             return None
         text = TextDrafts(self.of(credential), self._chances) if self._text else None
@@ -308,13 +340,15 @@ class ServedDraftsMaker:
         chain = ChainRecord(chances) if self._model else None
         grammar, constraint = None, request.sampling.constraint
         if constraint is not None:
-            with suppress(ConstraintError):  # a target that reads it itself needs no help of it
+            # A target that reads the grammar itself works without these nodes.
+            with suppress(ConstraintError):
                 grammar = ConstrainedText(constraint, end_tokens)
         prompt_length = len(request.prompt)
         return ServedDrafts(request.session_id, self.counts, text, chain, grammar, prompt_length)
 
     def of(self, credential: Credential) -> TextTables:
-        """The tables of the credential's name, or new ones for a session that showed no key."""
+        """Return the tables of the credential's name, or new ones for a session without an API
+        key."""
         name = credential.name
         if not name:
             return TextTables(ngrams=False)

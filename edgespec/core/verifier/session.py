@@ -2,17 +2,21 @@
 
 Theory of operation. The session owns the committed prefix, the speculation tree behind it and one
 number, ``cache_length``: how many tokens the target's cache holds for it. A *pass* feeds the
-committed tokens the cache lacks and the alive nodes; its result is walked by the acceptance rule
-and committed. Drafts that arrive during a pass grow the tree for the next one.
+committed tokens that the cache lacks, and the alive nodes. The acceptance rule walks the result,
+and the accepted tokens are committed. Drafts that arrive during a pass grow the tree for the next
+one.
 
     READY     no pass is running; ``Offer`` may start one
     PASSING   one is running; its request is kept in ``_pass``
     FINISHED  the last token is committed, or the device cancelled
+
 A session outlives its stream by the lease (``Attachment``). Drafts only change *when* tokens are
-committed; under a relaxed rule also which. Invariants: in a pass that samples, ``cache_length +
-len(feed) == prefix.length``; every such pass commits at least one token; nothing is committed past
-a stop id, max_tokens or the context. ``Cached``: its cache was taken away, or some given back.
-``deadline``: look again.
+committed; under a relaxed rule also which. ``Cached`` reports that the session's cache was evicted,
+or that part of it was filled by another session. ``deadline`` is the time at which the engine
+should review the session.
+
+Invariants: in a pass that samples, ``cache_length + len(feed) == prefix.length``; every such pass
+commits at least one token; no token is committed past a stop id, max_tokens or the context.
 """
 
 from __future__ import annotations
@@ -47,41 +51,45 @@ from edgespec.core.verifier.served_drafts import ServedDrafts
 from edgespec.core.verifier.session_events import VERIFY_MOVES
 
 READ_REPORT_S: Final = 1.0
-"""A device is told at most this often how much of its prompt is read."""
+"""Least interval of the messages that report how much of the prompt is read."""
 
 
 class Attachment:
-    """What a session knows of its device, which held ``length`` tokens when it opened it. A session
-    outlives its stream by the lease, so that the device can come back."""
+    """The state of a session's link to its device, which held ``length`` tokens when it opened.
+
+    A session outlives its stream by the lease, so that the device can come back.
+    """
 
     def __init__(self, length: int, now: float, detached_at: float | None = None) -> None:
         self.detached_at = detached_at
-        """Since when no stream belongs to the session; None while one does."""
+        """Time since which the session has no stream; None while it has one."""
         self.unread_since: float | None = None
-        """Since when nothing more is sent, because the device acknowledges nothing."""
+        """Time since which no more is sent because the device acknowledges nothing; None
+        otherwise."""
         self.behind = False
-        """Whether what it was to be sent before the last pass still waits to leave."""
+        """True while the send queue still holds messages from before the last pass."""
         self.spoke_at = now
         self.received = length
         self._echo: tuple[int, float] | None = None
 
     def acknowledge(self, message: Received, now: float) -> None:
-        """The device says what it holds; what it holds never becomes less."""
+        """Record the length that the device holds, which never decreases, and its echo."""
         if message.position > self.received:
             self.received, self.unread_since = message.position, None
         if message.echo:
             self._echo = (message.echo, now)
 
     def note_unread(self, length: int, most: int, now: float) -> None:
-        """Of ``length`` committed tokens, at most ``most`` may be unacknowledged before nothing
-        more is sent."""
+        """Update ``unread_since``: at most ``most`` of ``length`` committed tokens may be
+        unacknowledged before no more is sent."""
         if length - self.received <= most:
             self.unread_since = None
         elif self.unread_since is None:
             self.unread_since = now
 
     def take_echo(self, now: float) -> tuple[int, int]:
-        """The echo to return, and for how many microseconds it was held; 0 without one."""
+        """Return the echo to send back and the microseconds for which it was held; zeros without
+        one."""
         if self._echo is None:
             return 0, 0
         (echo, held_at), self._echo = self._echo, None
@@ -89,15 +97,16 @@ class Attachment:
 
 
 class ScoreKeeper:
-    """The scores of committed tokens, kept until the device has acknowledged them, so that one that
-    comes back is told them again. A session that did not ask has none."""
+    """Keeps the scores of committed tokens until the device has acknowledged them, so that they can
+    be sent again after a reconnect. A session that requested no scores has none."""
 
     def __init__(self) -> None:
         self._kept: dict[int, TokenScore] = {}
-        """By position, in their order."""
+        """Scores by position, in ascending order."""
 
     def commit(self, position: int, done: ev.PassDone, walk: Walk, count: int) -> None:
-        """A pass committed ``count`` tokens of ``walk`` from ``position`` on."""
+        """Store the scores of the first ``count`` tokens of ``walk``, committed from ``position``
+        on."""
         if not done.scores:
             return
         scores = [done.scores[row] for row in (0, *(1 + node for node in walk.nodes))]
@@ -111,7 +120,8 @@ class ScoreKeeper:
             del self._kept[first]
 
     def of(self, position: int, count: int) -> tuple[TokenScore, ...]:
-        """Of so many tokens from ``position`` on; empty unless all of them are kept."""
+        """Return the scores of ``count`` tokens from ``position`` on; empty unless they are all
+        kept."""
         kept, places = self._kept, range(position, position + count)
         return tuple([kept[at] for at in places]) if kept.keys() >= {*places} else ()
 
@@ -122,8 +132,11 @@ def same_device(first: Open, later: Open) -> bool:
 
 
 def same_generation(first: Open, later: Open, prefix: CommittedPrefix) -> bool:
-    """Whether ``later`` asks for the rest of what ``first`` began: the same model, prompt,
-    sampling, rule and way of running ahead, and no token that ``prefix`` has otherwise."""
+    """Return whether ``later`` continues the generation that ``first`` began.
+
+    Model, prompt, sampling, rule and run-ahead must be equal, and the tokens that the device holds
+    must agree with ``prefix``.
+    """
     return (
         later.model == first.model
         and later.sampling == first.sampling
@@ -141,9 +154,12 @@ def missed_commits(
     scores: ScoreKeeper,
     replaced: Sequence[int] = (),
 ) -> Iterator[Commit]:
-    """What brings a device that holds ``held`` tokens up to date, in messages the wire can carry;
-    the last one says how the generation ended, if it has. With the scores that are kept;
-    ``replaced`` are the positions of tokens that are not the target's own."""
+    """Yield the commits that bring a device with ``held`` tokens up to date, within the wire's
+    limits.
+
+    The last one carries the finish reason, if the generation has ended, and the scores that are
+    kept. ``replaced`` are the positions of tokens that are not the target's own.
+    """
 
     def places(end: int) -> tuple[int, ...]:
         return tuple([at - start for at in replaced if start <= at < end])
@@ -178,7 +194,7 @@ class VerifySession:
         self.prefix = CommittedPrefix(request.prompt, request.committed)
         self.inbox = DraftInbox(self.prefix, model.vocabulary_size, limits)
         self.passes = self.device_accepted = 0
-        """Passes that sampled, and how many of the device's nodes they accepted."""
+        """Passes that sampled, and device nodes that they accepted."""
         self.cache_length = 0
         self.deadline: float | None = None
         self._model, self._limits, self._rule, self._run_ahead = model, limits, rule, run_ahead
@@ -198,8 +214,8 @@ class VerifySession:
 
     @property
     def missing_rows(self) -> int:
-        """Committed tokens that it has to feed in the pass it wants; 0 if it wants none, or what
-        it said last has not left."""
+        """Committed tokens that are not in the KV cache yet. 0 while the session is not ready for a
+        pass, its send queue is behind, or its device does not acknowledge."""
         device = self.device
         if self.state is not ev.READY or device.detached_at is not None or device.behind:
             return 0
@@ -207,17 +223,20 @@ class VerifySession:
 
     @property
     def chain_rate(self) -> float | None:
-        """How often guesses of the verifier's own model are right here; None: it makes none."""
+        """Acceptance rate of the server model or engine speculator in this session; None without
+        one."""
         chain = None if self._served is None else self._served.chain
         return None if chain is None else chain.rate
 
     def note_no_guess(self) -> None:
-        """The target's own speculator ran in the pass and proposed nothing for this session."""
+        """Record that the engine speculator ran in the pass and proposed nothing for this
+        session."""
         if self._served is not None and self._served.chain is not None:
             self._served.chain.note_no_guess()
 
     def over(self, now: float) -> bool:
-        """Nothing more to do: all delivered and acknowledged, or the lease ran out."""
+        """Return whether the session can be removed: everything is acknowledged, or the lease has
+        expired."""
         if self.state is ev.FINISHED and self.device.received >= self.prefix.length:
             return True
         detached_at = self.device.detached_at
@@ -290,7 +309,7 @@ class VerifySession:
         return ev.Send(message)
 
     def _sign_of_life(self) -> Commit:
-        """Return a commit without tokens, which says how much of the text is read so far."""
+        """Return a commit without tokens, which reports how much of the text has been read."""
         return Commit(self.prefix.length, (), read=self.cache_length)
 
     def _detach(self, now: float) -> None:
@@ -299,14 +318,14 @@ class VerifySession:
             self.deadline = now + self._limits.lease_s
 
     def _refuse(self, fault: Fault, now: float) -> tuple[ev.VerifyAction, ...]:
-        """End the stream; the session too, if coming back cannot help."""
+        """Close the stream; also end the session, unless the device may come back."""
         self._detach(now)
         if not fault.code.retryable:
             self._give_up()
         return self._say(fault, now), ev.Hangup()
 
     def _on_cancel(self, now: float) -> tuple[ev.VerifyAction, ...]:
-        """The device hears that the text ends here, unless it was told of an end before."""
+        """Acknowledge with a final empty commit, unless a final commit was sent already."""
         news = self.state is not ev.FINISHED and self.attached
         self._give_up()
         if not news:
@@ -314,7 +333,7 @@ class VerifySession:
         return (self._say(Commit(self.prefix.length, (), finish=self.finish), now),)
 
     def _give_up(self) -> None:
-        """Nobody wants the rest: nothing is delivered or waited for any more."""
+        """End the session as cancelled; nothing more is delivered or awaited."""
         self.finish = FinishReason.CANCELLED
         self.state = transition(VERIFY_MOVES, self.state, ev.FINISHED)
         self.device.received = self.prefix.length
@@ -352,14 +371,18 @@ class VerifySession:
 
     @property
     def _may_draft(self) -> bool:
-        """Whether a draft could help the next pass: not one of a prompt, nor of the last token."""
+        """True if a draft could help the next pass: the pass feeds no prompt and not the last
+        token."""
         prefix = self.prefix
         decoding = prefix.prompt_length < self.cache_length + 1 == prefix.length
         return decoding and prefix.length < self._ending.end - 1
 
     def _start_at(self, offer: ev.Offer, now: float) -> float:
-        """From when on the session takes part in a pass: where it could wait for a draft of its
-        device and nobody has drafted for it, the run-ahead policy says so."""
+        """Return the time from which the session takes part in a pass.
+
+        The run-ahead policy decides if the session could wait for a draft of its device and has no
+        nodes yet; otherwise it takes part at once.
+        """
         chained = self._served is not None and self._served.chained
         if not self._may_draft or self.inbox.tree.nodes or chained:
             return now
@@ -393,9 +416,9 @@ class VerifySession:
         walk = self._walk(done.request, event)
         tokens, self.finish = self._ending.cut(self.prefix.length, walk.tokens)
         self.cache_length += len(walk.nodes)
-        inside = walk.nodes[: len(tokens)]  # not those behind the end
+        inside = walk.nodes[: len(tokens)]  # without those behind the end
         accepted = len(inside)
-        if self._served is not None:  # a device is told of its own nodes alone
+        if self._served is not None:  # The device's count excludes server-side nodes.
             accepted -= self._served.learn(done.request, event.targets, inside, tokens)
         if event.scores:
             self._scores.commit(self.prefix.length, event, walk, len(tokens))
@@ -413,15 +436,18 @@ class VerifySession:
         return send if self.finish is not None else (ev.Keep(walk.nodes), *send)
 
     def _walk(self, request: PassRequest, event: ev.PassDone) -> Walk:
-        """Guesses of the verifier's own, which stand behind the device's, are judged exactly."""
+        """Judge the nodes of a pass. Server-side nodes come last and are judged by the exact
+        rule."""
         scores, ends = event.node_scores[: request.drafted], self._ending.stops
         return self._rule.walk(request.tokens, request.parents, event.targets, scores, ends)
 
     def _form(self, offer: ev.Offer) -> PassRequest:
-        """The request for a pass in which ``offer`` leaves room: the committed tokens that the
-        cache lacks, and behind them, if all of them are fed, the device's nodes that are worth
-        their row, and the verifier's own guesses. For a target that verifies no trees the likeliest
-        path is left."""
+        """Return the request for a pass in which ``offer`` leaves room.
+
+        It feeds the committed tokens that the cache lacks. If all of them are fed, the device's
+        nodes that are worth their row follow, and the server-side nodes. For a target that verifies
+        no trees only the likeliest path is kept.
+        """
         key, first, last = self.request.session_id, self.cache_length, self.prefix.length
         logprobs = self.request.logprobs
         feed = tuple(self.prefix.tokens[first : first + offer.max_rows])
@@ -446,7 +472,7 @@ class VerifySession:
 
     @property
     def _depth(self) -> int:
-        """How deep nodes may lie: one can matter only before the last token."""
+        """Greatest depth at which a node can matter: it must lie before the last token."""
         return self._ending.end - 1 - self.prefix.length
 
     def _least_chance(self, offer: ev.Offer) -> float:
@@ -457,7 +483,8 @@ class VerifySession:
         return offer.least_chance if offer.least_guess is None else offer.least_guess
 
     def _device_tree(self, offer: ev.Offer, fed: int) -> PassTree:
-        """The device's nodes that are worth their row in a pass that feeds so many tokens."""
+        """Return the device's nodes that are worth their row in a pass that feeds ``fed``
+        tokens."""
         room = min(offer.max_rows - fed, self._limits.max_nodes_per_pass)
         return self.inbox.pass_tree(room, self._ending.end, self._least_chance(offer))
 
@@ -471,9 +498,12 @@ class VerifySession:
         row_price: int,
         now: float,
     ) -> Commit:
-        """The commit of these tokens, of which the device drafted ``accepted`` and those at the
-        places ``replaced`` are not the target's own. A device that drafts on hears its part of the
-        price of a row; ``row_price`` 0: there is none to tell."""
+        """Return the commit of ``tokens`` and update the statistics.
+
+        ``accepted`` of the tokens were drafted by the device; those at the indices ``replaced`` are
+        not the target's own. A device that goes on drafting is sent its part of the row price;
+        ``row_price`` 0 means that there is none.
+        """
         rows, verify_us = done.request.drafted, round((now - done.started_at) * 1e6)
         price = credit = None
         self._price_share.note_pass(done.started_at, now)
@@ -486,19 +516,19 @@ class VerifySession:
         self.device_accepted += accepted
         queue_us = round(done.queue_s * 1e6)
         logprobs = self._scores.of(position, len(tokens)) if self.request.logprobs else ()
-        return Commit(  # in the order of its fields: with their names it takes thrice as long
-            position,
-            tokens,
-            accepted,
-            stale,
-            queue_us,
-            verify_us,
-            rows,
-            echo,
-            held_us,
-            self.finish,
-            price,
-            credit,
-            logprobs,
-            replaced,
+        return Commit(
+            position=position,
+            tokens=tokens,
+            accepted=accepted,
+            stale=stale,
+            queue_us=queue_us,
+            verify_us=verify_us,
+            rows=rows,
+            echo=echo,
+            held_us=held_us,
+            finish=self.finish,
+            row_price=price,
+            credit=credit,
+            logprobs=logprobs,
+            replaced=replaced,
         )

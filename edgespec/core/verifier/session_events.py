@@ -1,4 +1,4 @@
-"""What can happen to a ``VerifySession``, what it can ask for, and what it can be."""
+"""Events, actions and states of a ``VerifySession``."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from edgespec.core.verifier.own_drafts import Chain, ChainStart
 
 @statically_frozen
 class Attach:
-    """A stream of this session opened (the first, or one after a broken link)."""
+    """A stream of this session opened: the first one, or one after a broken link."""
 
     request: Open
 
 
 @statically_frozen
 class Detach:
-    """Its stream is gone."""
+    """The session's stream is gone."""
 
 
 @statically_frozen
 class Offer:
-    """There is room for ``max_rows`` rows in a pass that would start now."""
+    """An offer of ``max_rows`` rows in a pass that would start now."""
 
     max_rows: int
     pass_s: float
     least_chance: float = 0.0
-    """Draft nodes less likely to be right do not pay for their row."""
+    """The price of a row: draft nodes less likely to be accepted do not pay for their row."""
     runs_anyway: bool = False
-    """Others take part in it: it starts now, whoever declines."""
+    """True if others take part in the pass, so that it starts now even if this session declines."""
     began_at: float | None = None
-    """When the verifier's own model began to draft before this pass; None: it did not."""
+    """Time when the server model began to draft before this pass; None if it did not."""
     least_guess: float | None = None
-    """The same as ``least_chance`` for the verifier's own guesses; None: it is that."""
+    """The price of a row for the verifier's own nodes; None means ``least_chance``."""
 
 
 @statically_frozen
 class DraftOffer:
-    """The verifier's own draft model may guess for the session before it has this offer."""
+    """An offer to let the server model draft for the session before it has this ``Offer``."""
 
     offer: Offer
 
 
 @statically_frozen
 class Drafted:
-    """What a round of the verifier's own draft model did for the session."""
+    """The result of a round of the server model for the session."""
 
     chain: Chain
 
@@ -57,9 +57,10 @@ class Drafted:
 class PassDone:
     targets: tuple[int, ...]
     scores: tuple[TokenScore, ...] = ()
-    """Both as in ``PassResult``, and so are ``guesses`` and ``node_scores``."""
+    """Scores of the committed tokens; all fields but ``row_price`` are as in ``PassResult``."""
     row_price: int = 0
-    """What a row costs now, in thousandths (``Commit.row_price``); 0: nothing to tell."""
+    """The price of a row now, in thousandths (``Commit.row_price``); 0 if there is none to
+    report."""
     guesses: tuple[int, ...] = ()
     node_scores: tuple[NodeScore, ...] = ()
 
@@ -71,22 +72,25 @@ class PassFailed:
 
 @statically_frozen
 class Cached:
-    """The target's cache holds the first ``length`` committed tokens, fewer than all, since another
-    session has computed them; 0: it was evicted. Only between passes."""
+    """The target's cache holds the first ``length`` committed tokens, fewer than all.
+
+    The length is above 0 if another session has computed them, and 0 if the session was evicted.
+    This event only comes between passes.
+    """
 
     length: int
 
 
 @statically_frozen
 class Stalled:
-    """The device has not acknowledged for too long: ``waited_s`` seconds."""
+    """The device has owed an acknowledgement for ``waited_s`` seconds, which is too long."""
 
     waited_s: float
 
 
 @statically_frozen
 class SayAlive:
-    """The device has heard nothing for a while, because its session waits for room."""
+    """The device was sent nothing for a while because its session waits for room."""
 
 
 StreamEvent = Attach | Detach | Draft | Received | Cancel | Stalled | SayAlive
@@ -96,7 +100,7 @@ VerifyEvent = StreamEvent | PassEvent
 
 @statically_frozen
 class Send:
-    """Hand this message to the session's stream."""
+    """Send this message on the session's stream."""
 
     message: Downlink
 
@@ -110,21 +114,21 @@ class RunPass:
 
 @statically_frozen
 class WantChain:
-    """Take part in a round; answers a ``DraftOffer``."""
+    """Take part in a round of the server model; answers a ``DraftOffer``."""
 
     start: ChainStart
 
 
 @statically_frozen
 class Keep:
-    """These nodes of the finished pass became committed; its other nodes can be freed."""
+    """Keep these nodes of the finished pass, which are committed; its other nodes can be freed."""
 
     nodes: tuple[int, ...]
 
 
 @statically_frozen
 class Hangup:
-    """End the stream; the session stays for its lease."""
+    """Close the stream; the session stays for its lease."""
 
 
 VerifyAction = Send | RunPass | WantChain | Keep | Hangup
@@ -135,7 +139,7 @@ class VerifyState(Enum):
     PASSING = "passing"
     FINISHED = "finished"
 
-    # Members are looked up at every pass; the hash of their names would be a call in Python.
+    # Members are looked up in every pass, and hashing their names would be a call in Python.
     __hash__ = object.__hash__
 
 
@@ -147,7 +151,7 @@ class RunningPass:
     request: PassRequest
     started_at: float
     queue_s: float
-    """How long the oldest of its nodes had waited."""
+    """Seconds that the oldest of its nodes had waited."""
 
 
 VERIFY_MOVES: Final[dict[tuple[VerifyState, VerifyState], str]] = {

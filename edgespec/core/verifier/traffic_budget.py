@@ -1,23 +1,24 @@
-"""How fast one peer may send before it has to wait for its turn.
+"""Limits how fast one peer may send before it has to wait.
 
 Theory of operation. A message costs the verifier about 0.1 ms, so a peer that sends in a loop takes
-time from everybody. Nothing is dropped: the machine only says how long the driver has to wait
-before it reads on, and the transport's flow control holds the sender meanwhile. All of it is made
-of token buckets: what is taken beyond a bucket's level is a debt, and ``debt / rate`` seconds pay
-it.
+time from all others. Nothing is dropped: the machine only returns how long the driver has to wait
+before it reads on, and the transport's flow control holds the sender meanwhile. All limits are
+token buckets: an amount taken beyond a bucket's level is a debt, which is paid after ``debt /
+rate`` seconds.
 
-    StreamBudget   messages of one stream, by number and size. It also *earns* at each commit,
-                   because an honest device drafts as fast as the text moves: 16 messages and 2 a
+    StreamBudget   Messages of one stream, by number and size. It also *earns* at each commit,
+                   because an honest device drafts as fast as the text moves: 16 messages and 2 per
                    token, but never more than 1 for each millisecond since the last commit.
-    UplinkBudget   all streams together. Its debt is paid by the busy streams alone, those that send
+    UplinkBudget   All streams together. Its debt is paid only by the busy streams, which send
                    more than the base rate, earned or not; the quiet ones are read at once. So n
-                   streams are read at most max(2,000, 100 n) times a second in the long run.
+                   streams are read at most max(2,000, 100 n) times per second in the long run.
                    Where several payers send, each is held to its fair share (``FairShares``),
                    which commits add to; a quiet stream has a second burst as its grace.
 
-A device with draft steps of 1 ms and passes of 30 ms sends at most 30 messages a pass; behind a
-commit of 7 tokens it earns min(16 + 2 * 7, 30) = 30 and is never slowed. Waits are finite and never
-negative; no bucket holds more than its burst.
+Worked example: a device with draft steps of 1 ms and passes of 30 ms sends at most 30 messages per
+pass. A commit of 7 tokens earns min(16 + 2 * 7, 30) = 30 messages, so the device is never slowed.
+
+Waits are finite and never negative; no bucket holds more than its burst.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ SLOT_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ShareLimits:
-    """Rates are costs a second."""
+    """Limits of ``FairShares``. Rates are in cost units per second."""
 
     rate: float
     least_rate: float
-    """Of each, however many there are."""
+    """Least rate of each payer, however many there are."""
     burst: float = 256.0
     first: float = 256.0
-    """The level of a payer that nobody remembers; at most ``burst``."""
+    """Initial level of a payer that is not in the table; at most ``burst``."""
     free_alone: bool = True
-    """Nobody waits while there is no other payer."""
+    """True if a payer does not wait while there is no other payer."""
     max_wait_s: float = 10.0
-    """Debts beyond this and a burst are forgotten: a device that hears nothing is soon gone."""
+    """Longest wait: debts beyond this and a burst are forgotten, since a device that receives
+    nothing soon disconnects."""
     idle_s: float = 2.0
     max_payers: int = 2_048
 
@@ -59,18 +61,22 @@ class _Account:
 
 
 class FairShares:
-    """Max-min fair shares of a rate between payers: charge with ``spend``, ask ``wait_s`` first.
+    """Max-min fair shares of a rate between payers: charge with ``spend``, or call ``wait_s``
+    first.
 
-    A *payer* is the credential of a key or, where no keys are asked for, an address, however many
-    streams it has. Those who want less than a fair share of ``rate`` have what they want, the
-    others share the rest equally, at least ``least_rate`` each; who is alone has no limit. Each has
-    a bucket that fills at the share. Whoever owes waits ``debt / share`` seconds: within its share
-    nobody waits, whatever the others do. Every ``SLOT_S`` seconds the share is reckoned anew.
+    A *payer* is the credential of an API key or, on a verifier without API keys, an address,
+    however many streams it has. Payers who need less than a fair share of ``rate`` get what they
+    need; the others share the rest equally, at least ``least_rate`` each. A payer that is alone has
+    no limit. Each payer has a bucket that fills at the share. A payer in debt waits ``debt /
+    share`` seconds. Within its share a payer never waits, whatever the others do. The share is
+    recomputed every ``SLOT_S`` seconds.
 
-    With a ``grace`` one waits only for the part of the debt that exceeds it: a flood on few streams
-    is held where the debt begins, and quiet streams of the same payer never meet it.
+    With a ``grace`` a payer waits only for the part of its debt that exceeds the grace. So a flood
+    on few streams is held where the debt begins, and quiet streams of the same payer are not
+    affected.
 
-    No wait is longer than ``max_wait_s`` and the time in which two bursts fill."""
+    No wait is longer than ``max_wait_s`` plus the time in which two bursts fill.
+    """
 
     def __init__(self, limits: ShareLimits, now: float) -> None:
         assert limits.rate > 0.0
@@ -79,14 +85,15 @@ class FairShares:
         self.limits = limits
         self.share = limits.rate
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
-        """Who has spent least lately comes first."""
+        """Accounts by payer, the one that has spent least recently in front."""
         self._slot_began_at = now
 
     def __len__(self) -> int:
         return len(self._accounts)
 
     def spend(self, payer: str, cost: float, now: float, grace: float = 0.0) -> float:
-        """Charge ``cost`` to ``payer``, whether or not it has so much; then ``wait_s``."""
+        """Charge ``cost`` to ``payer``, even beyond its level, and return the seconds that it has
+        to wait."""
         if now - self._slot_began_at >= SLOT_S:
             self._turn(now)
         account = self._accounts.get(payer) or self._enter(payer, now)
@@ -95,9 +102,9 @@ class FairShares:
         account.spent += cost
         account.spent_at = now
         self._accounts.move_to_end(payer)
-        if account.level >= 0.0:  # as nearly always
+        if account.level >= 0.0:  # the usual case
             return 0.0
-        if self._alone:  # and takes from nobody
+        if self._alone:  # takes from no other payer
             account.level = 0.0
             return 0.0
         most_debt = self.limits.burst + self.limits.max_wait_s * self.share
@@ -105,17 +112,18 @@ class FairShares:
         return max(0.0, -grace - account.level) / self.share
 
     def earn(self, payer: str, amount: float, now: float) -> None:
-        """Give ``payer`` something besides its share; what is over the burst is lost."""
+        """Add ``amount`` to the bucket of ``payer`` besides its share; an excess over the burst is
+        lost."""
         account = self._accounts.get(payer)
         if account is not None:
             self._fill(account, now)
             account.level = min(self.limits.burst, account.level + amount)
 
     def wait_s(self, payer: str, now: float, cost: float = 0.0, grace: float = 0.0) -> float:
-        """Seconds until ``payer`` can pay ``cost`` out of its share and ``grace``."""
+        """Return the seconds until ``payer`` can pay ``cost`` out of its share and ``grace``."""
         self._turn(now)
         account = self._accounts.get(payer)
-        if account is None:  # its share is not reckoned yet; it is no less than this
+        if account is None:  # not in the share yet, which is at least this
             share = self.limits.rate / (len(self._accounts) + 1)
             share = max(self.limits.least_rate, share)
             return max(0.0, cost - grace - self.limits.first) / share
@@ -156,19 +164,26 @@ class FairShares:
 
 
 def fair_share(rate: float, wants: Sequence[float]) -> float:
-    """The share at which all who want more than it, and the others with what they want, have
-    ``rate`` together (max-min fairness). Where they want less: what is left for the greediest."""
+    """Return the max-min fair share of ``rate`` for payers that want these rates.
+
+    It is the share at which payers that want more get the share, the others get what they want, and
+    all together get ``rate``. If all want less than ``rate`` together, it is the rate that is left
+    for the payer with the highest want.
+    """
     wanted = [min(want, rate) for want in wants]
     spare = rate - sum(wanted)
     if spare >= 0.0:
         return spare + max(wanted, default=0.0)
-    # What is above the share has to go: water that stands on the wants, hung upside down.
+    # The excess over the share must go: the same water-filling, on the negated wants.
     return -water_level(-spare, [-want for want in wanted])
 
 
 def water_level(volume: float, floors: Sequence[float]) -> float:
-    """How high ``volume`` of water stands over these floors: the level at which the sum of
-    ``level - floor``, over all floors below it, is ``volume``. At least the lowest floor."""
+    """Return the level at which ``volume`` of water stands over ``floors``.
+
+    At this level the sum of ``level - floor`` over all floors below it is ``volume``. The level is
+    at least the lowest floor.
+    """
     level = total = volume
     for count, floor in enumerate(sorted(floors), 1):
         if count > 1 and floor >= level:
@@ -180,38 +195,40 @@ def water_level(volume: float, floors: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UplinkLimits:
-    """The budget of what streams send. Rates are per second."""
+    """The budget of the messages that streams send. Rates are per second."""
 
     message_rate: float = 100.0
     message_burst: float = 128.0
-    """As many as the nodes a device may have outstanding, one to a message."""
+    """Equals the number of nodes that a device may have outstanding, with one node per message."""
     messages_per_commit: float = 16.0
-    """An honest device replaces a dead tree after a miss: some 12 to 16 steps worth drafting."""
+    """An honest device replaces a dead tree after a miss: about 12 to 16 steps are worth
+    drafting."""
     messages_per_token: float = 2.0
-    """It also drafts as much further as the text moved."""
+    """An honest device drafts as much further as the text has moved."""
     earned_message_rate: float = 1_000.0
-    """No earnings beyond this: a draft step takes at least about 1 ms."""
+    """Upper bound of the earnings: a draft step takes at least about 1 ms."""
     total_message_rate: float = 2_000.0
-    """All streams together: about a fifth of one core."""
+    """Rate of all streams together: about a fifth of one core."""
     total_burst: float = 2_000.0
     max_total_debt_s: float = 0.25
-    """A busy stream waits no longer than this for the sake of the others."""
+    """Longest wait of a busy stream for the sake of the others."""
     shares: ShareLimits = field(default_factory=lambda: ShareLimits(500.0, 100.0))
-    """Of keys, in messages: those of all together may take a twentieth of one core."""
+    """Fair shares of API keys, in messages: all together may take a twentieth of one core."""
     address_rate: float = 1_000.0
-    """Where there are no keys, the least rate of an address: it may be a whole site."""
+    """Least rate of an address on a verifier without API keys, since it may be a whole site."""
     bytes_per_message: float = 1_024.0
-    """A message of so many bytes costs its stream and its payer as much again as an empty one."""
+    """A message of this many bytes costs its stream and its payer twice as much as an empty one."""
     messages_per_open: float = 8.0
-    """What a new stream costs its payer."""
+    """Messages that a new stream costs its payer."""
     share_per_commit: float = 0.5
-    """Messages that a commit adds to its payer's share: each eighth token is acknowledged."""
+    """Messages that a commit adds to its payer's share: every eighth token is acknowledged."""
     share_per_hit: float = 4.0
-    """Instead, where a draft was right: devices send two to four messages a pass."""
+    """Messages that a commit adds instead if it accepted a draft node: devices send two to four
+    messages per pass."""
 
 
 class TokenBucket:
-    """A level that fills at ``rate`` a second up to ``burst``, and may be overdrawn."""
+    """A level that fills at ``rate`` per second up to ``burst``, and may be overdrawn."""
 
     __slots__ = ("_at", "_burst", "_level", "_rate")
 
@@ -224,7 +241,7 @@ class TokenBucket:
         return self.take(0.0, now)
 
     def take(self, amount: float, now: float) -> float:
-        """Take ``amount`` tokens, also when there are fewer; the level that is left."""
+        """Take ``amount`` tokens, even if there are fewer, and return the level that is left."""
         level = self._level
         if now > self._at:
             level += (now - self._at) * self._rate
@@ -235,7 +252,7 @@ class TokenBucket:
         return level
 
     def add(self, amount: float, now: float) -> None:
-        """Put ``amount`` tokens in; what is over the burst is lost."""
+        """Add ``amount`` tokens; an excess over the burst is lost."""
         if self.take(-amount, now) > self._burst:
             self._level = self._burst
 
@@ -244,13 +261,14 @@ class TokenBucket:
         self._level = max(self._level, -most)
 
     def wait_s(self, now: float, amount: float = 0.0) -> float:
-        """Seconds until there are ``amount`` tokens; by default, until the debt is paid."""
+        """Return the seconds until there are ``amount`` tokens; by default, until the debt is
+        paid."""
         level = self.take(0.0, now)
         return 0.0 if level >= amount else (amount - level) / self._rate
 
 
 def without_keys(limits: UplinkLimits) -> UplinkLimits:
-    """The limits of a verifier whose payers are addresses."""
+    """Return the limits of a verifier without API keys, whose payers are addresses."""
     least, shares = limits.address_rate, limits.shares
     if least <= shares.least_rate:
         return limits
@@ -259,21 +277,23 @@ def without_keys(limits: UplinkLimits) -> UplinkLimits:
 
 class Wait(Enum):
     STREAM = "stream"
-    """Its own: it sent more than one stream may."""
+    """The stream itself sent more than one stream may."""
     CREDENTIAL = "credential"
-    """Its key, or its address where there are no keys, has had its share."""
+    """Its API key, or its address on a verifier without API keys, has used its share."""
     TOTAL = "total"
-    """All streams together send too much, and it is a busy one."""
+    """All streams together send too much, and this stream is a busy one."""
     LINE = "line"
-    """It is new, and too many are opened."""
+    """The stream is new, and too many are opened."""
 
 
-# Asked for at every message: in Python 3.11 a look into the class is a function call.
+# Bound once, since they are used for every message: in Python 3.11 an attribute look-up on the
+# class is a function call.
 STREAM, CREDENTIAL, TOTAL, LINE = Wait
 
 
 class UplinkBudget:
-    """What all streams of a verifier may send. Make one ``StreamBudget`` for each stream."""
+    """The budget of what all streams of a verifier may send; ``open`` makes the budget of one
+    stream."""
 
     def __init__(
         self, limits: UplinkLimits, now: float, waits: Callable[[Wait, float], None] | None = None
@@ -281,7 +301,7 @@ class UplinkBudget:
         self.limits = limits
         self.shares = FairShares(limits.shares, now)
         self.waits = waits or (lambda reason, wait_s: None)
-        """Hears of each wait for which reason and how long, in seconds."""
+        """Called for each wait, as ``waits(reason, seconds)``."""
         self.total = TokenBucket(limits.total_message_rate, limits.total_burst, now)
         self.most_debt = limits.max_total_debt_s * limits.total_message_rate
 
@@ -289,8 +309,11 @@ class UplinkBudget:
         return StreamBudget(self, now, payer)
 
     def turn(self, payer: str, now: float, most_s: float) -> float:
-        """Seconds to wait before a new stream of ``payer`` is served. It is charged unless that is
-        more than ``most_s``, when it is to be refused."""
+        """Return the seconds to wait before a new stream of ``payer`` is served.
+
+        The stream is charged, unless the wait exceeds ``most_s``, in which case it is to be
+        refused.
+        """
         wait_s = self.shares.wait_s(payer, now, grace=self.limits.shares.burst)
         if wait_s <= most_s:
             self.shares.spend(payer, self.limits.messages_per_open, now)
@@ -298,7 +321,10 @@ class UplinkBudget:
 
 
 class StreamBudget:
-    """What one stream may send: ask ``spend`` after each message read, and tell each commit."""
+    """The budget of what one stream may send.
+
+    Call ``spend`` after each message that is read, and ``earn`` for each commit that is sent.
+    """
 
     __slots__ = ("_base", "_earned_at", "_limits", "_messages", "_payer", "_shared")
 
@@ -306,12 +332,13 @@ class StreamBudget:
         limits = shared.limits
         self._shared, self._limits, self._payer = shared, limits, payer
         self._messages = TokenBucket(limits.message_rate, limits.message_burst, now)
-        # What the messages would be without the earnings: it tells the busy from the quiet.
+        # The level without earnings distinguishes busy streams from quiet ones.
         self._base = TokenBucket(limits.message_rate, limits.message_burst, now)
         self._earned_at = now
 
     def spend(self, now: float, size: int = 0) -> float:
-        """A message of ``size`` bytes was read: seconds to wait before reading the next."""
+        """Charge a message of ``size`` bytes and return the seconds to wait before the next one is
+        read."""
         limits, shared = self._limits, self._shared
         cost = 1.0 + size / limits.bytes_per_message
         reason, wait_s = STREAM, 0.0
@@ -333,8 +360,8 @@ class StreamBudget:
         return wait_s
 
     def earn(self, tokens: int, now: float, accepted: int = 0) -> None:
-        """A commit of ``tokens`` tokens was sent, of which the device had drafted ``accepted``. A
-        commit without tokens earns nothing."""
+        """Add what a commit of ``tokens`` tokens earns, of which the device had drafted
+        ``accepted``. A commit without tokens earns nothing."""
         if tokens == 0:
             return
         limits, elapsed_s = self._limits, max(0.0, now - self._earned_at)
@@ -353,36 +380,39 @@ class CallLimits:
     total_rate: float
     total_burst: float
     max_wait_s: float
-    """Who would wait longer than this is refused; so the line holds ``max_wait_s * rate`` calls."""
+    """Longest wait of a call; a call that would wait longer is refused. So at most ``max_wait_s *
+    rate`` calls wait."""
     max_peers: int = 1_024
 
 
-# An open and its cancel cost some 3 ms of the verifier. 200 devices that start at once behind one
-# address are all let in after (200 - 128) / 20 = 3.6 s.
+# An open and its cancel cost about 3 ms of the verifier. 200 devices that start at once behind one
+# address are all admitted after (200 - 128) / 20 = 3.6 s.
 OPEN_LIMITS = CallLimits(
     peer_rate=20.0, peer_burst=128.0, total_rate=60.0, total_burst=256.0, max_wait_s=10.0
 )
 
-# A device asks twice before it chooses a verifier.
+# A device calls ``Info`` twice before it chooses a verifier.
 INFO_LIMITS = CallLimits(
     peer_rate=25.0, peer_burst=50.0, total_rate=50.0, total_burst=100.0, max_wait_s=1.0
 )
 
-# What a caller that has kept to its share may ask at once, however many others are in line.
+# Calls that a caller within its share may make at once, however many others wait.
 _CALLS_SAVED = 4.0
 _CALLER_IDLE_S = 10.0
 
 
 class CallBudget:
-    """The line in which calls (new streams, questions for ``Info``) wait for their turn: one for
-    each peer and one for all. Nobody waits for the others' sake who is within its fair share of the
-    total, so the line that a flood makes is its own. At most ``max_peers`` are remembered."""
+    """The queue in which calls (new streams, calls of ``Info``) wait: one per peer and one for all.
+
+    A peer within its fair share of the total never waits for the sake of others, so only the
+    flooding peer waits for its own flood. At most ``max_peers`` peers are remembered.
+    """
 
     def __init__(self, limits: CallLimits, now: float) -> None:
         self.limits = limits
         self._total = TokenBucket(limits.total_rate, limits.total_burst, now)
         self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
-        # Who comes anew has nothing, so that a peer gains nothing by changing its address.
+        # A new peer starts with an empty bucket, so changing the address gains nothing.
         shares = ShareLimits(
             limits.total_rate,
             limits.total_rate / limits.max_peers,
@@ -395,12 +425,14 @@ class CallBudget:
         self._shares = FairShares(shares, now)
 
     def turn(self, peer: str, now: float, payer: str | None = None) -> float:
-        """Seconds until the call that ``peer`` makes now has its turn, 0 for at once. More than
-        ``limits.max_wait_s``: it has no place in the line and is to be refused with this advice.
-        ``payer`` is whose share it is, where that is not the peer's."""
+        """Return the seconds that the call which ``peer`` makes now has to wait, 0 for at once.
+
+        More than ``limits.max_wait_s`` means that the call is to be refused, with this as its retry
+        advice. ``payer`` is the payer whose share the call uses, if that is not the peer.
+        """
         bucket, payer = self._bucket(peer, now), peer if payer is None else payer
         total_s = self._total.wait_s(now, 1.0)
-        if total_s > 0.0:  # else nobody looks at shares
+        if total_s > 0.0:  # shares matter only then
             total_s = min(total_s, self._shares.wait_s(payer, now, cost=1.0))
         wait_s = max(total_s, bucket.wait_s(now, 1.0))
         if wait_s <= self.limits.max_wait_s:
@@ -410,8 +442,11 @@ class CallBudget:
         return wait_s
 
     def _bucket(self, peer: str, now: float) -> TokenBucket:
-        """The peer's bucket. The peer that has called least lately is forgotten for a new one:
-        whoever changes its address all the time still meets the total."""
+        """Return the peer's bucket, replacing the one that was used least recently if the table is
+        full.
+
+        A peer that keeps changing its address still meets the total.
+        """
         bucket = self._peers.get(peer)
         if bucket is None:
             if len(self._peers) >= self.limits.max_peers:
