@@ -1,1 +1,1 @@
-"""The verifier's driver: carries out what ``core.VerifyEngine`` asks, on asyncio."""
+"""The verifier's driver: carries out the actions of ``core.VerifyEngine`` on asyncio."""

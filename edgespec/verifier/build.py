@@ -1,5 +1,6 @@
-"""The verifier, from its configuration to running parts: its target model, the native engine's,
-vLLM's or the toy's, its own draft model, the daemon, and the server that listens for it."""
+"""Builds a verifier from its configuration: the target model (native, vLLM or toy), the draft
+model, the daemon, and the gRPC server.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 _TOY_BLOCK_TOKENS = 16
 _TOY_DRAFT_NOISE = 0.25
-"""As of a device's toy draft."""
+"""The same noise as in a device's toy draft."""
 
 
 def build_verifier(
@@ -53,9 +54,11 @@ def build_verifier(
     access: ServerAccess | None = None,
     watch: Watch | None = None,
 ) -> tuple[Verifier, GrpcServer]:
-    """A verifier and the server that listens for it; call ``await server.start()``. Without
-    ``target`` and ``drafter`` it loads those of ``config``. ``access`` None reads the keys and
-    certificates that ``config`` names; ``watch`` counts what both do."""
+    """Return a verifier and the server that listens for it; call ``await server.start()``.
+
+    Without ``target`` and ``drafter`` it loads those of ``config``. With ``access`` None it reads
+    the API keys and certificates that ``config`` names. ``watch`` counts what both do.
+    """
     with needs("grpc", "edgespec"):
         from edgespec.wire.codec import WireLimits
         from edgespec.wire.grpc_server import GrpcServer
@@ -64,7 +67,7 @@ def build_verifier(
     drafter = drafter or load_server_drafter(config, target)
     bounds, shape = config.limits, pass_shape(target)
     context_length = target.info.context_length
-    if target.cache is not None:  # the longest text has to fit by itself
+    if target.cache is not None:  # the longest text must fit alone
         context_length = min(context_length, target.cache.tokens)
     limits = Limits(
         context_length=context_length,
@@ -82,7 +85,7 @@ def build_verifier(
         read_constraint=None if config.engine == VLLM else verifier_reader(config.model),
         drafter=drafter,
     )
-    # Streams beyond the sessions are let in, so that they are told why they are refused.
+    # Streams beyond the sessions are accepted, so that they receive the reason of their refusal.
     server = GrpcServer(
         config.address,
         verifier.serve,
@@ -121,8 +124,10 @@ def _engine_limits(config: VerifierConfig, target: TargetModel, *, drafts: bool)
 
 
 def load_target(config: VerifierConfig) -> TargetModel:
-    """The target model of ``config``, paced when it says so. Raises ``SetupError``, or
-    ``ValueError`` naming the file or the setting."""
+    """Return the target model of ``config``, with emulated pass times if it sets them.
+
+    Raises ``SetupError``, or ``ValueError`` that names the file or the setting.
+    """
     if config.engine == VLLM:
         target: TargetModel = vllm_target(config, model_name(config))
     else:
@@ -133,8 +138,8 @@ def load_target(config: VerifierConfig) -> TargetModel:
 
 
 def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDrafter | None:
-    """The verifier's own draft model for ``target``, paced when ``config`` says so; None where
-    there is none. Raises as ``load_target`` does."""
+    """Return the verifier's own draft model, with emulated step times if ``config`` sets them; None
+    if ``config`` names no draft. Raises as ``load_target`` does."""
     if not config.draft:
         return None
     apart = _check_draft(config, target.info.vocabulary)
@@ -150,7 +155,7 @@ def load_server_drafter(config: VerifierConfig, target: TargetModel) -> ServerDr
 
 
 def target_mode(target: TargetModel) -> str:
-    """How the target computes, in words, for the ready line."""
+    """Return how the target computes, in words, for the ready line."""
     inner = getattr(target, "inner", target)
     words = [str(getattr(inner, "mode", "toy"))]
     if inner is not target:
@@ -166,8 +171,8 @@ def model_name(config: VerifierConfig) -> str:
 
 
 def prefer_reproducible_products() -> None:
-    """Ask MKL, if it is there, for products whose bits do not depend on the number of rows: that
-    makes canonical mode cheaper. It counts before this process's first matrix product."""
+    """Ask MKL, if it is installed, for products whose bits do not depend on the number of rows,
+    which makes canonical mode cheaper. This must precede the process's first matrix product."""
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
@@ -187,9 +192,12 @@ def _toy_target(config: VerifierConfig) -> TargetModel:
 
 
 def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
-    """Check the draft model before anything large is loaded, and return its ids that mean another
-    text than the target's, whose fingerprint is ``vocabulary``. Raises ``SetupError`` for a draft
-    with another tokenizer, and ``ValueError`` for one that is not there."""
+    """Check the draft model before anything large is loaded.
+
+    Returns the ids whose text differs between the draft and the target, whose vocabulary
+    fingerprint is ``vocabulary``. Raises ``SetupError`` for a draft with another tokenizer, and
+    ``ValueError`` for one that does not exist.
+    """
     if not config.draft:
         return frozenset()
     info = toy_info() if config.draft == TOY else folders.model_info(_draft_folder(config))
@@ -216,7 +224,7 @@ def _check_draft(config: VerifierConfig, vocabulary: str) -> frozenset[int]:
 
 
 def _draft_folder(config: VerifierConfig) -> Path:
-    """Its weights, not only an exported graph."""
+    """Return the folder of the draft's weights; an exported graph alone is not enough."""
     try:
         folder = folders.resolve_model(config.draft, folders.Role.DRAFT)
         folders.check_folder(folder)
@@ -232,7 +240,8 @@ def _draft_memory(config: VerifierConfig) -> DraftMemory:
 
 
 def pool_budget(config: VerifierConfig) -> PoolBudget | None:
-    """The memory that ``config`` gives to keys and values; None where it counts tokens instead."""
+    """Return the memory that ``config`` grants to the KV cache; None if it counts tokens
+    instead."""
     limits = config.limits
     if not limits.kv_budget and limits.gpu_memory_utilization is None:
         return None
@@ -263,7 +272,7 @@ def _packed_drafter(
         name=info.name,
         vocabulary=info.vocabulary,
         max_cached_tokens=tokens,
-        canonical=False,  # of a guess no bit is promised
+        canonical=False,  # draft tokens need not be reproducible
     )
     return PackedDrafter(
         model,
@@ -275,7 +284,7 @@ def _packed_drafter(
 
 
 def _loaded(config: VerifierConfig, folder: Path, **options: Any) -> TorchTarget:
-    """With what target and draft model are loaded by alike, and ``options``."""
+    """Load a model with the settings that target and draft model share, and ``options``."""
     from edgespec.verifier.targets.torch_target import TorchTarget
 
     try:
@@ -289,7 +298,7 @@ def _loaded(config: VerifierConfig, folder: Path, **options: Any) -> TorchTarget
         )
     except (ValueError, OSError):
         raise
-    except Exception as error:  # safetensors and torch have exceptions of their own
+    except Exception as error:  # safetensors and torch raise exceptions of their own
         raise SetupError(f"{folder}: the model cannot be loaded: {error}") from error
 
 
@@ -297,10 +306,10 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
     folder = folders.resolve_model(config.model, folders.Role.TARGET)
     folders.check_folder(folder)
     info = folders.model_info(folder)
-    folders.generation_sampling(folder)  # devices take it for what a request leaves open
+    folders.generation_sampling(folder)  # devices use it for what a request leaves open
     _check_draft(config, info.vocabulary)
-    # torch's huge pages under large tensors: products of few rows read all weights, and look up
-    # fewer pages then (measurements.md). It counts before this process's first tensor.
+    # torch uses huge pages under large tensors then: products of few rows read all weights, and
+    # look up fewer pages (measurements.md). This must precede the process's first tensor.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if config.canonical is not False:
         prefer_reproducible_products()
@@ -321,7 +330,7 @@ def _torch_target(config: VerifierConfig) -> TargetModel:
 
 
 def packed_texts(reference: str) -> PackedTexts | str:
-    """Return the files that a verifier of this model lends, or say why it lends none."""
+    """Return the files that a verifier of this model lends, or the reason why it lends none."""
     none = "this verifier has no tokenizer that it could send"
     if reference == TOY:
         return f"{none}: the toy model has none; give --set tokenizer=toy"

@@ -1,10 +1,11 @@
-"""The verifier on asyncio: streams in, packed passes out.
+"""The verifier on asyncio: it carries out the engine's actions for streams and the target.
 
-This file decides nothing. Every stimulus becomes an engine event; every action the engine returns
-is carried out here, in order: messages go to the streams' own queues, sequence work and passes to
-the target's thread. What a model raises goes to the engine, which knows whom to blame; what the
-engine itself raises, and a target that is broken, end this verifier: every stream is told to come
-back, and ``broken`` is set, for the process to end with a failure and be started again.
+This file decides nothing. Every stimulus becomes an engine event. Every action that the engine
+returns is carried out here, in order: messages go to the streams' send queues, sequence work and
+passes to the target's thread. An exception from a model goes to the engine as an event, which
+decides what it ends. An exception from the engine itself, or a broken target, ends this verifier:
+every stream is closed with a fault that lets its device come back, and ``broken`` is set, so that
+the process can end with a failure and be restarted.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ from edgespec.telemetry.verifier_counts import StreamMeter
 
 
 class Backlog:
-    """What a stream is still to be sent: at most ``limit`` messages, one reader and an end. ``put``
-    and ``end`` never wait; an ``asyncio.Queue`` takes thrice the time at every commit."""
+    """Send queue of one stream: at most ``limit`` messages, one reader, and an end.
+
+    ``put`` and ``end`` never wait. An ``asyncio.Queue`` would take three times as long at every
+    commit.
+    """
 
     __slots__ = ("_ended", "_limit", "_messages", "_reader")
 
@@ -53,11 +57,11 @@ class Backlog:
 
     @property
     def idle(self) -> bool:
-        """Whether its reader waits, so that nothing is under way."""
+        """True if the reader waits, so that no message is being sent."""
         return self._reader is not None and not self._messages and not self._reader.done()
 
     def put(self, message: m.Downlink) -> bool:
-        """Append it; False, and nothing changes, when the backlog is full or has ended."""
+        """Append a message; return False, and change nothing, if the queue is full or has ended."""
         if self._ended or len(self._messages) >= self._limit:
             return False
         self._messages.append(message)
@@ -65,12 +69,13 @@ class Backlog:
         return True
 
     def end(self) -> None:
-        """No more follows what is in it."""
+        """End the queue after the messages that are in it."""
         self._ended = True
         self._wake()
 
     async def get(self) -> m.Downlink | None:
-        """The next message, None after the last. One reader at a time; it may be cancelled."""
+        """Return the next message, or None after the last. One reader at a time; it may be
+        cancelled."""
         while not self._messages:
             if self._ended:
                 return None
@@ -92,8 +97,12 @@ SequenceWork = ee.OpenSequence | ee.CloseSequence | ee.KeepNodes
 
 
 class TargetWorker:
-    """Sequence work is queued and carried out just before the next pass, in one hop to the thread.
-    What raises is reported to ``failed``, on the event loop, and its session misses that pass."""
+    """Runs the target, and the server model, in a thread of their own.
+
+    Sequence work is queued and carried out just before the next pass, so that it takes one hop to
+    the thread. An exception from it is reported to ``failed`` on the event loop, and its session
+    misses that pass.
+    """
 
     def __init__(
         self,
@@ -104,17 +113,21 @@ class TargetWorker:
         self._target, self._failed, self._drafter = target, failed, drafter
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgespec-target")
         self.queued: list[SequenceWork] = []
-        """Work on sequences that the next ``submit`` begins with."""
+        """Sequence work that the next ``submit`` begins with."""
         self._draft_error: Exception | None = None
-        """What the drafter raised between rounds; the next round raises it."""
+        """The drafter's exception between rounds; the next round raises it."""
         self._last: asyncio.Future[Any] | None = None
-        """What was handed to the thread last: when it is over, so is all before it."""
+        """The work that was given to the thread last; when it has ended, so has all earlier
+        work."""
 
     def submit(
         self, requests: tuple[PassRequest, ...], draft_steps: int = 0
     ) -> asyncio.Future[ee.BatchDone]:
-        """One pass after the work queued so far; no requests, only the work. What is queued later
-        waits for the next call. The future has the results in the order of the requests."""
+        """Carry out the queued sequence work, then one pass of ``requests``, if there are any.
+
+        Work that is queued later waits for the next call. The future has the results in the order
+        of the requests.
+        """
         loop = asyncio.get_running_loop()
         queued, self.queued = self.queued, []
 
@@ -137,7 +150,7 @@ class TargetWorker:
         return self._begun(work)
 
     def draft(self, action: ee.RunDrafts) -> asyncio.Future[ee.DraftsDone]:
-        """A round of the verifier's own draft model; every session in it has had a pass."""
+        """Run a round of the server model; every session in it has had a pass."""
         drafter = self._drafter
         assert drafter is not None
 
@@ -154,11 +167,12 @@ class TargetWorker:
         return self._begun(work)
 
     def drop_drafter(self) -> None:
-        """No round follows, and the memory of the draft model is given back."""
+        """Free the memory of the draft model; no round may follow."""
         self._drafter = self._draft_error = None
 
     def probe(self, request: PassRequest) -> asyncio.Future[None]:
-        """Open a sequence, run this one request, close it; the future has what went wrong."""
+        """Open a sequence, run this one request and close it; the future has the exception, if
+        any."""
 
         def work() -> None:
             self._target.open(request.key, 1, SamplingParams())
@@ -185,18 +199,19 @@ class TargetWorker:
                 case ee.CloseSequence(key):
                     self._target.close(key)
         except ports.TargetLostError:
-            raise  # Nobody's fault, and the end of all.
+            raise  # A lost target ends the whole verifier, not one session.
         except ports.CapacityError as error:
             return ee.SequenceFailed(item.key, str(error), full=True)
-        except Exception as error:  # whatever a model raises ends one session, not the daemon
+        except Exception as error:  # any exception of a model ends one session, not the daemon
             what, name = "%s of a session failed", type(item).__name__
             log_failure(_LOG, what, name, error=error, may_quote_client=True)
             return ee.SequenceFailed(item.key, f"{name} failed: {type(error).__name__}")
         return None
 
     def _tell_drafter(self, item: SequenceWork) -> None:
-        """What it raises ends no session: without it texts go on."""
-        drafter = self._drafter  # the event loop may drop it meanwhile
+        """Open or close the sequence in the drafter. An exception ends no session, since sessions
+        can go on without the drafter."""
+        drafter = self._drafter  # bound here, since the event loop may drop it meanwhile
         if drafter is None or self._draft_error is not None:
             return
         try:
@@ -208,8 +223,11 @@ class TargetWorker:
             self._draft_error = error
 
     async def close(self, within_s: float) -> bool:
-        """Take no more work and wait for what was handed over; whether it was over by then. If not,
-        its thread is left behind, for which the interpreter would wait at its end."""
+        """Take no more work and wait for the work that was submitted; return whether it ended in
+        time.
+
+        If not, the thread is left behind, and the interpreter would wait for it at its own end.
+        """
         if self._last is not None:
             await asyncio.wait([self._last], timeout=within_s)
         over = self._last is None or self._last.done()
@@ -218,22 +236,22 @@ class TargetWorker:
 
 
 # --- constraints of new streams are read before the engine sees them ---------------------------
-#
-# To compile a grammar takes from a millisecond to seconds, so it happens in threads of its own.
-# Each key or, where no keys are asked for, each address has one thread at a time, also while nobody
-# waits for that any more, and the addresses of one key have it in turn: so whoever sends hard
-# grammars keeps no other key waiting. How many may wait, and how long, is bounded.
+# Compiling a grammar takes from a millisecond to seconds, so it happens in threads of its own. Each
+# API key (or each address, on a verifier without API keys) uses one thread at a time, even after
+# all requests that waited for that thread have gone. The addresses of one API key take turns. So
+# clients with hard grammars do not delay other API keys. How many grammars may wait, and for how
+# long, is bounded.
 
 _THREADS: Final = 64
 _MOST_OF_A_KEY: Final = 32
 _MOST_OF_A_PEER: Final = 16
 GRAMMAR_WITHIN_S: Final = 40.0
-"""A grammar that is not read by then is refused."""
+"""Seconds after which a grammar that was not compiled is refused."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """Of a key, or of an address; its lock is held as long as a thread reads for it."""
+    """The queue of an API key or of an address; the lock is held while a thread works for it."""
 
     whose: str
     most: int
@@ -242,21 +260,27 @@ class _Turn:
 
 
 class ConstraintDesk:
-    """``read`` None: constraints are left as they come, and the engine refuses them."""
+    """Compiles the constraints of new streams in threads, fairly between API keys.
+
+    ``read`` None means that this verifier supports no constraints: they pass unchanged, and the
+    engine refuses them.
+    """
 
     def __init__(self, read: ReadConstraint | None, end_tokens: tuple[int, ...]) -> None:
         self._read, self._end_tokens = read, end_tokens
         self._keeper = read if isinstance(read, GrammarReader) else None
         self._turns: dict[tuple[str, str], _Turn] = {}
-        """Of those that have something to be read, by key and address: empty for all of a key."""
+        """Queues in use, by API key and address; the address is empty for the queue of a whole API
+        key."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="edgespec-grammar")
 
     def get_ready(self) -> None:
-        """Do what the first constraint would have to wait for. Not for an event loop."""
+        """Do the work for which the first constraint would otherwise have to wait. It blocks, so it
+        must not run in an event loop."""
         if self._keeper is not None:
             try:
                 self._keeper.get_ready()
-            except Exception as error:  # whoever sends a constraint is told; nobody did yet
+            except Exception as error:  # a request with a constraint will get the error
                 _LOG.info("constraints cannot be read: %s", error)
 
     async def prepared(
@@ -264,7 +288,7 @@ class ConstraintDesk:
     ) -> m.Open | m.Fault:
         if request.sampling.constraint is None or self._read is None:
             return request
-        # The address first: so each has one place in the line of its key.
+        # The address comes first, so each address has one place in the queue of its API key.
         key = credential.name
         turns = [self._turns.setdefault((key, peer), _Turn(peer, _MOST_OF_A_PEER))]
         if key:
@@ -292,7 +316,8 @@ class ConstraintDesk:
         return m.Fault(m.FaultCode.OVERLOADED, why, retry_after_s=1.0)
 
     async def _in_turn(self, request: m.Open, read: ReadConstraint, turns: list[_Turn]) -> m.Open:
-        """Read in these turns, which end with the thread's work, whoever waits for that."""
+        """Compile the constraint once all queues allow it. The queues are released when the
+        thread's work ends, even if the stream is gone by then."""
         loop = asyncio.get_running_loop()
         with ExitStack() as held:
             for turn in turns:
@@ -306,7 +331,7 @@ class ConstraintDesk:
             self._forget_idle_turns()
 
         def tell(_: Future[m.Open]) -> None:
-            with suppress(RuntimeError):  # the loop has ended before
+            with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(over)
 
         work.add_done_callback(tell)
@@ -332,7 +357,8 @@ class ConstraintDesk:
         return replace(request, sampling=replace(request.sampling, constraint=known))
 
     def close(self) -> None:
-        """What waits is not read any more; what is being read ends by itself, in its bounds."""
+        """Drop the constraints that wait. A compilation that runs ends by itself, within its
+        bounds."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._keeper is not None:
             self._keeper.close()
@@ -340,13 +366,14 @@ class ConstraintDesk:
 
 # --- the verifier ------------------------------------------------------------------------------
 
-# Flow control keeps a stream's backlog below ``max_unreceived`` commits; more is a broken peer.
+# Longest send queue of a stream. Flow control keeps it below ``max_unreceived`` commits; a longer
+# queue means a broken peer.
 _MAX_BACKLOG = 4096
 _OPEN_WITHIN_S = 10.0
 
-# For a device that does not read to take its last message before the stream is cut.
+# Seconds for a slow device to read its last message before the stream is cut.
 _LAST_WORDS_S = 1.0
-# What the target is at when the verifier stops is waited for so long.
+# Seconds to wait for the running pass when the verifier stops.
 _LAST_PASS_S = 30.0
 _FOR_THE_TARGET = frozenset(
     (ee.OpenSequence, ee.CloseSequence, ee.KeepNodes, ee.RunBatch, ee.RunDrafts, ee.RunProbe)
@@ -365,7 +392,7 @@ _REVOKED = m.Fault(
 
 
 class Verifier:
-    """Serves one target model. ``serve`` is what a server transport calls for each stream."""
+    """Serves one target model; a server transport calls ``serve`` for each stream."""
 
     def __init__(
         self,
@@ -379,9 +406,10 @@ class Verifier:
         read_constraint: ReadConstraint | None = None,
         drafter: ports.ServerDrafter | None = None,
     ) -> None:
-        """``engine_limits.drafter`` says whether there is a ``drafter``."""
+        """Create the engine and the worker. ``engine_limits.drafter`` must be True if ``drafter``
+        is given."""
         self._desk = ConstraintDesk(read_constraint, target.info.eos_token_ids)
-        # What is announced is what is served: a small cache makes a model's context shorter.
+        # The announced context is the one that is served: a small cache shortens a model's context.
         most = limits.context_length
         model, *adapters = (
             replace(one, context_length=min(one.context_length, most))
@@ -392,9 +420,10 @@ class Verifier:
             model, limits, engine_limits or ee.EngineLimits(), adapters=adapters
         )
         self.broken = asyncio.Event()
-        """Set when this verifier has failed as a whole; ``why_broken`` then says why."""
+        """Set when this verifier has failed as a whole; ``why_broken`` has the reason."""
         self.why_broken: str | None = None
-        """Also said of a target that does not end its work when the verifier stops."""
+        """The reason of the failure; also set if the target does not end its work when the verifier
+        stops."""
         self._target, self._clock = target, clock
         self._tracer = None if isinstance(tracer, NoTrace) else tracer
         self._telemetry = telemetry
@@ -402,14 +431,16 @@ class Verifier:
         self._streams: dict[int, ports.VerifierStream] = {}
         self._backlogs: dict[int, Backlog] = {}
         self._senders: dict[int, Callable[[m.Downlink], bool]] = {}
-        """Of streams that can send without waiting (``GrpcVerifierStream.send_now``)."""
+        """The ``send_now`` of each stream that can send without waiting
+        (``GrpcVerifierStream.send_now``)."""
         self._blocked: set[int] = set()
-        """Streams on which a message waits to leave, and those that the engine knows of."""
+        """Streams with a message in their send queue; ``_known_blocked`` holds those reported to
+        the engine."""
         self._known_blocked: set[int] = set()
         self._requests: dict[int, str] = {}
-        """The ids under which the log speaks of streams."""
+        """The request ids that identify streams in the log."""
         self._context = contextvars.copy_context()
-        """Of what runs for no stream in particular, so that the log blames none."""
+        """Context of work that belongs to no stream, so that log lines carry no request id."""
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -427,14 +458,14 @@ class Verifier:
         )
 
     def get_ready(self) -> None:
-        """Do what the first constraint would have to wait for, and all streams with it. Before
-        there are any, and in a thread."""
+        """Load what the first constraint would otherwise wait for. Call this before there are
+        streams, and in a thread, since it blocks."""
         self._desk.get_ready()
 
     # --- streams ---------------------------------------------------------------------------
 
     async def serve(self, stream: ports.VerifierStream) -> None:
-        """Run one stream to its end; never raises for what a peer does."""
+        """Run one stream to its end; never raises for anything that a peer does."""
         self._count += 1
         number = self._count
         backlog = Backlog(_MAX_BACKLOG)
@@ -463,7 +494,8 @@ class Verifier:
             await stream.close()
 
     def _all_left(self, number: int) -> bool:
-        """Nothing of the stream waits any more, or it is gone; whether the engine should know."""
+        """Note that the send queue of a stream is empty, or the stream gone; return whether the
+        engine was informed that it was blocked."""
         known = number in self._known_blocked
         self._known_blocked.discard(number)
         self._blocked.discard(number)
@@ -471,7 +503,8 @@ class Verifier:
 
     async def _read(self, number: int, stream: ports.VerifierStream) -> None:
         try:
-            # Not ``wait_for``: in Python 3.11 that may have an Open for a stream that is gone.
+            # In Python 3.11 ``wait_for`` might return an Open for a stream that is gone, so it is
+            # not used.
             async with asyncio.timeout(_OPEN_WITHIN_S):
                 first = await stream.receive()
             if not isinstance(first, m.Open):
@@ -492,7 +525,8 @@ class Verifier:
         except ports.LinkError as error:
             _LOG.debug("stream %d ended: %s", number, error)
             self._close(number)
-        except Exception as error:  # nothing of one stream may end in silence, or end another
+        # A failure of one stream must be reported, and must not end another.
+        except Exception as error:
             what = "stream %d: reading failed"
             log_failure(_LOG, what, number, error=error, may_quote_client=True)
             why = f"the verifier failed while it read the stream: {type(error).__name__}"
@@ -524,8 +558,11 @@ class Verifier:
             self._close(number)
 
     def _sent_at_once(self, number: int, message: m.Downlink) -> bool:
-        """Whether the message left without waiting. What goes wrong ends this stream alone: the
-        caller is the engine's step, on which all streams depend."""
+        """Send a message without waiting, if possible; return whether it was sent.
+
+        An exception closes this stream alone, since the caller is the engine's step, on which all
+        streams depend.
+        """
         try:
             return self._senders[number](message)
         except Exception as error:
@@ -535,7 +572,8 @@ class Verifier:
             return True
 
     def _last_words(self, number: int, fault: m.Fault) -> m.Fault:
-        """The fault; of the verifier's own failures with the id under which the log tells more."""
+        """Return the fault to send. A failure of the verifier itself gets the request id, under
+        which the log has the details."""
         if self._telemetry is not None:
             self._telemetry.told(number, fault)
         if fault.code is not m.FaultCode.INTERNAL:
@@ -545,7 +583,8 @@ class Verifier:
         return replace(fault, message=f"{fault.message} (request {request})")
 
     def _close(self, number: int) -> None:
-        """End the stream after what was sent on it; soon, even if its device reads nothing."""
+        """Close the stream after its messages were sent; after ``_LAST_WORDS_S`` even if its device
+        reads nothing."""
         backlog = self._backlogs.pop(number, None)
         if backlog is None:
             return
@@ -578,7 +617,7 @@ class Verifier:
         if tracer is not None:
             for action in actions:
                 tracer.record(now, "verifier", "", "action", action)
-        # The target stands still until its work is there; all else can wait for that.
+        # The target idles until its work is submitted, so that comes first; all else can wait.
         rest: list[ee.EngineAction] = []
         for action in actions:
             if type(action) in _FOR_THE_TARGET:
@@ -595,7 +634,7 @@ class Verifier:
 
     def _do(self, action: ee.EngineAction) -> None:
         match action:
-            case ee.SendTo():  # as nearly always; names for its fields would take twice as long
+            case ee.SendTo():  # Nearly always; matching on its fields would take twice as long.
                 self._send(action.stream, action.message)
             case ee.CloseStream(number):
                 self._close(number)
@@ -621,7 +660,8 @@ class Verifier:
                 assert_never(action)
 
     def _then(self, work: asyncio.Future[_T], tell: Callable[[asyncio.Future[_T]], None]) -> None:
-        """What came of the target's work, for no stream in particular."""
+        """Call ``on_done`` when the target's work has ended, in a context that belongs to no
+        stream."""
         work.add_done_callback(
             lambda done: None if done.cancelled() else tell(done), context=self._context
         )
@@ -630,7 +670,7 @@ class Verifier:
         if (error := done.exception()) is None:
             self._handle(done.result())
         else:
-            # The target and the drafter are given token ids, no words.
+            # The target and the drafter receive token ids only, so their errors quote no text.
             what = "the verifier's draft model failed"
             log_failure(_LOG, what, error=error, may_quote_client=False)
             self._handle(ee.DraftsFailed(f"{type(error).__name__}: {error}"))
@@ -660,8 +700,8 @@ class Verifier:
         self._handle(ee.ProbeDone(None if error is None else f"{type(error).__name__}: {error}"))
 
     def _arm(self) -> None:
-        """One timer, at the engine's deadline or before: deadlines move at every event, mostly
-        away, and a timer that was too early looks again."""
+        """Set one timer for the engine's deadline or earlier. Deadlines move at every event, mostly
+        to later; a timer that fires too early sets a new one."""
         deadline = self.engine.deadline
         if deadline is None or self._stopping:
             return
@@ -686,7 +726,7 @@ class Verifier:
     # --- stopping --------------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """This verifier has failed as a whole: every stream hears it, and ``broken`` is set."""
+        """End this verifier as a whole: close every stream with a fault and set ``broken``."""
         if not self.broken.is_set():
             _LOG.critical("the verifier failed: %s", why)
             self.why_broken = why
@@ -702,8 +742,11 @@ class Verifier:
             self._timer.cancel()
 
     def revoke(self, names: Collection[str]) -> int:
-        """End the streams of these credentials and what they generate, now; how many there were.
-        What such a device left behind earlier ends with its lease."""
+        """End the streams and generations of these credentials now; return how many streams there
+        were.
+
+        A session that such a device left detached ends with its lease.
+        """
         found = [n for n, one in self._streams.items() if one.credential.name in names]
         for number in found:
             self._send(number, _REVOKED)
@@ -714,8 +757,12 @@ class Verifier:
         return len(found)
 
     async def stop(self) -> None:
-        """Tell every device to come back later, end the streams, let the target finish what it is
-        at. After half a minute it is left behind, which is a failure (``why_broken``)."""
+        """End all streams with a fault that lets devices come back later, and let the target finish
+        its work.
+
+        After ``_LAST_PASS_S`` the target's thread is left behind, which counts as a failure
+        (``why_broken``).
+        """
         self._end_streams(_STOPS)
         self._desk.close()
         if not await self._worker.close(_LAST_PASS_S):

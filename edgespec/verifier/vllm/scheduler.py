@@ -1,10 +1,11 @@
-"""vLLM's scheduler, with drafts: a step has the sessions that it was made for.
+"""vLLM's scheduler with injected drafts: a step computes only the sessions that it was made for.
 
 Before each step the driver sets ``wanted``. Requests of other sessions are put aside while vLLM's
-own ``schedule`` runs: they keep their cache and stand still. Each wanted request whose text is
-computed to its end gets its drafts, and vLLM verifies them as those of a draft model of its own.
-What a speculator of vLLM's proposed is read from the requests, and gets in as such drafts only.
-When a step found no room at all, the next one first takes the cache of a request put aside.
+own ``schedule`` runs: they keep their cache and make no progress. Each wanted request whose text is
+fully computed gets its drafts, and vLLM verifies them as if its own draft model had proposed them.
+Proposals of vLLM's own speculator are read from the requests, and are verified only if they come
+back as such drafts. When a step found no room at all, the next one first takes the cache of a
+request that was put aside.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from edgespec.verifier.vllm.target import Wanted
 
 
 class DraftScheduler(Scheduler):  # type: ignore[misc]
-    """Named to vLLM by ``--scheduler-cls``. Not for its asynchronous scheduling."""
+    """The class given to vLLM as ``--scheduler-cls``. It does not support asynchronous
+    scheduling."""
 
     wanted: Mapping[str, Wanted] | None = None
-    """By request id; None: everybody, without drafts."""
+    """Sessions of the next step by request id; None means all, without drafts."""
     draft_steps = 0
-    """How many tokens vLLM's own speculator is to propose behind the step."""
+    """Tokens that vLLM's own speculator is to propose behind the step."""
     rows: Mapping[str, Any] = {}
-    """What the worker says of the last step beyond its tokens (``worker.py``)."""
+    """Results of the last step that the worker returns besides tokens (``worker.py``)."""
     _starved = False
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -43,7 +45,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         for request in self.running:
             decodes = request.num_tokens - request.num_computed_tokens == 1
             request.spec_token_ids = list(wanted[request.request_id].drafts) if decodes else []
-        # A request that begins one token behind a cached prefix is padded to a whole chain.
+        # vLLM pads a request that begins one token behind a cached prefix to a whole chain.
         self.scheduler_config.long_prefill_token_threshold = max(
             1 + self.num_spec_tokens, *[one.rows for one in wanted.values()]
         )

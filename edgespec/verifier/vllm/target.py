@@ -1,8 +1,8 @@
-"""The target model on vLLM: ``ports.TargetModel`` for an engine that has texts of its own.
+"""The target model on vLLM: ``ports.TargetModel`` for an engine that keeps the texts itself.
 
 A pass takes as many steps of vLLM as it needs to answer every request, mostly one. A session is
-added to vLLM when a pass first asks for it. After a step that failed vLLM is emptied, and every
-session begins again with its text.
+added to vLLM in its first pass. After a failed step vLLM is emptied, and every session is added
+again with its text.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ class Wanted:
     """One session's part of a step."""
 
     rows: int
-    """How many rows of its text it may compute, if it has so many to compute: a wish."""
+    """Rows of the text to compute, if so many are missing; vLLM may compute fewer."""
     drafts: tuple[int, ...] = ()
-    """A chain behind the text that vLLM has; looked at once all of the text is computed."""
+    """Chain behind vLLM's text; it is verified once all of the text is computed."""
     logprobs: int = 0
-    """As in ``PassRequest``."""
+    """Number of log probabilities, as in ``PassRequest``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
     computed: int
-    """Tokens whose keys and values vLLM holds, of the text as it was before the step."""
+    """Tokens with cached keys and values, counted in the text as it was before the step."""
     tokens: tuple[int, ...] = ()
-    """What the text has grown by: nothing, where it was not computed to its end."""
+    """Tokens appended to the text; empty if it was not computed to its end."""
     targets: tuple[int, ...] = ()
-    """Where it has grown: the target's token behind the text, and behind each draft."""
+    """The target's tokens behind the old text and behind each draft, if the text has grown."""
     scores: tuple[TokenScore, ...] = ()
-    """Of ``targets``, if they were asked for."""
+    """Scores of ``targets``, if they were requested."""
     failure: str = ""
-    """Why the session cannot go on; empty: it can."""
+    """Reason why the session cannot go on; empty if it can."""
     guesses: tuple[int, ...] = ()
-    """What vLLM's own speculator proposes behind the text as it is now."""
+    """Proposals of vLLM's own speculator behind the new text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
     name: str
     folder: Path
-    """As PEFT writes it: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    """Folder as PEFT writes it, with ``adapter_config.json`` and ``adapter_model.safetensors``."""
     fingerprint: str
 
 
 class StepEngine(Protocol):
-    """vLLM, or what stands in for it. Calls come one at a time."""
+    """The calls that ``VllmTarget`` makes of vLLM, or of a fake in tests; one call at a time."""
 
     def add(
         self,
@@ -65,28 +65,36 @@ class StepEngine(Protocol):
         sampling: SamplingParams,
         adapter: str = "",
     ) -> None:
-        """Begin a text, with ``adapter`` if one is named. Nothing is computed before a step."""
+        """Add a text, with ``adapter`` if one is named. Nothing is computed before a step."""
 
     def step(self, wanted: Mapping[str, Wanted], draft_steps: int = 0) -> Mapping[str, Stepped]:
-        """One step of these sessions and no others. A session may be left out of the result, or
-        computed in part, for want of room: ask again. A speculator of its own proposes at most
-        ``draft_steps`` tokens behind each."""
+        """Run one step of these sessions and no others.
+
+        For lack of room a session may be missing in the result, or computed in part; then call
+        again. A speculator of the engine's own proposes at most ``draft_steps`` tokens behind each
+        session.
+        """
 
     def drop(self, key: str) -> None:
-        """Forget a text."""
+        """Remove a text."""
 
     def reset(self) -> None:
-        """Forget all texts and whatever was computed of them, since a step has failed and nobody
-        knows how far it came. Raises ``TargetLostError`` where that cannot be done."""
+        """Remove all texts and everything computed for them, after a step that failed at an unknown
+        point.
+
+        Raises ``TargetLostError`` if that cannot be done.
+        """
 
 
 NO_SCORE = TokenScore(0.0, 0.0, ())
-"""Of a row that nobody looks at, because its path is not the text."""
+"""Score of a row that is never read, because its path is not the text."""
 
 
 def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The target's tokens as far as the drafts before them are right. A request without targets
-    has failed, and gets a token that nobody will see."""
+    """Return the target's tokens up to and including the first that no draft names.
+
+    A request without targets has failed, and gets a token that is never read.
+    """
     if not targets:
         return [0]
     right = 0
@@ -96,30 +104,34 @@ def accepted_tokens(targets: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 class UnknownScoresError(ValueError):
-    """Tokens are known without the scores asked for: the text begins anew at the prefix's end."""
+    """Tokens are known without the requested scores; the text must be added again from the prefix's
+    end."""
 
 
 class KnownText:
-    """What vLLM has said of one session's text, and what that answers of a pass. Pure.
+    """One session's text as far as vLLM has generated it, and the answers to passes that follow
+    from it.
 
-    vLLM's text, ``tokens``, may be longer than the session has committed. So a pass's drafts are
-    first compared with the tokens that are known: what agrees is accepted, the first known token
-    that no draft names is the correction, and nothing has to be computed. Where the known tokens
-    end, what is left of the chain goes into vLLM's next step, and the comparison is made again."""
+    This class is pure. vLLM's text, ``tokens``, may be longer than the session has committed. So
+    the drafts of a pass are first compared with the known tokens: drafts that agree are accepted,
+    the first known token that differs is the correction, and nothing has to be computed. If the
+    chain goes on beyond the known tokens, the rest of it goes into vLLM's next step, and the
+    comparison is repeated.
+    """
 
     def __init__(self, text: Sequence[int]) -> None:
         self.tokens = list(text)
         self.computed = 0
-        """Of these, how many are in vLLM's cache. It takes them out when it needs the room."""
+        """Leading tokens in vLLM's cache. vLLM drops them when it needs the room."""
         self._given = len(self.tokens)
         self._scores: dict[int, TokenScore] = {}
-        """By position, of the tokens that nobody has asked for yet."""
+        """Scores by position, of tokens that no pass has requested yet."""
         self._rows_from = 0
-        """Where the text ended before the last step that made it grow, and what the target said
-        there and behind each draft."""
+        """Length of the text before the last step that made it grow; ``_rows`` holds the target's
+        tokens there and behind each draft of that step."""
         self._rows: tuple[int, ...] = ()
         self._guesses: tuple[int, ...] = ()
-        """Behind all of ``tokens``."""
+        """Proposals behind the last of ``tokens``."""
 
     def take(self, stepped: Stepped) -> None:
         self.computed = stepped.computed
@@ -132,9 +144,11 @@ class KnownText:
         self.tokens += stepped.tokens
 
     def answer(self, request: ports.PassRequest) -> ports.PassResult | Wanted:
-        """The result of ``request``, whose nodes are a chain; or the step that is missing for it.
+        """Return the result of ``request``, whose nodes are a chain, or the step that it still
+        needs.
 
-        Raises ``ValueError`` when the request does not fit the text, and ``UnknownScoresError``."""
+        Raises ``ValueError`` if the request does not fit the text, and ``UnknownScoresError``.
+        """
         end = request.cache_length + len(request.feed)
         self._check(request, end)
         if not request.sample:
@@ -161,10 +175,11 @@ class KnownText:
             raise ValueError(f"{key!r}: {end} tokens are before the {self._given} of the opening")
 
     def _result(self, request: ports.PassRequest, end: int, accepted: int) -> ports.PassResult:
-        """``accepted`` drafts are right, and the token behind them is known."""
+        """Return a result with ``accepted`` accepted drafts; the token behind them is known."""
         size = 1 + len(request.tokens)
         targets = self.tokens[end : end + accepted + 1]
-        # Behind a wrong draft the rows of the last step tell more; else the guess stands for it.
+        # The rows of the last step have the target's tokens behind a rejected draft; beyond those
+        # rows the drafts themselves are filled in.
         for node in range(len(targets), size):
             row = end + node - self._rows_from
             guess = request.tokens[min(node, size - 2)]
@@ -183,32 +198,37 @@ class KnownText:
         return ports.PassResult(request.key, tuple(targets), tuple(filled), guesses)
 
 
-# vLLM may take a session's cache away for another's sake and compute it again, a step each.
+# Steps without progress that are normal: vLLM may take a session's cache for another session and
+# compute it again, a step each.
 _IDLE_STEPS = 8
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One session: as it was opened, and its text once vLLM has it."""
+    """One session: how it was opened, and its text in vLLM."""
 
     prompt_length: int
     sampling: SamplingParams
     text: tuple[int, ...]
-    """What is known of it while vLLM does not have it; may be more than is committed."""
+    """The known text while vLLM does not have it; it may be longer than what is committed."""
     given: int
-    """Of ``text``, how many tokens were surely committed."""
+    """Leading tokens of ``text`` that were certainly committed."""
     known: KnownText | None = None
     adapter: str = ""
     failure: str = ""
 
 
 class VllmTarget:
-    """``adapters``: the model with each of them, which the engine knows by these names. Of a tree
-    vLLM can look at one path only, so a pass holds a chain of ``max_nodes``. ``own_drafts``: how
-    many tokens a speculator of the engine's can propose behind a pass."""
+    """A target model that runs on vLLM.
+
+    vLLM verifies only one path of a tree, so a pass of a session holds a chain of at most
+    ``max_nodes`` nodes. ``adapters`` are the model with each of its adapters, by the names that the
+    engine uses. ``own_drafts`` is how many tokens a speculator of the engine's own can propose
+    behind a pass.
+    """
 
     cache: ports.CacheShape | None = None
-    """vLLM gives out its blocks by itself, and takes them back when it has to."""
+    """None, since vLLM allots its blocks itself, and evicts by itself."""
 
     def __init__(
         self,
@@ -235,18 +255,19 @@ class VllmTarget:
         self._sequences[key] = _Sequence(prompt_length, sampling, tuple(text), len(text))
 
     def use_adapter(self, key: str, name: str) -> None:
-        """Raises ``ValueError`` for one that is not served."""
+        """Use the adapter ``name`` for a sequence. Raises ``ValueError`` if it is not served."""
         if name not in (known := [one.name for one in self.adapters]):
             raise ValueError(f"{key!r}: unknown adapter {name!r}; known: {', '.join(known)}")
         self._sequences[key].adapter = name
 
     def set_draft_steps(self, count: int) -> None:
-        """As in the port; no more than ``pass_shape.own_drafts`` are asked for."""
+        """Set the number of tokens to propose, as in the port; ``pass_shape.own_drafts`` at
+        most."""
         self._draft_steps = min(count, self.pass_shape.own_drafts)
 
     def forward(self, batch: Sequence[ports.PassRequest]) -> list[ports.PassResult]:
-        """As in the port. What vLLM has computed before an error is kept and answers the next
-        pass, which may begin from the same ``cache_length``."""
+        """Run a pass, as in the port. Tokens that vLLM computed before an error are kept and answer
+        the next pass, which may begin from the same ``cache_length``."""
         check_batch(batch, self._longest, self.info)
         for request in batch:
             sequence = self._sequences[request.key]
@@ -276,7 +297,7 @@ class VllmTarget:
                 )
 
     def keep(self, key: str, nodes: Sequence[int]) -> None:
-        """Nothing: vLLM keeps what agrees with the text, and the text is its own."""
+        """Do nothing: vLLM already keeps the rows that agree with its text."""
 
     def close(self, key: str) -> None:
         sequence = self._sequences.pop(key, None)
@@ -317,7 +338,7 @@ class VllmTarget:
             raise
         except Exception:
             for sequence in self._sequences.values():
-                if sequence.known is not None:  # what the engine has said of it was right
+                if sequence.known is not None:  # the text until then was right
                     sequence.text, sequence.known = tuple(sequence.known.tokens), None
             self._engine.reset()
             raise

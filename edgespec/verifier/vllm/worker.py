@@ -1,14 +1,15 @@
-"""In vLLM's worker: tokens are chosen by this project's own law, for text and drafts alike.
+"""Code in vLLM's worker that chooses tokens by this project's sampling law, for text and drafts
+alike.
 
 vLLM's runner computes logits for the last row of each text and for each draft behind it, and then
-calls ``_sample``. Here that is ``sampling/tensors.py``: a draft is accepted when it *is* the token
-that was chosen for its place. In a step without drafts the runner is told that there is no
-speculation, which would cost more than a tiny model's pass. Each tensor-parallel rank has all
-logits and chooses the same tokens.
+calls ``_sample``. Here that is ``sampling/tensors.py``: a draft is accepted if it equals the token
+that was chosen for its place. In a step without drafts speculation is switched off in the runner,
+because it would cost more than a tiny model's pass. Each tensor-parallel rank has all logits and
+chooses the same tokens.
 
 A speculator of vLLM's own with a forward pass (a draft model, EAGLE, MTP) has a cache that must
-follow the text, so it runs in every step, and it chooses by the same law with the same noise: what
-it proposes for a sampled text is what the target chooses where both models agree.
+follow the text, so it runs in every step. It chooses by the same law with the same noise: what it
+proposes for a sampled text is what the target chooses where both models agree.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from edgespec.sampling.tensors import SampleBlock, TextCounts, choose_tokens, is
 from edgespec.verifier.vllm.target import accepted_tokens
 
 EXTRA = "edgespec"
-"""Under this name a request's ``extra_args`` say how to choose its tokens."""
+"""Key in a request's ``extra_args`` of the settings by which its tokens are chosen."""
 Row = tuple[tuple[int, ...], tuple[TokenScore, ...], str]
 
 
 class NoProposer:
-    """The draft model that vLLM asks for: it never has a draft, since devices draft."""
+    """A draft model in vLLM's sense that never proposes anything, since devices draft."""
 
     def __init__(self, vllm_config: object) -> None:
         del vllm_config
@@ -45,18 +46,22 @@ class NoProposer:
 
 
 class WorkerExtension:
-    """Named to vLLM by ``--worker-extension-cls``; its methods are called on every worker."""
+    """The class given to vLLM as ``--worker-extension-cls``; its methods are called on every
+    worker."""
 
     model_runner: Any
 
     def edgespec_install(self) -> None:
-        """Choose tokens by our law from here on."""
+        """Choose tokens by this project's law from now on."""
         RunnerSampling(self.model_runner)
 
 
 def run_worker(reason: str, *arguments: Any, **named: Any) -> None:
-    """vLLM's worker in a process of its own. Why it cannot start is left in the file ``reason``,
-    because vLLM only logs it there and then says "see stack trace" where it was started."""
+    """Run vLLM's worker in a process of its own.
+
+    If it cannot start, the reason is written to the file ``reason``: vLLM itself only logs it in
+    that process, and raises "see stack trace" in the process that started it.
+    """
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     WorkerProc.__init__ = leaving_reason(Path(reason), WorkerProc.__init__)
@@ -64,7 +69,7 @@ def run_worker(reason: str, *arguments: Any, **named: Any) -> None:
 
 
 def leaving_reason(path: Path, start: Callable[..., None]) -> Callable[..., None]:
-    """``start``, which leaves what it raises in the file ``path`` as well."""
+    """Return ``start`` wrapped so that its exception is also written to the file ``path``."""
 
     def started(*arguments: Any, **named: Any) -> None:
         try:
@@ -88,8 +93,10 @@ class _Text:
     def block(
         self, name: str, tokens: Any, end: int, drafts: tuple[int, ...], vocabulary_size: int
     ) -> SampleBlock:
-        """Rows at position ``end`` and behind each draft; ``tokens`` is the runner's row, and
-        ``vocabulary_size`` that of the logits."""
+        """Return the sampling rows at position ``end`` and behind each draft.
+
+        ``tokens`` is the runner's row of token ids; ``vocabulary_size`` is that of the logits.
+        """
         positions = range(end, end + 1 + len(drafts))
         masks = self._masks(positions, vocabulary_size)
         if not self.params.penalised:
@@ -103,7 +110,8 @@ class _Text:
         return SampleBlock(name, self.params, positions, before, masks)
 
     def guess(self, name: str, end: int, chain: Sequence[int], vocabulary_size: int) -> SampleBlock:
-        """The row behind ``chain``, which stands behind the tokens of the last ``block``."""
+        """Return the sampling row behind ``chain``, which continues the tokens of the last
+        ``block``."""
         positions = (end + len(chain),)
         masks = self._masks(positions, vocabulary_size)
         if self._counts is None:
@@ -113,7 +121,7 @@ class _Text:
         return SampleBlock(name, self.params, positions, last, masks)
 
     def _masks(self, positions: Sequence[int], vocabulary_size: int) -> Sequence[bytes | None]:
-        """The masks by which ``min_tokens`` holds off the ends at these positions."""
+        """Return the masks by which ``min_tokens`` excludes end tokens at these positions."""
         if positions[0] - self._prompt_length >= self.params.min_tokens:
             return ()
         if self._held is None:
@@ -123,7 +131,8 @@ class _Text:
 
 @dataclass(slots=True)
 class _Chain:
-    """What a step appends to a text that ended at ``end``: its tokens, then what is proposed."""
+    """Tokens that a step appends to a text that ended at ``end``: its own, then the proposed
+    ones."""
 
     text: _Text
     end: int
@@ -131,7 +140,7 @@ class _Chain:
 
 
 class RunnerSampling:
-    """Takes the place of ``_sample`` in vLLM's model runner."""
+    """Replaces ``_sample`` in vLLM's model runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._sample_tokens = runner, runner.sample_tokens
@@ -153,20 +162,22 @@ class RunnerSampling:
                 drafter._sample_draft_tokens = self.guess
 
     def execute_model(self, scheduler_output: Any, *rest: Any, **named: Any) -> Any:
-        """As the runner's, which sees no speculation where there are no drafts, none are wanted,
-        and no drafter has to follow the text."""
+        """Run the runner's method, with speculation hidden from it if there are no drafts, none are
+        wanted, and no drafter has to follow the text."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
         wanted = self._has_forward or scheduler_output.num_spec_tokens_to_schedule > 0
         self._runner.speculative_config = self._speculation if drafts or wanted else None
         return self._execute_model(scheduler_output, *rest, **named)
 
     def fits_in_drafter(self, metadata: Any) -> bool:
-        """As the runner's, which proposes zeros for all where one text nears its context's end."""
+        """Call the runner's method and remember its result: the runner proposes zeros for all texts
+        if one of them nears the end of its context."""
         self._fits = bool(self._fits_in_drafter(metadata))
         return self._fits
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As the runner's, with all rows' targets in what goes back to the scheduler."""
+        """Call the runner's method, and attach all rows' targets to the output for the
+        scheduler."""
         state, self._rows = self._runner.execute_model_state, {}
         self._logprobs = {} if state is None else getattr(state[0], "edgespec_logprobs", {})
         output = self._sample_tokens(grammar_output)
@@ -177,8 +188,8 @@ class RunnerSampling:
         return output
 
     def guess(self, hidden_states: torch.Tensor, metadata: Any) -> tuple[torch.Tensor, None]:
-        """As the drafter's ``_sample_draft_tokens``, which vLLM calls after ``_sample``, once for
-        each place of the proposals: int64 [requests]."""
+        """Replace the drafter's ``_sample_draft_tokens``, which vLLM calls after ``_sample``, once
+        for each place of the proposals. Returns int64 [requests]."""
         names = self._runner.input_batch.req_ids[: hidden_states.shape[0]]
         chains = [self._chains.get(name) for name in names]
         if all(chain is None or is_plain(chain.text.params) for chain in chains):
@@ -192,7 +203,8 @@ class RunnerSampling:
         ]
         try:
             tokens = choose_tokens(logits, blocks)
-        except ModelOutputError:  # a drafter without numbers proposes anything, and fails nobody
+        # A drafter whose logits are not finite may propose anything, and fails no session.
+        except ModelOutputError:
             tokens = logits.argmax(dim=-1).tolist()
         for chain, token in zip(chains, tokens, strict=True):
             if chain is not None:
@@ -200,8 +212,11 @@ class RunnerSampling:
         return torch.tensor(tokens, dtype=torch.int64, device=logits.device), None
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
-        """As ``GPUModelRunner._sample``: int32 [requests, 1 + most drafts], the accepted tokens
-        and one more, then -1. ``metadata`` None: there are no drafts."""
+        """Replace ``GPUModelRunner._sample``.
+
+        Returns int32 [requests, 1 + most drafts]: the accepted tokens and one more, then -1.
+        ``metadata`` None means that there are no drafts.
+        """
         from vllm.v1.outputs import SamplerOutput
 
         batch = self._runner.input_batch
@@ -246,7 +261,7 @@ class RunnerSampling:
     def _choose(
         self, logits: torch.Tensor, blocks: list[SampleBlock], drafts: dict[str, tuple[int, ...]]
     ) -> None:
-        """Fill ``_rows``; a request whose logits are no numbers is told why, and alone."""
+        """Fill ``_rows``; a request whose logits are not finite fails alone, with the reason."""
         while blocks:
             try:
                 tokens = choose_tokens(logits, blocks)
@@ -274,7 +289,7 @@ class RunnerSampling:
 _CHOOSING = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    # Which tokens end a text is a part of the law while min_tokens holds them off.
+    # The end tokens belong to the law while ``min_tokens`` excludes them.
     *("min_tokens", "max_tokens", "ignore_eos"),
 )
 
@@ -282,7 +297,8 @@ _CHOOSING = (
 def arguments_of(
     prompt_length: int, sampling: SamplingParams, eos_token_ids: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Return what a request's ``extra_args`` hold: plain data, for it may go to another process."""
+    """Return the contents of a request's ``extra_args``: plain data, as it may go to another
+    process."""
     found = {name: getattr(sampling, name) for name in _CHOOSING}
     bias = [list(one) for one in sampling.logit_bias.items()]
     ends = {"eos_token_ids": list(eos_token_ids), "stop_token_ids": list(sampling.stop_token_ids)}
@@ -290,8 +306,8 @@ def arguments_of(
 
 
 def sampling_of(arguments: dict[str, Any]) -> SamplingParams:
-    """Return the part of the parameters that chooses tokens. The session ends the text; which
-    tokens end it counts here only while ``min_tokens`` holds them off."""
+    """Return the parameters that choose tokens. The session ends the text; its end tokens matter
+    here only while ``min_tokens`` excludes them."""
     found = {name: arguments[name] for name in _CHOOSING}
     stops = tuple(arguments["stop_token_ids"])
     return SamplingParams(**found, stop_token_ids=stops, logit_bias=dict(arguments["logit_bias"]))
